@@ -1,0 +1,105 @@
+"""Everything a run is told, as frozen dataclasses; `moezoo.compose` fills them from the YAML groups of `conf/`.
+
+A group whose entries differ in kind (dispatch, optimizer, schedule, data, model) is a registry: the key named in
+`TAG` picks the class and the other keys are that class's fields. Nothing here computes.
+"""
+
+import dataclasses
+from typing import Literal
+
+from moezoo.data import SOURCES, DataSettings
+from moezoo.mesh import MeshShape
+from moezoo.models import FAMILIES, ModelConfig
+from moezoo.moe.dispatch import STRATEGIES, Dispatch
+from moezoo.rules import Rules
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter, 2019). Only matrices decay, never scales, biases or embeddings."""
+
+    learning_rate: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD:
+    """Plain gradient descent, for proofs: it keeps no state and hides nothing."""
+
+    learning_rate: float = 0.1
+    clip_norm: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cosine:
+    """Linear warm-up from zero, then a half cosine down to `final_ratio` of the peak at the last step."""
+
+    warmup_steps: int = 50
+    final_ratio: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Linear warm-up from zero, then the peak for good."""
+
+    warmup_steps: int = 0
+
+
+OPTIMIZERS: dict[str, type] = {"adamw": AdamW, "sgd": SGD}
+SCHEDULES: dict[str, type] = {"cosine": Cosine, "constant": Constant}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionSettings:
+    """How the model runs beyond mesh, rules and dispatch.
+
+    `dtype` is what layers compute in and what weights are cast to before they are gathered, `param_dtype` what
+    parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what
+    a layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
+    everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
+    """
+
+    dtype: DType = "float32"
+    param_dtype: DType = "float32"
+    reduce_dtype: DType = "float32"
+    remat: Literal["full", "dots", "none"] = "none"
+    microbatches: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. `batch_size` is sequences a step over all devices together; 0 turns an `*_every` off."""
+
+    model: ModelConfig
+    mesh: MeshShape
+    rules: Rules
+    dispatch: Dispatch
+    optimizer: AdamW | SGD
+    schedule: Cosine | Constant
+    data: DataSettings
+    execution: ExecutionSettings
+    steps: int
+    seed: int
+    batch_size: int
+    seq_len: int
+    run_dir: str | None
+    resume: str | None
+    eval_every: int
+    checkpoint_every: int
+    log_every: int
+
+
+# field -> (the key that picks the class, the classes by name)
+TAG: dict[str, tuple[str, dict[str, type]]] = {
+    "model": ("family", {name: family.config for name, family in FAMILIES.items()}),
+    "dispatch": ("name", STRATEGIES),
+    "optimizer": ("name", OPTIMIZERS),
+    "schedule": ("name", SCHEDULES),
+    "data": ("name", SOURCES),
+}
