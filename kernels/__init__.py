@@ -1,0 +1,1 @@
+"""Kernels: a folder each, with one `api` and one file a backend."""

@@ -1,12 +1,37 @@
-"""Mixtral (Jiang et al., 2024, arXiv:2401.04088)."""
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): every MLP of a Mistral-style transformer a mixture of experts.
+
+Top to bottom: the configuration, one layer, the model. Pre-norm residual layers; grouped-query attention with rotary
+positions and an optional sliding window; SwiGLU experts behind a softmax router; untied embeddings; no biases.
+"""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from moezoo.axes import Stack
+from moezoo.errors import UserError
+from moezoo.execution import Execution
+from moezoo.moe.block import Experts, MoE
+from moezoo.moe.router import Router
+from moezoo.moe.routing import LayerSums, RoutingConfig
+from moezoo.nn.attention import Attention, Context
+from moezoo.nn.language_model import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.nn.norm import RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtralConfig:
-    """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict."""
+    """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+
+    `window`: tokens a query sees, itself included; null for all. `load_balance`, `z_loss`: coefficients of the routing
+    losses (`moezoo.moe.routing`), `load_balance_over` what the balance is taken over. `init_std`: of the embeddings at
+    the start; matrices start at 1 / sqrt(inputs), those that write to the residual stream at 1 / sqrt(2 layers) of it.
+    """
 
     vocab: int = 256
     embed: int = 128
@@ -25,6 +50,98 @@ class MixtralConfig:
     z_loss: float = 0.001
     init_std: float = 0.02
 
+    def __post_init__(self):
+        positive = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "expert_mlp", "experts")
+        for name in (*positive, "experts_per_token", "rope_base", "norm_eps", "init_std"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")
+        for name in ("load_balance", "z_loss"):
+            if getattr(self, name) < 0:
+                raise UserError(f"model.{name}={getattr(self, name)} must not be negative; 0 turns it off")
+        if self.window is not None and self.window < 1:
+            raise UserError(f"model.window={self.window} must be at least 1, or null for no window")
+        if self.experts_per_token > self.experts:
+            raise UserError(
+                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
+                f"choose at most {self.experts}"
+            )
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
+                "every key-value head serves the same number of heads"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
 
-class Mixtral:
-    pass
+
+class Layer(eqx.Module):
+    """Attention, then experts, each behind a norm and beside the residual stream."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    moe_norm: RMSNorm
+    moe: MoE
+
+    def __init__(self, config: MixtralConfig, *, dtype: jnp.dtype, key: Array):
+        c = config
+        for_attention, for_router, for_experts = jax.random.split(key, 3)
+        out_std = (2 * c.layers) ** -0.5
+        self.attention_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
+        self.attention = Attention(
+            c.embed,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            rope_base=c.rope_base,
+            window=c.window,
+            out_std=out_std,
+            dtype=dtype,
+            key=for_attention,
+        )
+        self.moe_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
+        self.moe = MoE(
+            Router(c.embed, c.experts, c.experts_per_token, dtype=dtype, key=for_router),
+            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
+        """The layer's activations, and its routing sums."""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), context, run)
+        with jax.named_scope("moe"):
+            y, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, run)
+        return x + y, sums
+
+
+class Mixtral(LanguageModel):
+    """`model(tokens)` -> logits and routing."""
+
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: MixtralConfig = eqx.field(static=True)
+
+    def __init__(self, config: MixtralConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
+        c, dtype = config, jnp.dtype(dtype)
+        for_embedding, for_layers, for_head = jax.random.split(key, 3)
+        self.config = c
+        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
+        layers = jax.vmap(lambda k: Layer(c, dtype=dtype, key=k))(jax.random.split(for_layers, c.layers))
+        self.stacks = (Stack(layers, c.layers),)
+        self.unembedding = Unembedding(
+            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head
+        )
+
+    @property
+    def routing_config(self) -> RoutingConfig:
+        """Coefficients of the routing losses."""
+        c = self.config
+        return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
+
+    def run_layer(
+        self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
+        """One layer."""
+        return layer(x, context, run)

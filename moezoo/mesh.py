@@ -1,8 +1,20 @@
-"""Mesh axes, their sizes, and the devices behind them."""
+"""Mesh axes, their sizes, and the devices behind them: real accelerators, or virtual CPU devices where there are none."""
 
 import dataclasses
+import glob
+import math
+import os
+
+import jax
+from jax._src import xla_bridge  # the one question JAX has no public name for: has it started?
+from jax.sharding import AxisType, Mesh
+
+from moezoo.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
+
+# Where a driver shows its devices; without any of these an installed plugin only prints errors at start-up.
+_DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,3 +26,94 @@ class MeshShape:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+
+    def __post_init__(self):
+        rest = [axis for axis in AXES if getattr(self, axis) == -1]
+        if len(rest) > 1:
+            raise UserError(f"mesh.{rest[0]} and mesh.{rest[1]} are both -1; only one axis can take the rest")
+        for axis in AXES:
+            if getattr(self, axis) < 1 and axis not in rest:
+                raise UserError(f"mesh.{axis}={getattr(self, axis)} must be at least 1, or -1 for all devices left")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, not counting what a -1 would take."""
+        return math.prod(size for size in self.sizes.values() if size != -1)
+
+
+def initialised() -> bool:
+    """Whether JAX has started its devices, after which their number is fixed."""
+    return xla_bridge.backends_are_initialized()
+
+
+def cpu_devices(count: int) -> None:
+    """Show this process's CPU as `count` devices; for the first cell of a notebook, before any other use of JAX.
+
+    Raises `UserError` when JAX has already started with another number.
+    """
+    if count < 1:
+        raise UserError(f"cpu_devices({count}): must be at least 1")
+    if initialised():
+        have = jax.local_device_count("cpu")
+        if have != count:
+            raise UserError(
+                f"cpu_devices({count}) comes too late: JAX has already started with {have} CPU "
+                f"device{'s' * (have != 1)}; call it before anything else of JAX (restart the notebook's kernel first)"
+            )
+        return
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def _prepare(wanted: int) -> None:
+    """Before JAX starts: enough CPU devices, and no search for accelerators on a machine without a driver."""
+    if initialised():
+        return
+    if not jax.config.jax_platforms and not any(glob.glob(node) for node in _DEVICE_NODES):
+        jax.config.update("jax_platforms", "cpu")
+    # A number the user set, by variable or by call, stands.
+    if jax.config.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", wanted)
+
+
+def make_mesh(shape: MeshShape) -> Mesh:
+    """The mesh of `shape` over this machine's devices; on a machine without accelerators, over virtual CPU devices.
+
+    Raises `UserError` when there are too few devices, or when what the named axes leave for a -1 does not divide.
+    """
+    _prepare(shape.devices)
+    return mesh_of(shape, jax.devices())
+
+
+def mesh_of(shape: MeshShape, devices: list) -> Mesh:
+    """The mesh of `shape` over the first of `devices`. Axis types are Auto: the step names its own collectives."""
+    sizes, wanted = shape.sizes, shape.devices
+    have, platform = len(devices), devices[0].platform
+    rest = next((axis for axis, size in sizes.items() if size == -1), None)
+    if rest is not None and have >= wanted:
+        if have % wanted:
+            raise UserError(
+                f"mesh.{rest}=-1 takes all devices the other axes leave, but they multiply to {wanted}, which does "
+                f"not divide {have} devices; set mesh.{rest} to a number"
+            )
+        sizes[rest] = have // wanted
+        wanted = have
+    if have < wanted:
+        named = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+        if platform == "cpu":
+            raise UserError(
+                f"{named} needs {wanted} devices but JAX has already started with {have} on the CPU; ask for "
+                f"{wanted} first: moezoo.cpu_devices({wanted}) or JAX_NUM_CPU_DEVICES={wanted}"
+            )
+        raise UserError(
+            f"{named} needs {wanted} devices but this machine has {have} ({platform}); choose a smaller mesh, or "
+            f"set JAX_PLATFORMS=cpu to run on {wanted} virtual CPU devices"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted]
+    )

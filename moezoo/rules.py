@@ -3,8 +3,17 @@
 import dataclasses
 from collections.abc import Mapping
 
+from jax.sharding import PartitionSpec
 
-@dataclasses.dataclass(frozen=True, eq=False)
+from moezoo.axes import LOGICAL_AXES, Axes
+from moezoo.errors import UserError, nearest
+from moezoo.mesh import AXES
+
+# What a layer can compute on without gathering it first.
+_KEPT = ("expert",)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rules:
     """A layout.
 
@@ -12,6 +21,8 @@ class Rules:
     - `compute`: logical axis -> mesh axes it stays split over while computing, a prefix of the stored ones (what is
       stored and not computed is gathered);
     - `batch`, `sequence`: mesh axes that split the two dimensions of tokens.
+
+    Raises `UserError` for names that do not exist, a mesh axis used twice, and a `compute` that is no prefix of `store`.
     """
 
     name: str
@@ -19,3 +30,86 @@ class Rules:
     compute: Mapping[str, tuple[str, ...]]
     batch: tuple[str, ...]
     sequence: tuple[str, ...]
+
+    def __post_init__(self):
+        for field, table in (("store", self.store), ("compute", self.compute)):
+            for logical, axes in table.items():
+                if logical not in LOGICAL_AXES:
+                    raise UserError(f"rules.{field}.{logical}: no such logical axis; {nearest(logical, LOGICAL_AXES)}")
+                self._check_axes(f"rules.{field}.{logical}", axes)
+        for field, axes in (("batch", self.batch), ("sequence", self.sequence)):
+            self._check_axes(f"rules.{field}", axes)
+        for axis in set(self.batch) & set(self.sequence):
+            raise UserError(f"rules.batch and rules.sequence both name mesh axis '{axis}'; leave it in one of them")
+        for logical, kept in self.compute.items():
+            stored = self.store.get(logical, ())
+            if kept and logical not in _KEPT:
+                raise UserError(
+                    f"rules.compute.{logical}: only {', '.join(_KEPT)} can stay split while computing; leave it out"
+                )
+            # Any other order gathers blocks that do not lie next to each other: experts would be silently permuted.
+            if tuple(kept) != tuple(stored[: len(kept)]):
+                raise UserError(
+                    f"rules.compute.{logical}={list(kept)} must come first in rules.store.{logical}={list(stored)}; "
+                    "reorder rules.store so that what stays split is on the left"
+                )
+
+    @staticmethod
+    def _check_axes(key: str, axes: tuple[str, ...]) -> None:
+        for axis in axes:
+            if axis not in AXES:
+                raise UserError(f"{key} names mesh axis '{axis}', which does not exist; {nearest(axis, AXES)}")
+            if axes.count(axis) > 1:
+                raise UserError(f"{key}={list(axes)} names mesh axis '{axis}' twice; name it once")
+
+    def __hash__(self) -> int:  # mappings do not hash; a layout is a key of jit's cache
+        tables = [tuple(sorted((k, tuple(v)) for k, v in t.items())) for t in (self.store, self.compute)]
+        return hash((self.name, *tables, tuple(self.batch), tuple(self.sequence)))
+
+    @property
+    def named(self) -> set[str]:
+        """Every mesh axis that the rules name."""
+        return {a for axes in (*self.store.values(), self.batch, self.sequence) for a in axes}
+
+    def stored(self, axes: Axes, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+        """For each dimension of a parameter, the mesh axes of more than one device it is stored over."""
+        return tuple(live(self.store.get(name, ()), sizes) for name in axes.names)
+
+    def gathered(self, axes: Axes, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+        """For each dimension of a parameter, the mesh axes it is gathered over before use: stored minus computed."""
+        kept = tuple(live(self.compute.get(name, ()), sizes) for name in axes.names)
+        return tuple(s[len(k) :] for s, k in zip(self.stored(axes, sizes), kept, strict=True))
+
+    def spec(self, axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
+        """The layout of a stored parameter."""
+        return PartitionSpec(*(s or None for s in self.stored(axes, sizes)))
+
+
+def live(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of more than one device: XLA keeps collectives over single devices, so we never name those."""
+    return tuple(a for a in axes if sizes.get(a, 1) > 1)
+
+
+def check_layout(name: str, axes: Axes, shape: tuple[int, ...], rules: Rules, sizes: Mapping[str, int]) -> None:
+    """Refuse a parameter that the rules cannot lay out on a mesh of these axis sizes.
+
+    Raises `UserError` where two logical axes of the array share a mesh axis, or a size is not divisible.
+    """
+    owner: dict[str, str] = {}
+    for logical, mesh_axes, size in zip(axes.names, rules.stored(axes, sizes), shape, strict=True):
+        for axis in mesh_axes:
+            if axis in owner:
+                raise UserError(
+                    f"rules {rules.name}: parameter {name} has logical axes '{owner[axis]}' and '{logical}' both stored "
+                    f"over mesh axis '{axis}'; take it from rules.store.{owner[axis]} or rules.store.{logical}"
+                )
+            owner[axis] = logical
+        ways = 1
+        for axis in mesh_axes:
+            ways *= sizes[axis]
+        if size % ways:
+            mesh = " ".join(f"mesh.{a}={sizes[a]}" for a in mesh_axes)
+            raise UserError(
+                f"{mesh} splits '{logical}' {ways} ways but {LOGICAL_AXES[logical]}={size} ({name}); "
+                f"choose a mesh whose {' x '.join(mesh_axes)} divides {size}"
+            )

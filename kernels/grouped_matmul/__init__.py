@@ -1,0 +1,4 @@
+"""One matrix product a group of rows: what every dispatch strategy runs its experts on."""
+
+from moezoo.kernels.grouped_matmul.api import Implementation as Implementation
+from moezoo.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

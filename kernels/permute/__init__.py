@@ -1,0 +1,6 @@
+"""Tokens to rows grouped by expert, and back."""
+
+from moezoo.kernels.permute.api import Plan as Plan
+from moezoo.kernels.permute.api import permute as permute
+from moezoo.kernels.permute.api import plan as plan
+from moezoo.kernels.permute.api import unpermute as unpermute

@@ -1,24 +1,12 @@
-import dataclasses
+"""How tokens meet experts: one file a strategy, one contract in `base`."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Dispatch:
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense(Dispatch):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class Gather(Dispatch):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring(Dispatch):
-    pass
-
+from moezoo.moe.dispatch.base import Assignment as Assignment
+from moezoo.moe.dispatch.base import Dispatch as Dispatch
+from moezoo.moe.dispatch.base import Dispatched as Dispatched
+from moezoo.moe.dispatch.base import ExpertGroup as ExpertGroup
+from moezoo.moe.dispatch.dense import Dense as Dense
+from moezoo.moe.dispatch.gather import Gather as Gather
+from moezoo.moe.dispatch.replicated import Replicated as Replicated
+from moezoo.moe.dispatch.ring import Ring as Ring
 
 STRATEGIES: dict[str, type[Dispatch]] = {"dense": Dense, "gather": Gather, "ring": Ring}

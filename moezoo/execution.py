@@ -1,0 +1,173 @@
+"""How a model runs: one immutable value beside the model, which knows nothing of it."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from moezoo.axes import Axes, Role, axes_of
+from moezoo.collectives import GATHERED_WEIGHT, gather_weight, vary
+from moezoo.errors import UserError, nearest
+from moezoo.kernels.grouped_matmul import Implementation
+from moezoo.moe.dispatch import STRATEGIES, Dispatch, ExpertGroup
+from moezoo.rules import Rules, check_layout, live
+
+# Where a model runs without a mesh: nothing is stored over anything.
+UNSPLIT = Rules("unsplit", {}, {}, (), ())
+
+Remat = Literal["full", "dots", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a model runs: where (mesh, rules), how tokens meet experts (dispatch), in which precision and memory.
+
+    The default is one device. `dtype` is what layers compute in; weights are cast to it before they are gathered.
+    Gradients are summed over devices in `reduce_dtype`. `remat` says what a layer keeps for its backward pass: `full`
+    its input only, `dots` the results of matrix products too, `none` everything but gathered weights.
+    `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice to the platform the step is compiled for.
+
+    Raises `UserError` when a mesh has an axis of more than one device that no rule names, or for an unknown strategy.
+    """
+
+    mesh: Mesh | None = None
+    rules: Rules = UNSPLIT
+    dispatch: Dispatch | str = "ring"
+    dtype: DTypeLike = jnp.float32
+    reduce_dtype: DTypeLike = jnp.float32
+    remat: Remat = "full"
+    grouped_matmul: Implementation | None = None
+
+    def __post_init__(self):
+        if isinstance(self.dispatch, str):
+            if self.dispatch not in STRATEGIES:
+                raise UserError(f"dispatch={self.dispatch}: no such strategy; {nearest(self.dispatch, STRATEGIES)}")
+            object.__setattr__(self, "dispatch", STRATEGIES[self.dispatch]())
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "reduce_dtype", jnp.dtype(self.reduce_dtype))
+        if self.mesh is not None:
+            for axis, size in self.mesh.shape.items():
+                if size > 1 and axis not in self.rules.named:
+                    raise UserError(
+                        f"mesh.{axis}={size} but rules {self.rules.name} name no axis '{axis}', so its {size} devices "
+                        f"would all do the same; set mesh.{axis}=1 or name it in the rules"
+                    )
+        experts = live(self.rules.compute.get("expert", ()), self.sizes)
+        if set(experts) & set(self.token_axes) not in (set(), set(experts)):
+            raise UserError(
+                f"rules {self.rules.name}: rules.compute.expert={list(experts)} and tokens are split over only some of "
+                "them; name all of them in rules.batch and rules.sequence, or none"
+            )
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> number of devices along it."""
+        return {} if self.mesh is None else dict(self.mesh.shape)
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """Number of devices along `axes` together."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    @property
+    def strategy(self) -> Dispatch:
+        """The dispatch strategy; a name was looked up at construction."""
+        assert isinstance(self.dispatch, Dispatch)
+        return self.dispatch
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the batch."""
+        return live(self.rules.batch, self.sizes)
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the sequence: context parallelism is whatever the rules name here."""
+        return live(self.rules.sequence, self.sizes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split tokens."""
+        return self.batch_axes + self.sequence_axes
+
+    @property
+    def live_axes(self) -> tuple[str, ...]:
+        """Mesh axes of more than one device."""
+        return live(tuple(self.sizes), self.sizes)
+
+    @property
+    def tokens_spec(self) -> PartitionSpec:
+        """Layout of an array [batch, sequence, ...]."""
+        return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
+
+    def expert_group(self, experts: int) -> ExpertGroup:
+        """The devices that share one set of `experts`."""
+        axes = live(self.rules.compute.get("expert", ()), self.sizes)
+        return ExpertGroup(axes, self.ways(axes), experts, self.reduce_dtype)
+
+    def specs(self, module: PyTree) -> PyTree:
+        """The layout of every array of `module` (or of its shapes). Raises `UserError` where the rules do not fit."""
+
+        def spec(path: Any, leaf: Any, axes: Axes) -> PartitionSpec:
+            check_layout(jax.tree_util.keystr(path), axes, leaf.shape, self.rules, self.sizes)
+            return self.rules.spec(axes, self.sizes)
+
+        arrays = eqx.filter(module, _is_array)
+        return jax.tree_util.tree_map_with_path(spec, arrays, axes_of(arrays))
+
+    def shardings(self, module: PyTree) -> PyTree:
+        """`specs` on this mesh."""
+        assert self.mesh is not None
+        mesh = self.mesh
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs(module), is_leaf=_is_spec)
+
+    def whole(self, module: PyTree) -> PyTree:
+        """A layer's weights, cast to `dtype` and gathered as the rules say; called where the layer is about to run."""
+
+        def leaf(x: jax.Array, axes: Axes) -> jax.Array:
+            dtype = jnp.promote_types(x.dtype, jnp.float32) if axes.role is Role.BUFFER else self.dtype
+            return gather_weight(x, self.rules.gathered(axes, self.sizes), self.token_axes, dtype, self.reduce_dtype)
+
+        arrays, rest = eqx.partition(module, eqx.is_array)
+        return eqx.combine(jax.tree.map(leaf, arrays, axes_of(arrays)), rest)
+
+    def vary_parameters(self, module: PyTree) -> PyTree:
+        """Parameters typed as varying over all axes that split tokens: once, before layers are scanned.
+
+        Otherwise a replicated leaf gets its sum over devices inside the backward loop, once a layer and micro-step.
+        """
+        return jax.tree.map(lambda x: vary(x, self.token_axes) if eqx.is_array(x) else x, module)
+
+    def checkpoint(self, layer: Any) -> Any:
+        """`layer` with rematerialisation as `remat` says. Gathered weights are never saved, under any policy."""
+        policy = {
+            "full": checkpoint_policies.nothing_saveable,
+            "dots": checkpoint_policies.checkpoint_dots,
+            "none": _everything_but_gathered_weights,
+        }[self.remat]
+        return jax.checkpoint(layer, policy=policy)
+
+
+def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy that saves all but weights: neither under their name nor as what an all-gather or a cast returns.
+
+    Tokens that were gathered are saved under their own name.
+    """
+    if primitive.name == "name":
+        return params["name"] != GATHERED_WEIGHT
+    return primitive.name not in ("all_gather", "all_gather_invariant")
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

@@ -1,0 +1,90 @@
+"""The contract of a dispatch strategy.
+
+Letters: T tokens on this device, K experts a token, E experts, P devices along the expert axes, d model width.
+An expert MLP runs between three calls:
+
+    weights = strategy.experts(weights, group)             # identity where tokens move
+    there = strategy.dispatch(tokens, assignment, group)   # rows grouped by the experts in `weights`
+    back = strategy.combine(mlp(there.rows, there.group_sizes, weights), there.state, group)
+
+Exact means: `back` is what every token's K experts return, weighted and summed, whatever P is.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.collectives import MeshAxes, gather_weight
+
+
+class Assignment(NamedTuple):
+    """Which experts each token goes to: `experts` [T, K] int32, E where a token goes nowhere; `weights` [T, K] f32."""
+
+    experts: Int[Array, "tokens k"]
+    weights: Float[Array, "tokens k"]
+
+
+class Dispatched(NamedTuple):
+    """Rows where their experts are.
+
+    `rows` [R, d], those of one expert together and experts in order; `group_sizes` [local experts] int32; `dropped`
+    int32, this device's assignments that found no place; `state`, what the strategy's `combine` needs.
+    """
+
+    rows: Float[Array, "rows embed"]
+    group_sizes: Int[Array, " local_experts"]
+    dropped: Int[Array, ""]
+    state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroup:
+    """The P = `size` devices along mesh `axes` that share one set of `experts`, E/P each, in order of their index."""
+
+    axes: MeshAxes
+    size: int
+    experts: int
+    reduce_dtype: DTypeLike = jnp.float32
+
+    @property
+    def local(self) -> int:
+        """Experts a device."""
+        return self.experts // self.size
+
+    def index(self) -> Int[Array, ""] | int:
+        """This device's place in the group."""
+        return lax.axis_index(self.axes) if self.axes else 0
+
+    def gather_experts(self, weights: PyTree) -> PyTree:
+        """Every expert's weights on every device of the group, each array [E/P, ...] -> [E, ...]."""
+
+        def leaf(x: Array) -> Array:
+            # What a strategy is given differs by device of the group, so these axes count as splitting tokens.
+            return gather_weight(x, (self.axes, *((),) * (x.ndim - 1)), self.axes, x.dtype, self.reduce_dtype)
+
+        return jax.tree.map(leaf, weights) if self.axes else weights
+
+
+class Dispatch(abc.ABC):
+    """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group."""
+
+    moves: ClassVar[Literal["tokens", "weights"]]
+
+    @abc.abstractmethod
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """The experts this device will run: its own, or all of them where weights move."""
+
+    @abc.abstractmethod
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """Bring tokens to the experts that `experts` returned."""
+
+    @abc.abstractmethod
+    def combine(self, rows: Float[Array, "rows embed"], state: Any, group: ExpertGroup) -> Float[Array, "tokens embed"]:
+        """Bring the experts' results back: for every token the weighted sum over its experts, in fixed order."""
+

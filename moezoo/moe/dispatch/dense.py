@@ -1,0 +1,40 @@
+"""`dense`: every expert on every token."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange, repeat
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Dispatch):
+    """Run all experts on all tokens and weigh the results, most of them by zero.
+
+    Costs E/K times the useful work and needs no sorting: for checking the others, and for very small E. Weights move
+    as for `gather`.
+    """
+
+    moves: ClassVar[Literal["tokens", "weights"]] = "weights"
+
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """All experts."""
+        return group.gather_experts(weights)
+
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """E copies of the tokens."""
+        chosen = jax.nn.one_hot(assignment.experts, group.experts, dtype=jnp.bool)  # [T, K, E]
+        weights = jnp.where(chosen, assignment.weights[:, :, None], 0).sum(1)  # [T, E]
+        sizes = jnp.full((group.experts,), tokens.shape[0], jnp.int32)
+        return Dispatched(repeat(tokens, "t d -> (e t) d", e=group.experts), sizes, jnp.zeros((), jnp.int32), weights)
+
+    def combine(
+        self, rows: Float[Array, "rows embed"], state: Float[Array, "tokens experts"], group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
+        """The weighted sum over experts."""
+        by_expert = rearrange(rows, "(e t) d -> e t d", e=group.experts).astype(jnp.float32)
+        return jnp.einsum("etd,te->td", by_expert, state).astype(rows.dtype)

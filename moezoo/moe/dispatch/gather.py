@@ -1,0 +1,42 @@
+"""`gather`: weights move, tokens stay."""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.kernels.permute import Plan, permute, plan, unpermute
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+
+
+class _State(NamedTuple):
+    plan: Plan
+    weights: Float[Array, "tokens k"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather(Dispatch):
+    """All-gather every expert's weights over the expert axes and run all experts on this device's tokens.
+
+    Moves 3 E d f (P-1)/P weights a layer whatever the number of tokens, so it pays with many tokens a device. On one
+    device nothing moves.
+    """
+
+    moves: ClassVar[Literal["tokens", "weights"]] = "weights"
+
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """All experts."""
+        return group.gather_experts(weights)
+
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """Sort this device's assignments by expert: T * K rows."""
+        sort = plan(assignment.experts, 0, group.experts)
+        state = _State(sort, assignment.weights)
+        return Dispatched(permute(tokens, sort), sort.group_sizes, jnp.zeros((), jnp.int32), state)
+
+    def combine(
+        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
+        """Undo the sort and sum over choices."""
+        return unpermute(rows, state.weights, state.plan)

@@ -1,0 +1,55 @@
+"""Tokens that are the same on every device of the group: one wrapper around any strategy."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.collectives import varying
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+
+
+class _State(NamedTuple):
+    inner: Any
+    tokens: Float[Array, "tokens 0"]  # only its shape is used
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated(Dispatch):
+    """Give each device of the group its share of the tokens, run `strategy`, and all-gather the results.
+
+    T need not be divisible: padding goes to no expert. One all-gather more than the strategy's own collectives, and
+    the result is the same on all devices again, also to the type system.
+    """
+
+    strategy: Dispatch
+    moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
+
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """The strategy's."""
+        return self.strategy.experts(weights, group)
+
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """Take this device's share and dispatch that."""
+        total = tokens.shape[0]
+        share = -(-total // group.size)
+
+        def mine(x: Array, fill: int) -> Array:
+            padded = jnp.pad(x, ((0, share * group.size - total), (0, 0)), constant_values=fill)
+            return lax.dynamic_slice_in_dim(padded, group.index() * share, share)
+
+        split = Assignment(mine(assignment.experts, group.experts), mine(assignment.weights, 0))
+        there = self.strategy.dispatch(mine(tokens, 0), split, group)
+        # A strategy that may drop counts its own share; one that cannot returns a constant, which needs no sum.
+        dropped = lax.psum(there.dropped, group.axes) if varying(there.dropped) & set(group.axes) else there.dropped
+        return there._replace(dropped=dropped, state=_State(there.state, tokens[:, :0]))
+
+    def combine(
+        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
+        """Join the shares."""
+        mine = self.strategy.combine(rows, state.inner, group)
+        whole = lax.all_gather(mine, group.axes, tiled=True, to="invarying")
+        return whole[: state.tokens.shape[0]]

@@ -1,0 +1,58 @@
+"""`ring`: tokens move to all devices of the group, partial sums move back."""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.collectives import GATHERED_TOKENS
+from moezoo.kernels.permute import Plan, permute, plan, unpermute
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+
+
+class _State(NamedTuple):
+    plan: Plan
+    weights: Float[Array, "group_tokens k"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(Dispatch):
+    """All-gather the group's tokens, run this device's experts on them, reduce-scatter the partial sums.
+
+    Moves (P-1) d a token each way, however many experts a token has: the least while P is up to about K, and every
+    transfer is one that all hardware does well. Its buffer holds min(K, E/P) rows for each of the group's P T tokens,
+    the most they can need, so nothing is ever dropped.
+    """
+
+    moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
+
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """This device's own."""
+        return weights
+
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """Gather the group's tokens and routing, and keep the assignments to this device's experts."""
+        experts, weights = assignment
+        if group.axes:
+            k = weights.shape[1]
+            # Experts ride along with their weights in one collective; a float32 holds a number below 2**24 exactly.
+            routing = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=1)
+            tokens = _all_gather(tokens, group)
+            routing = _all_gather(routing, group)
+            weights, experts = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
+        sort = plan(experts, group.index() * group.local, group.local)
+        return Dispatched(permute(tokens, sort), sort.group_sizes, jnp.zeros((), jnp.int32), _State(sort, weights))
+
+    def combine(
+        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
+        """Sum each token's rows here, then over the group, each device keeping its own tokens."""
+        partial = unpermute(rows, state.weights, state.plan)
+        return lax.psum_scatter(partial, group.axes, scatter_dimension=0, tiled=True) if group.axes else partial
+
+
+def _all_gather(x: Array, group: ExpertGroup) -> Array:
+    return checkpoint_name(lax.all_gather(x, group.axes, tiled=True), GATHERED_TOKENS)

@@ -1,0 +1,94 @@
+"""What is told of routing: sums that each layer returns, and the losses and figures made of them after one reduction.
+
+The load-balance loss of a layer is alpha * E * sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e the share of the
+K * T assignments that went to expert e, P_e its mean router probability over the T tokens. Its balanced value is exactly
+alpha. The z-loss is beta * mean_t(logsumexp(logits_t) ** 2) (Zoph et al., 2022, equation 5). T counts the tokens of one
+micro-step over all devices, or for `sequence` of one row, averaged over rows; padding counts nowhere.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.collectives import MeshAxes, sum_over_devices, vary
+
+
+class LayerSums(NamedTuple):
+    """One layer's sums over this device's tokens, by row of the batch; scanned layers add a leading dimension."""
+
+    counts: Int[Array, "*layer batch experts"]  # assignments
+    probabilities: Float[Array, "*layer batch experts"]
+    tokens: Int[Array, "*layer batch"]
+    z: Float[Array, "*layer"]  # squared logsumexp
+    dropped: Int[Array, "*layer"]
+
+
+class RoutingConfig(NamedTuple):
+    """alpha and beta above, the number K of experts a token, and what the balance is taken over."""
+
+    load_balance: float
+    z_loss: float
+    experts_per_token: int
+    over: Literal["batch", "sequence"]
+
+
+class Routing(NamedTuple):
+    """Routing of each MoE layer over all tokens of the batch, the same on every device.
+
+    - `load` [layer, experts] int32: assignments each expert was chosen for, drops included;
+    - `entropy` [layer] float32: of the load's distribution, in nats; log(E) when balanced;
+    - `max_violation` [layer] float32: largest load over the mean load, less 1; 0 when balanced;
+    - `dropped` [layer] int32: assignments that no expert computed;
+    - `load_balance_loss`, `z_loss` [layer] float32: with their coefficients; a model's loss is the mean over layers.
+    """
+
+    load: Int[Array, "layer experts"]
+    entropy: Float[Array, " layer"]
+    max_violation: Float[Array, " layer"]
+    dropped: Int[Array, " layer"]
+    load_balance_loss: Float[Array, " layer"]
+    z_loss: Float[Array, " layer"]
+
+
+def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Array:
+    """E * sum_e f_e P_e over the last dimension; 0 where there are no tokens."""
+    total = jnp.maximum(tokens, 1).astype(jnp.float32)[..., None]
+    share = jax.lax.stop_gradient(counts.astype(jnp.float32)) / (k * total)
+    return counts.shape[-1] * (share * probabilities / total).sum(-1)
+
+
+def reduce_routing(
+    sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes, sequence_axes: MeshAxes, also: PyTree
+) -> tuple[Routing, PyTree]:
+    """Sum over devices, for all layers and for the arrays of `also`, by one collective; differentiable.
+
+    Rows that are split over `sequence_axes` need a second one where the balance is taken by `sequence`.
+    """
+    also = jax.tree.map(lambda x: vary(x, batch_axes + sequence_axes), also)
+    k = config.experts_per_token
+    if config.over == "sequence":
+        # f * P is not linear in the tokens, so rows must be whole before they are multiplied.
+        sums, also = sum_over_devices((sums, also), sequence_axes)
+        by_row = _balance(sums.counts, sums.probabilities, sums.tokens, k=k)
+        local = (by_row.sum(1), (sums.tokens > 0).sum(1, dtype=jnp.int32), sums.counts.sum(1), sums.tokens.sum(1))
+        (balance, rows, load, tokens), z, dropped, also = sum_over_devices(
+            (local, sums.z, sums.dropped, also), batch_axes
+        )
+        balance = balance / jnp.maximum(rows, 1).astype(jnp.float32)
+    else:
+        local = (sums.counts.sum(1), sums.probabilities.sum(1), sums.tokens.sum(1), sums.z, sums.dropped, also)
+        load, probabilities, tokens, z, dropped, also = sum_over_devices(local, batch_axes + sequence_axes)
+        balance = _balance(load, probabilities, tokens, k=k)
+    mean = jnp.maximum(load.sum(1), 1).astype(jnp.float32) / load.shape[1]
+    share = load.astype(jnp.float32) / (mean * load.shape[1])[:, None]
+    routing = Routing(
+        load=load,
+        entropy=-jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(1),
+        max_violation=load.max(1).astype(jnp.float32) / mean - 1,
+        dropped=dropped,
+        load_balance_loss=config.load_balance * balance,
+        z_loss=config.z_loss * z / jnp.maximum(tokens, 1).astype(jnp.float32),
+    )
+    return routing, also

@@ -1,0 +1,123 @@
+"""Causal attention over packed documents, with grouped key-value heads and an optional window."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+from moezoo.axes import Weight
+from moezoo.collectives import gather
+from moezoo.execution import Execution
+from moezoo.nn.linear import normal, project
+from moezoo.nn.rope import rotate
+
+# Queries scored at once: bounds the scores held to [batch, heads, this, seq].
+_QUERY_CHUNK = 512
+_MASKED = -1e30  # finite: a row with nothing to see becomes uniform instead of NaN
+
+
+class Place(NamedTuple):
+    """Where each token stands: `position` in its document, `segment` the document's number in its row, 0 = padding."""
+
+    position: Int[Array, "batch seq"]
+    segment: Int[Array, "batch seq"]
+
+
+class Context(NamedTuple):
+    """What a layer's attention is told besides activations: places of this device's tokens, and of all keys."""
+
+    queries: Place
+    keys: Place
+
+
+def place_keys(place: Place, run: Execution) -> Context:
+    """Gather places over the axes that split the sequence; once a forward pass, as they are the same for all layers."""
+    axes = run.sequence_axes
+    keys = Place(*(gather(p, axes, 1, tokens=run.token_axes) for p in place))
+    return Context(place, keys)
+
+
+def attend(
+    q: Float[Array, "batch seq kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
+    context: Context,
+    window: int | None,
+) -> Float[Array, "batch seq kv_heads group head_dim"]:
+    """Each query's average of values in its own document, at its own position or up to `window` - 1 before.
+
+    Scores and softmax are float32. Order does not matter: positions and segments say who sees whom.
+    """
+    batch, length = q.shape[:2]
+    if length <= _QUERY_CHUNK:
+        return _attend(q, context.queries, k, v, context.keys, window)
+    pad = -length % _QUERY_CHUNK
+
+    def chunks(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return rearrange(padded, "b (n c) ... -> n b c ...", c=_QUERY_CHUNK)
+
+    @jax.checkpoint  # scores are recomputed, not kept
+    def one(chunk: tuple[Array, Place]) -> Array:
+        return _attend(*chunk, k, v, context.keys, window)
+
+    result = jax.lax.map(one, (chunks(q), Place(*map(chunks, context.queries))))
+    return rearrange(result, "n b c ... -> b (n c) ...")[:, :length]
+
+
+def _attend(q: Array, queries: Place, k: Array, v: Array, keys: Place, window: int | None) -> Array:
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    distance = queries.position[:, :, None] - keys.position[:, None, :]
+    seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED))
+    return jnp.einsum("bkgqs,bskh->bqkgh", weights.astype(v.dtype), v)
+
+
+class Attention(eqx.Module):
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
+
+    query: Weight[Array, "embed -> heads head_dim"]
+    key: Weight[Array, "embed -> kv_heads head_dim"]
+    value: Weight[Array, "embed -> kv_heads head_dim"]
+    out: Weight[Array, "heads head_dim -> embed"]
+    rope_base: float = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        rope_base: float,
+        window: int | None,
+        out_std: float,
+        dtype: jnp.dtype,
+        key: Array,
+    ):
+        keys = jax.random.split(key, 4)
+        std = embed**-0.5
+        self.query = normal(keys[0], (embed, heads, head_dim), std, dtype)
+        self.key = normal(keys[1], (embed, kv_heads, head_dim), std, dtype)
+        self.value = normal(keys[2], (embed, kv_heads, head_dim), std, dtype)
+        self.out = normal(keys[3], (heads, head_dim, embed), out_std * (heads * head_dim) ** -0.5, dtype)
+        self.rope_base = rope_base
+        self.window = window
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> Float[Array, "batch seq embed"]:
+        """Attend. Where the sequence is split, keys and values are gathered over those axes, queries stay."""
+        q = rotate(project(x, self.query), context.queries.position, self.rope_base)
+        k = rotate(project(x, self.key), context.queries.position, self.rope_base)
+        v = project(x, self.value)
+        k, v = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
+        q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
+        y = attend(q, k, v, context, self.window)
+        return project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)

@@ -1,0 +1,143 @@
+"""What every family's model is: `embed`, `trunk`, `head`, and the call that composes them, on a mesh or on none."""
+
+import abc
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from moezoo.axes import Embedding, Stack, Weight
+from moezoo.errors import UserError
+from moezoo.execution import Execution
+from moezoo.moe.routing import LayerSums, Routing, RoutingConfig, reduce_routing
+from moezoo.nn.attention import Context, Place, place_keys
+from moezoo.nn.linear import normal, project
+from moezoo.nn.norm import RMSNorm
+
+
+class TokenEmbedding(eqx.Module):
+    """A vector for each token."""
+
+    weight: Embedding[Array, "vocab embed"]
+
+    def __init__(self, vocab: int, embed: int, *, std: float, dtype: jnp.dtype, key: Array):
+        self.weight = normal(key, (vocab, embed), std, dtype)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        """Look tokens up."""
+        return jnp.take(self.weight, tokens, axis=0, mode="clip")
+
+
+class Unembedding(eqx.Module):
+    """The last norm and the projection to logits."""
+
+    norm: RMSNorm
+    weight: Weight[Array, "embed -> vocab"]
+
+    def __init__(self, embed: int, vocab: int, *, epsilon: float, std: float, dtype: jnp.dtype, key: Array):
+        self.norm = RMSNorm(embed, epsilon, dtype=dtype)
+        self.weight = normal(key, (embed, vocab), std, dtype)
+
+    def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
+        """Logits, float32."""
+        return project(self.norm(hidden), self.weight).astype(jnp.float32)
+
+
+class Output(NamedTuple):
+    """`logits` [batch, seq, vocab] float32 and what is told of `routing`, layer by layer."""
+
+    logits: Float[Array, "batch seq vocab"]
+    routing: Routing
+
+
+class TrunkOutput(NamedTuple):
+    """Activations after the last layer, and each MoE layer's routing sums over this device's tokens."""
+
+    hidden: Float[Array, "batch seq embed"]
+    sums: LayerSums
+
+
+class LanguageModel(eqx.Module):
+    """A family's model: a token embedding, runs of layers, an unembedding; its only leaves are arrays."""
+
+    embedding: eqx.AbstractVar[TokenEmbedding]
+    stacks: eqx.AbstractVar[tuple[Stack, ...]]
+    unembedding: eqx.AbstractVar[Unembedding]
+
+    @property
+    @abc.abstractmethod
+    def routing_config(self) -> RoutingConfig:
+        """Coefficients of the routing losses."""
+
+    @abc.abstractmethod
+    def run_layer(
+        self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
+        """One layer, its weights whole."""
+
+    def embed(self, tokens: Int[Array, "batch seq"], run: Execution) -> Float[Array, "batch seq embed"]:
+        """Tokens to activations."""
+        return run.whole(self.embedding)(tokens)
+
+    def trunk(self, x: Float[Array, "batch seq embed"], place: Place, run: Execution) -> TrunkOutput:
+        """All layers: one scan a run of layers; weights are gathered inside, where a layer is about to run."""
+        context = place_keys(place, run)
+
+        def step(x: Array, layer: Any) -> tuple[Array, LayerSums]:
+            return self.run_layer(run.whole(layer), x, context, run)
+
+        sums = []
+        for stack in self.stacks:
+            x, one = jax.lax.scan(run.checkpoint(step), x, stack.layer)
+            sums.append(one)
+        return TrunkOutput(x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums))
+
+    def head(self, hidden: Float[Array, "batch seq embed"], run: Execution) -> Float[Array, "batch seq vocab"]:
+        """Activations to logits."""
+        return run.whole(self.unembedding)(hidden)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segments: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        run: Execution | None = None,
+    ) -> Output:
+        """Logits and routing of whole arrays of tokens, computed as `run` says (default: one device).
+
+        `segments` numbers the documents of a row from 1, 0 being padding; default: each row is one document.
+        `positions` counts within a document; default: from the start of the row. Raises `UserError` when the mesh
+        splits the batch or the sequence into parts that are not whole.
+        """
+        run = run or Execution()
+        tokens = jnp.asarray(tokens, jnp.int32)
+        check_tokens(tokens.shape[0], tokens.shape[1], run)
+        segments = jnp.ones_like(tokens) if segments is None else segments
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+        def local(model: LanguageModel, tokens: Array, place: Place) -> Output:
+            hidden, sums = model.trunk(model.embed(tokens, run), place, run)
+            routing, _ = reduce_routing(sums, model.routing_config, run.batch_axes, run.sequence_axes, ())
+            return Output(model.head(hidden, run), routing)
+
+        place = Place(positions, segments)
+        if run.mesh is None:
+            return local(self, tokens, place)
+        split = run.tokens_spec
+        specs = (run.specs(self), split, Place(split, split))
+        out = Output(split, PartitionSpec())  # type: ignore[arg-type]  # specs in the shape of the results
+        return jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=out)(self, tokens, place)
+
+
+def check_tokens(batch: int, length: int, run: Execution, *, batch_key: str = "batch", length_key: str = "seq_len"):
+    """Raise `UserError` unless the mesh splits `batch` rows of `length` tokens evenly."""
+    for key, size, axes in ((batch_key, batch, run.batch_axes), (length_key, length, run.sequence_axes)):
+        ways = run.ways(axes)
+        if size % ways:
+            mesh = " x ".join(f"mesh.{axis}={run.sizes[axis]}" for axis in axes)
+            raise UserError(f"{key}={size} is not divisible by {ways} ({mesh}); make it a multiple of {ways}")
