@@ -19,9 +19,10 @@ from jaxtyping import Array, PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Names for rematerialisation: gathered weights are never saved, gathered tokens may be.
+# Names for rematerialisation: gathered weights are never saved; gathered tokens and grouped products may be.
 GATHERED_WEIGHT = "gathered_weight"
 GATHERED_TOKENS = "gathered_tokens"
+GROUPED_MATMUL = "grouped_matmul"
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.axes import Axes, Role, axes_of
-from moezoo.collectives import GATHERED_WEIGHT, gather_weight, vary
+from moezoo.collectives import GATHERED_WEIGHT, GROUPED_MATMUL, gather_weight, vary
 from moezoo.errors import UserError, nearest
 from moezoo.kernels.grouped_matmul import Implementation
 from moezoo.moe.dispatch import STRATEGIES, Dispatch, ExpertGroup
@@ -149,7 +149,9 @@ class Execution:
         """`layer` with rematerialisation as `remat` says. Gathered weights are never saved, under any policy."""
         policy = {
             "full": checkpoint_policies.nothing_saveable,
-            "dots": checkpoint_policies.checkpoint_dots,
+            "dots": checkpoint_policies.save_from_both_policies(
+                checkpoint_policies.checkpoint_dots, checkpoint_policies.save_only_these_names(GROUPED_MATMUL)
+            ),
             "none": _everything_but_gathered_weights,
         }[self.remat]
         return jax.checkpoint(layer, policy=policy)

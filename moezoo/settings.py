@@ -68,7 +68,7 @@ class ExecutionSettings:
     dtype: DType = "float32"
     param_dtype: DType = "float32"
     reduce_dtype: DType = "float32"
-    remat: Literal["full", "dots", "none"] = "none"
+    remat: Literal["full", "dots", "none"] = "full"
     microbatches: int = 1
 
 

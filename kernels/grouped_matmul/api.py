@@ -2,9 +2,10 @@
 
 from typing import Literal, get_args
 
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moezoo.collectives import vary_like
+from moezoo.collectives import GROUPED_MATMUL, vary_like
 from moezoo.errors import UserError, nearest
 from moezoo.kernels.grouped_matmul.blocked import blocked
 from moezoo.kernels.grouped_matmul.reference import reference
@@ -38,8 +39,10 @@ def grouped_matmul(
         raise UserError(f"grouped_matmul: no implementation '{name}'; {nearest(name, _BACKENDS)}")
     # Backends have custom gradients, which must vary exactly as their operands: make all three vary alike first, and
     # the transpose of that cast is the sum over devices that a replicated operand needs.
-    return _BACKENDS[name](
+    result = _BACKENDS[name](
         vary_like(rows, weights, group_sizes),
         vary_like(weights, rows, group_sizes),
         vary_like(group_sizes, rows, weights),
     )
+    # Rematerialisation never saves what a loop returns, unless it has a name.
+    return checkpoint_name(result, GROUPED_MATMUL)

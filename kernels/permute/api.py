@@ -34,11 +34,24 @@ def plan(experts: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: in
     rows = tokens * min(k, count)
     local = experts.reshape(-1) - first
     key = jnp.where((local >= 0) & (local < count), local, count)
-    order = jnp.argsort(key, stable=True).astype(jnp.int32)
-    place = jnp.argsort(order).astype(jnp.int32)
+    order = _stable_argsort(key, count + 1)
+    index = jnp.arange(key.size, dtype=jnp.int32)
+    place = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     row = jnp.where(key < count, place, rows).reshape(tokens, k)
     sizes = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
     return Plan(order[:rows], row, sizes)
+
+
+def _stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
+    """`argsort` of keys below `bound`, equal keys in order.
+
+    Key and index fit one integer nearly always, and sorting plain integers takes a tenth of the time on a CPU.
+    """
+    size = key.size
+    if bound * size >= 2**31:
+        return jnp.argsort(key, stable=True).astype(jnp.int32)
+    packed = key * size + jnp.arange(size, dtype=jnp.int32)
+    return jax.lax.rem(jnp.sort(packed, stable=False), vary_like(jnp.int32(size), packed))
 
 
 def _take(rows: Float[Array, "rows embed"], index: Int[Array, " n"]) -> Float[Array, "n embed"]:

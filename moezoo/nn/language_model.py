@@ -72,6 +72,11 @@ class LanguageModel(eqx.Module):
     def routing_config(self) -> RoutingConfig:
         """Coefficients of the routing losses."""
 
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.unembedding.weight.shape[-1]
+
     @abc.abstractmethod
     def run_layer(
         self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution

@@ -1,0 +1,1 @@
+"""Training: the step, the loss, the optimiser, and the loop around them."""

@@ -1,0 +1,121 @@
+"""What every script's command line does besides its work: --help, --cfg job, one line for a mistake, exit codes."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from moezoo.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
+from moezoo.convert import show
+from moezoo.errors import UserError
+from moezoo.settings import TrainConfig
+
+
+def run(
+    task: Callable[[Sequence[str]], int | None],
+    *,
+    description: str,
+    configure: Callable[..., TrainConfig] = compose,
+    examples: Sequence[str] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16"),
+) -> NoReturn:
+    """Run a script: hand the command line's overrides to `task` and exit with what it returns, 0 for None.
+
+    `--help` prints `description`, all groups and keys and how to call the script with `examples`; `--cfg job` prints
+    the configuration that `configure(*overrides)` returns. Exit codes: 2 after a `UserError`, printed as one line
+    without a traceback; 130 when interrupted; 141 when whoever reads the output has gone.
+    """
+    try:
+        code = _dispatch(sys.argv[1:], task, description, configure, examples) or 0
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # Python flushes once more at exit, and would complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def _dispatch(
+    arguments: Sequence[str],
+    task: Callable[[Sequence[str]], int | None],
+    description: str,
+    configure: Callable[..., TrainConfig],
+    examples: Sequence[str],
+) -> int | None:
+    if "--help" in arguments or "-h" in arguments:
+        print(_help(description, examples))
+        return 0
+    overrides, show_job = _split(arguments)
+    if show_job:
+        print(to_yaml(as_mapping(configure(*overrides))), end="")
+        return 0
+    return task(overrides)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The overrides, and whether the configuration is to be printed."""
+    overrides, show_job, rest = [], False, iter(arguments)
+    for argument in rest:
+        option, equals, value = argument.partition("=")
+        if option == "--cfg":
+            value = value if equals else next(rest, "job")
+            if "=" in value:
+                overrides.append(value)
+            elif value != "job":
+                raise UserError(f"--cfg {show(value)}: expected --cfg job, which prints the configuration of the run")
+            show_job = True
+        elif argument.startswith("-"):
+            loop = f"for m in single ep8; do {_command()} mesh=$m; done"
+            raise UserError(
+                f"{show(argument)}: no such option; valid: --help, --cfg job; several runs are a loop: {loop}"
+            )
+        else:
+            overrides.append(argument)
+    return overrides, show_job
+
+
+def _command() -> str:
+    return f"python {sys.argv[0]}"
+
+
+def _help(description: str, examples: Sequence[str]) -> str:
+    entries, names = [], groups()
+    for group, default in defaults().items():
+        own = "  or the path of your own .yaml file" * (group == "rules")
+        entries.append(f"  {group}{own}")
+        for option in names[group]:
+            marked = option + "*" * (option == default)
+            entries.append(f"    {marked:<15} {_first_comment((CONF / group / f'{option}.yaml').read_text())}".rstrip())
+    keys = (CONF / "train.yaml").read_text().partition("- _self_\n")[2].strip().splitlines()
+    return "\n".join(
+        [
+            f"usage: {_command()} [KEY=VALUE ...]",
+            "",
+            description,
+            "",
+            "Groups, set by name such as mesh=ep8; * is what you get otherwise:",
+            *entries,
+            "",
+            "Keys, set like steps=100 or execution.dtype=bfloat16, and their values otherwise:",
+            *(f"  {line}".rstrip() for line in keys),
+            "",
+            "The keys of a group are set like model.layers=2; --cfg job prints them.",
+            "",
+            "Options:",
+            "  --help          print this",
+            "  --cfg job       print the configuration of the run as YAML, and do nothing",
+            "",
+            "Examples:",
+            *(f"  {_command()} {example}" for example in examples),
+        ]
+    )
+
+
+def _first_comment(text: str) -> str:
+    line = text.partition("\n")[0]
+    return line[1:].strip() if line.startswith("#") else ""

@@ -1,0 +1,109 @@
+"""Batches for training, shuffled without end, and for validation, in order; nothing else knows of grain."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from moezoo.data.corpus import Corpus
+from moezoo.data.source import Source, check_ids
+from moezoo.data.windows import Batch, read_windows, validation_indices, window_count
+from moezoo.errors import UserError
+
+# Windows a run can read at most. Not grain's own endless repetition, whose length overflows in batches of one.
+_ENDLESS = 2**62
+
+
+class TrainBatches(Iterator[Batch]):
+    """An endless iterator of training batches whose place can be saved and returned to."""
+
+    def __init__(self, batches: Any):
+        self._batches = batches
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, int]:
+        """How many batches have been read, as JSON holds it; the same on every process."""
+        return self._batches.get_state()
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go to where `get_state` was called, by whatever number of processes at the same batch size."""
+        self._batches.set_state(state)
+
+
+def train_batches(
+    source: Source,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    start: int = 0,
+) -> TrainBatches:
+    """Batches of all training windows in an order that `seed` gives and that is another in every epoch.
+
+    The batch of `batch_size` rows does not depend on the number of processes; process `process_index` gets its
+    consecutive share of them. An epoch ends anywhere in a batch. `start` passes over so many batches at no cost.
+
+    Raises `UserError` where `process_count` does not divide `batch_size`.
+    """
+    import grain  # a second to import, and none of it needed to read a configuration
+
+    rows = _rows_of_process(batch_size, process_index, process_count)
+
+    def read(indices: np.ndarray) -> Batch:
+        return _read(source, source.train, indices[rows], seq_len)
+
+    # Numbers are shuffled and grouped, and only this process's windows are read. Repeated before they are grouped:
+    # no remainder of an epoch is lost.
+    count = window_count(source.train, seq_len)
+    order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(_ENDLESS // count)
+    # Reading from memory takes a fraction of a step; a file may lie on a slow disk and is read ahead.
+    ahead = 4 if isinstance(source.train.tokens, np.memmap) else 0
+    options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+    batches = TrainBatches(iter(order.batch(batch_size).map(read).to_iter_dataset(options)))
+    batches.set_state({"next_index": start})
+    return batches
+
+
+def validation_batches(
+    source: Source,
+    *,
+    seq_len: int,
+    batch_size: int,
+    limit: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[Batch]:
+    """`limit` validation windows, evenly spaced and in order; all of them if `limit` is 0.
+
+    Batches are full and every process gets equally many: after the last window come rows of padding, with segment 0
+    and label -1. Raises `UserError` where `process_count` does not divide `batch_size`.
+    """
+    rows = _rows_of_process(batch_size, process_index, process_count)
+    indices = validation_indices(source.validation, limit=limit, seq_len=seq_len)
+    # One further than the first that predicts nothing, a window holds no token at all.
+    beyond = np.full(-len(indices) % batch_size, window_count(source.validation, seq_len) + 1)
+    grouped = np.concatenate([indices, beyond]).reshape(-1, batch_size)
+    return (_read(source, source.validation, group[rows], seq_len) for group in grouped)
+
+
+def _rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
+    if batch_size < 1 or batch_size % process_count:
+        near = max(1, round(batch_size / process_count)) * process_count
+        raise UserError(
+            f"batch_size={batch_size} does not split over {process_count} process{'es' * (process_count != 1)}; "
+            f"set it to a multiple of {process_count}, such as batch_size={near}"
+        )
+    share = batch_size // process_count
+    return slice(process_index * share, (process_index + 1) * share)
+
+
+def _read(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
+    batch = read_windows(corpus, indices, seq_len)
+    check_ids(batch.tokens.view(np.uint32), source)  # unsigned: ids too large for int32 are negative by now
+    check_ids(batch.labels, source)
+    return batch

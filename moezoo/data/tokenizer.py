@@ -1,0 +1,99 @@
+"""From text to token ids and back: raw bytes, or a Hugging Face tokenizer; nothing else knows of that library."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
+
+import numpy as np
+
+from moezoo.errors import UserError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """`vocab` is one more than the largest id."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
+
+
+class Bytes:
+    """A token is a byte of UTF-8."""
+
+    vocab = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """Bytes that are not UTF-8, as in the middle of a character, become U+FFFD; ids over 255 likewise."""
+        return b"".join(bytes([i]) if i < 256 else b"\xff" for i in map(int, ids)).decode(errors="replace")
+
+
+class Numbers:
+    """Tokens with no text of their own: their numbers, parted by spaces."""
+
+    def __init__(self, vocab: int):
+        self.vocab = vocab
+
+    def encode(self, text: str) -> list[int]:
+        """Raises `UserError` for anything but numbers below `vocab`."""
+        words = text.split()
+        for word in words:
+            if not (word.isascii() and word.isdecimal() and int(word) < self.vocab):
+                raise UserError(
+                    f"'{word}' is not a token of this data, which has no tokenizer; "
+                    f"give numbers from 0 to {self.vocab - 1}, parted by spaces"
+                )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+class HuggingFace:
+    """A `tokenizer.json`, with the special tokens that the file itself says to add to a text.
+
+    Raises `UserError`, naming `key`, when there is no such file or it is not a tokenizer.
+    """
+
+    def __init__(self, path: Path, *, key: str):
+        from tokenizers import Tokenizer as Library
+
+        if not path.is_file():
+            raise UserError(f"{key}={path} is not a file; give a Hugging Face tokenizer.json, or none for bytes")
+        try:
+            self._library: Any = Library.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
+        # A file saved from a fine-tuning run may say to cut every text to some length, or fill it up.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def encode(self, text: str) -> list[int]:
+        return self._library.encode(text).ids
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return self._library.decode([int(i) for i in ids])
+
+
+def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:
+    """The tokenizer in the file `path`, or raw bytes; `key` is how the user named it."""
+    return Bytes() if path is None else HuggingFace(Path(path).expanduser(), key=key)
+
+
+def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarray:
+    """The tokens [length] of one document of UTF-8 text, as `dtype`."""
+    if isinstance(tokenizer, Bytes):
+        return np.frombuffer(text, np.uint8).astype(dtype, copy=False)
+    return np.array(tokenizer.encode(text.decode()), dtype)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an exception says, to end a one-line message with."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

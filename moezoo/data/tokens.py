@@ -1,0 +1,184 @@
+"""Files of token ids, which stay on disk while training: how they are written and read.
+
+Beside `OUT.npy` (uint16 or uint32 [tokens]) lie `OUT.offsets.npy` (int64 [documents + 1], where each document begins
+and the last ends), `OUT.json` (vocabulary size, unit, SHA-256 of the ids, name of the tokenizer's file) and, unless a
+token is a byte, `OUT.tokenizer.json`, a copy of that file.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from moezoo.data.corpus import Corpus, Split, held_out_by_index, hold_out
+from moezoo.data.files import find_documents, read_documents
+from moezoo.data.settings import Tokens
+from moezoo.data.source import Source, make_source, require_vocab
+from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line, text_tokenizer
+from moezoo.errors import UserError
+
+_MAKE = "make it with scripts/tokenize.py"
+
+
+def load_tokens(settings: Tokens, *, vocab: int) -> Source:
+    """A file of tokens, mapped into memory, with a validation file of its own or a part held out.
+
+    Raises `UserError` for files that are missing, damaged, of another dtype, or do not belong together.
+    """
+    if settings.path is None:
+        raise UserError("data.path is required for data=tokens; pass data.path=FILE.npy, made with scripts/tokenize.py")
+    path = Path(settings.path).expanduser()
+    corpus, metadata = _read_tokens(path, key="data.path")
+    needed = metadata["vocab"]
+    require_vocab(f"data.path={path} has a vocabulary of {needed} tokens", needed, vocab)
+    if settings.validation is None:
+        split = hold_out(corpus, held_out_by_index(corpus.documents))
+    else:
+        other = Path(settings.validation).expanduser()
+        validation, its_metadata = _read_tokens(other, key="data.validation")
+        if path.samefile(other):
+            raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
+        its_needed = its_metadata["vocab"]
+        require_vocab(f"data.validation={other} has a vocabulary of {its_needed} tokens", its_needed, vocab)
+        needed = max(needed, its_needed)
+        split = Split(corpus, validation, f"data.validation={other}")
+    extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
+    return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
+
+
+def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
+    """Write the tokens of a text file, or of all text files in a folder, to `out`; return a line that says what.
+
+    Every file is a document. Without a `tokenizer` (a Hugging Face `tokenizer.json`) tokens are raw bytes. Files
+    appear whole or not at all. Raises `UserError` for what cannot be read, and rather than write over a file.
+    """
+    target = Path(out).expanduser()
+    if target.suffix != ".npy":
+        raise UserError(f"{out} does not end in .npy; give such a name for the tokens")
+    for file in _beside(target):
+        if file.exists():
+            raise UserError(f"{file} already exists; remove it or write to another name")
+    paths = find_documents(path, key="PATH")
+    coder = text_tokenizer(tokenizer, key="--tokenizer")
+    dtype = np.dtype(np.uint16 if coder.vocab <= 2**16 else np.uint32)
+    texts = read_documents(paths, path, key="PATH")
+    copied = None if tokenizer is None else Path(tokenizer).expanduser()
+    try:
+        metadata = _write(target, (document_ids(coder, text, dtype) for _, text in texts), dtype, coder.vocab, copied)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); give another place") from error
+    return f"{target}: {metadata['tokens']:,} {metadata['unit']}s in {metadata['documents']:,} documents, {dtype}"
+
+
+def _beside(path: Path) -> tuple[Path, Path, Path, Path]:
+    """Tokens, offsets, metadata, tokenizer."""
+    return path, path.with_suffix(".offsets.npy"), path.with_suffix(".json"), path.with_suffix(".tokenizer.json")
+
+
+def _write(
+    path: Path, documents: Iterable[np.ndarray], dtype: np.dtype, vocab: int, tokenizer: Path | None
+) -> dict[str, Any]:
+    tokens, offsets, described, copy = _beside(path)
+    # Into place at the end, the tokens last: where they are, everything is.
+    finals = [file for file in (offsets, described, copy, tokens) if file != copy or tokenizer is not None]
+    partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in finals}
+    try:
+        with partial[tokens].open("wb") as file:
+            ends, digest = _append_all(file, documents, dtype)
+        with partial[offsets].open("wb") as file:
+            np.save(file, np.array(ends, np.int64))
+        metadata = {
+            "vocab": vocab,
+            "unit": "byte" if tokenizer is None else "token",
+            "tokens": ends[-1],
+            "documents": len(ends) - 1,
+            "sha256": digest,
+            "tokenizer": None if tokenizer is None else tokenizer.name,
+        }
+        partial[described].write_text(json.dumps(metadata, indent=2) + "\n")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial[copy])
+        for file in finals:
+            os.replace(partial[file], file)
+    finally:
+        for file in partial.values():
+            file.unlink(missing_ok=True)
+    return metadata
+
+
+def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype) -> tuple[list[int], str]:
+    """Write one array document by document: no more than one is in memory. Offsets, and SHA-256 of the tokens."""
+    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False}
+    # numpy leaves room in the header for the length to grow, which is known only in the end.
+    npy.write_array_header_1_0(file, {**header, "shape": (0,)})
+    begin = file.tell()
+    ends, digest = [0], hashlib.sha256()
+    for document in documents:
+        file.write(document.data)
+        digest.update(document.data)
+        ends.append(ends[-1] + len(document))
+    file.seek(0)
+    npy.write_array_header_1_0(file, {**header, "shape": (ends[-1],)})
+    assert file.tell() == begin
+    return ends, digest.hexdigest()
+
+
+def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
+    _, beside, described, _ = _beside(path)
+    tokens = _open(path, key=key)
+    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
+        raise UserError(
+            f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}; "
+            f"it must be uint16 or uint32 and one-dimensional, {_MAKE}"
+        )
+    if not beside.is_file():
+        raise UserError(f"{key}={path} has no {beside.name} beside it, which says where documents begin; {_MAKE}")
+    offsets = np.asarray(_open(beside, key=key))
+    if offsets.dtype != np.int64 or offsets.ndim != 1:
+        raise UserError(
+            f"{key}={path}: {beside.name} has dtype {offsets.dtype} and shape {list(offsets.shape)}; "
+            f"it must be int64 and one-dimensional, {_MAKE}"
+        )
+    ends = (offsets[0], offsets[-1]) if len(offsets) else (0, 0)
+    if ends != (0, len(tokens)):
+        raise UserError(
+            f"{key}={path} has {len(tokens)} tokens but {beside.name} goes from {ends[0]} to {ends[1]}; {_MAKE} again"
+        )
+    if (np.diff(offsets) < 0).any():
+        raise UserError(f"{key}={path}: {beside.name} falls at document {np.diff(offsets).argmin()}; {_MAKE} again")
+    return Corpus.whole(tokens, offsets), _read_metadata(described, tokens, key=f"{key}={path}")
+
+
+def _open(path: Path, *, key: str) -> np.ndarray:
+    if not path.is_file():
+        raise UserError(f"{key}={path} is not a file; give a .npy file of token ids, {_MAKE}")
+    try:
+        return npy.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={path} cannot be read as a .npy array ({one_line(error)}); {_MAKE}") from error
+
+
+def _read_metadata(path: Path, tokens: np.ndarray, *, key: str) -> dict[str, Any]:
+    if not path.is_file():  # some other program's tokens
+        return {"vocab": 1 + int(tokens.max(initial=0)), "unit": "token"}
+    try:
+        metadata = json.loads(path.read_text())
+        vocab, unit, digest = metadata["vocab"], metadata["unit"], metadata["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{key}: {path.name} is damaged ({one_line(error)}); {_MAKE} again") from error
+    if not (isinstance(vocab, int) and vocab > 0 and unit in ("byte", "token") and isinstance(digest, str)):
+        raise UserError(f"{key}: {path.name} says vocab={vocab!r}, unit={unit!r}; {_MAKE} again")
+    return metadata
+
+
+def _tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
+    *_, copy = _beside(path)
+    if metadata["unit"] == "byte":
+        return Bytes()
+    return HuggingFace(copy, key=f"data.path={path}: tokenizer") if copy.is_file() else Numbers(metadata["vocab"])

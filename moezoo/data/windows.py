@@ -1,0 +1,62 @@
+"""Windows: a row of a batch is a stretch of the corpus, with what a model must know about document boundaries."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Integer
+
+from moezoo.data.corpus import Corpus
+
+
+class Batch(NamedTuple):
+    """Rows for a model to read and predict, int32 [batch, seq] each.
+
+    - `tokens`: what the model reads;
+    - `labels`: the token it should predict at each place, or -1 where there is nothing to predict;
+    - `segments`: 1, 2, ... numbers the documents inside a row, which must not see each other; 0 is padding;
+    - `positions`: 0, 1, ... from where each document, or the piece of it in this row, begins.
+    """
+
+    tokens: Int32[np.ndarray, "batch seq"]
+    labels: Int32[np.ndarray, "batch seq"]
+    segments: Int32[np.ndarray, "batch seq"]
+    positions: Int32[np.ndarray, "batch seq"]
+
+
+def window_count(corpus: Corpus, seq_len: int) -> int:
+    """How many windows hold every token to predict once; the last one may end in padding."""
+    return max(0, -(-(len(corpus) - 1) // seq_len))
+
+
+def read_windows(corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
+    """The windows numbered `indices` as a batch [batch, seq_len].
+
+    Window i reads the stream from token i * seq_len and predicts one token further. The first token of a document
+    is never predicted: what comes before it is another document.
+    """
+    begin = indices.astype(np.int64)[:, None] * seq_len
+    place = begin + np.arange(seq_len + 1)  # in the stream; the last column is only ever a label
+    exists = place < len(corpus)
+    # Of documents that share an offset all but the last are empty, so side="right" passes them over.
+    document = np.searchsorted(corpus.offsets, np.minimum(place, len(corpus) - 1), side="right") - 1
+    within = np.minimum(place, len(corpus) - 1) - corpus.offsets[document]
+    ids = corpus.tokens[corpus.starts[document] + within].astype(np.int32)
+
+    same = (document[:, 1:] == document[:, :-1]) & exists[:, 1:]
+    segments = np.ones((len(begin), seq_len), np.int32)
+    segments[:, 1:] += np.cumsum(document[:, 1:-1] != document[:, :-2], axis=1, dtype=np.int32)
+    positions = place - np.maximum(corpus.offsets[document], begin)
+    real = exists[:, :-1]
+    return Batch(
+        tokens=np.where(real, ids[:, :-1], np.int32(0)),
+        labels=np.where(same, ids[:, 1:], np.int32(-1)),
+        segments=np.where(real, segments, np.int32(0)),
+        positions=np.where(real, positions[:, :-1], 0).astype(np.int32),
+    )
+
+
+def validation_indices(corpus: Corpus, *, limit: int, seq_len: int) -> Integer[np.ndarray, "windows"]:
+    """The windows an evaluation reads: `limit` of them evenly spaced, or all if `limit` is 0 or more than there are."""
+    count = window_count(corpus, seq_len)
+    chosen = min(limit, count) if limit else count
+    return np.arange(chosen, dtype=np.int64) * count // max(chosen, 1)

@@ -1,0 +1,88 @@
+"""Checkpoints: orbax, wrapped here alone."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from moezoo.errors import UserError
+
+_KEPT = 2
+
+
+class Checkpoints:
+    """The checkpoints of one run folder: `save` is asynchronous and atomic, the last two are kept."""
+
+    def __init__(self, folder: Path):
+        # orbax tells every save at length; a run's own lines say what a user needs.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, create=True)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def save(self, step: int, state: Any, loader: dict[str, Any]) -> None:
+        """Start saving `state` (a tree of arrays) and the data loader's position, unless this step is saved already."""
+        if self._manager.latest_step() == step:
+            return
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=ocp.args.JsonSave(loader))
+        self._manager.save(step, args=arguments)
+
+    def close(self) -> None:
+        """Wait for saves under way, whose errors would be lost otherwise."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+        self._manager.close()
+
+
+def latest_step(folder: Path) -> int:
+    """The last step saved in a run's `checkpoints` folder. Raises `UserError` when there is none."""
+    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    if not steps:
+        raise UserError(f"{folder} holds no checkpoint; name a run folder whose 'checkpoints' has one")
+    return max(steps)
+
+
+def restore(folder: Path, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
+    """The state saved at `step`, laid out as `target` (a tree of `jax.ShapeDtypeStruct` with shardings), and the loader.
+
+    Raises `UserError` when the folder cannot be read, or holds another model's arrays.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True))
+    try:
+        _check_arrays(manager, step, target)
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target), loader=ocp.args.JsonRestore())
+        restored = manager.restore(step, args=arguments)
+    except UserError:
+        raise
+    except Exception as error:  # orbax raises a dozen kinds for damaged files
+        raise UserError(
+            f"{folder / str(step)} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:120]}); "
+            "name another run folder"
+        ) from None
+    finally:
+        manager.close()
+    return restored["state"], restored["loader"]
+
+
+def _check_arrays(manager: ocp.CheckpointManager, step: int, target: Any) -> None:
+    """Compare names, shapes and dtypes: orbax casts silently and does not say which array differs."""
+    metadata = manager.item_metadata(step)["state"]
+    saved = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree)}
+    wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
+    for name in sorted(saved.keys() ^ wanted.keys()):
+        where = "the checkpoint" if name in saved else "this model"
+        raise UserError(f"checkpoint at step {step}: array {name} exists only in {where}; use the run's own settings")
+    for name, leaf in wanted.items():
+        have = saved[name]
+        if (tuple(have.shape), have.dtype) != (tuple(leaf.shape), leaf.dtype):
+            raise UserError(
+                f"checkpoint at step {step}: {name} is {have.dtype}{list(have.shape)} but this model has "
+                f"{leaf.dtype}{list(leaf.shape)}; use the run's own settings"
+            )
+
+
+def _name(path: Any) -> str:
+    """A leaf's path, alike for modules and for the dictionaries that orbax makes of them."""
+    return "/".join(str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path)

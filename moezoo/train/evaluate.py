@@ -1,0 +1,76 @@
+"""Validation: the mean cross-entropy of held-out tokens, on any mesh."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from moezoo.collectives import psum
+from moezoo.data import Batch, Source, load, validation_batches
+from moezoo.execution import Execution
+from moezoo.nn.language_model import LanguageModel
+from moezoo.settings import TrainConfig
+from moezoo.train.loss import losses
+from moezoo.train.setup import execution, place
+
+
+class Evaluation(NamedTuple):
+    """`loss` in nats a predicted token, over `tokens` of them; `dropped` assignments."""
+
+    loss: float
+    tokens: int
+    dropped: int
+
+
+class Evaluator:
+    """Compiled once for one model, mesh and data: `evaluator(model)` -> Evaluation."""
+
+    def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, run: Execution):
+        """`model` may be shapes; it must lie as `run` says when called."""
+        assert run.mesh is not None
+        self._source, self._cfg = source, cfg
+        self._batch_sharding = NamedSharding(run.mesh, run.tokens_spec)
+
+        def local(model: LanguageModel, batch: Batch) -> tuple[Array, Array, Array]:
+            out = losses(model, batch, run)
+            tokens = psum((batch.labels >= 0).sum(dtype=jnp.int32), run.token_axes)
+            return out.cross_entropy, tokens, out.routing.dropped.sum()
+
+        specs: Any = (run.specs(model), Batch(*(run.tokens_spec,) * 4))  # type: ignore[arg-type]
+        self._sums = jax.jit(jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=PartitionSpec()))
+
+    def __call__(self, model: LanguageModel) -> Evaluation:
+        """Read `data.eval_sequences` windows of the validation split."""
+        cfg = self._cfg
+        nats, tokens, dropped = 0.0, 0, 0
+        batches = validation_batches(
+            self._source,
+            seq_len=cfg.seq_len,
+            batch_size=cfg.batch_size,
+            limit=cfg.data.eval_sequences,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        for batch in batches:
+            # Waiting for each batch keeps collectives of one at a time in flight (jax 0.10 on the CPU needs that).
+            a, b, c = jax.device_get(self._sums(model, to_devices(batch, self._batch_sharding)))
+            nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+        return Evaluation(nats / max(tokens, 1), tokens, dropped)
+
+
+def to_devices(batch: Batch, sharding: Any) -> Batch:
+    """This process's part of a batch as global arrays."""
+    return Batch(*(jax.make_array_from_process_local_data(sharding, x) for x in batch))
+
+
+def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
+    """Evaluate `model`, wherever it lies, on the data, mesh, rules and dispatch of `cfg`.
+
+    Raises `UserError` where these do not fit the model.
+    """
+    run = execution(cfg)
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
+    model = place(model, run)
+    return Evaluator(model, source, cfg, run)(model)

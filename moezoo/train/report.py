@@ -1,0 +1,191 @@
+"""What a run tells on the terminal: the summary before step 1, progress, and what it left."""
+
+import math
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from moezoo.axes import parameter_table
+from moezoo.data import Source
+from moezoo.execution import Execution
+from moezoo.settings import TrainConfig
+from moezoo.train.evaluate import Evaluation
+from moezoo.train.metrics import Row
+from moezoo.train.sample import Sample
+from moezoo.train.setup import count_parameters
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def local_bytes(tree: PyTree, specs: PyTree, sizes: dict[str, int]) -> int:
+    """Bytes that one device stores of `tree`, laid out as `specs`."""
+
+    def leaf(x: Any, spec: PartitionSpec) -> int:
+        axes = [a for part in spec if part for a in ((part,) if isinstance(part, str) else part)]
+        return math.prod(x.shape) * np.dtype(x.dtype).itemsize // math.prod(sizes[a] for a in axes)
+
+    return sum(jax.tree.leaves(jax.tree.map(leaf, tree, specs)))
+
+
+def layout_lines(model: PyTree, run: Execution) -> list[str]:
+    """Each kind of parameter dimension that is stored split: over which axes, and what becomes of it in its layer."""
+    lines = {}
+    for _, axes, _ in parameter_table(model):
+        stored, gathered = run.rules.stored(axes, run.sizes), run.rules.gathered(axes, run.sizes)
+        for logical, over, moved in zip(axes.names, stored, gathered, strict=True):
+            if over:
+                kept = over[: len(over) - len(moved)]
+                fate = [f"gathered over {', '.join(moved)}"] if moved else []
+                fate += [f"stays split over {', '.join(kept)}"] if kept else []
+                lines[logical] = f"{logical}: stored over {', '.join(over)}; {', '.join(fate)} in its layer"
+    return list(lines.values()) or ["everything whole on every device"]
+
+
+def dispatch_line(run: Execution, experts: int) -> str:
+    """What the strategy moves on this mesh."""
+    group = run.expert_group(experts)
+    name = type(run.strategy).__name__.lower()
+    if not group.axes:
+        return f"{name}: all {experts} experts on every device, nothing moves"
+    where = f"over {', '.join(group.axes)} ({group.size} ways, {group.local} experts each)"
+    if run.strategy.moves == "weights":
+        return f"{name}: expert weights move {where}, tokens stay"
+    return f"{name}: tokens move {where}, expert weights stay"
+
+
+def summary(
+    cfg: TrainConfig, run: Execution, state: PyTree, specs: PyTree, source: Source, baseline: float | None
+) -> list[tuple[str, str]]:
+    """Title and text of every line told before step 1; `state` may be shapes."""
+    assert run.mesh is not None
+    model = state.model
+    total, active = count_parameters(model, cfg.model.experts_per_token)
+    used = {a: s for a, s in run.sizes.items() if s > 1}
+    devices = run.mesh.devices
+    stored = local_bytes(state, specs, run.sizes)
+    gradients = local_bytes(model, specs.model, run.sizes)
+    rows = [
+        (
+            "model",
+            f"{type(model).__name__.lower()}: {_count(total)} parameters, {_count(active)} active a token "
+            f"({cfg.model.layers} layers, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
+        ),
+        (
+            "mesh",
+            (" x ".join(f"{a} {s}" for a, s in used.items()) or "single")
+            + f" on {devices.size} {devices.flat[0].platform} device{'s' * (devices.size > 1)}",
+        ),
+        (
+            "rules",
+            f"{run.rules.name}: batch over {', '.join(run.batch_axes) or 'nothing'}, "
+            f"sequence over {', '.join(run.sequence_axes) or 'nothing'}",
+        ),
+        ("dispatch", dispatch_line(run, cfg.model.experts)),
+        *(("layout", line) for line in layout_lines(model, run)),
+        ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
+        (
+            "precision",
+            f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "
+            f"gradient sums {cfg.execution.reduce_dtype}; remat {run.remat}",
+        ),
+        *source.summary.items(),
+    ]
+    if baseline is not None:
+        rows.append(("baseline", f"a trigram model's validation loss is {baseline:.3f} nats a {source.unit}"))
+    tokens = cfg.batch_size * cfg.seq_len
+    rows.append(("step", f"{cfg.batch_size} sequences x {cfg.seq_len} = {_count(tokens)} tokens, {cfg.steps} steps"))
+    return rows
+
+
+def tell(rows: list[tuple[str, str]]) -> None:
+    """Print titled lines, a title once for its lines."""
+    width = max(len(title) for title, _ in rows)
+    before = ""
+    for title, text in rows:
+        print(f"{'' if title == before else title:<{width}}  {text}")
+        before = title
+    sys.stdout.flush()
+
+
+def tell_end(evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str) -> None:
+    """Validation loss, a sample, and where things are."""
+    beside = f" (trigram {baseline:.3f})" if baseline is not None else ""
+    rows = [("validation", f"{evaluation.loss:.4f} nats a {unit} over {_count(evaluation.tokens)} tokens{beside}")]
+    rows += [("sample", line) for line in f"{sample.prompt}⟦{sample.continuation}⟧".splitlines()]
+    for name, what in (
+        ("metrics.jsonl", "a row a logged step"),
+        ("loss.png", "loss by step"),
+        ("expert_load.png", "how evenly experts are used"),
+        ("checkpoints", "parameters, moments, loader position"),
+        ("config.yaml", "the resolved configuration"),
+    ):
+        if (folder / name).exists():
+            rows.append(("left", f"{folder / name}  {what}"))
+    tell(rows)
+
+
+class Progress:
+    """A bar with loss, tokens a second and time left on a terminal; elsewhere a plain line a logged step."""
+
+    def __init__(self, first: int, steps: int):
+        self._steps = steps
+        self._bar: Any = None
+        if sys.stdout.isatty():
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("step {task.completed}/{task.total}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.TextColumn("left"),
+                progress.TimeRemainingColumn(),
+            )
+            self._task = self._bar.add_task("", total=steps, completed=first)
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int) -> None:
+        """A step is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def row(self, row: Row, seconds_left: float) -> None:
+        """A row was logged."""
+        text = f"loss {row['loss']:.4f}"
+        if "val_loss" in row:
+            text += f"  validation {row['val_loss']:.4f}"
+        text += f"  {row['tokens_per_second']:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], description=text)
+        else:
+            print(f"step {row['step']}/{self._steps}  {text}  {_duration(seconds_left)} left", flush=True)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"

@@ -1,0 +1,186 @@
+"""The training step: one `jax.shard_map` over the whole mesh, from a batch to new parameters.
+
+    gather -> layers -> loss -> backward (micro-step by micro-step) -> sum over devices -> norm -> update
+
+Every collective is written out: weights are gathered in their layer (`Execution.whole`), whose transpose scatters their
+gradients; tokens travel as the dispatch strategy says; statistics and loss take one sum a micro-step; gradients of
+replicated leaves one sum each; the global norm one.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.axes import trainable
+from moezoo.collectives import psum, vary_like
+from moezoo.data import Batch
+from moezoo.execution import Execution
+from moezoo.moe.routing import Routing
+from moezoo.nn.language_model import LanguageModel
+from moezoo.train.gradients import global_norm, reduce_gradients
+from moezoo.train.loss import losses
+from moezoo.train.optimizer import Optimizer
+
+
+class State(eqx.Module):
+    """All that a step changes: the model, the optimiser's state, and the number of steps done (int32)."""
+
+    model: LanguageModel
+    optimizer: Any
+    step: Int[Array, ""]
+
+
+class Metrics(NamedTuple):
+    """Of one step, over all its tokens; losses are means of micro-steps except `loss`, which weighs every token alike.
+
+    `loss`: cross-entropy in nats a predicted token; `routing` losses with their coefficients; `gradient_norm` before
+    clipping; `learning_rate` as used.
+    """
+
+    loss: Float[Array, ""]
+    load_balance_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    max_violation: Float[Array, ""]
+    dropped: Int[Array, ""]
+    load: Int[Array, "layer experts"]
+
+
+class _Sums(NamedTuple):
+    """What micro-steps add up to."""
+
+    nats: Float[Array, ""]
+    load_balance_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    dropped: Int[Array, ""]
+    load: Int[Array, "layer experts"]
+
+
+def _sums(nats: Array, routing: Routing) -> _Sums:
+    return _Sums(
+        nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped.sum(), routing.load
+    )
+
+
+def gradients_of(
+    model: LanguageModel, batch: Batch, specs: PyTree, run: Execution
+) -> tuple[PyTree, _Sums, Int[Array, ""]]:
+    """Gradients of the trainable part of `model`, sums of losses, and the number of predicted tokens.
+
+    Local to a device inside `shard_map`: `model` as stored, `batch` arrays [micro-steps, batch, seq]. The objective is
+    the cross-entropy a token of the whole step, plus the mean over micro-steps of the routing losses.
+    """
+    micro_steps = batch.tokens.shape[0]
+    predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), run.token_axes)
+    scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
+    # Varying from here on: gradients stay one device's own until they are summed once, below.
+    parameters, buffers = eqx.partition(run.vary_parameters(model), trainable(model))
+
+    def objective(parameters: PyTree, micro: Batch) -> tuple[Float[Array, ""], _Sums]:
+        nats, routing = losses(eqx.combine(parameters, buffers), micro, run)
+        sums = _sums(nats, routing)
+        return nats * scale + (sums.load_balance_loss + sums.z_loss) / micro_steps, sums
+
+    differentiate = jax.grad(objective, has_aux=True)
+    if micro_steps == 1:
+        gradients, sums = differentiate(parameters, jax.tree.map(lambda x: x[0], batch))
+    else:
+
+        def add(total: PyTree, micro: Batch) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, differentiate(parameters, micro)), None
+
+        _, sums = jax.eval_shape(differentiate, parameters, jax.tree.map(lambda x: x[0], batch))
+        zeros = (
+            jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), parameters),
+            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
+        )
+        (gradients, sums), _ = jax.lax.scan(add, zeros, batch)
+    gradients = reduce_gradients(gradients, eqx.filter(specs, trainable(model), is_leaf=_is_spec), run.reduce_dtype)
+    return gradients, sums, predicted
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+class Step:
+    """A compiled training step for one model, mesh and batch shape: `state, metrics = step(state, batch)`.
+
+    The state passed in is donated. Compiled once, ahead of the first call; inputs laid out otherwise are refused
+    rather than moved.
+    """
+
+    def __init__(self, model: LanguageModel, optimizer: Optimizer, run: Execution, batch: Batch):
+        """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
+        assert run.mesh is not None
+        self._run, self._optimizer = run, optimizer
+        specs = run.specs(model)
+        parameters = eqx.filter(model, trainable(model))
+        moments = optimizer.specs(parameters, eqx.filter(specs, trainable(model), is_leaf=_is_spec))
+        self.state_specs = State(specs, moments, PartitionSpec())  # type: ignore[arg-type]
+        self.batch_specs = Batch(*(PartitionSpec(None, *run.tokens_spec),) * 4)
+        mesh = run.mesh
+        self.state_shardings, self.batch_shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), (self.state_specs, self.batch_specs), is_leaf=_is_spec
+        )
+        whole = jax.shard_map(
+            self._local,
+            mesh=mesh,
+            in_specs=(self.state_specs, self.batch_specs),
+            out_specs=(self.state_specs, PartitionSpec()),
+        )
+        self.function = jax.jit(
+            whole, donate_argnums=0, out_shardings=(self.state_shardings, NamedSharding(mesh, PartitionSpec()))
+        )
+        state = jax.eval_shape(lambda m: State(m, optimizer.init(eqx.filter(m, trainable(m))), jnp.int32(0)), model)
+        self.arguments = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            (state, batch),
+            (self.state_shardings, self.batch_shardings),
+        )
+
+    def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        run, optimizer = self._run, self._optimizer
+        specs = self.state_specs.model
+        gradients, sums, predicted = gradients_of(state.model, batch, specs, run)
+        parameters, buffers = eqx.partition(state.model, trainable(state.model))
+        leaf_specs = eqx.filter(specs, trainable(state.model), is_leaf=_is_spec)
+        norm = global_norm(gradients, leaf_specs, run.live_axes)
+        rate = optimizer.rate(state.step)
+        parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
+        micro_steps = batch.tokens.shape[0]
+        load = sums.load.astype(jnp.float32)
+        metrics = Metrics(
+            loss=sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32),
+            load_balance_loss=sums.load_balance_loss / micro_steps,
+            z_loss=sums.z_loss / micro_steps,
+            gradient_norm=norm,
+            learning_rate=rate,
+            max_violation=(load.max(1) / jnp.maximum(load.mean(1), 1)).max() - 1,
+            dropped=sums.dropped,
+            load=sums.load,
+        )
+        return State(eqx.combine(parameters, buffers), moments, state.step + 1), metrics
+
+    def compile(self) -> "jax.stages.Compiled":
+        """The compiled step, for whatever platform the mesh is of."""
+        return self.function.lower(*self.arguments).compile()
+
+    def jaxpr(self) -> Any:
+        """The traced step, to count its collectives."""
+        return jax.make_jaxpr(self.function)(*self.arguments)
+
+
+def check_layout(tree: PyTree, shardings: PyTree) -> None:
+    """Refuse arrays that do not lie as `shardings` says, which JAX would move without a word."""
+
+    def leaf(path: Any, x: jax.Array, sharding: NamedSharding) -> None:
+        if not x.sharding.is_equivalent_to(sharding, x.ndim):
+            raise ValueError(f"{jax.tree_util.keystr(path)} lies as {x.sharding}, expected {sharding}")
+
+    jax.tree_util.tree_map_with_path(leaf, tree, shardings)

@@ -1,0 +1,148 @@
+"""Training batches: shuffled, resumable, the same whatever the number of processes. Validation batches: in order."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from moezoo.data import Source, Synthetic, load, train_batches, validation_batches
+from moezoo.data.corpus import Split, concatenate
+from moezoo.data.source import make_source
+from moezoo.data.tokenizer import Numbers
+from moezoo.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    """Every training token is another number, so a window is known by its first; 11 windows of 4."""
+    train = concatenate([np.arange(30), np.arange(30, 43)], np.dtype(np.uint16))
+    validation = concatenate([np.arange(29)], np.dtype(np.uint16))
+    return make_source("tokens", Split(train, validation, "by hand"), Numbers(1000), vocab=1000)
+
+
+def take(batches, count):
+    return list(itertools.islice(batches, count))
+
+
+def same(left, right):
+    for a, b in zip(left, right, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_every_epoch_reads_all_windows_in_another_order(source):
+    batches = take(train_batches(source, seq_len=4, batch_size=3, seed=0), 22)  # 6 epochs of 11 windows
+    assert batches[0].tokens.shape == (3, 4)
+    firsts = np.concatenate([batch.tokens[:, 0] for batch in batches]).reshape(6, 11)
+    for epoch in firsts:
+        assert sorted(epoch.tolist()) == list(range(0, 44, 4))
+    assert len({tuple(epoch) for epoch in firsts.tolist()}) == 6
+
+
+def test_order_follows_from_the_seed(source):
+    def run(seed):
+        return take(train_batches(source, seq_len=4, batch_size=3, seed=seed), 4)
+
+    same(run(5), run(5))
+    assert any((a.tokens != b.tokens).any() for a, b in zip(run(5), run(6), strict=True))
+
+
+def test_batches_of_one(source):
+    firsts = [batch.tokens[0, 0] for batch in take(train_batches(source, seq_len=4, batch_size=1, seed=0), 11)]
+    assert sorted(firsts) == list(range(0, 44, 4))
+
+
+def test_an_epoch_smaller_than_a_batch(source):
+    batch = next(train_batches(source, seq_len=40, batch_size=7, seed=0))
+    assert batch.tokens.shape == (7, 40)
+    assert set(batch.tokens[:, 0].tolist()) == {0, 40}
+
+
+def joined(shares):
+    return [[np.concatenate(parts) for parts in zip(*step, strict=True)] for step in zip(*shares, strict=True)]
+
+
+def test_processes_share_the_batch_of_one(source):
+    whole = take(train_batches(source, seq_len=4, batch_size=6, seed=1), 5)
+    for count in (2, 3, 6):
+        shares = [
+            take(train_batches(source, seq_len=4, batch_size=6, seed=1, process_index=i, process_count=count), 5)
+            for i in range(count)
+        ]
+        same(whole, joined(shares))
+
+
+def test_place_is_saved_as_json_and_returned_to(source):
+    batches = train_batches(source, seq_len=4, batch_size=3, seed=0)
+    take(batches, 5)
+    state = json.loads(json.dumps(batches.get_state()))
+    rest = take(batches, 4)
+
+    fresh = train_batches(source, seq_len=4, batch_size=3, seed=0)
+    fresh.set_state(state)
+    same(rest, take(fresh, 4))
+    same(rest, take(train_batches(source, seq_len=4, batch_size=3, seed=0, start=5), 4))
+    batches.set_state(state)
+    same(rest, take(batches, 4))
+    # A job may go on with other processes than it began with.
+    half = train_batches(source, seq_len=4, batch_size=3, seed=0, process_index=2, process_count=3)
+    half.set_state(state)
+    same([[array[2:] for array in batch] for batch in rest], take(half, 4))
+
+
+def test_mapped_files_are_read_ahead_with_the_same_result(source, tmp_path):
+    np.save(tmp_path / "tokens.npy", source.train.tokens)
+    mapped = np.load(tmp_path / "tokens.npy", mmap_mode="r")
+    on_disk = Source(**{**vars(source), "train": type(source.train)(mapped, source.train.starts, source.train.offsets)})
+    batches = train_batches(on_disk, seq_len=4, batch_size=3, seed=0, start=2)
+    same(take(batches, 5), take(train_batches(source, seq_len=4, batch_size=3, seed=0, start=2), 5))
+    assert batches.get_state() == {"next_index": 7}  # what was read, not what was read ahead
+
+
+def test_validation_in_order_with_padding(source):
+    batches = list(validation_batches(source, seq_len=4, batch_size=4, limit=0))
+    assert np.concatenate([batch.tokens[:, 0] for batch in batches]).tolist() == [0, 4, 8, 12, 16, 20, 24, 0]
+    assert [batch.tokens.shape for batch in batches] == [(4, 4)] * 2
+    assert batches[1].segments.tolist() == [[1] * 4] * 3 + [[0] * 4]
+    assert batches[1].labels[3].tolist() == [-1] * 4
+    assert batches[1].positions.tolist() == [[0, 1, 2, 3]] * 3 + [[0] * 4]
+    same(batches, validation_batches(source, seq_len=4, batch_size=4, limit=0))
+    few = list(validation_batches(source, seq_len=4, batch_size=2, limit=3))
+    assert np.concatenate([batch.tokens[:, 0] for batch in few]).tolist() == [0, 8, 16, 0]
+
+
+def test_validation_is_shared_by_processes(source):
+    whole = list(validation_batches(source, seq_len=4, batch_size=4, limit=5))
+    shares = [
+        list(validation_batches(source, seq_len=4, batch_size=4, limit=5, process_index=i, process_count=2))
+        for i in range(2)
+    ]
+    same(whole, joined(shares))
+
+
+@pytest.mark.parametrize(("size", "count", "near"), [(6, 4, 8), (3, 8, 8), (0, 1, 1), (-4, 2, 2)])
+def test_batch_size_that_processes_do_not_divide(source, size, count, near):
+    message = rf"^batch_size={size} does not split over {count} process.*{count}, such as batch_size={near}$"
+    with pytest.raises(UserError, match=message):
+        train_batches(source, seq_len=4, batch_size=size, seed=0, process_count=count)
+    with pytest.raises(UserError, match=f"^batch_size={size} "):
+        validation_batches(source, seq_len=4, batch_size=size, limit=0, process_count=count)
+
+
+@pytest.mark.parametrize("too_large", [1000, 2**31 + 5])
+def test_ids_outside_the_vocabulary_are_refused(source, too_large):
+    tokens = np.array([1, 2, too_large, 4, 5], np.uint32)
+    bad = concatenate([tokens], np.dtype(np.uint32))
+    bad = Source(**{**vars(source), "train": bad, "validation": bad})
+    message = f"^data=tokens holds token {too_large} but its vocabulary is 1000 tokens; make the file"
+    with pytest.raises(UserError, match=message):
+        next(train_batches(bad, seq_len=4, batch_size=1, seed=0))
+    with pytest.raises(UserError, match=message):
+        next(validation_batches(bad, seq_len=4, batch_size=1, limit=0))
+
+
+def test_a_loaded_source_feeds_both():
+    source = load(Synthetic(vocab=16, documents=40, document_length=9), seq_len=8, seed=0, vocab=16)
+    assert next(train_batches(source, seq_len=8, batch_size=2, seed=0)).tokens.max() < 16
+    assert next(validation_batches(source, seq_len=8, batch_size=2, limit=0)).tokens.max() < 16

@@ -1,0 +1,87 @@
+"""Corpora against plain lists of documents."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moezoo.data.corpus import Corpus, concatenate, dtype_for, held_out_by_index, held_out_by_name, hold_out
+
+documents = st.lists(st.lists(st.integers(0, 255), max_size=4), max_size=8)
+
+
+def build(texts: list[list[int]]) -> Corpus:
+    return concatenate([np.array(text, np.uint8) for text in texts], np.dtype(np.uint8))
+
+
+def texts_of(corpus: Corpus) -> list[list[int]]:
+    lengths = np.diff(corpus.offsets)
+    return [corpus.tokens[s : s + n].tolist() for s, n in zip(corpus.starts, lengths, strict=True)]
+
+
+@settings(deadline=None)
+@given(documents, st.data())
+def test_select_and_cut_against_lists(texts, data):
+    chosen = data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts)))
+    corpus = build(texts)
+    assert texts_of(corpus) == texts
+    assert (len(corpus), corpus.documents) == (sum(map(len, texts)), len(texts))
+
+    kept = corpus.select(np.array(chosen, bool))
+    texts = [text for text, keep in zip(texts, chosen, strict=True) if keep]
+    assert texts_of(kept) == texts
+
+    # What was selected may be cut in turn, in the middle of a document or between two.
+    at = data.draw(st.integers(0, len(kept)))
+    first, second = [], []
+    for text in texts:
+        room = at - sum(map(len, first))
+        first.append(text[:room])
+        second.append(text[room:])
+    before, after = kept.cut(at)
+    assert texts_of(before) == [text for text in first if text]
+    assert texts_of(after) == [text for text in second if text]
+    assert before.tokens is after.tokens is corpus.tokens  # nothing was copied
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(2, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
+def test_smallest_dtype(vocab, dtype):
+    assert dtype_for(vocab) == dtype
+
+
+def test_one_document_in_twenty_whatever_the_others():
+    by_index = held_out_by_index(20_000)
+    assert abs(by_index.mean() - 1 / 20) < 0.005
+    np.testing.assert_array_equal(by_index[:100], held_out_by_index(100))
+    assert held_out_by_index(0).shape == (0,)
+
+    names = [f"folder/{i}.py" for i in range(4000)]
+    by_name = held_out_by_name(names)
+    assert abs(by_name.mean() - 1 / 20) < 0.01
+    np.testing.assert_array_equal(by_name[7:], held_out_by_name(names[7:]))
+    # Pinned: a changed hash would quietly move documents from training to validation.
+    assert np.flatnonzero(by_name)[:3].tolist() == [12, 15, 47]
+    assert np.flatnonzero(by_index)[:3].tolist() == [1, 7, 23]
+    held_out_by_name(["not\udcff unicode"])  # as the names of files may be
+
+
+def test_hold_out_whole_documents():
+    corpus = build([[1, 2], [3], [4, 5]])
+    split = hold_out(corpus, np.array([False, True, False]), ["a", "b", "c"])
+    assert texts_of(split.train) == [[1, 2], [4, 5]]
+    assert texts_of(split.validation) == [[3]]
+    assert split.held_out == ("b",)
+    assert split.how == "1 document in 20, by a hash of its name"
+    assert hold_out(corpus, np.array([False, True, False])).how == "1 document in 20, by a hash of its number"
+
+
+@pytest.mark.parametrize("chosen", [[False, False, False], [True, True, True], [False, True, False]])
+def test_hold_out_the_end_where_a_split_would_be_empty(chosen):
+    corpus = build([list(range(50)), [], list(range(50, 100))])
+    split = hold_out(corpus, np.array(chosen), ["a", "b", "c"])
+    assert texts_of(split.train) == [list(range(50)), list(range(50, 95))]
+    assert texts_of(split.validation) == [list(range(95, 100))]
+    assert split.held_out == ()
+    assert split.how == "the last 5% of the tokens"

@@ -1,0 +1,185 @@
+"""Text files and the standard library: what is read, what is held out, what is refused."""
+
+import dataclasses
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moezoo.data import PythonStdlib, Source, Text, load, train_batches
+from moezoo.data.files import find_documents, read_documents
+from moezoo.errors import UserError
+
+
+def text(source: Source, split: str) -> bytes:
+    corpus = getattr(source, split)
+    lengths = np.diff(corpus.offsets)
+    return b"".join(corpus.tokens[s : s + n].tobytes() for s, n in zip(corpus.starts, lengths, strict=True))
+
+
+def load_text(path: Path, **settings) -> Source:
+    return load(Text(path=str(path), **settings), seq_len=4, seed=0, vocab=256)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Forty files in two folders, and some that are no text."""
+    root = tmp_path / "texts"
+    for i in range(40):
+        file = root / ("a" if i % 2 else "b") / f"{i}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"document {i} äöü\n")
+    (root / "image.png").write_bytes(b"\x89PNG\xff\xfe")
+    (root / "zeros.bin").write_bytes(b"\0\0\0")
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("hidden")
+    (root / ".hidden").write_text("hidden")
+    return root
+
+
+def test_python_stdlib():
+    source = load(PythonStdlib(), seq_len=512, seed=0, vocab=256)
+    assert (source.vocab, source.unit, source.train.tokens.dtype) == (256, "byte", np.uint8)
+    assert 4e6 < len(source.train) < 2e7
+    assert 0.02 < len(source.validation) / len(source.train) < 0.15
+    assert source.validation.documents == len(source.held_out)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for name in source.held_out:
+        assert int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+        assert not {"test", "tests", "encodings", "site-packages"} & set(Path(name).parts)
+    assert text(source, "validation") == b"".join((root / name).read_bytes() for name in source.held_out)
+    assert list(source.summary) == ["train", "validation", "held out", "sha256", "python"]
+    assert source.decode(source.encode("def f(x):")) == "def f(x):"
+
+
+def test_python_stdlib_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UserError, match=r"^data=python_stdlib finds no \*.py file in .*; use data=text"):
+        load(PythonStdlib(), seq_len=8, seed=0, vocab=256)
+
+
+def test_a_folder_is_split_by_file(folder):
+    source = load_text(folder)
+    names = sorted(f"{'a' if i % 2 else 'b'}/{i}.txt" for i in range(40))
+    held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0]
+    assert 0 < len(held_out) < 8
+    assert source.held_out == tuple(held_out)
+    assert text(source, "validation") == b"".join((folder / name).read_bytes() for name in held_out)
+    rest = [name for name in names if name not in held_out]
+    assert text(source, "train") == b"".join((folder / name).read_bytes() for name in rest)
+    assert source.summary["passed over"] == "2 files that are not UTF-8 text"
+    digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
+    assert source.summary["sha256"] == digest[:16]
+    assert source.summary["held out"] == "1 document in 20, by a hash of its name"
+
+
+def test_one_file_holds_out_its_end(tmp_path):
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 101)))
+    source = load_text(tmp_path / "one.txt")
+    assert text(source, "train") == bytes(range(1, 96))
+    assert text(source, "validation") == bytes(range(96, 101))
+    assert source.summary["train"] == "95 bytes in 1 document"
+
+
+def test_own_validation_files_are_not_trained_on(folder):
+    source = load_text(folder, validation=str(folder / "b"))
+    assert text(source, "validation").startswith(b"document 0 ")
+    assert source.validation.documents == source.train.documents == 20
+    assert b"document 2 " not in text(source, "train")
+    assert source.held_out[0] == "0.txt"
+    assert source.summary["held out"] == f"data.validation={folder / 'b'}"
+
+
+def test_home_folder_is_expanded(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_text(Path("~/texts")).held_out == load_text(folder).held_out
+
+
+def test_a_tokenizer(folder, tokenizer_file):
+    source = load(Text(path=str(folder), tokenizer=str(tokenizer_file)), seq_len=4, seed=0, vocab=1000)
+    assert (source.vocab, source.unit, source.train.tokens.dtype) == (301, "token", np.uint16)
+    begin, document, number = source.encode("document 7")
+    assert (begin, document, number) == (0, 1, 9)
+    row = next(train_batches(source, seq_len=12, batch_size=1, seed=0))
+    assert (row.tokens[0] == begin).sum() >= 2  # one before every document
+
+
+def filled(settings, path: Path):
+    """Settings with {} replaced by `path`."""
+    texts = {key: value for key, value in vars(settings).items() if isinstance(value, str)}
+    return dataclasses.replace(settings, **{key: value.format(path) for key, value in texts.items()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Text(), "data.path is required for data=text; pass data.path=FILE_OR_FOLDER"),
+        (Text(path="{0}/none"), "data.path={0}/none does not exist; give a text file or a folder of them"),
+        (Text(path="{0}/empty"), "data.path={0}/empty is a folder without files; give a text file or a folder of them"),
+        (Text(path="{0}/pictures"), "data.path={0}/pictures holds no UTF-8 text (files read: 1); give a text file or "),
+        (Text(path="{0}/bad.txt"), "data.path={0}/bad.txt is not UTF-8 text: byte 2 is 0xff; convert it to UTF-8"),
+        (Text(path="{0}/ok.txt", validation="{0}/none"), "data.validation={0}/none does not exist; give a text file"),
+        (
+            Text(path="{0}/ok.txt", validation="{0}/ok.txt"),
+            "data.validation={0}/ok.txt holds every file of data.path={0}/ok.txt; give different files",
+        ),
+        (
+            Text(path="{0}/ok.txt", tokenizer="{0}/none"),
+            "data.tokenizer={0}/none is not a file; give a Hugging Face tokenizer.json, or none for bytes",
+        ),
+        (Text(path="{0}/ok.txt", tokenizer="{0}/ok.txt"), "data.tokenizer={0}/ok.txt is not a Hugging Face tokenizer"),
+        (
+            Text(path="{0}/ok.txt"),
+            "data=text leaves 2 bytes for validation, but seq_len=4 needs 5 for one window; give more data or ",
+        ),
+        (
+            Text(path="{0}/void.txt"),
+            "data=text leaves 0 bytes for training, but seq_len=4 needs 5 for one window; give more data or ",
+        ),
+    ],
+)
+def test_refusals(tmp_path, settings, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
+    (tmp_path / "bad.txt").write_bytes(b"ab\xffcd")
+    (tmp_path / "ok.txt").write_text("forty letters are enough for a test, oh.")
+    (tmp_path / "void.txt").write_text("")
+    with pytest.raises(UserError) as error:
+        load(filled(settings, tmp_path), seq_len=4, seed=0, vocab=256)
+    assert str(error.value).startswith(message.format(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(folder, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, so modes do not do
+    with pytest.raises(UserError, match=r"^data.path=.*: .*/1.txt cannot be read \(Permission denied\); make it "):
+        load_text(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (PythonStdlib(), "data=python_stdlib has 256 byte values but model.vocab=100; set model.vocab=256"),
+        (
+            Text(path="{}"),
+            "data=text without data.tokenizer has 256 byte values but model.vocab=100; set model.vocab=256",
+        ),
+        (Text(path="{}", tokenizer="{}"), "data.tokenizer has 301 tokens but model.vocab=100; set model.vocab=301"),
+    ],
+)
+def test_a_vocabulary_larger_than_the_model(tokenizer_file, settings, message):
+    with pytest.raises(UserError) as error:
+        load(filled(settings, tokenizer_file), seq_len=4, seed=0, vocab=100)
+    assert str(error.value) == message
+
+
+def test_one_file_may_hold_zero_bytes(tmp_path):
+    (tmp_path / "log").write_bytes(b"a\0b")
+    path = str(tmp_path / "log")
+    assert list(read_documents(find_documents(path, key="PATH"), path, key="PATH")) == [("log", b"a\0b")]

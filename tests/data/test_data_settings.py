@@ -1,0 +1,68 @@
+"""Settings, the YAML files that spell them out, and what importing them costs."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from moezoo.data import SOURCES, PythonStdlib, Synthetic, Text, Tokens, load
+from moezoo.errors import UserError
+
+CONF = Path(__file__).parents[2] / "conf" / "data"
+
+
+def test_every_source_has_a_file_with_its_defaults():
+    assert {file.stem for file in CONF.glob("*.yaml")} == set(SOURCES)
+    for name, kind in SOURCES.items():
+        written = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+        assert written == {"name": name, **dataclasses.asdict(kind())}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        *((kind, {"eval_sequences": -1}, "data.eval_sequences=-1 must be at least 0") for kind in SOURCES.values()),
+        (Synthetic, {"successors": 0}, "data.successors=0 must be at least 1"),
+        (Synthetic, {"documents": 0}, "data.documents=0 must be at least 1"),
+        (Synthetic, {"document_length": 1}, "data.document_length=1 must be at least 2"),
+        (
+            Synthetic,
+            {"vocab": 3},
+            "data.successors=4 are more than data.vocab=3 tokens to choose from; set data.successors=3 or less",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(kind, wrong, message):
+    with pytest.raises(UserError) as error:
+        kind(**wrong)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seq_len": 0}, "seq_len=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
+    ],
+)
+def test_arguments_that_cannot_be(wrong, message):
+    with pytest.raises(UserError) as error:
+        load(PythonStdlib(), **{"seq_len": 8, "seed": 0, "vocab": 256, **wrong})
+    assert str(error.value) == message
+
+
+def test_sources_by_name():
+    assert {"python_stdlib": PythonStdlib, "text": Text, "tokens": Tokens, "synthetic": Synthetic} == SOURCES
+
+
+def test_importing_neither_loads_slow_libraries_nor_starts_jax():
+    check = (
+        "import sys, moezoo.data; loaded = [name for name in ('grain', 'tokenizers') if name in sys.modules];"
+        "from jax._src import xla_bridge; print(loaded, xla_bridge.backends_are_initialized())"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout == "[] False\n"

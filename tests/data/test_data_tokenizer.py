@@ -1,0 +1,43 @@
+"""Bytes and Hugging Face tokenizers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line
+
+
+@given(st.text())
+def test_bytes_there_and_back(text):
+    assert Bytes().decode(Bytes().encode(text)) == text
+
+
+def test_bytes_that_are_no_text():
+    assert Bytes().decode(np.array([97, 0xC3, 98])) == "a\ufffdb"
+    assert Bytes().decode([97, 256, 98]) == "a\ufffdb"  # a model may have more tokens than there are bytes
+
+
+def test_hugging_face_neither_cuts_nor_fills(tokenizer_file):
+    tokenizer = HuggingFace(tokenizer_file, key="data.tokenizer")
+    assert tokenizer.vocab == 301  # ids have a gap
+    assert tokenizer.encode("document 1 2 3 other") == [0, 1, 3, 4, 5, 300]
+    assert tokenizer.decode(np.array([0, 1, 3], np.int32)) == "document 1"
+
+
+def test_all_are_tokenizers(tokenizer_file):
+    for tokenizer in (Bytes(), Numbers(5), HuggingFace(tokenizer_file, key="data.tokenizer")):
+        assert isinstance(tokenizer, Tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_document_ids(tokenizer_file, dtype):
+    dtype = np.dtype(dtype)
+    for tokenizer, expected in ((Bytes(), [195, 164]), (Numbers(9), [])):
+        ids = document_ids(tokenizer, "ä".encode() if expected else b"", dtype)
+        assert (ids.tolist(), ids.dtype) == (expected, dtype)
+
+
+def test_one_line():
+    assert one_line(ValueError("first\nsecond")) == "first"
+    assert one_line(ValueError()) == "ValueError"

@@ -1,0 +1,225 @@
+"""Files of tokens: written by the script, read back, and every way in which they can be wrong."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moezoo.data import Tokens, load, tokenize_files, train_batches
+from moezoo.errors import UserError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "tokenize.py"
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"document {i}" * (i != 3))
+    return folder
+
+
+@pytest.fixture
+def made(texts, tmp_path) -> Path:
+    tokenize_files(str(texts), str(tmp_path / "out.npy"))
+    return tmp_path / "out.npy"
+
+
+def load_tokens(path: Path, *, vocab: int = 256, **settings):
+    return load(Tokens(path=str(path), **settings), seq_len=4, seed=0, vocab=vocab)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if file.name != "texts")
+
+
+def test_bytes_there_and_back(texts, made):
+    documents = [file.read_bytes() for file in sorted(texts.iterdir())]
+    tokens, offsets = np.load(made), np.load(made.with_suffix(".offsets.npy"))
+    assert (tokens.dtype, offsets.dtype) == (np.uint16, np.int64)
+    assert bytes(tokens.tolist()) == b"".join(documents)
+    assert offsets.tolist() == np.cumsum([0, *map(len, documents)]).tolist()
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    assert json.loads(made.with_suffix(".json").read_text()) == {
+        "vocab": 256,
+        "unit": "byte",
+        "tokens": len(tokens),
+        "documents": 40,
+        "sha256": digest,
+        "tokenizer": None,
+    }
+    assert names(made.parent) == ["out.json", "out.npy", "out.offsets.npy"]
+
+    source = load_tokens(made)
+    assert (source.vocab, source.unit) == (256, "byte")
+    assert source.summary["sha256"] == digest[:16]
+    assert source.summary["held out"] == "1 document in 20, by a hash of its number"
+    assert source.validation.starts.tolist() == offsets[[1, 7, 23, 26]].tolist()
+    assert source.train.documents + source.validation.documents == 40
+    assert len(source.train) + len(source.validation) == len(tokens)
+    assert isinstance(source.train.tokens, np.memmap)
+    assert source.decode(source.encode("ä7")) == "ä7"
+    assert next(train_batches(source, seq_len=4, batch_size=2, seed=0)).tokens.shape == (2, 4)
+
+
+def test_a_tokenizer_travels_along(texts, tmp_path, tokenizer_file):
+    line = tokenize_files(str(texts), str(tmp_path / "out.npy"), str(tokenizer_file))
+    assert line == f"{tmp_path / 'out.npy'}: 118 tokens in 40 documents, uint16"
+    assert names(tmp_path) == ["out.json", "out.npy", "out.offsets.npy", "out.tokenizer.json"]
+    assert np.load(tmp_path / "out.npy")[:6].tolist() == [0, 1, 2, 0, 1, 3]
+    source = load_tokens(tmp_path / "out.npy", vocab=301)
+    assert (source.vocab, source.unit) == (301, "token")
+    assert source.decode(source.encode("document 7")) == "document 7"
+    (tmp_path / "out.tokenizer.json").unlink()
+    assert load_tokens(tmp_path / "out.npy", vocab=301).decode([0, 1, 9]) == "0 1 9"
+
+
+def test_tokens_of_another_program(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint32) % 700)
+    np.save(tmp_path / "a.offsets.npy", np.array([0, 1000]))
+    source = load_tokens(tmp_path / "a.npy", vocab=700)
+    assert (source.vocab, source.unit, "sha256" in source.summary) == (700, "token", False)
+    assert source.summary["held out"] == "the last 5% of the tokens"
+
+
+def test_own_validation_file(made, tmp_path):
+    np.save(tmp_path / "val.npy", np.array([1, 2, 3, 4, 5, 299], np.uint16))
+    np.save(tmp_path / "val.offsets.npy", np.array([0, 6]))
+    source = load_tokens(made, validation=str(tmp_path / "val.npy"), vocab=300)
+    assert (source.vocab, len(source.validation)) == (300, 6)
+    assert len(source.train) == len(np.load(made))
+    with pytest.raises(
+        UserError, match=r"^data.validation=.*val.npy has a vocabulary of 300 tokens but model.vocab=256; "
+    ):
+        load_tokens(made, validation=str(tmp_path / "val.npy"))
+    with pytest.raises(UserError, match=r"^data.validation=.* is the file data.path; give another"):
+        load_tokens(made, validation=str(made))
+
+
+def cut_short(path: Path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def save(array, suffix=".npy"):
+    return lambda path: np.save(path.with_suffix(suffix), array)
+
+
+def metadata(**changes):
+    def change(path: Path):
+        file = path.with_suffix(".json")
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "{0} is not a file; give a .npy file of token ids, make it with "),
+        (lambda path: path.write_text("hello, this is text"), "{0} cannot be read as a .npy array (the magic"),
+        (lambda path: path.write_text(""), "{0} cannot be read as a .npy array (EOF: "),
+        (cut_short, "{0} cannot be read as a .npy array (mmap length is greater than file size); make it"),
+        (save(np.zeros(9)), "{0} has dtype float64 and shape [9]; it must be uint16 or uint32 and one-dim"),
+        (save(np.zeros((3, 3), np.uint16)), "{0} has dtype uint16 and shape [3, 3]; it must be uint16 or "),
+        (save(np.zeros(9, ">u2")), "{0} has dtype >u2 and shape [9]; it must be uint16 or uint32"),
+        (lambda p: p.with_suffix(".offsets.npy").unlink(), "{0} has no out.offsets.npy beside it, which "),
+        (
+            save(np.zeros(2, np.int32), ".offsets.npy"),
+            "{0}: out.offsets.npy has dtype int32 and shape [2]; it must be int64 and one-dimensional",
+        ),
+        (
+            save(np.array([0, 900]), ".offsets.npy"),
+            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; make it with scripts/tokenize.py again",
+        ),
+        (save(np.array([1, 420]), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 1 to 420"),
+        (save(np.zeros(0, np.int64), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 0 to 0"),
+        (save(np.array([0, 9, 5, 420]), ".offsets.npy"), "{0}: out.offsets.npy falls at document 1; make it"),
+        (lambda path: path.with_suffix(".json").write_text("{"), "{0}: out.json is damaged (Expecting "),
+        (lambda path: path.with_suffix(".json").write_text("[]"), "{0}: out.json is damaged (list indices"),
+        (metadata(vocab="256"), "{0}: out.json says vocab='256', unit='byte'; make it with "),
+        (metadata(unit="word"), "{0}: out.json says vocab=256, unit='word'; make it with "),
+        (metadata(vocab=512), "{0} has a vocabulary of 512 tokens but model.vocab=256; set model.vocab=512"),
+    ],
+)
+def test_refusals(made, damage, message):
+    damage(made)
+    with pytest.raises(UserError) as error:
+        load_tokens(made)
+    assert str(error.value).startswith(message.format(f"data.path={made}"))
+    assert "\n" not in str(error.value)
+
+
+def test_path_is_required():
+    with pytest.raises(UserError, match=r"^data.path is required for data=tokens; pass data.path=FILE.npy"):
+        load(Tokens(), seq_len=4, seed=0, vocab=256)
+
+
+def test_no_tokens_at_all(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    tokenize_files(str(tmp_path / "a.txt"), str(tmp_path / "a.npy"))
+    with pytest.raises(
+        UserError, match=r"^data=tokens leaves 0 bytes for training, but seq_len=4 needs 5 for one window"
+    ):
+        load_tokens(tmp_path / "a.npy")
+
+
+def test_never_over_a_file(texts, made):
+    before = {file: file.read_bytes() for file in made.parent.iterdir() if file.is_file()}
+    with pytest.raises(UserError, match=r"^.*out.npy already exists; remove it or write to another name$"):
+        tokenize_files(str(texts), str(made))
+    made.unlink()
+    with pytest.raises(UserError, match=r"^.*out.offsets.npy already exists; "):
+        tokenize_files(str(texts), str(made))
+    assert all(file.read_bytes() == content for file, content in before.items() if file != made)
+
+
+def test_whole_or_not_at_all(texts, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(
+        UserError, match=r"^.*out.npy cannot be written \(No space left on device\); give another place$"
+    ):
+        tokenize_files(str(texts), str(tmp_path / "out.npy"))
+    assert names(tmp_path) == []
+    with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\); give another place$"):
+        tokenize_files(str(texts), str(tmp_path / "none" / "out.npy"))
+    with pytest.raises(UserError, match=r"^out does not end in .npy; give such a name for the tokens$"):
+        tokenize_files(str(texts), "out")
+    with pytest.raises(UserError, match=r"^PATH=none does not exist; give a text file or a folder of them$"):
+        tokenize_files("none", str(tmp_path / "out.npy"))
+    with pytest.raises(UserError, match=r"^--tokenizer=none is not a file; "):
+        tokenize_files(str(texts), str(tmp_path / "out.npy"), "none")
+
+
+def test_a_vocabulary_beyond_sixteen_bits(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    library = Tokenizer(models.WordLevel({"a": 70_000, "<unk>": 0}, unk_token="<unk>"))
+    library.save(str(tmp_path / "large.json"))
+    (tmp_path / "a.txt").write_text("a")
+    tokenize_files(str(tmp_path / "a.txt"), str(tmp_path / "a.npy"), str(tmp_path / "large.json"))
+    tokens = np.load(tmp_path / "a.npy")
+    assert (tokens.tolist(), tokens.dtype) == ([70_000], np.uint32)
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+def test_script(texts, tmp_path):
+    """It runs at all only because it hides itself from the standard library, which has a module of that name."""
+    out = str(tmp_path / "out.npy")
+    first = run_script(str(texts), out)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout == f"{out}: 420 bytes in 40 documents, uint16\n"
+    second = run_script(str(texts), out)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert second.stderr == f"error: {out} already exists; remove it or write to another name\n"

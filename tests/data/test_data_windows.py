@@ -1,0 +1,77 @@
+"""Windows against a loop over single tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moezoo.data.corpus import Corpus, concatenate
+from moezoo.data.windows import read_windows, validation_indices, window_count
+
+
+def corpus_of(lengths: list[int], dtype=np.uint8) -> Corpus:
+    """Documents of these lengths, every token another number; between any two lies one that is not selected."""
+    ids = iter(range(10_000))
+    documents = [np.array([next(ids) for _ in range(n)], dtype) for n in lengths]
+    both = [part for document in documents for part in (document, np.array([77, 77], dtype))]
+    return concatenate(both, np.dtype(dtype)).select(np.arange(len(both)) % 2 == 0)
+
+
+def one_by_one(lengths: list[int], row: int, seq_len: int):
+    """Tokens, labels, segments and positions of one window."""
+    owner = [d for d, n in enumerate(lengths) for _ in range(n)]
+    result, segment, position = [], 0, -1
+    for place in range(row * seq_len, (row + 1) * seq_len):
+        if place >= len(owner):
+            result.append((0, -1, 0, 0))
+            continue
+        if place == row * seq_len or owner[place] != owner[place - 1]:
+            segment, position = segment + 1, -1
+        position += 1
+        goes_on = place + 1 < len(owner) and owner[place + 1] == owner[place]
+        result.append((place, place + 1 if goes_on else -1, segment, position))
+    return [list(column) for column in zip(*result, strict=True)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 20]), min_size=1, max_size=8), st.integers(1, 9))
+def test_windows_against_a_loop(lengths, seq_len):
+    corpus = corpus_of(lengths)
+    count = window_count(corpus, seq_len)
+    batch = read_windows(corpus, np.arange(count), seq_len)
+    for array in batch:
+        assert (array.shape, array.dtype) == ((count, seq_len), np.int32)
+    for row in range(count):
+        assert [array[row].tolist() for array in batch] == one_by_one(lengths, row, seq_len)
+    # Every token but the first of each document is predicted once.
+    firsts = np.cumsum([0, *lengths])
+    expected = [place for n, first in zip(lengths, firsts, strict=False) for place in range(first + 1, first + n)]
+    assert sorted(batch.labels[batch.labels >= 0].tolist()) == expected
+
+
+def test_any_order_and_beyond_the_end():
+    corpus = corpus_of([5, 6])
+    every = read_windows(corpus, np.arange(3), 4)
+    some = read_windows(corpus, np.array([2, 0, 2, 9]), 4)
+    for whole, part in zip(every, some, strict=True):
+        np.testing.assert_array_equal(part[:3], whole[[2, 0, 2]])
+    assert [array[3].tolist() for array in some] == [[0] * 4, [-1] * 4, [0] * 4, [0] * 4]
+
+
+def test_ids_wider_than_a_byte():
+    corpus = concatenate([np.array([70_000, 65_535, 3])], np.dtype(np.uint32))
+    assert read_windows(corpus, np.array([0]), 2).labels.tolist() == [[65_535, 3]]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(0, list(range(10))), (10, list(range(10))), (99, list(range(10))), (4, [0, 2, 5, 7]), (1, [0])],
+)
+def test_validation_windows_are_evenly_spaced(limit, expected):
+    assert validation_indices(corpus_of([21]), limit=limit, seq_len=2).tolist() == expected
+
+
+def test_nothing_to_predict_makes_no_window():
+    for lengths in ([], [0], [1]):
+        assert window_count(corpus_of(lengths), 4) == 0
+        assert validation_indices(corpus_of(lengths), limit=3, seq_len=4).tolist() == []
