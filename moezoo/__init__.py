@@ -1,0 +1,39 @@
+"""moezoo: Mixture-of-Experts language models in JAX and Equinox.
+
+    cfg = moezoo.compose("model=mixtral", "mesh=ep8")    # the same composition as the command line
+    run = moezoo.train(cfg)                              # run.model, run.history, run.folder
+    out = run.model(tokens)                              # out.logits, out.routing
+"""
+
+from moezoo import data, kernels, models, moe
+from moezoo.compose import compose
+from moezoo.errors import UserError
+from moezoo.execution import Execution
+from moezoo.mesh import MeshShape, cpu_devices, make_mesh
+from moezoo.rules import Rules
+from moezoo.train.evaluate import Evaluation, evaluate
+from moezoo.train.loop import Run, load_run, saved_config, train
+from moezoo.train.setup import build, execution, place
+
+__all__ = [
+    "Evaluation",
+    "Execution",
+    "MeshShape",
+    "Rules",
+    "Run",
+    "UserError",
+    "build",
+    "compose",
+    "cpu_devices",
+    "data",
+    "evaluate",
+    "execution",
+    "kernels",
+    "load_run",
+    "make_mesh",
+    "models",
+    "moe",
+    "place",
+    "saved_config",
+    "train",
+]

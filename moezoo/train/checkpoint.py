@@ -21,11 +21,15 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, create=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
-    def save(self, step: int, state: Any, loader: dict[str, Any]) -> None:
-        """Start saving `state` (a tree of arrays) and the data loader's position, unless this step is saved already."""
+    def save(self, step: int, model: Any, training: Any, loader: dict[str, Any]) -> None:
+        """Start saving: `model` and `training` (optimiser and counters) are trees of arrays, `loader` is JSON."""
         if self._manager.latest_step() == step:
             return
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=ocp.args.JsonSave(loader))
+        arguments = ocp.args.Composite(
+            model=ocp.args.StandardSave(model),
+            training=ocp.args.StandardSave(training),
+            loader=ocp.args.JsonSave(loader),
+        )
         self._manager.save(step, args=arguments)
 
     def close(self) -> None:
@@ -43,33 +47,36 @@ def latest_step(folder: Path) -> int:
     return max(steps)
 
 
-def restore(folder: Path, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
-    """The state saved at `step`, laid out as `target` (a tree of `jax.ShapeDtypeStruct` with shardings), and the loader.
+def restore(folder: Path, step: int, **targets: Any) -> dict[str, Any]:
+    """What was saved at `step`: `loader`, and the items `model` and `training` where `targets` has them.
+
+    A target is a tree of `jax.ShapeDtypeStruct` with the shardings that arrays shall have.
 
     Raises `UserError` when the folder cannot be read, or holds another model's arrays.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True))
     try:
-        _check_arrays(manager, step, target)
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target), loader=ocp.args.JsonRestore())
-        restored = manager.restore(step, args=arguments)
+        metadata = manager.item_metadata(step)
+        for item, target in targets.items():
+            _check_arrays(metadata[item].tree, step, target)
+        arguments = {item: ocp.args.StandardRestore(target) for item, target in targets.items()}
+        restored = manager.restore(step, args=ocp.args.Composite(loader=ocp.args.JsonRestore(), **arguments))
+        return {item: restored[item] for item in ("loader", *targets)}
     except UserError:
         raise
     except Exception as error:  # orbax raises a dozen kinds for damaged files
+        first = (str(error).splitlines() or [""])[0][:120]
         raise UserError(
-            f"{folder / str(step)} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:120]}); "
-            "name another run folder"
+            f"{folder / str(step)} cannot be read ({type(error).__name__}: {first}); name another run folder"
         ) from None
     finally:
         manager.close()
-    return restored["state"], restored["loader"]
 
 
-def _check_arrays(manager: ocp.CheckpointManager, step: int, target: Any) -> None:
+def _check_arrays(tree: Any, step: int, target: Any) -> None:
     """Compare names, shapes and dtypes: orbax casts silently and does not say which array differs."""
-    metadata = manager.item_metadata(step)["state"]
-    saved = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree)}
+    saved = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the checkpoint" if name in saved else "this model"

@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from moezoo.axes import trainable
-from moezoo.compose import as_mapping, to_yaml
+from moezoo.compose import as_mapping, compose_onto, read_yaml, to_yaml
 from moezoo.data import Batch, Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
 from moezoo.execution import Execution
+from moezoo.mesh import make_mesh
 from moezoo.nn.language_model import LanguageModel
 from moezoo.settings import TrainConfig
 from moezoo.train import report
@@ -63,8 +64,11 @@ def train(cfg: TrainConfig) -> Run:
     if cfg.resume is None:
         state, batches_read, history = _initial(cfg, run, step, optimizer), 0, []
     else:
-        state, loader = restore(Path(cfg.resume) / "checkpoints", start, step.arguments[0])
-        batches_read = loader["batches"]
+        target = step.arguments[0]
+        saved = restore(
+            Path(cfg.resume) / "checkpoints", start, model=target.model, training=(target.optimizer, target.step)
+        )
+        state, batches_read = State(saved["model"], *saved["training"]), saved["loader"]["batches"]
         history = read_metrics(Path(cfg.resume) / "metrics.jsonl", until=start)
     batches = train_batches(
         source,
@@ -176,9 +180,34 @@ class _Loop:
                     tokens, since, busy = 0, number, 0.0
                 if last or (cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0):
                     read = number * cfg.execution.microbatches
-                    self.checkpoints.save(number, state, {"batches": read})
+                    training = (state.optimizer, state.step)
+                    self.checkpoints.save(number, state.model, training, {"batches": read})
         assert evaluation is not None
         return state, evaluation
+
+
+def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
+    """A run's configuration with `overrides` on top. Raises `UserError` when the folder holds no run."""
+    saved = Path(folder) / "config.yaml"
+    if not saved.exists():
+        raise UserError(f"run_dir={folder}: no run there (config.yaml is missing); name a run's folder")
+    return compose_onto(read_yaml(saved), *overrides)
+
+
+def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainConfig]:
+    """The model at a run's last checkpoint, on the first device, and the run's configuration with `overrides`.
+
+    Raises `UserError` when the folder holds no run or its files do not fit.
+    """
+    folder, cfg = Path(folder), saved_config(folder, *overrides)
+    make_mesh(cfg.mesh)  # as many CPU devices as will be needed, before the first is used
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        model_shapes(cfg.model, cfg.execution.param_dtype),
+    )
+    checkpoints = folder / "checkpoints"
+    return restore(checkpoints, latest_step(checkpoints), model=target)["model"], cfg
 
 
 def _row(step: int, metrics: Metrics, tokens_per_second: float, evaluation: Evaluation | None) -> Row:

@@ -1,0 +1,29 @@
+"""Every test runs strictly, on 8 virtual CPU devices, with shapes and dtypes of all annotations checked."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# jax 0.10 sizes the CPU's thread pool by NPROC; with fewer threads than devices, collectives in flight can wait forever.
+os.environ.setdefault("NPROC", "16")
+# Should that happen all the same, end the test instead of hanging.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=120"
+
+import jax
+import pytest
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook("moezoo", "beartype.beartype")
+
+# Compilation takes the time of a first example, so deadlines say nothing; the same examples every run.
+settings.register_profile("moezoo", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("moezoo")
+
+
+@pytest.fixture(autouse=True)
+def _no_leftover_run_folder(tmp_path, monkeypatch):
+    """A run without `run_dir` writes below the working directory: give every test its own."""
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,132 @@
+import subprocess
+import sys
+
+import pytest
+
+from moezoo.cli import run
+from moezoo.compose import compose_mapping, compose_onto, defaults, groups, read_yaml
+from moezoo.errors import UserError
+
+SCRIPT = "from moezoo.cli import run; run(lambda overrides: print(*overrides), description='Counts sheep.')"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run a script's body with arguments; returns its exit code and what it printed."""
+
+    def call(*arguments, task=lambda overrides: print(*overrides), **options):
+        monkeypatch.setattr(sys, "argv", ["scripts/count.py", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            run(task, description="Counts sheep.", **options)
+        return caught.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_overrides_reach_the_task(call):
+    assert call("steps=3", "mesh=ep8") == (0, "steps=3 mesh=ep8\n", "")
+    assert call() == (0, "\n", "")
+
+
+def test_exit_code_is_the_tasks(call):
+    assert call(task=lambda _: 3)[0] == 3
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(call):
+    def task(_):
+        raise UserError("steps=0 must be at least 1")
+
+    assert call(task=task) == (2, "", "error: steps=0 must be at least 1\n")
+
+
+def test_interrupted(call):
+    def task(_):
+        raise KeyboardInterrupt
+
+    assert call(task=task) == (130, "", "interrupted\n")
+
+
+def test_other_errors_are_ours_and_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/count.py"])
+    with pytest.raises(ZeroDivisionError):
+        run(lambda _: 1 // 0, description="")
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_names_everything(call, option):
+    code, out, err = call("steps=3", option, examples=["steps=7"])
+    assert (code, err) == (0, "")
+    assert "Counts sheep." in out
+    assert "python scripts/count.py steps=7" in out
+    lines = out.splitlines()
+    for group, names in groups().items():
+        assert any(line.startswith(f"  {group}") for line in lines)
+        for name in names:
+            marked = name + "*" * (name == defaults()[group])
+            (line,) = (line for line in lines if line.split()[:1] == [marked])
+            assert len(line.split()) > 2, f"conf/{group}/{name}.yaml should begin with a comment that explains it"
+    for key in {*compose_mapping(), "dtype"} - set(groups()) - {"execution"}:
+        (line,) = (line for line in lines if line.split()[:1] == [f"{key}:"])
+        assert " # " in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--cfg", "job", "steps=3"], ["--cfg=job", "steps=3"], ["--cfg", "steps=3"], ["steps=3", "--cfg"]],
+)
+def test_cfg_prints_the_configuration(call, tmp_path, arguments):
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "")
+    (tmp_path / "config.yaml").write_text(out)
+    assert read_yaml(tmp_path / "config.yaml") == compose_mapping("steps=3")
+
+
+def test_cfg_of_a_script_that_composes_its_own_way(call):
+    saved = compose_mapping("seed=9")
+    _, out, _ = call("--cfg", "job", "steps=3", configure=lambda *overrides: compose_onto(saved, *overrides))
+    assert "seed: 9\n" in out
+    assert "steps: 3\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "mesh=ep8,single"], ["error: -m: ", "--help, --cfg job", "loop", "python scripts/count.py mesh=$m"]),
+        (["--multirun"], ["error: --multirun: ", "--help, --cfg job", "loop"]),
+        (["steps=3", "--steps=3"], ["error: --steps=3: ", "--help, --cfg job"]),
+        (["-"], ["error: -: "]),
+        (["--cfg", "hydra"], ["error: --cfg hydra: expected --cfg job"]),
+        (["--cfg=all"], ["error: --cfg all: expected --cfg job"]),
+        (["--cfg", "job", "steps=abc"], ["error: steps=abc: expected a whole number"]),
+    ],
+)
+def test_refuses_in_one_line(call, arguments, said):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert [part for part in said if part not in err] == []
+
+
+def test_a_reader_that_leaves_is_no_error():
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert script.stdout is not None
+    assert script.stderr is not None
+    script.stdout.close()
+    with script.stderr:
+        assert script.stderr.read() == ""
+    assert script.wait() == 141
+
+
+def test_help_starts_no_device():
+    check = f"""
+import sys
+sys.argv = ["count.py", "--help"]
+try:
+    {SCRIPT}
+except SystemExit:
+    from moezoo.mesh import initialised
+    assert not initialised()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", check], check=True, stdout=subprocess.DEVNULL)
