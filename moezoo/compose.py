@@ -1,7 +1,8 @@
 """A configuration from `conf/` and a list of overrides. Hydra is wrapped here and nowhere else.
 
 Hydra composes the groups that the overrides choose; single keys are then set by hand, where the section they belong to
-and the keys that are valid there are known, so a mistake can say so. Nothing is written, no folder is changed to.
+and the keys that are valid there are known, so an error can name them. Nothing is written, no folder is changed to.
+Errors are raised `from None`: a notebook would print Hydra's text above ours.
 """
 
 import contextlib
@@ -117,16 +118,16 @@ def read_yaml(path: str | Path, key: str | None = None) -> dict[Any, Any]:
             OmegaConf.create(Path(path).expanduser().read_text(encoding="utf-8")), resolve=False
         )
     except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+        raise UserError(f"{name}: cannot be read ({error.strerror}); give the path of a YAML file") from None
     except YAMLError as error:
         line = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
-        raise UserError(f"{name}: broken YAML{line} ({problem}); correct the file") from error
+        raise UserError(f"{name}: broken YAML{line} ({problem}); correct the file") from None
     except (OmegaConfBaseException, RecursionError, AssertionError) as error:
         where = f" of '{at}'" if (at := getattr(error, "full_key", None)) else ""
-        raise UserError(f"{name}: the value{where} cannot be read; correct the file") from error
-    except ValueError as error:
-        raise UserError(f"{name}: is not UTF-8 text; give the path of a YAML file") from error
+        raise UserError(f"{name}: the value{where} cannot be read; correct the file") from None
+    except ValueError:
+        raise UserError(f"{name}: is not UTF-8 text; give the path of a YAML file") from None
     if not isinstance(mapping, dict):
         raise UserError(f"{name}: expected keys and their values, found a list; correct the file")
     return mapping
@@ -184,11 +185,11 @@ def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
         raise UserError(f"{shown}: keys are fixed and '{prefix}' cannot add one; write {show(f'{key}={value}')}")
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={value}")
-    except (HydraException, ValueError, RecursionError) as error:
+    except (HydraException, ValueError, RecursionError):
         quoted = show(f'{key}="{value}"')
         raise UserError(
             f"{shown}: the value cannot be read; close its brackets, or quote it twice: '{quoted}'"
-        ) from error
+        ) from None
     if parsed.is_sweep_override():
         or_list = "" if key in known else f"; a list is written {key}=[a,b]"
         loop = f"for x in A B; do python SCRIPT {key}=$x; done"
@@ -205,17 +206,17 @@ def _compose_groups(choices: Mapping[str, str]) -> dict[str, Any]:
         try:
             cfg = hydra.compose("train", [f"{group}={name}" for group, name in names.items()])
             mapping: Any = OmegaConf.to_container(cfg, resolve=False)
-        except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError):
             # What was asked for exists, so a file is broken: find it.
             for group, name in {**defaults(), **choices}.items():
                 read_yaml(name if name == own else CONF / group / f"{name}.yaml")
-            shown = show(" ".join(f"{group}={name}" for group, name in choices.items()))
-            raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from error
+            shown = show(" ".join(f"{group}={name}" for group, name in choices.items())) or "conf/train.yaml"
+            raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from None
     if own:
         try:
             convert(Rules, _resolve(mapping)["rules"], "rules")
         except UserError as error:
-            raise UserError(f"rules={show(own)}: {error}") from error
+            raise UserError(f"rules={show(own)}: {error}") from None
     return mapping
 
 
@@ -271,5 +272,5 @@ def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
             value = value.get(part) if isinstance(value, Mapping) else value
         raise UserError(
             f"{key}={show(value)}: this refers to nothing; write a value, or ${{KEY}} with a key such as seed"
-        ) from error
+        ) from None
     return resolved

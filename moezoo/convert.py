@@ -141,26 +141,30 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
         if homes and not below:
             raise UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
         raise _unknown(key, top, "", fields)
-    section = mapping[top]
-    if not isinstance(section, dict):
+    tag = checks.tags[top][0] if top in checks.tags else None
+    if tag is None and not dataclasses.is_dataclass(fields[top]):
         if below:
             raise UserError(f"{key}: {top} is one value and has no keys; write {top}=VALUE")
         mapping[top] = value
         return
+    section = mapping.get(top)
+    if not isinstance(section, dict):
+        raise UserError(f"{top}={show(section)}: expected a section with keys, found {_found(section)}")
     if not below:
         raise UserError(
-            f"{key}={show(value)}: {key} is a section; set its keys, such as {key}.{next(iter(section))}=VALUE"
+            f"{key}={show(value)}: {top} is a section; set its keys, such as {top}.{next(iter(section))}=VALUE"
         )
     name, *inner = below
-    if top in checks.tags and name == checks.tags[top][0]:
+    if name == tag:
         raise UserError(f"{key}={show(value)}: {top} is chosen together with its keys; write {top}=NAME")
-    named, known = _class_of(section, top, checks) if top in checks.tags else ("", fields[top])
+    named, known = _class_of(section, top, checks) if tag else ("", fields[top])
     if name not in types_of(known):
         raise _unknown(key, name, f"{top} {named}", types_of(known))
+    table = section.setdefault(name, {}) if inner and is_table(types_of(known)[name]) else None
     if not inner:
         section[name] = value
-    elif is_table(types_of(known)[name]) and len(inner) == 1 and isinstance(section[name], dict):
-        section[name][inner[0]] = value
+    elif len(inner) == 1 and isinstance(table, dict):
+        table[inner[0]] = value
     else:
         parent = key.rpartition(".")[0]
         raise UserError(f"{key}: {parent} is one value and has no keys; write {parent}=VALUE")

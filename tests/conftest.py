@@ -23,6 +23,13 @@ settings.register_profile("moezoo", deadline=None, derandomize=True, suppress_he
 settings.load_profile("moezoo")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile each program once for all tests and processes; another version of JAX has a cache of its own."""
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{jax.__version__}")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
 @pytest.fixture(autouse=True)
 def _no_leftover_run_folder(tmp_path, monkeypatch):
     """A run without `run_dir` writes below the working directory: give every test its own."""

@@ -7,8 +7,6 @@ from moezoo.cli import run
 from moezoo.compose import compose_mapping, compose_onto, defaults, groups, read_yaml
 from moezoo.errors import UserError
 
-SCRIPT = "from moezoo.cli import run; run(lambda overrides: print(*overrides), description='Counts sheep.')"
-
 
 @pytest.fixture
 def call(monkeypatch, capsys):
@@ -21,6 +19,11 @@ def call(monkeypatch, capsys):
         return caught.value.code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(scope="module")
+def saved():
+    return compose_mapping()
 
 
 def test_overrides_reach_the_task(call):
@@ -53,7 +56,7 @@ def test_other_errors_are_ours_and_keep_their_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_names_everything(call, option):
+def test_help_names_everything(call, saved, option):
     code, out, err = call("steps=3", option, examples=["steps=7"])
     assert (code, err) == (0, "")
     assert "Counts sheep." in out
@@ -65,7 +68,7 @@ def test_help_names_everything(call, option):
             marked = name + "*" * (name == defaults()[group])
             (line,) = (line for line in lines if line.split()[:1] == [marked])
             assert len(line.split()) > 2, f"conf/{group}/{name}.yaml should begin with a comment that explains it"
-    for key in {*compose_mapping(), "dtype"} - set(groups()) - {"execution"}:
+    for key in {*saved, "dtype"} - set(groups()) - {"execution"}:
         (line,) = (line for line in lines if line.split()[:1] == [f"{key}:"])
         assert " # " in line
 
@@ -74,18 +77,16 @@ def test_help_names_everything(call, option):
     "arguments",
     [["--cfg", "job", "steps=3"], ["--cfg=job", "steps=3"], ["--cfg", "steps=3"], ["steps=3", "--cfg"]],
 )
-def test_cfg_prints_the_configuration(call, tmp_path, arguments):
+def test_cfg_prints_the_configuration(call, saved, tmp_path, arguments):
     code, out, err = call(*arguments)
     assert (code, err) == (0, "")
     (tmp_path / "config.yaml").write_text(out)
-    assert read_yaml(tmp_path / "config.yaml") == compose_mapping("steps=3")
+    assert read_yaml(tmp_path / "config.yaml") == {**saved, "steps": 3}
 
 
-def test_cfg_of_a_script_that_composes_its_own_way(call):
-    saved = compose_mapping("seed=9")
-    _, out, _ = call("--cfg", "job", "steps=3", configure=lambda *overrides: compose_onto(saved, *overrides))
+def test_cfg_of_a_script_that_composes_its_own_way(call, saved):
+    _, out, _ = call("--cfg", "job", configure=lambda *overrides: compose_onto(saved, "seed=9", *overrides))
     assert "seed: 9\n" in out
-    assert "steps: 3\n" in out
 
 
 @pytest.mark.parametrize(
@@ -107,26 +108,22 @@ def test_refuses_in_one_line(call, arguments, said):
     assert [part for part in said if part not in err] == []
 
 
-def test_a_reader_that_leaves_is_no_error():
-    script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert script.stdout is not None
-    assert script.stderr is not None
-    script.stdout.close()
-    with script.stderr:
-        assert script.stderr.read() == ""
-    assert script.wait() == 141
+SCRIPT = """
+from moezoo.cli import run
+from moezoo.mesh import initialised
 
-
-def test_help_starts_no_device():
-    check = f"""
-import sys
-sys.argv = ["count.py", "--help"]
 try:
-    {SCRIPT}
-except SystemExit:
-    from moezoo.mesh import initialised
+    run(print, description="Counts sheep.")
+finally:
     assert not initialised()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", check], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_help_starts_no_device_and_its_reader_may_leave():
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stderr is not None
+        script.stdout.close()
+        assert script.stderr.read() == ""
+    assert script.returncode == 141

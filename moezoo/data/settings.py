@@ -20,7 +20,7 @@ class PythonStdlib:
     evenly spaced over the validation split; 0 reads all of them.
     """
 
-    eval_sequences: int = 512
+    eval_sequences: int = 256
 
     def __post_init__(self):
         _at_least(self, "eval_sequences", 0)
@@ -37,7 +37,7 @@ class Text:
     path: str | None = None
     tokenizer: str | None = None
     validation: str | None = None
-    eval_sequences: int = 512
+    eval_sequences: int = 256
 
     def __post_init__(self):
         _at_least(self, "eval_sequences", 0)
@@ -52,7 +52,7 @@ class Tokens:
 
     path: str | None = None
     validation: str | None = None
-    eval_sequences: int = 512
+    eval_sequences: int = 256
 
     def __post_init__(self):
         _at_least(self, "eval_sequences", 0)
@@ -70,7 +70,7 @@ class Synthetic:
     successors: int = 4
     documents: int = 2000
     document_length: int = 1000
-    eval_sequences: int = 512
+    eval_sequences: int = 256
 
     def __post_init__(self):
         _at_least(self, "successors", 1)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -106,10 +107,10 @@ class LanguageModel(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Int[Array | np.ndarray, "batch seq"],
         *,
-        segments: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array | np.ndarray, "batch seq"] | None = None,
+        positions: Int[Array | np.ndarray, "batch seq"] | None = None,
         run: Execution | None = None,
     ) -> Output:
         """Logits and routing of whole arrays of tokens, computed as `run` says (default: one device).
@@ -121,9 +122,10 @@ class LanguageModel(eqx.Module):
         run = run or Execution()
         tokens = jnp.asarray(tokens, jnp.int32)
         check_tokens(tokens.shape[0], tokens.shape[1], run)
-        segments = jnp.ones_like(tokens) if segments is None else segments
+        segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        positions = jnp.asarray(positions, jnp.int32)
 
         def local(model: LanguageModel, tokens: Array, place: Place) -> Output:
             hidden, sums = model.trunk(model.embed(tokens, run), place, run)

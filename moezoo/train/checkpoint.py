@@ -55,7 +55,14 @@ def restore(folder: Path, step: int, **targets: Any) -> dict[str, Any]:
     Raises `UserError` when the folder cannot be read, or holds another model's arrays.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True))
+    manager = ocp.CheckpointManager(
+        folder.absolute(),
+        options=ocp.CheckpointManagerOptions(read_only=True),
+        item_handlers={  # without these a manager that saved nothing reads no metadata
+            "loader": ocp.JsonCheckpointHandler(),
+            **{item: ocp.StandardCheckpointHandler() for item in targets},
+        },
+    )
     try:
         metadata = manager.item_metadata(step)
         for item, target in targets.items():

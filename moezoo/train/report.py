@@ -2,6 +2,7 @@
 
 import math
 import sys
+import textwrap
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,11 @@ from moezoo.train.sample import Sample
 from moezoo.train.setup import count_parameters
 
 
-def _bytes(count: float) -> str:
+_MOST_NAMES = 60
+
+
+def _bytes(number: int) -> str:
+    count = float(number)
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -104,13 +109,22 @@ def summary(
             f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "
             f"gradient sums {cfg.execution.reduce_dtype}; remat {run.remat}",
         ),
-        *source.summary.items(),
     ]
+    for title, text in source.summary.items():
+        rows.append((title, text))
+        if title == "held out":
+            rows += [(title, line) for line in _held_out_lines(source.held_out)]
     if baseline is not None:
         rows.append(("baseline", f"a trigram model's validation loss is {baseline:.3f} nats a {source.unit}"))
     tokens = cfg.batch_size * cfg.seq_len
     rows.append(("step", f"{cfg.batch_size} sequences x {cfg.seq_len} = {_count(tokens)} tokens, {cfg.steps} steps"))
     return rows
+
+
+def _held_out_lines(names: tuple[str, ...]) -> list[str]:
+    """The names of the held-out documents, in as few lines as hold them; of very many, the first."""
+    shown = " ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+    return textwrap.wrap(shown, 100, break_on_hyphens=False, break_long_words=False)
 
 
 def tell(rows: list[tuple[str, str]]) -> None:

@@ -26,7 +26,7 @@ from moezoo.train.loss import losses
 from moezoo.train.optimizer import Optimizer
 
 
-class State(eqx.Module):
+class State(NamedTuple):
     """All that a step changes: the model, the optimiser's state, and the number of steps done (int32)."""
 
     model: LanguageModel

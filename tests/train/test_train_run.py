@@ -1,0 +1,120 @@
+"""A whole run: what it leaves, what it tells, and that nothing but its settings decides it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import moezoo
+from moezoo.train.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """Twelve steps on eight devices, evaluated at step 8 and the end."""
+    folder = tmp_path_factory.mktemp("runs") / "ep8"
+    return moezoo.train(
+        moezoo.compose(*tiny, "mesh=ep8", "steps=12", "eval_every=8", "checkpoint_every=5", f"run_dir={folder}")
+    )
+
+
+def numbers(rows):
+    """Rows without the only figure that a clock decides."""
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+def test_leaves_what_it_says(run):
+    names = {p.name for p in run.folder.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "expert_load.png", "checkpoints"}
+    for picture in ("loss.png", "expert_load.png"):
+        assert (run.folder / picture).read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in (run.folder / "checkpoints").iterdir()} == {"10", "12"}
+
+
+def test_metrics_rows(run):
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == run.history
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    wanted = {"step", "loss", "load_balance_loss", "z_loss", "tokens_per_second", "grad_norm", "learning_rate"}
+    wanted |= {"max_violation", "dropped"}
+    for row in rows:
+        assert set(row) == wanted | ({"val_loss"} if row["step"] in (8, 12) else set())
+    assert abs(rows[0]["loss"] - np.log(32)) < 0.1  # a fresh model knows nothing
+    assert rows[-1]["val_loss"] < rows[0]["loss"] - 0.1
+    assert rows[-1]["val_loss"] == run.evaluation.loss
+    assert rows[0]["learning_rate"] == pytest.approx(0.005)  # half way through a warm-up of two steps
+    assert rows[1]["learning_rate"] == pytest.approx(0.01)
+    assert all(row["dropped"] == 0 for row in rows)
+
+
+def test_sample_continues_the_prompt(run):
+    assert len(run.sample.prompt.split()) == 4
+    assert len(run.sample.continuation.split()) == 12
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("mesh=single", "dispatch=gather"), ("mesh=fsdp2_ep4", "dispatch=dense", "execution.remat=none")],
+    ids=" ".join,
+)
+def test_mesh_and_dispatch_change_rounding_only(run, tiny, overrides):
+    other = moezoo.train(moezoo.compose(*tiny, "steps=12", "eval_every=0", *overrides))
+    for row, theirs in zip(run.history, other.history, strict=True):
+        # Twelve steps of float32 rounding at a large learning rate, which the routing's jumps amplify.
+        assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4), row["step"]
+    assert other.evaluation.tokens == run.evaluation.tokens
+
+
+def test_the_same_run_twice_is_bit_equal(run, tiny):
+    again = moezoo.train(moezoo.compose(*tiny, "mesh=ep8", "steps=12", "eval_every=8"))
+    assert numbers(again.history) == numbers(run.history)
+    assert again.sample == run.sample
+    for a, b in zip(jax.tree.leaves(run.model), jax.tree.leaves(again.model), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_resume_is_bit_equal(run, tiny, tmp_path):
+    """Stopped after 10 of 12 steps and continued, in the folder of the first part."""
+    common = (*tiny, "mesh=ep8", "eval_every=8", "execution.microbatches=1")
+    first = moezoo.train(moezoo.compose(*common, "steps=10", "schedule=constant", f"run_dir={tmp_path}/a"))
+    both = moezoo.train(moezoo.compose(*common, "steps=12", "schedule=constant", f"resume={tmp_path}/a"))
+    whole = moezoo.train(moezoo.compose(*common, "steps=12", "schedule=constant", f"run_dir={tmp_path}/b"))
+    assert both.folder == first.folder
+    # The first part ended with an evaluation that the whole run did not make.
+    rows = [{k: v for k, v in row.items() if k != "val_loss"} for row in numbers(both.history)]
+    assert rows == [{k: v for k, v in row.items() if k != "val_loss"} for row in numbers(whole.history)]
+    for a, b in zip(jax.tree.leaves(both.model), jax.tree.leaves(whole.model), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_saved_run_evaluates_alike_on_any_mesh(run):
+    for overrides in ([], ["mesh=single", "dispatch=gather"], ["mesh=fsdp4_ep2", "dispatch=dense"]):
+        model, cfg = moezoo.load_run(run.folder, *overrides)
+        result = moezoo.evaluate(model, cfg)
+        assert result.tokens == run.evaluation.tokens
+        assert result.loss == pytest.approx(run.evaluation.loss, rel=1e-6)
+
+
+def test_model_is_called_on_a_mesh_or_on_none(run):
+    tokens = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) % 32
+    cfg = moezoo.compose("mesh=ep8")
+    split = run.model(tokens, run=moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, "gather"))
+    whole = moezoo.place(run.model, moezoo.Execution())(tokens)
+    np.testing.assert_allclose(split.logits, whole.logits, atol=1e-5)  # logits are of order 1
+    np.testing.assert_array_equal(split.routing.load, whole.routing.load)
+    assert int(whole.routing.load.sum()) == 2 * 2 * 8 * 16
+
+
+def test_bfloat16_compute_learns_too(tiny):
+    cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "steps=12", "execution.dtype=bfloat16", "eval_every=0")
+    run = moezoo.train(cfg)
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(run.model))
+    assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
+
+
+def test_a_torn_last_row_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    assert [row["step"] for row in read_metrics(path, until=9)] == [1, 2]
+    assert [row["step"] for row in read_metrics(path, until=1)] == [1]
