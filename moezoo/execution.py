@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from moezoo.axes import Axes, Role, axes_of
 from moezoo.collectives import GATHERED_WEIGHT, GROUPED_MATMUL, gather_weight, vary
+from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.kernels.grouped_matmul import Implementation
 from moezoo.moe.dispatch import STRATEGIES, Dispatch, ExpertGroup
@@ -63,7 +64,7 @@ class Execution:
         experts = live(self.rules.compute.get("expert", ()), self.sizes)
         if set(experts) & set(self.token_axes) not in (set(), set(experts)):
             raise UserError(
-                f"rules {self.rules.name}: rules.compute.expert={list(experts)} and tokens are split over only some of "
+                f"rules {self.rules.name}: rules.compute.expert={show(experts)} and tokens are split over only some of "
                 "them; name all of them in rules.batch and rules.sequence, or none"
             )
 

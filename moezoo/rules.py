@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from moezoo.axes import LOGICAL_AXES, Axes
+from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.mesh import AXES
 
@@ -50,7 +51,7 @@ class Rules:
             # Any other order gathers blocks that do not lie next to each other: experts would be silently permuted.
             if tuple(kept) != tuple(stored[: len(kept)]):
                 raise UserError(
-                    f"rules.compute.{logical}={list(kept)} must come first in rules.store.{logical}={list(stored)}; "
+                    f"rules.compute.{logical}={show(kept)} must come first in rules.store.{logical}={show(stored)}; "
                     "reorder rules.store so that what stays split is on the left"
                 )
 
@@ -60,7 +61,7 @@ class Rules:
             if axis not in AXES:
                 raise UserError(f"{key} names mesh axis '{axis}', which does not exist; {nearest(axis, AXES)}")
             if axes.count(axis) > 1:
-                raise UserError(f"{key}={list(axes)} names mesh axis '{axis}' twice; name it once")
+                raise UserError(f"{key}={show(axes)} names mesh axis '{axis}' twice; name it once")
 
     def __hash__(self) -> int:  # mappings do not hash; a layout is a key of jit's cache
         tables = [tuple(sorted((k, tuple(v)) for k, v in t.items())) for t in (self.store, self.compute)]

@@ -68,7 +68,7 @@ def dispatch_line(run: Execution, experts: int) -> str:
     name = type(run.strategy).__name__.lower()
     if not group.axes:
         return f"{name}: all {experts} experts on every device, nothing moves"
-    where = f"over {', '.join(group.axes)} ({group.size} ways, {group.local} experts each)"
+    where = f"over {', '.join(group.axes)} ({group.size} ways, {group.local} expert{'s' * (group.local > 1)} each)"
     if run.strategy.moves == "weights":
         return f"{name}: expert weights move {where}, tokens stay"
     return f"{name}: tokens move {where}, expert weights stay"
