@@ -130,9 +130,7 @@ class Mixtral(LanguageModel):
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
         layers = jax.vmap(lambda k: Layer(c, dtype=dtype, key=k))(jax.random.split(for_layers, c.layers))
         self.stacks = (Stack(layers, c.layers),)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head
-        )
+        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
 
     @property
     def routing_config(self) -> RoutingConfig:

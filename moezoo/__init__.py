@@ -1,8 +1,8 @@
 """moezoo: Mixture-of-Experts language models in JAX and Equinox.
 
-    cfg = moezoo.compose("model=mixtral", "mesh=ep8")    # the same composition as the command line
-    run = moezoo.train(cfg)                              # run.model, run.history, run.folder
-    out = run.model(tokens)                              # out.logits, out.routing
+cfg = moezoo.compose("model=mixtral", "mesh=ep8")    # the same composition as the command line
+run = moezoo.train(cfg)                              # run.model, run.history, run.folder
+out = run.model(tokens)                              # out.logits, out.routing
 """
 
 from moezoo import data, kernels, models, moe

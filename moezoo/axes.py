@@ -157,9 +157,7 @@ def parameter_table(module: PyTree) -> list[tuple[str, Axes, tuple[int, ...]]]:
     """Every array of `module`: its path, axes and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(module)
     axes = jax.tree.leaves(axes_of(module), is_leaf=lambda x: isinstance(x, Axes))
-    return [
-        (jax.tree_util.keystr(path), a, tuple(leaf.shape)) for (path, leaf), a in zip(leaves, axes, strict=True)
-    ]
+    return [(jax.tree_util.keystr(path), a, tuple(leaf.shape)) for (path, leaf), a in zip(leaves, axes, strict=True)]
 
 
 def trainable(module: PyTree) -> PyTree:

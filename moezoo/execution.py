@@ -34,7 +34,8 @@ class Execution:
     The default is one device. `dtype` is what layers compute in; weights are cast to it before they are gathered.
     Gradients are summed over devices in `reduce_dtype`. `remat` says what a layer keeps for its backward pass: `full`
     its input only, `dots` the results of matrix products too, `none` everything but gathered weights.
-    `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice to the platform the step is compiled for.
+    `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice to the
+    platform the step is compiled for.
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, or for an unknown strategy.
     """

@@ -1,9 +1,10 @@
-"""Mesh axes, their sizes, and the devices behind them: real accelerators, or virtual CPU devices where there are none."""
+"""Mesh axes, their sizes, and the devices behind them: accelerators, or virtual CPU devices where none are."""
 
 import dataclasses
 import glob
 import math
 import os
+from typing import Any
 
 import jax
 from jax._src import xla_bridge  # the one question JAX has no public name for: has it started?
@@ -74,10 +75,11 @@ def _prepare(wanted: int) -> None:
     """Before JAX starts: enough CPU devices, and no search for accelerators on a machine without a driver."""
     if initialised():
         return
-    if not jax.config.jax_platforms and not any(glob.glob(node) for node in _DEVICE_NODES):
+    settings: Any = jax.config  # its attributes are made at run time
+    if not settings.jax_platforms and not any(glob.glob(node) for node in _DEVICE_NODES):
         jax.config.update("jax_platforms", "cpu")
     # A number the user set, by variable or by call, stands.
-    if jax.config.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    if settings.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", wanted)
 
 
@@ -114,6 +116,4 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
             f"{named} needs {wanted} devices but this machine has {have} ({platform}); choose a smaller mesh, or "
             f"set JAX_PLATFORMS=cpu to run on {wanted} virtual CPU devices"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted]
-    )
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted])

@@ -23,7 +23,8 @@ class Rules:
       stored and not computed is gathered);
     - `batch`, `sequence`: mesh axes that split the two dimensions of tokens.
 
-    Raises `UserError` for names that do not exist, a mesh axis used twice, and a `compute` that is no prefix of `store`.
+    Raises `UserError` for names that do not exist, a mesh axis used twice, and a `compute` that is no prefix of
+    `store`.
     """
 
     name: str
@@ -101,8 +102,9 @@ def check_layout(name: str, axes: Axes, shape: tuple[int, ...], rules: Rules, si
         for axis in mesh_axes:
             if axis in owner:
                 raise UserError(
-                    f"rules {rules.name}: parameter {name} has logical axes '{owner[axis]}' and '{logical}' both stored "
-                    f"over mesh axis '{axis}'; take it from rules.store.{owner[axis]} or rules.store.{logical}"
+                    f"rules {rules.name}: parameter {name} has logical axes '{owner[axis]}' and '{logical}' "
+                    f"both stored over mesh axis '{axis}'; "
+                    f"take it from rules.store.{owner[axis]} or rules.store.{logical}"
                 )
             owner[axis] = logical
         ways = 1

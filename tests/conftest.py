@@ -3,7 +3,7 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# jax 0.10 sizes the CPU's thread pool by NPROC; with fewer threads than devices, collectives in flight can wait forever.
+# jax 0.10 sizes the CPU's thread pool by NPROC; with few threads, collectives of several steps can wait forever.
 os.environ.setdefault("NPROC", "16")
 # Should that happen all the same, end the test instead of hanging.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=120"

@@ -64,9 +64,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(capsys, monkeypatch, tmp_path):
     words = {f"w{i}": i for i in range(300)}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("w1 w2 " * 500)
-    line = complaint(
-        capsys, monkeypatch, TRAIN, "data=text", "data.path=text.txt", "data.tokenizer=tokenizer.json"
-    )
+    line = complaint(capsys, monkeypatch, TRAIN, "data=text", "data.path=text.txt", "data.tokenizer=tokenizer.json")
     assert "300" in line
     assert "model.vocab=256" in line
 

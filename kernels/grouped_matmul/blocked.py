@@ -81,7 +81,9 @@ def _outer(
 
 @jax.custom_vjp
 def blocked(
-    rows: Float[Array, "rows inputs"], weights: Float[Array, "groups inputs outputs"], group_sizes: Int[Array, " groups"]
+    rows: Float[Array, "rows inputs"],
+    weights: Float[Array, "groups inputs outputs"],
+    group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "rows outputs"]:
     """`grouped_matmul` as a loop over blocks of rows; its work grows with the rows used, not with the groups."""
     return _multiply(rows, weights, group_sizes)

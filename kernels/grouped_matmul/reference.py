@@ -6,7 +6,9 @@ from jaxtyping import Array, Float, Int
 
 
 def reference(
-    rows: Float[Array, "rows inputs"], weights: Float[Array, "groups inputs outputs"], group_sizes: Int[Array, " groups"]
+    rows: Float[Array, "rows inputs"],
+    weights: Float[Array, "groups inputs outputs"],
+    group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "rows outputs"]:
     """The sum over groups of (row belongs to the group) x row x matrix; costs `groups` times the useful work."""
     ends = jnp.cumsum(group_sizes)[None]

@@ -1,9 +1,9 @@
 """Windows: a row of a batch is a stretch of the corpus, with what a model must know about document boundaries."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from moezoo.data.corpus import Corpus
 
@@ -17,10 +17,11 @@ class Batch(NamedTuple):
     - `positions`: 0, 1, ... from where each document, or the piece of it in this row, begins.
     """
 
-    tokens: Int32[np.ndarray, "batch seq"]
-    labels: Int32[np.ndarray, "batch seq"]
-    segments: Int32[np.ndarray, "batch seq"]
-    positions: Int32[np.ndarray, "batch seq"]
+    # NumPy arrays as they are read; the same fields hold arrays on devices, or shapes and layouts of them.
+    tokens: Any
+    labels: Any
+    segments: Any
+    positions: Any
 
 
 def window_count(corpus: Corpus, seq_len: int) -> int:

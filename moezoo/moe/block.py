@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.axes import Weight
-from moezoo.collectives import varying, vary_like
+from moezoo.collectives import vary_like, varying
 from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import Implementation, grouped_matmul
 from moezoo.moe.dispatch import Replicated

@@ -1,9 +1,9 @@
 """What is told of routing: sums that each layer returns, and the losses and figures made of them after one reduction.
 
 The load-balance loss of a layer is alpha * E * sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e the share of the
-K * T assignments that went to expert e, P_e its mean router probability over the T tokens. Its balanced value is exactly
-alpha. The z-loss is beta * mean_t(logsumexp(logits_t) ** 2) (Zoph et al., 2022, equation 5). T counts the tokens of one
-micro-step over all devices, or for `sequence` of one row, averaged over rows; padding counts nowhere.
+K * T assignments that went to expert e, P_e its mean router probability over the T tokens. Its balanced value is
+exactly alpha. The z-loss is beta * mean_t(logsumexp(logits_t) ** 2) (Zoph et al., 2022, equation 5). T counts the
+tokens of one micro-step over all devices, or for `sequence` of one row, averaged over rows; padding counts nowhere.
 """
 
 from typing import Literal, NamedTuple

@@ -51,7 +51,7 @@ def attend(
 
     Scores and softmax are float32. Order does not matter: positions and segments say who sees whom.
     """
-    batch, length = q.shape[:2]
+    length = q.shape[1]
     if length <= _QUERY_CHUNK:
         return _attend(q, context.queries, k, v, context.keys, window)
     pad = -length % _QUERY_CHUNK

@@ -135,9 +135,10 @@ class LanguageModel(eqx.Module):
         place = Place(positions, segments)
         if run.mesh is None:
             return local(self, tokens, place)
-        split = run.tokens_spec
+        split: Any = run.tokens_spec
         specs = (run.specs(self), split, Place(split, split))
-        out = Output(split, PartitionSpec())  # type: ignore[arg-type]  # specs in the shape of the results
+        replicated: Any = PartitionSpec()
+        out = Output(split, replicated)
         return jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=out)(self, tokens, place)
 
 

@@ -38,7 +38,7 @@ class Evaluator:
             tokens = psum((batch.labels >= 0).sum(dtype=jnp.int32), run.token_axes)
             return out.cross_entropy, tokens, out.routing.dropped.sum()
 
-        specs: Any = (run.specs(model), Batch(*(run.tokens_spec,) * 4))  # type: ignore[arg-type]
+        specs: Any = (run.specs(model), Batch(*(run.tokens_spec,) * 4))
         self._sums = jax.jit(jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=PartitionSpec()))
 
     def __call__(self, model: LanguageModel) -> Evaluation:

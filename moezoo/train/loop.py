@@ -58,7 +58,7 @@ def train(cfg: TrainConfig) -> Run:
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, shapes)
     micro_steps = cfg.execution.microbatches
     sequences = cfg.batch_size // micro_steps
-    batch = Batch(*(jax.ShapeDtypeStruct((micro_steps, sequences, cfg.seq_len), jnp.int32),) * 4)  # type: ignore[arg-type]
+    batch = Batch(*(jax.ShapeDtypeStruct((micro_steps, sequences, cfg.seq_len), jnp.int32),) * 4)
     step = Step(shapes, optimizer, run, batch)
 
     if cfg.resume is None:
@@ -95,7 +95,9 @@ def train(cfg: TrainConfig) -> Run:
         checkpoints.close()
     loss_picture(log.history, folder / "loss.png", unit=source.unit, baseline=baseline)
     if loop.loads:
-        load_picture(sum(loop.loads), folder / "expert_load.png", steps=f"last {len(loop.loads)} logged steps")
+        load_picture(
+            np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=f"last {len(loop.loads)} logged steps"
+        )
     text = sample(state.model, source, cfg, run)
     report.tell_end(evaluation, baseline, text, folder, source.unit)
     return Run(state.model, log.history, folder, evaluation, text)

@@ -21,7 +21,6 @@ from moezoo.train.metrics import Row
 from moezoo.train.sample import Sample
 from moezoo.train.setup import count_parameters
 
-
 _MOST_NAMES = 60
 
 
@@ -123,7 +122,9 @@ def summary(
 
 def _held_out_lines(names: tuple[str, ...]) -> list[str]:
     """The names of the held-out documents, in as few lines as hold them; of very many, the first."""
-    shown = " ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+    shown = " ".join(names[:_MOST_NAMES]) + (
+        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    )
     return textwrap.wrap(shown, 100, break_on_hyphens=False, break_long_words=False)
 
 
@@ -202,4 +203,6 @@ class Progress:
 
 def _duration(seconds: float) -> str:
     whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"
+    return (
+        f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"
+    )

@@ -31,7 +31,7 @@ def sample(model: LanguageModel, source: Source, cfg: TrainConfig, run: Executio
     As many windows as a step has sequences run side by side, so that the mesh splits them as in training.
     """
     assert run.mesh is not None
-    split = run.tokens_spec
+    split: Any = run.tokens_spec
 
     def local(model: LanguageModel, tokens: Array, place: Place, last: Array) -> Array:
         hidden, _ = model.trunk(model.embed(tokens, run), place, run)
@@ -39,7 +39,7 @@ def sample(model: LanguageModel, source: Source, cfg: TrainConfig, run: Executio
         at_last = psum(jnp.where(here, hidden, 0).sum(1, keepdims=True), run.sequence_axes)
         return model.head(at_last, run)[:, 0]
 
-    specs: Any = (run.specs(model), split, Place(split, split), PartitionSpec())  # type: ignore[arg-type]
+    specs: Any = (run.specs(model), split, Place(split, split), PartitionSpec())
     rows = PartitionSpec(run.batch_axes or None)
     logits = jax.jit(jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=rows))
 
@@ -47,9 +47,8 @@ def sample(model: LanguageModel, source: Source, cfg: TrainConfig, run: Executio
     (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=count, limit=count)
     prompt = max(1, cfg.seq_len // 4)
     ids = np.where(np.arange(cfg.seq_len) < prompt, np.asarray(batch.tokens), 0).astype(np.int32)
-    place = Place(
-        np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), ids.shape), np.ones(ids.shape, np.int32)
-    )
+    positions = np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), ids.shape)
+    place = Place(jnp.asarray(positions), jnp.ones(ids.shape, jnp.int32))
     random = np.random.default_rng(cfg.seed)
     for at in range(prompt, cfg.seq_len):
         scores = jax.device_get(logits(model, ids, place, np.int32(at - 1))).astype(np.float64)

@@ -49,7 +49,7 @@ def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
 
 
 def initial_model(cfg: TrainConfig, run: Execution) -> LanguageModel:
-    """A fresh model, born in its layout: no device ever holds more than its share. The values depend on the seed only."""
+    """A fresh model, born in its layout: no device ever holds more than its share. The seed alone decides values."""
     make = jax.jit(
         lambda key: build(cfg.model, key=key, dtype=cfg.execution.param_dtype),
         out_shardings=run.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),

@@ -62,9 +62,7 @@ class _Sums(NamedTuple):
 
 
 def _sums(nats: Array, routing: Routing) -> _Sums:
-    return _Sums(
-        nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped.sum(), routing.load
-    )
+    return _Sums(nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped.sum(), routing.load)
 
 
 def gradients_of(
@@ -122,7 +120,8 @@ class Step:
         specs = run.specs(model)
         parameters = eqx.filter(model, trainable(model))
         moments = optimizer.specs(parameters, eqx.filter(specs, trainable(model), is_leaf=_is_spec))
-        self.state_specs = State(specs, moments, PartitionSpec())  # type: ignore[arg-type]
+        counter: Any = PartitionSpec()
+        self.state_specs = State(specs, moments, counter)
         self.batch_specs = Batch(*(PartitionSpec(None, *run.tokens_spec),) * 4)
         mesh = run.mesh
         self.state_shardings, self.batch_shardings = jax.tree.map(

@@ -87,4 +87,3 @@ class Dispatch(abc.ABC):
     @abc.abstractmethod
     def combine(self, rows: Float[Array, "rows embed"], state: Any, group: ExpertGroup) -> Float[Array, "tokens embed"]:
         """Bring the experts' results back: for every token the weighted sum over its experts, in fixed order."""
-

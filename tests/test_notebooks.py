@@ -1,0 +1,22 @@
+"""The notebooks run from top to bottom, in a process of their own."""
+
+from pathlib import Path
+
+import jax
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+CACHE = "jax_compilation_cache_dir"
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+
+
+@pytest.mark.parametrize("name", [p.name for p in sorted(NOTEBOOKS.glob("*.ipynb"))])
+@pytest.mark.filterwarnings("default")  # Jupyter's own, which are not ours to mend
+def test_runs(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(getattr(jax.config, CACHE)))
+    monkeypatch.delenv("XLA_FLAGS")  # the user's environment, not the suite's
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    shown = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in shown), "commit the notebook executed"
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
