@@ -67,11 +67,14 @@ def compose(*overrides: str) -> TrainConfig:
     """The configuration of a run: `conf/train.yaml` with `overrides` such as "mesh=ep8" or "model.layers=2".
 
     `rules` also takes the path of your own YAML file. A value takes the place of what was there, nothing is merged; the
-    last one holds where a key is set twice. Works the same inside a program that uses Hydra itself.
+    last one holds where a key is set twice. With `resume=FOLDER` the configuration saved there takes the place of
+    `conf/train.yaml`. Works the same inside a program that uses Hydra itself.
 
     Raises `UserError` for every mistake in `overrides`.
     """
     asked = _read(overrides)
+    if isinstance(folder := asked.changes.get("resume"), str):
+        return compose_onto(read_run(folder, "resume"), *overrides)
     return _finish(_compose_groups(asked.choices), asked.changes)
 
 
@@ -85,6 +88,14 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
         composed = _compose_groups(asked.choices)
         base |= {group: composed[group] for group in asked.choices}
     return _finish(base, asked.changes)
+
+
+def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
+    """The configuration saved in a run's folder, which the user set `key` to; `UserError` when there is none."""
+    saved = Path(folder).expanduser() / "config.yaml"
+    if not saved.exists():
+        raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name a run's folder")
+    return read_yaml(saved)
 
 
 def compose_mapping(*overrides: str) -> dict[str, Any]:

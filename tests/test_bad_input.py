@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moezoo.compose import compose_mapping, to_yaml
+
 TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
 
 
@@ -82,7 +84,7 @@ def test_a_folder_that_holds_a_run_stays_as_it_is(capsys, monkeypatch, tmp_path,
 
 def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.yaml").write_text("steps: 3")
+    (tmp_path / "old" / "config.yaml").write_text(to_yaml(compose_mapping()))
     assert "old/checkpoints holds no checkpoint" in complaint(capsys, monkeypatch, TRAIN, "resume=old")
 
 

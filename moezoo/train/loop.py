@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from moezoo.axes import trainable
-from moezoo.compose import as_mapping, compose_onto, read_yaml, to_yaml
+from moezoo.compose import as_mapping, compose_onto, read_run, to_yaml
 from moezoo.data import Batch, Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
 from moezoo.execution import Execution
@@ -84,7 +84,7 @@ def train(cfg: TrainConfig) -> Run:
         report.tell([("resume", f"{cfg.resume} from step {start}")])
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(as_mapping(cfg)))
+    (folder / "config.yaml").write_text(to_yaml(as_mapping(dataclasses.replace(cfg, run_dir=None, resume=None))))
     log = MetricsLog(folder / "metrics.jsonl", history)
     checkpoints = Checkpoints(folder / "checkpoints")
     loop = _Loop(cfg, run, step, source, log, checkpoints)
@@ -107,8 +107,6 @@ def _folder(cfg: TrainConfig) -> tuple[Path, int]:
     """Where this run writes, and the step it starts after."""
     if cfg.resume is not None:
         resume = Path(cfg.resume)
-        if not (resume / "config.yaml").exists():
-            raise UserError(f"resume={cfg.resume}: no run there (config.yaml is missing); name a run's folder")
         start = latest_step(resume / "checkpoints")
         if start >= cfg.steps:
             raise UserError(f"resume={cfg.resume} is at step {start} and steps={cfg.steps}; set steps above {start}")
@@ -190,10 +188,7 @@ class _Loop:
 
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
     """A run's configuration with `overrides` on top. Raises `UserError` when the folder holds no run."""
-    saved = Path(folder) / "config.yaml"
-    if not saved.exists():
-        raise UserError(f"run_dir={folder}: no run there (config.yaml is missing); name a run's folder")
-    return compose_onto(read_yaml(saved), *overrides)
+    return compose_onto(read_run(folder, "run_dir"), *overrides)
 
 
 def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainConfig]:
