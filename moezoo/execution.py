@@ -34,8 +34,8 @@ class Execution:
     The default is one device. `dtype` is what layers compute in; weights are cast to it before they are gathered.
     Gradients are summed over devices in `reduce_dtype`. `remat` says what a layer keeps for its backward pass: `full`
     its input only, `dots` the results of matrix products too, `none` everything but gathered weights.
-    `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice to the
-    platform the step is compiled for.
+    `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice
+    to the platform the step is compiled for.
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, or for an unknown strategy.
     """
@@ -160,13 +160,14 @@ class Execution:
 
 
 def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that saves all but weights: neither under their name nor as what an all-gather or a cast returns.
+    """A policy that saves all but weights: neither under their name nor as what the name was given to.
 
-    Tokens that were gathered are saved under their own name.
+    That is the result of an all-gather, or of a function with its own gradient, as a weight's gather is. What such
+    functions return elsewhere, gathered tokens and grouped products, is saved under names of their own.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED_WEIGHT
-    return primitive.name not in ("all_gather", "all_gather_invariant")
+    return primitive.name not in ("all_gather", "all_gather_invariant", "custom_vjp_call")
 
 
 def _is_array(x: Any) -> bool:

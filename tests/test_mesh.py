@@ -89,7 +89,6 @@ def test_cpu_devices_too_late():
 @pytest.mark.parametrize(
     "first",
     [
-        "moezoo.cpu_devices(8)",
         "moezoo.cpu_devices(8); moezoo.cpu_devices(8)",
         "moezoo.make_mesh(moezoo.MeshShape(expert=8))",
     ],

@@ -62,9 +62,9 @@ def rules(**changes):
         ),
         (
             {"store": {"embed": ("fsdp", "expert", "fsdp")}},
-            "rules.store.embed=['fsdp', 'expert', 'fsdp'] names mesh axis 'fsdp' twice; name it once",
+            "rules.store.embed=[fsdp, expert, fsdp] names mesh axis 'fsdp' twice; name it once",
         ),
-        ({"batch": ("data", "data")}, "rules.batch=['data', 'data'] names mesh axis 'data' twice; name it once"),
+        ({"batch": ("data", "data")}, "rules.batch=[data, data] names mesh axis 'data' twice; name it once"),
         (
             {"batch": ("data", "context"), "sequence": ("context",)},
             "rules.batch and rules.sequence both name mesh axis 'context'; leave it in one of them",
@@ -75,12 +75,12 @@ def rules(**changes):
         ),
         (
             {"store": {"expert": ("fsdp", "expert")}, "compute": {"expert": ("expert",)}},
-            "rules.compute.expert=['expert'] must come first in rules.store.expert=['fsdp', 'expert']; "
+            "rules.compute.expert=[expert] must come first in rules.store.expert=[fsdp, expert]; "
             "reorder rules.store so that what stays split is on the left",
         ),
         (
             {"compute": {"expert": ("expert",)}},
-            "rules.compute.expert=['expert'] must come first in rules.store.expert=[]; "
+            "rules.compute.expert=[expert] must come first in rules.store.expert=[]; "
             "reorder rules.store so that what stays split is on the left",
         ),
     ],
@@ -100,7 +100,7 @@ def test_what_stays_split_is_a_prefix_of_what_is_stored():
             with pytest.raises(UserError, match="must come first"):
                 rules(**changes)
             continue
-        accepted, everywhere = rules(**changes), dict.fromkeys(axes, 2)
+        accepted, everywhere = rules(**changes), {"expert": 2, "fsdp": 2, "context": 2}
         assert accepted.stored(EXPERT, everywhere)[1] == kept + accepted.gathered(EXPERT, everywhere)[1]
         # An axis of one device is in neither.
         fewer = everywhere | {"expert": 1}
@@ -154,8 +154,8 @@ def test_nearly_every_parameter_is_split_over_all_devices(mesh):
 def test_two_dimensions_on_one_mesh_axis_are_refused():
     layout = rules(store={"embed": ("fsdp",), "heads": ("fsdp",)})
     said = (
-        "rules mine: parameter .attention.query has logical axes 'embed' and 'heads' both stored over mesh axis 'fsdp'; "
-        "take it from rules.store.embed or rules.store.heads"
+        "rules mine: parameter .attention.query has logical axes 'embed' and 'heads' both stored over mesh axis "
+        "'fsdp'; take it from rules.store.embed or rules.store.heads"
     )
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
         check_layout(".attention.query", DENSE, (2, 8, 4, 4), layout, sizes("fsdp8"))

@@ -33,7 +33,7 @@ class Router(eqx.Module):
     def __call__(self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"]) -> Routed:
         """Route tokens; scores are float32. Where not `valid` (padding) a token goes nowhere and is not counted."""
         experts = self.weight.shape[1]
-        logits = project(x, self.weight).astype(jnp.float32)
+        logits = project(x, self.weight, dtype=jnp.float32)
         probabilities = jax.nn.softmax(logits)
         # Which experts are chosen has no gradient; how much they count has. Picking by comparison instead of by index
         # keeps a scatter-add out of the backward pass.

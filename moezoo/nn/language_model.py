@@ -44,7 +44,7 @@ class Unembedding(eqx.Module):
 
     def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
         """Logits, float32."""
-        return project(self.norm(hidden), self.weight).astype(jnp.float32)
+        return project(self.norm(hidden), self.weight, dtype=jnp.float32)
 
 
 class Output(NamedTuple):

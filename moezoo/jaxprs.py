@@ -1,0 +1,83 @@
+"""Reading traced programs: every equation with the number of times it runs, and the collectives among them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+# Primitives by which devices exchange data, by the name that counts give them: JAX has several of one kind, which
+# differ in whether their result is typed as varying.
+_COLLECTIVES = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
+    "pmax": "pmax",
+    "pmin": "pmin",
+    "ppermute": "ppermute",
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "ragged_all_to_all": "ragged_all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_psum": "psum",
+    "unreduced_reduce_scatter": "reduce_scatter",
+}
+# In a reduction the order of axes says nothing.
+_UNORDERED = ("pmax", "pmin", "psum")
+
+
+class Equation(NamedTuple):
+    """An equation of a traced program; it runs `times` times, None where a loop without a known end holds it."""
+
+    equation: JaxprEqn
+    times: int | None
+
+
+def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Equation]:
+    """Every equation of a traced program, inner programs included; all branches of a choice."""
+    yield from _walk(jaxpr, 1)
+
+
+def _walk(jaxpr: ClosedJaxpr | Jaxpr, times: int | None) -> Iterator[Equation]:
+    for equation in jaxpr.eqns:
+        yield Equation(equation, times)
+        inside = times
+        if equation.primitive.name == "scan":
+            inside = None if times is None else times * equation.params["length"]
+        elif equation.primitive.name == "while":
+            inside = None
+        for inner in _inner(tuple(equation.params.values())):
+            yield from _walk(inner, inside)
+
+
+def _inner(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _inner(value)
+
+
+def count_collectives(jaxpr: ClosedJaxpr | Jaxpr) -> Counter[tuple[str, tuple[str, ...]]]:
+    """How often each collective runs, by name and mesh axes: what a traced step exchanges, before any compiler.
+
+    Axes are in the order in which the collective joins blocks, alphabetical for sums. A body that is scanned counts
+    once a round. Raises `ValueError` for a collective whose number of runs the program does not say: in a loop that
+    ends on a condition, or in a branch.
+    """
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for equation, times in equations(jaxpr):
+        kind = equation.primitive.name
+        if kind == "cond" and any(count_collectives(branch) for branch in equation.params["branches"]):
+            raise ValueError("a collective in a branch: how often it runs depends on the data")
+        if (name := _COLLECTIVES.get(kind)) is None:
+            continue
+        axes: Any = equation.params.get("axes", equation.params.get("axis_name"))
+        axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+        if times is None:
+            raise ValueError(
+                f"{name} over {axes} in a loop that ends on a condition: it runs an unknown number of times"
+            )
+        counts[name, tuple(sorted(axes)) if name in _UNORDERED else axes] += times
+    return counts

@@ -1,0 +1,217 @@
+"""What every backend of `grouped_matmul` promises, against a loop over groups in float64."""
+
+import functools
+import inspect
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+import moezoo.kernels.grouped_matmul.blocked as blocked_module
+from moezoo.errors import UserError
+from moezoo.kernels.grouped_matmul import Implementation, grouped_matmul
+
+GROUPS, INPUTS, OUTPUTS = 4, 5, 3
+# (rows, rows a block of the blocked backend): fewer than one block, and many blocks with a rest.
+SHAPES = [(37, 128), (37, 4)]
+# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
+QUICK = {"xla_backend_optimization_level": 0}
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # largest relative error of one rounding
+
+
+@pytest.fixture(params=get_args(Implementation))
+def implementation(request) -> Implementation:
+    """Every backend there is."""
+    return request.param
+
+
+def value_and_gradients(implementation, rows, weights, sizes, cotangent):
+    """The product, and its gradients by rows and by weights for `cotangent`."""
+    product = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+    value, pull = jax.vjp(product, rows, weights)
+    return value, *pull(cotangent)
+
+
+@functools.cache
+def compiled(implementation, rows, block, dtype):
+    """`value_and_gradients`, compiled once for all group sizes."""
+    shapes = [
+        ((rows, INPUTS), dtype),
+        ((GROUPS, INPUTS, OUTPUTS), dtype),
+        ((GROUPS,), "int32"),
+        ((rows, OUTPUTS), dtype),
+    ]
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked_module, "_BLOCK_ROWS", block)
+        function = jax.jit(functools.partial(value_and_gradients, implementation), compiler_options=QUICK)
+        return function.lower(*arguments).compile()
+
+
+def operands(rows, dtype="float32", seed=0):
+    """Random rows, weights and cotangent."""
+    rng = np.random.default_rng(seed)
+    shapes = (rows, INPUTS), (GROUPS, INPUTS, OUTPUTS), (rows, OUTPUTS)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def loop(rows, weights, sizes, cotangent):
+    """What `value_and_gradients` should return, group by group."""
+    rows, weights, cotangent = (np.asarray(x, np.float64) for x in (rows, weights, cotangent))
+    value = np.zeros((rows.shape[0], weights.shape[2]))
+    by_rows, by_weights = np.zeros_like(rows), np.zeros_like(weights)
+    first = 0
+    for group, size in enumerate(sizes):
+        mine = slice(first, first + size)
+        value[mine] = rows[mine] @ weights[group]
+        by_rows[mine] = cotangent[mine] @ weights[group].T
+        by_weights[group] = rows[mine].T @ cotangent[mine]
+        first += size
+    return value, by_rows, by_weights
+
+
+def check(results, rows, weights, sizes, cotangent):
+    """Each result is its sum in float32 (a rounding a term) rounded once to its dtype; nothing is looser."""
+    wanted = loop(rows, weights, sizes, cotangent)
+    magnitudes = loop(jnp.abs(rows), jnp.abs(weights), sizes, jnp.abs(cotangent))
+    for result, want, magnitude, terms in zip(results, wanted, magnitudes, (INPUTS, OUTPUTS, max(sizes)), strict=True):
+        assert result.dtype == rows.dtype
+        bound = terms * ROUNDING["float32"] * magnitude + ROUNDING[str(rows.dtype)] * np.abs(want)
+        # The bound itself holds to first order in the rounding error.
+        np.testing.assert_array_less(np.abs(np.asarray(result, np.float64) - want), 1.01 * bound + 1e-30)
+
+
+@st.composite
+def group_sizes(draw, rows):
+    """Sizes that sum to at most `rows`: cuts anywhere, so empty groups, all in one, and rows left over are common."""
+    cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=GROUPS, max_size=GROUPS)))
+    return tuple(np.diff([0, *cuts]).tolist())
+
+
+@pytest.mark.parametrize(("rows", "block"), SHAPES)
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_equals_a_loop_over_groups(implementation, rows, block, dtype):
+    run = compiled(implementation, rows, block, dtype)
+
+    @settings(max_examples=25)
+    @given(sizes=group_sizes(rows), seed=st.integers(0, 9))
+    @example(sizes=(0, 0, 0, 0), seed=0)
+    @example(sizes=(0, 0, rows, 0), seed=0)  # all rows in one
+    @example(sizes=(0, 8, 4, 12), seed=0)  # whole blocks of 4, an empty group first
+    @example(sizes=(1, 7, 0, rows - 8), seed=0)  # none aligned, no row left over
+    def compare(sizes, seed):
+        x, weights, cotangent = operands(rows, dtype, seed)
+        check(run(x, weights, jnp.asarray(sizes, jnp.int32), cotangent), x, weights, sizes, cotangent)
+
+    compare()
+
+
+def test_products_are_accumulated_in_float32(implementation):
+    """Said in the program: a CPU does so unasked, other hardware may not."""
+    run = functools.partial(value_and_gradients, implementation)
+    x, weights, cotangent = operands(8, "bfloat16")
+    program = str(jax.make_jaxpr(run)(x, weights, jnp.zeros(GROUPS, jnp.int32), cotangent))
+    assert program.count("dot_general[") == program.count("preferred_element_type=float32") > 0
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0, 0), (3, 0, 9, 0), (0, 0, 0, 30)])
+@pytest.mark.parametrize(("rows", "block"), SHAPES)
+def test_rows_beyond_the_last_group_are_nowhere(implementation, rows, block, sizes):
+    """Zero, to the bit, in value and gradients, even where they and what flows back to them are NaN."""
+    x, weights, cotangent = operands(rows)
+    used = sum(sizes)
+    x, cotangent = x.at[used:].set(jnp.nan), cotangent.at[used:].set(jnp.nan)
+    results = compiled(implementation, rows, block, "float32")(x, weights, jnp.asarray(sizes, jnp.int32), cotangent)
+    value, by_rows, by_weights = map(np.asarray, results)
+    assert not value[used:].any()
+    assert not by_rows[used:].any()
+    assert not by_weights[np.equal(sizes, 0)].any()
+    check(results, x.at[used:].set(0), weights, sizes, cotangent.at[used:].set(0))
+
+
+blocks = jax.jit(blocked_module._blocks, static_argnums=(1, 2))
+
+
+@settings(max_examples=40)
+@given(sizes=group_sizes(300), block=st.sampled_from([1, 4, 128]))
+def test_blocks_cover_the_used_rows_once_and_nothing_else(sizes, block):
+    plan = blocks(jnp.asarray(sizes, jnp.int32), 300, block)
+    owner = np.full(300, -1)
+    for group, start, stop in np.stack(plan[:3], axis=1)[: int(plan.count)].tolist():
+        assert 0 < stop - start <= block
+        assert (owner[start:stop] == -1).all()
+        owner[start:stop] = group
+    np.testing.assert_array_equal(owner, np.repeat([0, 1, 2, 3, -1], [*sizes, 300 - sum(sizes)]))
+
+
+def test_blocked_stops_with_the_last_used_row(monkeypatch):
+    """Trips of its three loops (value and both gradients) are the blocks of the groups, however many rows there are."""
+    trips = []
+    plain = blocked_module._at
+
+    def counted(blocks, i, *rest):
+        jax.debug.callback(lambda _: trips.append(1), i)
+        return plain(blocks, i, *rest)
+
+    monkeypatch.setattr(blocked_module, "_at", counted)
+    monkeypatch.setattr(blocked_module, "_BLOCK_ROWS", 4)
+    sizes = jnp.asarray((0, 5, 8, 1), jnp.int32)  # 0 + 2 + 2 + 1 blocks
+    x, weights, cotangent = operands(400)
+    jax.block_until_ready(jax.jit(value_and_gradients, static_argnums=0)("blocked", x, weights, sizes, cotangent))
+    jax.effects_barrier()
+    assert len(trips) == 15
+
+
+@pytest.mark.parametrize("over", [("a", "", ""), ("", "a", ""), ("", "", "a"), ("a", "b", ""), ("ab", "b", "a")])
+def test_on_a_mesh(implementation, over):
+    """Operands (rows, weights, group sizes) that differ along some axes and are the same along others.
+
+    The result varies wherever an operand does: typed as the same on all devices while it is not, it would make
+    gradients silently wrong. An operand that is the same on several devices gets the sum of their gradients.
+    """
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    anywhere = "".join(sorted(set("".join(over))))
+    rows, sizes = 12, [[(0, 5, 2, 4), (3, 0, 0, 1)], [(12, 0, 0, 0), (1, 1, 1, 1)]]
+
+    def stacked(axes, seed, shape):
+        """A block a device along `axes`."""
+        return np.random.default_rng(seed).standard_normal((1 + ("a" in axes), 1 + ("b" in axes), *shape), np.float32)
+
+    def spec(axes):
+        return PartitionSpec(*(axis if axis in axes else None for axis in "ab"))
+
+    def local(x, weights, sizes, cotangent):
+        results = value_and_gradients(implementation, x[0, 0], weights[0, 0], sizes[0, 0], cotangent[0, 0])
+        assert [set(jax.typeof(result).mat.varying) for result in results] == [set(anywhere), *map(set, over[:2])]
+        return [result[None, None] for result in results]
+
+    operands = (
+        stacked(over[0], 0, (rows, INPUTS)),
+        stacked(over[1], 1, (GROUPS, INPUTS, OUTPUTS)),
+        np.asarray(sizes, np.int32)[: 1 + ("a" in over[2]), : 1 + ("b" in over[2])],
+        stacked(anywhere, 2, (rows, OUTPUTS)),
+    )
+    in_specs, out_specs = (*map(spec, over), spec(anywhere)), [spec(anywhere), *map(spec, over[:2])]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+    results = jax.jit(mapped, compiler_options=QUICK)(*operands)
+
+    wanted = [np.zeros(result.shape) for result in results]
+    for device in np.ndindex(operands[3].shape[:2]):
+        blocks = [np.minimum(device, np.subtract(x.shape[:2], 1)) for x in operands]
+        for want, part in zip(wanted, loop(*(x[tuple(b)] for x, b in zip(operands, blocks, strict=True))), strict=True):
+            want[tuple(np.minimum(device, np.subtract(want.shape[:2], 1)))] += part
+    for result, want in zip(results, wanted, strict=True):
+        # Sums of at most 4 x 12 products of order one, each term rounded once to float32.
+        np.testing.assert_allclose(result, want, rtol=0, atol=48 * ROUNDING["float32"] * np.abs(want).max())
+
+
+def test_unknown_implementation():
+    x, weights, _ = operands(4)
+    with pytest.raises(UserError, match=r"^grouped_matmul: no implementation 'block'; did you mean 'blocked'\?$"):
+        # Under the run-time type checker of these tests the annotation would speak first.
+        inspect.unwrap(grouped_matmul)(x, weights, jnp.zeros(4, jnp.int32), implementation="block")  # type: ignore

@@ -1,0 +1,184 @@
+"""The router against a loop over tokens, in float64, and its gradient against finite differences of that loop."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moezoo.moe.router import Router
+
+BATCH, SEQ, EMBED, EXPERTS = 2, 5, 4, 6
+# Logits of order 4 to within 8 roundings to float32; the softmax passes on their absolute error.
+PRECISION = 8 * 4 * 2.0**-24
+
+
+def router_of(weight, k, dtype=jnp.float32):
+    """A router with this matrix."""
+    router = Router(EMBED, weight.shape[1], k, dtype=jnp.dtype(dtype), key=jax.random.key(0))
+    return eqx.tree_at(lambda r: r.weight, router, jnp.asarray(weight, dtype))
+
+
+def _route(weight, x, valid, k):
+    (experts, weights), sums = router_of(weight, k, x.dtype)(x, valid)
+    return experts, weights, sums
+
+
+# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
+QUICK = {"xla_backend_optimization_level": 0}
+route = jax.jit(_route, static_argnames="k", compiler_options=QUICK)
+
+
+def inputs(seed=0):
+    """Activations, a router matrix, and which tokens are real: a whole row of padding's end and one in the middle."""
+    rng = np.random.default_rng(seed)
+    x, weight = rng.standard_normal((BATCH, SEQ, EMBED)), rng.standard_normal((EMBED, EXPERTS))
+    valid = np.asarray([[True, True, False, True, True], [True, True, True, False, False]])
+    return x.astype(np.float32), weight.astype(np.float32), valid
+
+
+def loop(x, weight, valid, k):
+    """Chosen experts and their weights, token by token, and the layer's sums."""
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    experts = weight.shape[1]
+    chosen, weights = np.full((BATCH * SEQ, k), experts), np.zeros((BATCH * SEQ, k))
+    counts, probabilities, z = np.zeros((BATCH, experts), int), np.zeros((BATCH, experts)), 0.0
+    for b, s in np.argwhere(valid):
+        logits = (x[b, s][:, None] * weight).sum(0)  # tied columns tie to the bit
+        scores = np.exp(logits) / np.exp(logits).sum()
+        best = sorted(range(experts), key=lambda e: (-scores[e], e))[:k]
+        chosen[b * SEQ + s], weights[b * SEQ + s] = best, scores[best] / scores[best].sum()
+        counts[b, best] += 1
+        probabilities[b] += scores
+        z += np.log(np.exp(logits).sum()) ** 2
+    return chosen, weights, counts, probabilities, z
+
+
+@pytest.mark.parametrize("k", [1, 2, EXPERTS])
+def test_equals_a_loop_over_tokens(k):
+    x, weight, valid = inputs()
+    experts, weights, sums = route(weight, x, valid, k)
+    wanted_experts, wanted_weights, counts, probabilities, z = loop(x, weight, valid, k)
+    np.testing.assert_array_equal(experts, wanted_experts)
+    np.testing.assert_array_equal(sums.counts, counts)
+    np.testing.assert_array_equal(sums.tokens, valid.sum(1))
+    assert sums.dropped == 0
+    np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=PRECISION)
+    np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
+    np.testing.assert_allclose(sums.z, z, rtol=PRECISION)
+
+
+def test_padding_goes_nowhere():
+    x, weight, valid = inputs()
+    experts, weights, _ = route(weight, x, valid, 2)
+    assert (np.asarray(experts)[~valid.reshape(-1)] == EXPERTS).all()
+    assert not np.asarray(weights)[~valid.reshape(-1)].any()
+    experts, weights, sums = route(weight, x, np.zeros_like(valid), 2)
+    assert (np.asarray(experts) == EXPERTS).all()
+    for total in (weights, sums.counts, sums.probabilities, sums.tokens, sums.z):
+        assert not np.asarray(total).any()
+
+
+def test_ties_go_to_the_lower_index():
+    x, weight, valid = inputs()
+    weight[:, 1] *= 4
+    weight[:, 4] = weight[:, 1]
+    experts, _, _ = route(weight, x, valid, 2)
+    experts = np.asarray(experts)
+    np.testing.assert_array_equal(experts, loop(x, weight, valid, 2)[0])
+    assert (experts == [1, 4]).all(axis=1).any()  # the case is there
+    experts, weights, _ = route(weight, np.zeros_like(x), np.ones_like(valid), 4)
+    np.testing.assert_array_equal(experts, np.tile(np.arange(4), (BATCH * SEQ, 1)))
+    np.testing.assert_array_equal(weights, np.full((BATCH * SEQ, 4), 0.25))
+
+
+def test_scores_are_float32_whatever_the_activations():
+    """Of bfloat16 activations and weights, taken exactly: logits in bfloat16 would be off by 2 ** -7."""
+    x, weight, _ = inputs()
+    x, valid = jnp.asarray(x, jnp.bfloat16), np.ones((BATCH, SEQ), bool)
+    weight = np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)
+    experts, weights, sums = route(weight, x, valid, 2)
+    wanted_experts, wanted_weights, _, probabilities, z = loop(x, weight, valid, 2)
+    np.testing.assert_array_equal(experts, wanted_experts)
+    np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=PRECISION)
+    np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
+    np.testing.assert_allclose(sums.z, z, rtol=PRECISION)
+    assert weights.dtype == sums.probabilities.dtype == sums.z.dtype == jnp.float32
+
+
+def loss(parts, of_weights, of_probabilities):
+    """Every differentiable result, weighed so that no gradient cancels (weights of a token sum to one)."""
+    weights, probabilities, z = parts
+    return (weights * of_weights).sum() + (probabilities * of_probabilities).sum() + z
+
+
+def test_gradients_equal_finite_differences():
+    x, weight, valid = inputs()
+    rng = np.random.default_rng(1)
+    of_weights, of_probabilities = rng.standard_normal((BATCH * SEQ, 2)), rng.standard_normal((BATCH, EXPERTS))
+    constants = of_weights.astype(np.float32), of_probabilities.astype(np.float32)
+
+    def through_router(x, weight):
+        (_, weights), sums = router_of(weight, 2)(x, jnp.asarray(valid))
+        return loss((weights, sums.probabilities, sums.z), *constants)
+
+    def through_loop(x, weight):
+        chosen, weights, _, probabilities, z = loop(x, weight, valid, 2)
+        assert (chosen == loop(*inputs()[:2], valid, 2)[0]).all()  # no choice flips under the difference
+        return loss((weights, probabilities, z), *constants)
+
+    gradients = jax.jit(jax.grad(through_router, argnums=(0, 1)), compiler_options=QUICK)(x, weight)
+    for argument, gradient in enumerate(gradients):
+        wanted = np.zeros(gradient.shape)
+        for index in np.ndindex(gradient.shape):
+            step = np.zeros(gradient.shape)
+            step[index] = 1e-6
+            up, down = ([x.astype(np.float64), weight.astype(np.float64)] for _ in range(2))
+            up[argument], down[argument] = up[argument] + step, down[argument] - step
+            wanted[index] = (through_loop(*up) - through_loop(*down)) / 2e-6
+        # Float32: some 60 roundings, relative to the largest entry; the differences themselves are good to 1e-9.
+        np.testing.assert_allclose(gradient, wanted, rtol=0, atol=60 * 2.0**-24 * np.abs(wanted).max())
+    assert not np.asarray(gradients[0])[~valid].any()
+
+
+def test_the_weights_of_an_assignment_reach_the_router():
+    """With a hand-written sort it is easy to lose this gradient, and training goes on without it."""
+    x, weight, valid = inputs()
+
+    def first_choice(weight):
+        return router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid)).assignment.weights[:, 0].sum()
+
+    gradient = np.asarray(jax.jit(jax.grad(first_choice), compiler_options=QUICK)(weight))
+    chosen = np.unique(loop(x, weight, valid, 2)[0][valid.reshape(-1)])
+    assert gradient[:, chosen].any(axis=0).all()
+
+
+def test_no_scatter_in_the_backward_pass():
+    """Picking by index would be transposed to adding by scatter, in whatever order the hardware likes."""
+    x, weight, valid = inputs()
+
+    def total(weight):
+        (_, weights), sums = router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid))
+        return loss((weights, sums.probabilities, sums.z), jnp.float32(1), jnp.float32(1))
+
+    program = str(jax.make_jaxpr(jax.grad(total))(weight))
+    assert "top_k" in program
+    assert "scatter" not in program
+
+
+def test_counts_are_not_doubled_under_rematerialisation():
+    x, weight, valid = inputs()
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    def layer(x, weight):
+        (_, weights), sums = router_of(weight, 2)(x, jnp.asarray(valid))
+        return x * weights.sum(), sums
+
+    def total(weight):
+        x_out, sums = jax.lax.scan(layer, jnp.asarray(x), weight)
+        return x_out.sum(), sums
+
+    (_, sums), _ = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICK)(np.stack([weight, weight]))
+    np.testing.assert_array_equal(sums.counts.sum(-1), 2 * np.tile(valid.sum(1), (2, 1)))

@@ -1,0 +1,228 @@
+"""Attention against a loop over queries and keys; rotary positions against complex numbers; RMSNorm by its formula."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import moezoo.nn.attention as attention
+from moezoo.execution import Execution
+from moezoo.mesh import MeshShape, make_mesh
+from moezoo.nn.attention import Attention, Context, Place, attend, place_keys
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rope import rotate
+from moezoo.rules import Rules
+
+BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
+GROUP = HEADS // KV_HEADS
+# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
+QUICK = {"xla_backend_optimization_level": 0}
+# Averages of values of order one under weights from scores of order ten: some 50 roundings to float32.
+PRECISION = 50 * 2.0**-24
+
+# Documents of 5, 4 and 3 tokens; and one of 8 with padding (segment 0) behind it.
+SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32)
+POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
+PLACE = Place(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+
+
+def projections(seed=0):
+    """Random queries, keys and values, and what flows back to the result."""
+    rng, heads = np.random.default_rng(seed), (KV_HEADS, GROUP)
+    shapes = (BATCH, SEQ, *heads, HEAD_DIM), (BATCH, SEQ, KV_HEADS, HEAD_DIM), (BATCH, SEQ, KV_HEADS, HEAD_DIM)
+    return [rng.standard_normal(shape, np.float32) for shape in (*shapes, shapes[0])]
+
+
+def loop(q, k, v, positions, segments, window):
+    """Query by query: the keys it sees, their weights, the weighted sum of their values; in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    result = np.zeros(q.shape)
+    for b, i, head, member in np.ndindex(q.shape[:4]):
+        seen = [
+            j
+            for j in range(k.shape[1])
+            if segments[b, i] == segments[b, j]
+            and positions[b, j] <= positions[b, i]
+            and (window is None or positions[b, i] - positions[b, j] < window)
+        ]
+        scores = [q[b, i, head, member] @ k[b, j, head] / np.sqrt(q.shape[-1]) for j in seen]
+        weights = np.exp(np.asarray(scores) - max(scores))
+        weights /= weights.sum()
+        result[b, i, head, member] = sum(w * v[b, j, head] for w, j in zip(weights, seen, strict=True))
+    return result
+
+
+@functools.cache
+def attended(chunk, window):
+    """Value and gradients of `attend` with this many queries a chunk, compiled once."""
+
+    def run(q, k, v, cotangent):
+        context = Context(PLACE, PLACE)
+        value, pull = jax.vjp(lambda q, k, v: attend(q, k, v, context, window), q, k, v)
+        return value, *pull(cotangent)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in projections()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_QUERY_CHUNK", chunk)
+        return jax.jit(run, compiler_options=QUICK).lower(*shapes).compile()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("chunk", [512, 5])
+def test_equals_a_loop(chunk, window):
+    """Grouped heads, packed documents, a window; queries all at once, and in chunks with a rest."""
+    q, k, v, cotangent = projections()
+    value, *_ = attended(chunk, window)(q, k, v, cotangent)
+    wanted = loop(q, k, v, POSITIONS, SEGMENTS, window)
+    np.testing.assert_allclose(value, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_equal_those_of_the_loop(window):
+    """The derivative along random directions, by differences of the loop in float64."""
+    *qkv, cotangent = projections()
+    gradients = attended(512, window)(*qkv, cotangent)[1:]
+    for argument, gradient in enumerate(gradients):
+        direction = np.random.default_rng(argument).standard_normal(gradient.shape)
+
+        def along(step, argument=argument, direction=direction):
+            moved = [np.asarray(x, np.float64) for x in qkv]
+            moved[argument] = moved[argument] + step * direction
+            q, k, v = moved
+            return (loop(q, k, v, POSITIONS, SEGMENTS, window) * cotangent).sum()
+
+        wanted = (along(1e-5) - along(-1e-5)) / 2e-5
+        # The sum of at most 192 products in float64; its terms carry the precision of float32.
+        terms = np.abs(np.asarray(gradient, np.float64) * direction).sum()
+        np.testing.assert_allclose((gradient * direction).sum(), wanted, rtol=0, atol=PRECISION * terms)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_chunks_of_queries_change_nothing(window):
+    """Five queries at once: twelve are two chunks and a padded third."""
+    arguments = projections()
+    for chunked, whole in zip(attended(5, window)(*arguments), attended(512, window)(*arguments), strict=True):
+        np.testing.assert_allclose(chunked, whole, rtol=0, atol=PRECISION * np.abs(whole).max())
+
+
+def test_no_attention_across_documents_or_ahead():
+    """To the bit: another document's, a later token's or padding's keys and values may be anything finite."""
+    q, k, v, cotangent = projections()
+    value, *gradients = attended(512, None)(q, k, v, cotangent)
+    changed = [k.copy(), v.copy()]
+    for x in changed:
+        x[0, 6:] += 100  # from the second document's second token on
+        x[1, 8:] += 100  # padding
+    other = attended(512, None)(q, *changed, cotangent)[0]
+    np.testing.assert_array_equal(other[0, :6], value[0, :6])
+    np.testing.assert_array_equal(other[1, :8], value[1, :8])
+    assert (np.asarray(other)[0, 6:] != np.asarray(value)[0, 6:]).all()
+    # And nothing flows back to keys that no query with a gradient saw.
+    blocked = cotangent.copy()
+    blocked[0, 5:], blocked[1] = 0, 0
+    for gradient in attended(512, None)(q, k, v, blocked)[2:]:
+        assert not np.asarray(gradient)[0, 5:].any()
+        assert not np.asarray(gradient)[1].any()
+        assert np.asarray(gradient)[0, :5].any()
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_a_query_that_sees_nothing_stays_finite():
+    """As when padding's segment is on no key at all."""
+    q, k, v, _ = map(jnp.asarray, projections())
+    alone = Place(PLACE.position, PLACE.segment + 10)
+    run = jax.value_and_grad(lambda q: attend(q, k, v, Context(alone, PLACE), None).sum())
+    for result in jax.jit(run, compiler_options=QUICK)(q):
+        assert np.isfinite(result).all()
+
+
+def block(window=3):
+    """The attention layer."""
+    options = {"rope_base": 100.0, "window": window, "out_std": 1.0, "dtype": jnp.dtype("float32")}
+    return Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **options, key=jax.random.key(0))
+
+
+def loop_block(layer, x, window):
+    """The layer by its definition: project, rotate as complex numbers, attend, project."""
+    x = np.asarray(x, np.float64)
+    q, k, v = (np.einsum("bsd,dnh->bsnh", x, np.asarray(w, np.float64)) for w in (layer.query, layer.key, layer.value))
+    q, k = complex_rotation(q, POSITIONS, layer.rope_base), complex_rotation(k, POSITIONS, layer.rope_base)
+    y = loop(q.reshape(BATCH, SEQ, KV_HEADS, GROUP, HEAD_DIM), k, v, POSITIONS, SEGMENTS, window)
+    return np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
+
+
+def complex_rotation(x, positions, base):
+    """Each pair (x[i], x[i + half]) is a complex number, turned by position * base ** (-2 i / head_dim)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None, None] * base ** (-2 * np.arange(half) / x.shape[-1])
+    turned = (np.asarray(x, np.float64)[..., :half] + 1j * np.asarray(x, np.float64)[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def layer_and_gradients(run, layer, x, place, cotangent):
+    """The layer's value and gradients by its weights and input."""
+    value, pull = jax.vjp(lambda layer, x: layer(x, place_keys(place, run), run), layer, x)
+    return value, *pull(cotangent)
+
+
+@functools.cache
+def on_one_device():
+    """The layer without a mesh."""
+    run = functools.partial(layer_and_gradients, Execution())
+    return jax.jit(run, compiler_options=QUICK)(block(), *inputs())
+
+
+def inputs():
+    """Activations, their places, and what flows back."""
+    x, cotangent = np.random.default_rng(0).standard_normal((2, BATCH, SEQ, EMBED), np.float32)
+    return x, PLACE, cotangent
+
+
+def test_the_layer_equals_a_loop():
+    """Query head n is served by key-value head n // 2, as in the released weights."""
+    wanted = loop_block(block(), inputs()[0], window=3)
+    np.testing.assert_allclose(on_one_device()[0], wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("shape", [MeshShape(context=4), MeshShape(data=2, context=2)], ids=["4", "2x2"])
+def test_a_split_sequence_changes_nothing(shape):
+    """Keys and values are gathered over the axes that split the sequence; gradients come back summed."""
+    rules = Rules("mine", {}, {}, ("data",), ("context",))
+    run = Execution(mesh=make_mesh(shape), rules=rules)
+    split, whole = run.tokens_spec, PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(layer_and_gradients, run),
+        mesh=run.mesh,
+        in_specs=(whole, split, split, split),
+        out_specs=(split, whole, split),
+    )
+    results = jax.jit(mapped, compiler_options=QUICK)(block(), *inputs())
+    for result, want in zip(jax.tree.leaves(results), jax.tree.leaves(on_one_device()), strict=True):
+        np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * np.abs(want).max())
+
+
+@pytest.mark.parametrize("base", [100.0, 1e6])
+def test_rope_is_a_complex_rotation(base):
+    x = np.random.default_rng(0).standard_normal((BATCH, SEQ, HEADS, 8), np.float32)
+    positions = np.random.default_rng(1).integers(0, 64, (BATCH, SEQ)).astype(np.int32)
+    rotated = rotate(jnp.asarray(x), jnp.asarray(positions), base)
+    # An angle up to 64 radians is rounded by 64 * 2 ** -24 each time, three times before the sine.
+    np.testing.assert_allclose(rotated, complex_rotation(x, positions, base), rtol=0, atol=4 * 64 * 2.0**-24 * 4)
+    assert rotate(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), base).dtype == jnp.bfloat16
+
+
+def test_rms_norm():
+    x = 3 * np.random.default_rng(0).standard_normal((BATCH, SEQ, EMBED), np.float32)
+    norm = RMSNorm(EMBED, 0.1, dtype=jnp.dtype("float32"))
+    scale = np.arange(1, EMBED + 1, dtype=np.float32)
+    object.__setattr__(norm, "scale", jnp.asarray(scale))
+    wide = x.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.1) * scale
+    np.testing.assert_allclose(norm(jnp.asarray(x)), wanted, rtol=10 * 2.0**-24)
+    # In bfloat16 only the input, the normalised value and the product are rounded, not the mean.
+    narrow = norm(jnp.asarray(x, jnp.bfloat16))
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(narrow, np.float64), wanted, rtol=4 * 2.0**-8)

@@ -1,0 +1,74 @@
+"""A gathered weight lives for its layer only: no memory policy keeps one for the backward pass."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import pytest
+from cover import Case, config
+from running import RATE, STEPS, fast_options, shapes
+
+from moezoo.jaxprs import equations
+from moezoo.settings import SGD, Constant
+from moezoo.train.optimizer import Optimizer
+from moezoo.train.setup import model_shapes
+from moezoo.train.step import Step
+
+# Weights are large and tokens few: whatever is large is a weight. Each device has two rows of eight tokens.
+LAYERS, EMBED, MLP, EXPERTS = 8, 64, 256, 8
+FLOAT = 4  # bytes
+ONE_LAYER = 3 * EXPERTS * EMBED * MLP * FLOAT  # of gathered expert weights
+
+
+class Large(NamedTuple):
+    """A case with large weights, its step, and the model's shapes."""
+
+    case: Case
+    step: Step
+    model: Any
+
+
+@functools.cache
+def large(case: Case) -> Large:
+    """Traced for every policy, compiled for some."""
+    model = model_shapes(config(layers=LAYERS, embed=EMBED, expert_mlp=MLP))
+    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, model)
+    return Large(case, Step(model, optimizer, case.execution, shapes(1)), model)
+
+
+CASES = [
+    Case(strategy, mesh, "fsdp_ep", remat, 1, "batch")
+    for strategy, mesh in (("ring", "fsdp8"), ("gather", "ep8"), ("gather", "fsdp2_ep4"))
+    for remat in ("full", "dots", "none")
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_scan_returns_gathered_weights(case):
+    """What a layer leaves for the backward pass, the scan over layers returns stacked: no weight may be among it."""
+    found = large(case)
+    kept = []
+    for equation, _ in equations(found.step.jaxpr()):
+        if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
+            stacked: list[Any] = equation.outvars[equation.params["num_carry"] :]
+            kept += [math.prod(v.aval.shape[1:]) for v in stacked]
+    # Of a layer there are returned: gradients, which lie as the parameters do, an eighth each; and activations, of
+    # which the largest are an expert's inner values, MLP for each of this device's tokens, twice over for K = 2.
+    tokens = 16
+    assert max(kept) <= max(EXPERTS * EMBED * MLP // 8, 2 * tokens * MLP)
+    assert max(kept) < EXPERTS * EMBED * MLP // 4  # which is far below one gathered weight
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.mesh != "fsdp2_ep4"], ids=str)
+def test_compiled_step_holds_few_gathered_layers(case):
+    """What XLA sets aside beside arguments and results."""
+    found = large(case)
+    lowered = found.step.function.lower(*found.step.arguments)
+    analysis: Any = lowered.compile(compiler_options=fast_options()).memory_analysis()
+    temporary = analysis.temp_size_in_bytes
+    # Needed at a time: one layer's three gathered weights and the gradients of them before they are scattered, and
+    # transposed copies for the products; the gradient itself, an eighth of all layers; activations are small. With
+    # residuals of all layers it would be LAYERS of them at least.
+    gradient = LAYERS * ONE_LAYER // 8
+    print(case, temporary / ONE_LAYER)
+    assert ONE_LAYER < temporary < 4 * ONE_LAYER + 2 * gradient < LAYERS * ONE_LAYER

@@ -1,0 +1,121 @@
+"""What may not change a number at all, and what a step does with the arrays it is given."""
+
+import functools
+import logging
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from cover import MESHES, Case, config, fits, model, rules
+from jax.sharding import NamedSharding, PartitionSpec
+from running import STEPS, Running, worst
+
+import moezoo
+from moezoo.settings import AdamW, Cosine
+from moezoo.train.optimizer import Optimizer
+from moezoo.train.setup import build, initial_model
+from moezoo.train.step import check_layout
+
+CASE = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch")
+
+
+@pytest.fixture(scope="module")
+def running() -> Running:
+    """One compiled step for all tests that need any."""
+    return Running(CASE, Optimizer(AdamW(), Cosine(), STEPS, model()))
+
+
+def bits(tree) -> list[bytes]:
+    """The arrays of a tree, to compare exactly."""
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_the_same_step_twice_is_bit_equal(running):
+    def once():
+        running.state = running.begin()
+        return bits((running(0), running(1), running.state))
+
+    assert once() == once()
+
+
+@functools.cache
+def initial(mesh: str, layout: str, dispatch: str) -> list[bytes]:
+    """A fresh model's arrays, born on a mesh."""
+    run = Case(dispatch, mesh, layout, "full", 1, "batch").execution
+    small = ("model.vocab=40", "model.embed=16", "model.layers=2", "model.expert_mlp=12")
+    return bits(initial_model(moezoo.compose(*small, f"dispatch={dispatch}"), run))
+
+
+# Compiling takes seconds for each layout, so that most are left to the run of the whole product.
+_ALWAYS = (("ep8", "fsdp_ep"), ("fsdp2_ep4", "shard_exp_on_fsdp"), ("fsdp2_ep2_context2", "cp_as_ep"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        pytest.param(mesh, layout, marks=() if (mesh, layout) in _ALWAYS else pytest.mark.full)
+        for mesh in MESHES
+        for layout in rules()
+        if fits(mesh, layout)
+    ],
+)
+@pytest.mark.xdist_group("initial")  # one process makes what the others are compared with
+def test_initial_parameters_depend_on_the_seed_only(mesh, layout):
+    dispatch = {"fsdp_ep": "ring", "pure_fsdp": "gather"}.get(layout, "dense")
+    assert initial(mesh, layout, dispatch) == initial("single", "fsdp_ep", "ring")
+
+
+def test_micro_steps_do_not_change_the_cross_entropy():
+    """Nor its gradient: without routing losses one step of 16 rows and two micro-steps of 8 are the same."""
+    start = build(config(load_balance=0.0, z_loss=0.0), key=jax.random.key(1))
+    metrics, gradients = [], []
+    for micro_steps in (1, 2):
+        running = Running(Case("ring", "ep8", "fsdp_ep", "full", micro_steps, "batch"), start=start)
+        metrics.append(running(0))
+        gradients.append(oracle.parameters_of(running.state.optimizer))
+    assert metrics[0].load_balance_loss == metrics[1].load_balance_loss == 0
+    # Sums in another order: float32 rounds at 6e-8, and there are some hundred terms.
+    assert float(metrics[0].loss) == pytest.approx(float(metrics[1].loss), rel=1e-6)
+    assert worst(gradients[0], gradients[1]) < 5e-6
+    np.testing.assert_array_equal(metrics[0].load, metrics[1].load)
+
+
+def test_a_step_is_compiled_once(running, caplog):
+    """Its result lies as its argument does, so that nothing is traced or compiled for the second call."""
+
+    def compiled() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "_local" in r.getMessage() or "whole" in r.getMessage()]
+
+    state = running.begin()
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG):
+        state, _ = running.step.function(state, running.batch(0))
+        assert any("ompil" in message for message in compiled())
+        caplog.clear()
+        state, _ = running.step.function(state, running.batch(1))
+        assert not compiled()
+    check_layout(state, running.step.state_shardings)
+
+
+def test_a_step_deletes_the_state_it_was_given(running):
+    before = running.state = running.begin()
+    running(0)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(running.state))
+
+
+def test_an_array_that_lies_otherwise_is_refused(running):
+    state = running.begin()
+    check_layout(state, running.step.state_shardings)
+    mesh = CASE.execution.mesh
+    assert mesh is not None
+    moved = jax.device_put(np.asarray(state.model.embedding.weight), NamedSharding(mesh, PartitionSpec("fsdp")))
+    layout = state.model.embedding.weight.sharding
+    assert layout.spec == PartitionSpec(None, ("fsdp", "expert"))
+    replaced = jax.tree.map(lambda x: moved if x is state.model.embedding.weight else x, state)
+    with pytest.raises(ValueError, match=r"embedding\.weight lies as .*'fsdp'.*, expected .*'fsdp', 'expert'"):
+        check_layout(replaced, running.step.state_shardings)
+    # The compiled step itself moves nothing either.
+    running.state = replaced
+    with pytest.raises(ValueError, match="sharding"):
+        running(0)
