@@ -91,6 +91,31 @@ def test_equals_a_loop(over):
 
 
 @pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_gradients_equal_those_of_the_loop(over):
+    """Both losses are linear in what has a gradient, so a difference over any step is exact."""
+    counts, probabilities, tokens, z, dropped = (x[0] for x in random_sums())
+
+    def through_loop(probabilities, z):
+        *_, balance, z_loss = loop((counts, probabilities, tokens, z, dropped), over)
+        return (balance + z_loss).sum()
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def through_routing(probabilities, z, *others):
+        routing = _reduced((others[0], probabilities, others[1], z, others[2]), over)
+        return (routing.load_balance_loss + routing.z_loss).sum()
+
+    gradients = map(np.asarray, through_routing(probabilities, z, counts, tokens, dropped))
+    base = through_loop(probabilities.astype(float), z.astype(float))
+    for argument, gradient in enumerate(gradients):
+        assert gradient.any()
+        for index in np.ndindex(gradient.shape):
+            moved = [probabilities.astype(float), z.astype(float)]
+            moved[argument][index] += 1
+            np.testing.assert_allclose(gradient[index], through_loop(*moved) - base, rtol=PRECISION, atol=1e-12)
+
+
+@pytest.mark.parametrize("over", ["batch", "sequence"])
 def test_balanced(over):
     """Sizes are powers of two, so that nothing is rounded: the loss is its coefficient, to the bit."""
     routing = balanced_at(np.full((BATCH, EXPERTS), 4), over)
