@@ -50,8 +50,10 @@ def test_no_scan_returns_gathered_weights(case):
     kept = []
     for equation, _ in equations(found.step.jaxpr()):
         if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
-            stacked: list[Any] = equation.outvars[equation.params["num_carry"] :]
-            kept += [math.prod(v.aval.shape[1:]) for v in stacked]
+            body = equation.params["jaxpr"]
+            results: Any = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
+            # A carry leaves the scan in the shape its body gives it; what is stacked gains a dimension.
+            kept += [math.prod(inner.aval.shape) for outer, inner in results if outer.aval.shape != inner.aval.shape]
     # Of a layer there are returned: gradients, which lie as the parameters do, an eighth each; and activations, of
     # which the largest are an expert's inner values, MLP for each of this device's tokens, twice over for K = 2.
     tokens = 16
