@@ -71,8 +71,8 @@ def cpu_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def _prepare(wanted: int) -> None:
-    """Before JAX starts: enough CPU devices, and no search for accelerators on a machine without a driver."""
+def prepare(wanted: int) -> None:
+    """Before JAX starts: `wanted` CPU devices, and no search for accelerators on a machine without a driver."""
     if initialised():
         return
     settings: Any = jax.config  # its attributes are made at run time
@@ -88,7 +88,7 @@ def make_mesh(shape: MeshShape) -> Mesh:
 
     Raises `UserError` when there are too few devices, or when what the named axes leave for a -1 does not divide.
     """
-    _prepare(shape.devices)
+    prepare(shape.devices)
     return mesh_of(shape, jax.devices())
 
 

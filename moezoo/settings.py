@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal
 
 from moezoo.data import SOURCES, DataSettings
+from moezoo.kernels.grouped_matmul import Implementation
 from moezoo.mesh import MeshShape
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.moe.dispatch import STRATEGIES, Dispatch
@@ -63,6 +64,7 @@ class ExecutionSettings:
     parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what
     a layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
     everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
+    `grouped_matmul` names a backend of that kernel; null leaves the choice to the platform compiled for.
     """
 
     dtype: DType = "float32"
@@ -70,6 +72,7 @@ class ExecutionSettings:
     reduce_dtype: DType = "float32"
     remat: Literal["full", "dots", "none"] = "full"
     microbatches: int = 1
+    grouped_matmul: Implementation | None = None
 
 
 @dataclasses.dataclass(frozen=True)

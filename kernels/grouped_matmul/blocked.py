@@ -1,105 +1,107 @@
-"""The portable backend: a loop over blocks of rows, each block within one group, that ends with the last used row."""
+"""The portable backend: group after group, the rows of each in blocks, and no row beyond the last group.
 
-from typing import NamedTuple
+What makes it fast on a CPU, where each product inside a loop is one call of a good matrix product:
+- a group's matrix is taken out of `weights` once a group, not once a block, and never transposed in memory;
+- a group goes in large blocks while they fit and then in small ones, of which only the last is partly filled, so that
+  products have many rows and yet few are computed in vain: at most `_BLOCKS[-1] - 1` a group;
+- groups without rows are not looked at.
+"""
 
-import jax
+from collections.abc import Callable
+from typing import Any, Literal
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.collectives import vary_like
 
-_BLOCK_ROWS = 128
+_BLOCKS = (256, 64)
+
+Mask = Bool[Array, "block 1"] | None
+# carry, first row of the block, which of its rows count (None: all), rows a block -> carry
+Step = Callable[[Any, Int[Array, ""], Mask, int], Any]
 
 
-class _Blocks(NamedTuple):
-    """The blocks of all groups in order: block i is rows [start, stop) of group `group`; there are `count`."""
-
-    group: Int[Array, " blocks"]
-    start: Int[Array, " blocks"]
-    stop: Int[Array, " blocks"]
-    count: Int[Array, ""]
-
-
-def _blocks(group_sizes: Int[Array, " groups"], rows: int, block: int) -> _Blocks:
-    ends = jnp.cumsum(group_sizes)
-    per_group = (group_sizes + block - 1) // block
-    block_ends = jnp.cumsum(per_group)
-    # Every group adds at most one partly filled block.
-    index = jnp.arange(rows // block + group_sizes.shape[0], dtype=group_sizes.dtype)
-    group = jnp.searchsorted(block_ends, index, side="right", method="compare_all").astype(group_sizes.dtype)
-    group = jnp.minimum(group, group_sizes.shape[0] - 1)
-    start = (ends - group_sizes)[group] + (index - (block_ends - per_group)[group]) * block
-    return _Blocks(group, start, jnp.minimum(start + block, ends[group]), block_ends[-1])
+def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Step, carry: Any) -> Any:
+    """Run `step` over blocks that cover rows [start, stop) of `rows`, once each."""
+    blocks = [block for block in _BLOCKS if block <= rows] or [rows]
+    for block in blocks[:-1]:
+        count = (stop - start) // block
+        carry = lax.fori_loop(jnp.zeros_like(count), count, _whole(start, block, step), carry)
+        start = start + count * block
+    count = (stop - start + blocks[-1] - 1) // blocks[-1]
+    return lax.fori_loop(jnp.zeros_like(count), count, _partial(start, stop, rows, blocks[-1], step), carry)
 
 
-def _at(blocks: _Blocks, i: Int[Array, ""], rows: int, block: int):
-    """Block i: its group, the first row of a window of `block` rows that holds it, and which of those rows it owns."""
-    start, stop = blocks.start[i], blocks.stop[i]
-    window = jnp.minimum(start, rows - block)
-    row = window + jnp.arange(block, dtype=window.dtype)
-    return blocks.group[i], window, ((row >= start) & (row < stop))[:, None]
+def _whole(start: Int[Array, ""], block: int, step: Step) -> Callable[[Int[Array, ""], Any], Any]:
+    return lambda i, carry: step(carry, start + i * block, None, block)
 
 
-def _multiply(
-    rows: Float[Array, "rows inputs"], weights: Float[Array, "groups inputs outputs"], sizes: Int[Array, " groups"]
-) -> Float[Array, "rows outputs"]:
-    total, block = rows.shape[0], min(_BLOCK_ROWS, rows.shape[0])
-    blocks = _blocks(sizes, total, block)
+def _partial(
+    start: Int[Array, ""], stop: Int[Array, ""], rows: int, block: int, step: Step
+) -> Callable[[Int[Array, ""], Any], Any]:
+    def body(i: Int[Array, ""], carry: Any) -> Any:
+        first = start + i * block
+        window = jnp.minimum(first, rows - block)  # the last one must not reach beyond the array
+        row = window + lax.iota(window.dtype, block)
+        return step(carry, window, ((row >= first) & (row < stop))[:, None], block)
 
-    def step(i: Int[Array, ""], result: Array) -> Array:
-        group, window, mine = _at(blocks, i, total, block)
-        x = lax.dynamic_slice_in_dim(rows, window, block)
-        y = jnp.dot(x, weights[group], preferred_element_type=jnp.float32).astype(rows.dtype)
-        old = lax.dynamic_slice_in_dim(result, window, block)
-        return lax.dynamic_update_slice_in_dim(result, jnp.where(mine, y, old), window, 0)
-
-    result = vary_like(jnp.zeros((total, weights.shape[2]), rows.dtype), rows)
-    return lax.fori_loop(jnp.zeros_like(blocks.count), blocks.count, step, result)
+    return body
 
 
-def _outer(
-    rows: Float[Array, "rows inputs"], others: Float[Array, "rows outputs"], sizes: Int[Array, " groups"]
-) -> Float[Array, "groups inputs outputs"]:
-    """For each group the product rows.T @ others over its rows, in float32."""
-    total, block = rows.shape[0], min(_BLOCK_ROWS, rows.shape[0])
-    blocks = _blocks(sizes, total, block)
-
-    def step(i: Int[Array, ""], result: Array) -> Array:
-        group, window, mine = _at(blocks, i, total, block)
-        x = lax.dynamic_slice_in_dim(rows, window, block)
-        y = lax.dynamic_slice_in_dim(others, window, block)
-        zero = jnp.zeros((), rows.dtype)
-        # Both sides are masked: zero times a NaN beyond the last group is a NaN.
-        product = jnp.dot(jnp.where(mine, x, zero).T, jnp.where(mine, y, zero), preferred_element_type=jnp.float32)
-        return lax.dynamic_update_index_in_dim(result, result[group] + product, group, 0)
-
-    shape = (sizes.shape[0], rows.shape[1], others.shape[1])
-    result = vary_like(jnp.zeros(shape, jnp.float32), rows)
-    return lax.fori_loop(jnp.zeros_like(blocks.count), blocks.count, step, result)
+def _slice(x: Float[Array, "rows a"], first: Int[Array, ""], mask: Mask, block: int) -> Float[Array, "block a"]:
+    """Rows of a block, zero where they do not count: not times zero, which would leave a NaN."""
+    part = lax.dynamic_slice_in_dim(x, first, block)
+    return part if mask is None else jnp.where(mask, part, jnp.zeros((), x.dtype))
 
 
-@jax.custom_vjp
-def blocked(
-    rows: Float[Array, "rows inputs"],
+def multiply(
+    rows: Float[Array, "rows a"],
     weights: Float[Array, "groups inputs outputs"],
     group_sizes: Int[Array, " groups"],
-) -> Float[Array, "rows outputs"]:
-    """`grouped_matmul` as a loop over blocks of rows; its work grows with the rows used, not with the groups."""
-    return _multiply(rows, weights, group_sizes)
+    contract: Literal[1, 2],
+) -> Float[Array, "rows b"]:
+    """Groups with rows, one after the other."""
+    ends = jnp.cumsum(group_sizes)
+    used = group_sizes > 0
+    order = jnp.argsort(~used, stable=True).astype(group_sizes.dtype)
+    count = used.sum(dtype=group_sizes.dtype)
+
+    def group(i: Int[Array, ""], result: Array) -> Array:
+        g = order[i]
+        weight = lax.dynamic_index_in_dim(weights, g, keepdims=False)
+
+        def step(result: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
+            x = lax.dynamic_slice_in_dim(rows, first, block)
+            numbers = (((1,), (contract - 1,)), ((), ()))
+            y = lax.dot_general(x, weight, numbers, preferred_element_type=jnp.float32).astype(rows.dtype)
+            if mask is not None:
+                y = jnp.where(mask, y, lax.dynamic_slice_in_dim(result, first, block))
+            return lax.dynamic_update_slice_in_dim(result, y, first, 0)
+
+        return _over_rows(ends[g] - group_sizes[g], ends[g], rows.shape[0], step, result)
+
+    result = vary_like(jnp.zeros((rows.shape[0], weights.shape[3 - contract]), rows.dtype), rows)
+    return lax.fori_loop(jnp.zeros_like(count), count, group, result)
 
 
-def _forward(rows, weights, group_sizes):
-    return _multiply(rows, weights, group_sizes), (rows, weights, group_sizes)
+def outer(
+    rows: Float[Array, "rows inputs"],
+    others: Float[Array, "rows outputs"],
+    group_sizes: Int[Array, " groups"],
+    dtype: DTypeLike,
+) -> Float[Array, "groups inputs outputs"]:
+    """A sum over a group's blocks in float32, written once; zero for groups without rows."""
+    ends = jnp.cumsum(group_sizes)
 
+    def step(total: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
+        x, y = _slice(rows, first, mask, block), _slice(others, first, mask, block)
+        return total + lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-def _backward(residuals, cotangent):
-    rows, weights, group_sizes = residuals
-    return (
-        _multiply(cotangent, weights.transpose(0, 2, 1), group_sizes),
-        _outer(rows, cotangent, group_sizes).astype(weights.dtype),
-        None,
-    )
+    def group(bounds: tuple[Array, Array]) -> Array:
+        zero = vary_like(jnp.zeros((rows.shape[1], others.shape[1]), jnp.float32), rows)
+        return _over_rows(*bounds, rows.shape[0], step, zero).astype(dtype)
 
-
-blocked.defvjp(_forward, _backward)
+    return lax.map(group, (ends - group_sizes, ends))

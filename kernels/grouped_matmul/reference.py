@@ -1,21 +1,42 @@
-"""The naive equivalent: every group's matrix on every row, and a mask."""
+"""The naive equivalent: every group's matrix on every row, and a mask. Costs `groups` times the useful work."""
+
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 
-def reference(
-    rows: Float[Array, "rows inputs"],
+def _belongs(rows: int, group_sizes: Int[Array, " groups"]) -> Bool[Array, "groups rows"]:
+    ends = jnp.cumsum(group_sizes)[:, None]
+    at = lax.broadcasted_iota(group_sizes.dtype, (group_sizes.shape[0], rows), 1)
+    return (at >= ends - group_sizes[:, None]) & (at < ends)
+
+
+def _mine(rows: Float[Array, "rows a"], group_sizes: Int[Array, " groups"]) -> Float[Array, "groups rows a"]:
+    # Selecting rows, not multiplying by the mask, keeps a NaN beyond the last group from spreading.
+    return jnp.where(_belongs(rows.shape[0], group_sizes)[:, :, None], rows[None], jnp.zeros((), rows.dtype))
+
+
+def multiply(
+    rows: Float[Array, "rows a"],
     weights: Float[Array, "groups inputs outputs"],
     group_sizes: Int[Array, " groups"],
-) -> Float[Array, "rows outputs"]:
-    """The sum over groups of (row belongs to the group) x row x matrix; costs `groups` times the useful work."""
-    ends = jnp.cumsum(group_sizes)[None]
-    at = lax.broadcasted_iota(group_sizes.dtype, (rows.shape[0], weights.shape[0]), 0)
-    belongs = (at >= ends - group_sizes[None]) & (at < ends)
-    # Selecting rows, not multiplying by the mask, keeps a NaN beyond the last group from spreading.
-    mine = jnp.where(belongs.T[:, :, None], rows[None], jnp.zeros((), rows.dtype))
-    products = jnp.einsum("grd,gdf->rf", mine, weights, preferred_element_type=jnp.float32)
-    # Selecting results keeps the same out of the backward pass.
-    return jnp.where(belongs.any(1, keepdims=True), products, 0).astype(rows.dtype)
+    contract: Literal[1, 2],
+) -> Float[Array, "rows b"]:
+    """The sum over groups of (row belongs to the group) x row x matrix."""
+    equation = "gra,gab->rb" if contract == 1 else "gra,gba->rb"
+    products = jnp.einsum(equation, _mine(rows, group_sizes), weights, preferred_element_type=jnp.float32)
+    return products.astype(rows.dtype)
+
+
+def outer(
+    rows: Float[Array, "rows inputs"],
+    others: Float[Array, "rows outputs"],
+    group_sizes: Int[Array, " groups"],
+    dtype: DTypeLike,
+) -> Float[Array, "groups inputs outputs"]:
+    """Each group's rows, all others zero, against the same of `others`."""
+    left, right = _mine(rows, group_sizes), _mine(others, group_sizes)
+    return jnp.einsum("gra,grb->gab", left, right, preferred_element_type=jnp.float32).astype(dtype)

@@ -54,15 +54,10 @@ def train(cfg: TrainConfig) -> Run:
     run = execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
-    shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
-    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, shapes)
-    micro_steps = cfg.execution.microbatches
-    sequences = cfg.batch_size // micro_steps
-    batch = Batch(*(jax.ShapeDtypeStruct((micro_steps, sequences, cfg.seq_len), jnp.int32),) * 4)
-    step = Step(shapes, optimizer, run, batch)
+    step = make_step(cfg, run)
 
     if cfg.resume is None:
-        state, batches_read, history = _initial(cfg, run, step, optimizer), 0, []
+        state, batches_read, history = initial_state(cfg, run, step), 0, []
     else:
         target = step.arguments[0]
         saved = restore(
@@ -73,7 +68,7 @@ def train(cfg: TrainConfig) -> Run:
     batches = train_batches(
         source,
         seq_len=cfg.seq_len,
-        batch_size=sequences,
+        batch_size=cfg.batch_size // cfg.execution.microbatches,
         seed=cfg.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
@@ -128,10 +123,19 @@ def _folder(cfg: TrainConfig) -> tuple[Path, int]:
     return folder, start
 
 
-def _initial(cfg: TrainConfig, run: Execution, step: Step, optimizer: Optimizer) -> State:
-    model = initial_model(cfg, run)
-    shardings = step.state_shardings
-    init = jax.jit(lambda m: optimizer.init(_trainable(m)), out_shardings=shardings.optimizer)
+def make_step(cfg: TrainConfig, run: Execution) -> Step:
+    """The step of a run; nothing is compiled yet."""
+    shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
+    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, shapes)
+    micro_steps = cfg.execution.microbatches
+    tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
+    return Step(shapes, optimizer, run, Batch(*(tokens,) * 4))  # type: ignore[arg-type]
+
+
+def initial_state(cfg: TrainConfig, run: Execution, step: Step) -> State:
+    """The state before the first step, laid out as the step needs it."""
+    model, shardings = initial_model(cfg, run), step.state_shardings
+    init = jax.jit(lambda m: step.optimizer.init(_trainable(m)), out_shardings=shardings.optimizer)
     return State(model, init(model), jax.device_put(np.int32(0), shardings.step))
 
 

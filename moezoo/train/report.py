@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from moezoo.axes import parameter_table
 from moezoo.data import Source
 from moezoo.execution import Execution
+from moezoo.kernels.grouped_matmul import default_implementation
 from moezoo.settings import TrainConfig
 from moezoo.train.evaluate import Evaluation
 from moezoo.train.metrics import Row
@@ -101,6 +102,7 @@ def summary(
             f"sequence over {', '.join(run.sequence_axes) or 'nothing'}",
         ),
         ("dispatch", dispatch_line(run, cfg.model.experts)),
+        ("kernels", f"grouped matmul: {run.grouped_matmul or default_implementation(devices.flat[0].platform)}"),
         *(("layout", line) for line in layout_lines(model, run)),
         ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
         (

@@ -22,6 +22,7 @@ def execution(cfg: TrainConfig) -> Execution:
         dtype=cfg.execution.dtype,
         reduce_dtype=cfg.execution.reduce_dtype,
         remat=cfg.execution.remat,
+        grouped_matmul=cfg.execution.grouped_matmul,
     )
     run.specs(model_shapes(cfg.model))
     if cfg.batch_size % cfg.execution.microbatches:

@@ -116,7 +116,7 @@ class Step:
     def __init__(self, model: LanguageModel, optimizer: Optimizer, run: Execution, batch: Batch):
         """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
         assert run.mesh is not None
-        self._run, self._optimizer = run, optimizer
+        self._run, self.optimizer = run, optimizer
         specs = run.specs(model)
         parameters = eqx.filter(model, trainable(model))
         moments = optimizer.specs(parameters, eqx.filter(specs, trainable(model), is_leaf=_is_spec))
@@ -144,7 +144,7 @@ class Step:
         )
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        run, optimizer = self._run, self._optimizer
+        run, optimizer = self._run, self.optimizer
         specs = self.state_specs.model
         gradients, sums, predicted = gradients_of(state.model, batch, specs, run)
         parameters, buffers = eqx.partition(state.model, trainable(state.model))

@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import moezoo.kernels.grouped_matmul.blocked as blocked_module
+from moezoo.bench.compiling import largest_array
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import Implementation, grouped_matmul
+from moezoo.jaxprs import equations
+from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
 
 GROUPS, INPUTS, OUTPUTS = 4, 5, 3
-# (rows, rows a block of the blocked backend): fewer than one block, and many blocks with a rest.
-SHAPES = [(37, 128), (37, 4)]
+# (rows, rows a block of the blocked backend): fewer than one block, blocks of one size, blocks of two with a rest.
+SHAPES = [(37, (128, 64)), (37, (4,)), (37, (8, 3))]
 # Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
 QUICK = {"xla_backend_optimization_level": 0}
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # largest relative error of one rounding
 
 
-@pytest.fixture(params=get_args(Implementation))
-def implementation(request) -> Implementation:
-    """Every backend there is."""
+@pytest.fixture(params=[*get_args(Implementation), None])
+def implementation(request) -> Implementation | None:
+    """Every backend there is, and the choice between them."""
     return request.param
 
 
@@ -38,7 +40,7 @@ def value_and_gradients(implementation, rows, weights, sizes, cotangent):
 
 
 @functools.cache
-def compiled(implementation, rows, block, dtype):
+def compiled(implementation, rows, blocks, dtype):
     """`value_and_gradients`, compiled once for all group sizes."""
     shapes = [
         ((rows, INPUTS), dtype),
@@ -48,7 +50,7 @@ def compiled(implementation, rows, block, dtype):
     ]
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked_module, "_BLOCK_ROWS", block)
+        patch.setattr(blocked_module, "_BLOCKS", blocks)
         function = jax.jit(functools.partial(value_and_gradients, implementation), compiler_options=QUICK)
         return function.lower(*arguments).compile()
 
@@ -93,10 +95,10 @@ def group_sizes(draw, rows):
     return tuple(np.diff([0, *cuts]).tolist())
 
 
-@pytest.mark.parametrize(("rows", "block"), SHAPES)
+@pytest.mark.parametrize(("rows", "blocks"), SHAPES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_equals_a_loop_over_groups(implementation, rows, block, dtype):
-    run = compiled(implementation, rows, block, dtype)
+def test_equals_a_loop_over_groups(implementation, rows, blocks, dtype):
+    run = compiled(implementation, rows, blocks, dtype)
 
     @settings(max_examples=25)
     @given(sizes=group_sizes(rows), seed=st.integers(0, 9))
@@ -115,18 +117,20 @@ def test_products_are_accumulated_in_float32(implementation):
     """Said in the program: a CPU does so unasked, other hardware may not."""
     run = functools.partial(value_and_gradients, implementation)
     x, weights, cotangent = operands(8, "bfloat16")
-    program = str(jax.make_jaxpr(run)(x, weights, jnp.zeros(GROUPS, jnp.int32), cotangent))
-    assert program.count("dot_general[") == program.count("preferred_element_type=float32") > 0
+    program = jax.make_jaxpr(run)(x, weights, jnp.zeros(GROUPS, jnp.int32), cotangent)
+    products = [e for e, _ in equations(program) if e.primitive.name in ("dot_general", "ragged_dot_general")]
+    assert products
+    assert all(product.params["preferred_element_type"] == jnp.float32 for product in products)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 0, 0), (3, 0, 9, 0), (0, 0, 0, 30)])
-@pytest.mark.parametrize(("rows", "block"), SHAPES)
-def test_rows_beyond_the_last_group_are_nowhere(implementation, rows, block, sizes):
+@pytest.mark.parametrize(("rows", "blocks"), SHAPES)
+def test_rows_beyond_the_last_group_are_nowhere(implementation, rows, blocks, sizes):
     """Zero, to the bit, in value and gradients, even where they and what flows back to them are NaN."""
     x, weights, cotangent = operands(rows)
     used = sum(sizes)
     x, cotangent = x.at[used:].set(jnp.nan), cotangent.at[used:].set(jnp.nan)
-    results = compiled(implementation, rows, block, "float32")(x, weights, jnp.asarray(sizes, jnp.int32), cotangent)
+    results = compiled(implementation, rows, blocks, "float32")(x, weights, jnp.asarray(sizes, jnp.int32), cotangent)
     value, by_rows, by_weights = map(np.asarray, results)
     assert not value[used:].any()
     assert not by_rows[used:].any()
@@ -134,37 +138,52 @@ def test_rows_beyond_the_last_group_are_nowhere(implementation, rows, block, siz
     check(results, x.at[used:].set(0), weights, sizes, cotangent.at[used:].set(0))
 
 
-blocks = jax.jit(blocked_module._blocks, static_argnums=(1, 2))
+@functools.cache
+def cover(rows, blocks):
+    """How often each row of [start, stop) is in a block, and how many rows blocks have together; compiled."""
+
+    def step(carry, first, mask, block):
+        times, computed = carry
+        here = jnp.ones((block, 1), bool) if mask is None else mask
+        return times.at[first + jnp.arange(block)].add(here[:, 0].astype(jnp.int32)), computed + block
+
+    def run(start, stop):
+        nothing = jnp.zeros(rows, jnp.int32), jnp.int32(0)
+        return blocked_module._over_rows(start, stop, rows, step, nothing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked_module, "_BLOCKS", blocks)
+        return jax.jit(run).lower(jnp.int32(0), jnp.int32(0)).compile()
 
 
-@settings(max_examples=40)
-@given(sizes=group_sizes(300), block=st.sampled_from([1, 4, 128]))
-def test_blocks_cover_the_used_rows_once_and_nothing_else(sizes, block):
-    plan = blocks(jnp.asarray(sizes, jnp.int32), 300, block)
-    owner = np.full(300, -1)
-    for group, start, stop in np.stack(plan[:3], axis=1)[: int(plan.count)].tolist():
-        assert 0 < stop - start <= block
-        assert (owner[start:stop] == -1).all()
-        owner[start:stop] = group
-    np.testing.assert_array_equal(owner, np.repeat([0, 1, 2, 3, -1], [*sizes, 300 - sum(sizes)]))
+@settings(max_examples=60)
+@given(blocks=st.sampled_from([(7, 2), (4, 1), (64, 16), (3,)]), ends=st.tuples(st.integers(0, 50), st.integers(0, 50)))
+def test_blocks_cover_a_group_once_and_little_else(blocks, ends):
+    start, stop = sorted(ends)
+    times, computed = cover(50, blocks)(jnp.int32(start), jnp.int32(stop))
+    np.testing.assert_array_equal(times, [start <= row < stop for row in range(50)])
+    assert stop - start <= computed < stop - start + blocks[-1]
 
 
-def test_blocked_stops_with_the_last_used_row(monkeypatch):
-    """Trips of its three loops (value and both gradients) are the blocks of the groups, however many rows there are."""
-    trips = []
-    plain = blocked_module._at
+def test_blocked_computes_nothing_beyond_the_last_group(monkeypatch):
+    """The blocks that its three products (value and both gradients) compute, however many rows there are."""
+    computed = []
+    plain = blocked_module._over_rows
 
-    def counted(blocks, i, *rest):
-        jax.debug.callback(lambda _: trips.append(1), i)
-        return plain(blocks, i, *rest)
+    def counted(start, stop, rows, step, carry):
+        def told(carry, first, mask, block):
+            jax.debug.callback(lambda _: computed.append(block), first)
+            return step(carry, first, mask, block)
 
-    monkeypatch.setattr(blocked_module, "_at", counted)
-    monkeypatch.setattr(blocked_module, "_BLOCK_ROWS", 4)
-    sizes = jnp.asarray((0, 5, 8, 1), jnp.int32)  # 0 + 2 + 2 + 1 blocks
+        return plain(start, stop, rows, told, carry)
+
+    monkeypatch.setattr(blocked_module, "_over_rows", counted)
+    monkeypatch.setattr(blocked_module, "_BLOCKS", (8, 2))
+    sizes = jnp.asarray((0, 5, 17, 1), jnp.int32)  # blocks: none; 2 2 2; 8 8 2; 2
     x, weights, cotangent = operands(400)
     jax.block_until_ready(jax.jit(value_and_gradients, static_argnums=0)("blocked", x, weights, sizes, cotangent))
     jax.effects_barrier()
-    assert len(trips) == 15
+    assert sorted(computed) == sorted(3 * [2, 2, 2, 8, 8, 2, 2])
 
 
 @pytest.mark.parametrize("over", [("a", "", ""), ("", "a", ""), ("", "", "a"), ("a", "b", ""), ("ab", "b", "a")])
@@ -215,3 +234,29 @@ def test_unknown_implementation():
     with pytest.raises(UserError, match=r"^grouped_matmul: no implementation 'block'; did you mean 'blocked'\?$"):
         # Under the run-time type checker of these tests the annotation would speak first.
         inspect.unwrap(grouped_matmul)(x, weights, jnp.zeros(4, jnp.int32), implementation="block")  # type: ignore
+
+
+def test_none_is_settled_by_the_platform_compiled_for():
+    """And not by this machine's, which is a CPU here."""
+    x, weights, cotangent = operands(8)
+    run = jax.jit(functools.partial(value_and_gradients, None))
+    arguments = x, weights, jnp.zeros(GROUPS, jnp.int32), cotangent
+    for platform in ("cpu", "cuda", "tpu"):
+        program = run.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+        expected = default_implementation(platform)
+        assert ("ragged_dot" in program) == (expected == "ragged_dot"), platform
+        assert ("stablehlo.while" in program) == (expected == "blocked"), platform
+    assert default_implementation("tpu") == "ragged_dot"
+
+
+def test_blocked_makes_no_array_of_every_row_for_every_group():
+    """The largest array of the compiled program is an operand, a result or the like of one."""
+    rows, groups, inputs, outputs = 384, 16, 24, 40
+    shapes = [(rows, inputs), (groups, inputs, outputs), (groups,), (rows, outputs)]
+    dtypes = ["float32", "float32", "int32", "float32"]
+    arguments = [jax.ShapeDtypeStruct(*both) for both in zip(shapes, dtypes, strict=True)]
+    largest = {}
+    for implementation in ("blocked", "reference"):
+        run = jax.jit(functools.partial(value_and_gradients, implementation))
+        largest[implementation] = largest_array(run.lower(*arguments).compile().as_text() or "")
+    assert largest == {"blocked": max(rows * outputs, groups * inputs * outputs), "reference": groups * rows * outputs}

@@ -1,0 +1,36 @@
+"""XLA's own grouped product, which a TPU runs as one kernel.
+
+On a CPU or a CUDA GPU XLA expands it to every group on every row, so it is no backend for those.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+
+def multiply(
+    rows: Float[Array, "rows a"],
+    weights: Float[Array, "groups inputs outputs"],
+    group_sizes: Int[Array, " groups"],
+    contract: Literal[1, 2],
+) -> Float[Array, "rows b"]:
+    """The rows are ragged, and each of their groups has its own matrix."""
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), [0], [0])
+    products = lax.ragged_dot_general(rows, weights, group_sizes, numbers, preferred_element_type=jnp.float32)
+    # XLA leaves open what rows beyond the last group are.
+    used = lax.iota(group_sizes.dtype, rows.shape[0]) < group_sizes.sum(dtype=group_sizes.dtype)
+    return jnp.where(used[:, None], products, 0).astype(rows.dtype)
+
+
+def outer(
+    rows: Float[Array, "rows inputs"],
+    others: Float[Array, "rows outputs"],
+    group_sizes: Int[Array, " groups"],
+    dtype: DTypeLike,
+) -> Float[Array, "groups inputs outputs"]:
+    """The contracted dimension is ragged: a product a group."""
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return lax.ragged_dot_general(rows, others, group_sizes, numbers, preferred_element_type=jnp.float32).astype(dtype)

@@ -1,0 +1,121 @@
+"""What programs for absent devices need: compiled there, not run."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moezoo.absent import absent_devices
+from moezoo.bench.shapes import SHAPES, Shape
+from moezoo.execution import Execution
+from moezoo.kernels.grouped_matmul import grouped_matmul
+from moezoo.moe.block import Experts, MoE
+from moezoo.moe.router import Router
+
+
+class Compiled(NamedTuple):
+    """Memory of a forward and backward pass on one device, in bytes, and the program's text.
+
+    `dense`: what a copy of every row for every expert would take, as XLA's expansion of a grouped product makes one.
+    """
+
+    target: str
+    part: str
+    name: str
+    arguments: int
+    results: int
+    temporaries: int
+    dense: int
+    text: str
+
+
+def largest_array(text: str) -> int:
+    """Numbers in the largest array that a compiled program names."""
+    shapes = re.findall(r"\b[a-z]\w*\[([\d,]+)\]", text)
+    return max(math.prod(map(int, dims.split(","))) for dims in set(shapes))
+
+
+def compile_all(targets: Sequence[str], names: Sequence[str], dtype: Any) -> Iterator[Compiled]:
+    """Both parts for every shape and target."""
+    for target in targets:
+        device = absent_devices(target)[0]
+        for name in names:
+            for part, program in (("grouped_matmul", _product), ("moe_layer", _layer)):
+                yield _compile(target, device, part, name, program(SHAPES[name], jnp.dtype(dtype)))
+
+
+class _Program(NamedTuple):
+    function: Any
+    differentiable: PyTree
+    rest: PyTree
+    cotangent: PyTree
+
+
+def _product(shape: Shape, dtype: Any) -> _Program:
+    t, d, f, e, k = shape
+    x, w, c = (jax.ShapeDtypeStruct(s, dtype) for s in ((t * k, d), (e, d, f), (t * k, f)))
+    return _Program(
+        lambda p, sizes: grouped_matmul(p[0], p[1], sizes), (x, w), jax.ShapeDtypeStruct((e,), jnp.int32), c
+    )
+
+
+def _layer(shape: Shape, dtype: Any) -> _Program:
+    t, d, f, e, k = shape
+
+    def make(key: jax.Array) -> MoE:
+        router = Router(d, e, k, dtype=dtype, key=key)
+        return MoE(router, Experts(e, d, f, out_std=1.0, dtype=dtype, key=key))
+
+    block = jax.eval_shape(make, jax.random.key(0))
+    x, valid = jax.ShapeDtypeStruct((1, t, d), dtype), jax.ShapeDtypeStruct((1, t), jnp.bool)
+    run = Execution(dtype=dtype)
+    return _Program(lambda p, valid: p[1](p[0], valid, run)[0], (x, block), valid, x)
+
+
+def _compile(target: str, device: Any, part: str, name: str, program: _Program) -> Compiled:
+    there = NamedSharding(Mesh(np.asarray([device]), ("x",)), PartitionSpec())
+
+    def both(differentiable: PyTree, rest: PyTree, cotangent: PyTree) -> PyTree:
+        value, pull = jax.vjp(lambda p: program.function(p, rest), differentiable)
+        return value, pull(cotangent)
+
+    arguments = tuple(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), part) for part in program[1:]
+    )
+    compiled = jax.jit(both).lower(*arguments).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert text is not None
+    shape, size = SHAPES[name], jax.tree.leaves(program.cotangent)[0].dtype.itemsize
+    return Compiled(
+        target=target,
+        part=part,
+        name=name,
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        dense=shape.experts * shape.rows * shape.embed * size,
+        text=text,
+    )
+
+
+def print_compiled(results: Sequence[Compiled], console: Console) -> None:
+    """A row a program."""
+    names = ("target", "part", "shape", "arguments", "results", "temporaries", "E x T x K x d")
+    table = Table(*names, title="compiled, not run; forward and backward, GB on a device", box=box.SIMPLE)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for r in results:
+        table.add_row(*r[:3], *(f"{x / 1e9:.3f}" for x in (r.arguments, r.results, r.temporaries, r.dense)))
+    console.print(table)

@@ -1,0 +1,102 @@
+"""PyTorch's grouped product and transformers' Mixtral block on the same numbers, where both are installed.
+
+The only module that imports them.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from moezoo.bench.candidates import Candidate, Pass
+from moezoo.bench.timing import Call
+from moezoo.moe.block import MoE
+
+Named = tuple[str, Callable[[], Candidate]]
+
+
+def products(x: jax.Array, w: jax.Array, sizes: jax.Array, cotangent: jax.Array) -> Iterator[Named]:
+    """`torch.nn.functional.grouped_mm`."""
+    if importlib.util.find_spec("torch") is None:
+        return
+
+    def make() -> Candidate:
+        import torch
+
+        device = _device()
+        ends = torch.tensor(np.cumsum(np.asarray(sizes)).astype(np.int32), device=device)
+        rows, weights, c = (_tensor(a, device) for a in (x, w, cotangent))
+        function = partial(torch.nn.functional.grouped_mm, offs=ends)
+        return _candidate(function, [rows, weights], c, device)
+
+    yield "torch grouped_mm", make
+
+
+def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
+    """`transformers`' block, as a loop over experts and as grouped products."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        return
+
+    def make(experts: str) -> Candidate:
+        import torch
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        device = _device()
+        e, d, f = block.experts.gate.shape
+        sizes: dict[str, Any] = {"hidden_size": d, "intermediate_size": f, "num_local_experts": e}
+        config = MixtralConfig(**sizes, num_experts_per_tok=block.router.k)
+        config._experts_implementation = experts
+        arrays = (block.experts.gate, block.experts.up, block.experts.down, block.router.weight)
+        gate, up, down, router = (_tensor(a, device) for a in arrays)
+        theirs: Any = MixtralSparseMoeBlock(config).to(device=device, dtype=gate.dtype)
+        with torch.no_grad():
+            theirs.gate.weight.copy_(router.T)
+            theirs.experts.gate_up_proj.copy_(torch.cat([gate, up], dim=2).transpose(1, 2))
+            theirs.experts.down_proj.copy_(down.transpose(1, 2))
+        inputs = [_tensor(x, device), *theirs.parameters()]
+        return _candidate(lambda x, *_: theirs(x), inputs, _tensor(cotangent, device), device)
+
+    for experts in ("eager", "grouped_mm"):
+        yield f"transformers {experts}", partial(make, experts)
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _tensor(x: jax.Array, device: Any) -> Any:
+    import torch
+
+    # NumPy has no bfloat16 of its own that PyTorch would read.
+    tensor = torch.tensor(np.asarray(x, np.float32), device=device)
+    return tensor.to(getattr(torch, str(x.dtype)))
+
+
+def _candidate(function: Callable[..., Any], inputs: list[Any], cotangent: Any, device: Any) -> Candidate:
+    import torch
+
+    for tensor in inputs:
+        tensor.requires_grad_(True)
+
+    def done(result: Any) -> Any:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return result
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return done(function(*inputs))
+
+    kept = function(*inputs)
+    calls: dict[Pass, Call] = {
+        "forward": forward,
+        "backward": lambda: done(torch.autograd.grad(kept, inputs, cotangent, retain_graph=True)),
+        "both": lambda: done(torch.autograd.grad(function(*inputs), inputs, cotangent)),
+    }
+    return Candidate(calls, dict.fromkeys(calls))

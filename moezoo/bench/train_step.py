@@ -1,0 +1,99 @@
+"""Whole training steps, as a run would make them, on random tokens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moezoo.bench.candidates import peak_bytes
+from moezoo.bench.parts import MATMUL, normal
+from moezoo.bench.results import Row, row
+from moezoo.bench.timing import Call, measure
+from moezoo.compose import compose
+from moezoo.data import Batch
+from moezoo.mesh import prepare
+from moezoo.settings import TrainConfig
+from moezoo.train.loop import initial_state, make_step
+from moezoo.train.setup import count_parameters, execution, model_shapes
+from moezoo.train.step import State
+
+
+def train_steps(
+    settings: Sequence[str], dtype: str | None, seconds: float, samples: int, tell: Callable[[str], None]
+) -> Iterator[Row]:
+    """Time the step that each of `settings` (overrides in one string) composes, by turns.
+
+    Its yardstick is one product of as many rows as the step has assignments, on one device, however many share the
+    step. FLOPs are those of the model: 6 a token for each active parameter that a product uses, and attention's; those
+    of rematerialisation do not count.
+    """
+    configs = {words: compose(*words.split(), *([f"execution.dtype={dtype}"] if dtype else [])) for words in settings}
+    prepare(max(cfg.mesh.devices for cfg in configs.values()))
+    for sizes in dict.fromkeys(_sizes(cfg) for cfg in configs.values()):
+        same = {words: cfg for words, cfg in configs.items() if _sizes(cfg) == sizes}
+        calls: dict[str, Call] = {}
+        peaks: dict[str, int | None] = {}
+        for words, cfg in same.items():
+            tell(f"compiling {words}")
+            calls[words], peaks[words] = _step(cfg)
+        first = next(iter(same.values()))
+        t, d, f, _, k = sizes
+        x, w = normal(0, first.execution.dtype, (t * k, d), (d, f))
+        product = jax.jit(jnp.matmul).lower(x, w).compile()
+        calls[MATMUL] = partial(_wait, product, x, w)
+        timings = measure(calls, seconds=seconds, samples=samples)
+        flops = {words: _flops(cfg) for words, cfg in same.items()} | {MATMUL: 2.0 * t * k * d * f}
+        for who, timing in timings.items():
+            yield row(
+                part="train_step",
+                shape=dict(zip(("T", "d", "f", "E", "K"), sizes, strict=True)),
+                implementation=who if who == MATMUL else f"moezoo {who}",
+                pass_="both" if who != MATMUL else "forward",
+                routing="untrained router",
+                dtype=first.execution.dtype,
+                timing=timing,
+                flops=flops[who],
+                matmul=flops[MATMUL] / timings[MATMUL].ms,
+                batched=None,
+                peak=peak_bytes(product) if who == MATMUL else peaks[who],
+            )
+
+
+def _wait(program: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.block_until_ready(program(*arguments))
+
+
+def _sizes(cfg: TrainConfig) -> tuple[int, int, int, int, int]:
+    m = cfg.model
+    return cfg.batch_size * cfg.seq_len, m.embed, m.expert_mlp, m.experts, m.experts_per_token
+
+
+def _flops(cfg: TrainConfig) -> float:
+    m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
+    _, active = count_parameters(model_shapes(m), m.experts_per_token)
+    seen = min(cfg.seq_len, m.window or cfg.seq_len) / 2  # a query sees half of the keys before it on average
+    attention = 2 * 2 * m.layers * m.heads * m.head_dim * seen
+    return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)
+
+
+def _step(cfg: TrainConfig) -> tuple[Call, int | None]:
+    run = execution(cfg)
+    step = make_step(cfg, run)
+    compiled = step.compile()
+    rng = np.random.default_rng(0)
+    shape = step.arguments[1].tokens.shape
+    tokens = rng.integers(0, cfg.model.vocab, (*shape[:2], cfg.seq_len + 1)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), shape)
+    whole = Batch(tokens[..., :-1], tokens[..., 1:], np.ones(shape, np.int32), positions)
+    batch = jax.device_put(whole, step.batch_shardings)
+    state: list[State] = [initial_state(cfg, run, step)]
+
+    def call() -> Any:
+        # A step gives up the state it was given.
+        state[0], metrics = compiled(state[0], batch)
+        return jax.block_until_ready(metrics)
+
+    return call, peak_bytes(compiled)

@@ -1,0 +1,13 @@
+"""Measure: `python scripts/bench.py grouped_matmul | moe_layer | train_step`; `--help` lists what can be set."""
+
+import os
+import sys
+
+# Python puts this folder first on its path, where tokenize.py would stand in for the standard library's module.
+if (here := os.path.dirname(os.path.realpath(__file__))) in sys.path:
+    sys.path.remove(here)
+
+from moezoo.bench.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The benchmark command: what it prints, what its figures are made of, and mistakes in calling it."""
+
+import json
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moezoo.bench import command, parts, timing
+from moezoo.bench.shapes import SHAPES, Shape
+
+KEYS = [
+    "part",
+    "shape",
+    "implementation",
+    "pass",
+    "routing",
+    "dtype",
+    "device",
+    "ms",
+    "ms_spread",
+    "tflops",
+    "share_of_matmul",
+    "share_of_batched",
+    "peak_bytes",
+]
+QUICK = ["--seconds", "0.001", "--samples", "2"]
+
+
+def bench(capsys, *arguments):
+    """Exit code, and what was printed to either stream."""
+    code = command.main(arguments)
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(("part", "products"), [("grouped_matmul", 1), ("moe_layer", 3)])
+def test_rows(capsys, part, products):
+    code, out, _ = bench(capsys, part, "--shapes", "tiny", "--routing", "zipf", "--json", *QUICK)
+    assert code == 0
+    rows = json.loads(out)  # nothing else on stdout
+    own = {"moezoo blocked"} | ({"moezoo ragged_dot"} if part == "moe_layer" else set())
+    assert {r["implementation"] for r in rows if r["implementation"].startswith("moezoo")} == own
+    yardsticks = {(r["pass"], r["implementation"]): r for r in rows}
+    shape = {"T": 256, "d": 32, "f": 64, "E": 8, "K": 2}
+    for row in rows:
+        assert list(row) == KEYS
+        assert (row["part"], row["shape"], row["routing"], row["dtype"]) == (part, shape, "zipf", "float32")
+        flops = products * 2 * 256 * 2 * 32 * 64 * {"forward": 1, "backward": 2, "both": 3}[row["pass"]]
+        # Both figures are rounded to be read.
+        assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9, abs=1e-5, rel=0.05)
+        for share, yardstick in (("share_of_matmul", "matmul"), ("share_of_batched", "batched matmul")):
+            assert row[share] == pytest.approx(yardsticks[row["pass"], yardstick]["ms"] / row["ms"], rel=0.05, abs=1e-3)
+    assert {r["pass"] for r in rows} == {"forward", "backward", "both"}
+    assert all(r["peak_bytes"] > 0 for r in rows if not r["implementation"].startswith(("torch", "transformers")))
+
+
+def test_leaves_a_table_and_a_picture(capsys):
+    code, out, err = bench(
+        capsys, "grouped_matmul", "--shapes", "tiny", "--passes", "forward", "--only", "moezoo", "--out", "a/b", *QUICK
+    )
+    assert code == 0
+    assert "moezoo blocked" in out
+    assert "loop over experts" not in out
+    assert "left a/b/rows.json and a/b/speed.png" in err
+    assert len(json.loads(Path("a/b/rows.json").read_text())) == 2 * 3
+    assert Path("a/b/speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_step(capsys):
+    small = "model.layers=1 model.embed=32 model.expert_mlp=32 seq_len=16"
+    steps = [f"mesh=ep8 dispatch={d} {small}" for d in ("ring", "gather")]
+    code, out, _ = bench(capsys, "train_step", "--steps", *steps, "--json", *QUICK)
+    assert code == 0
+    rows = json.loads(out)
+    assert [r["implementation"] for r in rows] == [*(f"moezoo {s}" for s in steps), "matmul"]
+    assert all(list(r) == KEYS and r["shape"] == {"T": 128, "d": 32, "f": 32, "E": 8, "K": 2} for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["grouped_matmull"], "part grouped_matmull: not known; did you mean 'grouped_matmul'?"),
+        (["moe_layer", "--shapes", "L9"], "--shapes L9: not known; valid: L1, L2, L3, S1"),
+        (["moe_layer", "--routing", "zip"], "--routing zip: not known; did you mean 'zipf'?"),
+        (["moe_layer", "--seconds", "0"], "--seconds 0.0: must be more than 0"),
+        (["moe_layer", "--steps", "mesh=ep8"], "--steps is of train_step, not of moe_layer, which takes --shapes"),
+        (["train_step", "--shapes", "L1"], "--shapes and --passes are not of train_step, which takes --steps"),
+        (["train_step", "--steps", "mesh=ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
+        (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
+    ],
+)
+def test_mistakes_get_one_line(capsys, arguments, line):
+    code, out, err = bench(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert line in err
+    assert len(err.splitlines()) == 1
+
+
+def test_does_not_overwrite(capsys, tmp_path):
+    code, _, err = bench(capsys, "moe_layer", "--out", str(tmp_path))
+    assert code == 2
+    assert "exists; name a new folder" in err
+
+
+def test_times_by_turns_and_takes_the_median(monkeypatch):
+    """A clock that only calls move: the first call, of whatever it costs once, does not count."""
+    now, order = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    runs = count()
+
+    def slow():
+        order.append("slow")
+        now[0] += 9 if next(runs) == 0 else 2
+
+    def fast():
+        order.append("fast")
+        now[0] += 0.5
+
+    timings = timing.measure({"slow": slow, "fast": fast}, seconds=100.0, samples=3)
+    assert timings["slow"] == (2000, 0)
+    assert timings["fast"] == (500, 0)
+    assert order[-6:] == ["slow", "fast"] * 3
+    # Out of time after two samples of two seconds.
+    order.clear()
+    timing.measure({"slow": slow}, seconds=3.0, samples=9)
+    assert len(order) == 2 + 2
+
+
+def test_short_calls_are_repeated(monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def call():
+        calls.append(1)
+        now[0] += 0.001
+
+    assert timing.measure({"short": call}, seconds=1.0, samples=2)["short"].ms == pytest.approx(1)
+    assert len(calls) == 2 + 2 * 20
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf"])
+def test_group_sizes(routing):
+    sizes = parts.group_sizes(Shape(1000, 1, 1, 16, 4), routing)
+    assert sizes.sum() == 4000
+    assert sizes.max() <= 1000  # a token's experts differ
+    skew = sizes.max() / sizes.mean()
+    assert skew < 1.3 if routing == "uniform" else skew > 2
+    np.testing.assert_array_equal(sizes, parts.group_sizes(Shape(1000, 1, 1, 16, 4), routing))
+
+
+def test_registry_has_the_published_sizes():
+    assert SHAPES["L1"] == (8192, 2048, 768, 128, 8)
+    assert SHAPES["S3"].layer_flops == 6 * 32768 * 8 * 4096 * 1024
+
+
+def test_the_script():
+    script = Path(__file__).parents[2] / "scripts" / "bench.py"
+    done = subprocess.run([sys.executable, script, "nothing"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: part nothing: not known; valid: ")
