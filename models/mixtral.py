@@ -68,7 +68,7 @@ class MixtralConfig:
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
-                "every key-value head serves the same number of heads"
+                f"every key-value head serves as many heads, so choose a multiple of {self.kv_heads}"
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")

@@ -1,7 +1,9 @@
 """What every script's command line does besides its work: --help, --cfg job, one line for a mistake, exit codes."""
 
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -9,6 +11,9 @@ from moezoo.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
 from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.settings import TrainConfig
+
+# What names a choice, and is no setting of it.
+_TAGS = ("name", "family")
 
 
 def run(
@@ -86,11 +91,15 @@ def _command() -> str:
 def _help(description: str, examples: Sequence[str]) -> str:
     entries, names = [], groups()
     for group, default in defaults().items():
+        keys: list[str] = []
         own = "  or the path of your own .yaml file" * (group == "rules")
         entries.append(f"  {group}{own}")
         for option in names[group]:
-            marked = option + "*" * (option == default)
-            entries.append(f"    {marked:<15} {_first_comment((CONF / group / f'{option}.yaml').read_text())}".rstrip())
+            text, marked = (CONF / group / f"{option}.yaml").read_text(), option + "*" * (option == default)
+            entries.append(f"    {marked:<15} {_first_comment(text)}".rstrip())
+            if option == default:
+                keys = [f"{group}.{key}" for key in re.findall(r"^(\w+):", text, re.MULTILINE) if key not in _TAGS]
+        entries += textwrap.wrap(" ".join(keys), 110, initial_indent="    keys: ", subsequent_indent="      ")
     keys = (CONF / "train.yaml").read_text().partition("- _self_\n")[2].strip().splitlines()
     return "\n".join(
         [
@@ -104,7 +113,7 @@ def _help(description: str, examples: Sequence[str]) -> str:
             "Keys, set like steps=100 or execution.dtype=bfloat16, and their values otherwise:",
             *(f"  {line}".rstrip() for line in keys),
             "",
-            "The keys of a group are set like model.layers=2; --cfg job prints them.",
+            "Keys of groups, shown for the * choice, are set like model.layers=2; --cfg job prints their values.",
             "",
             "Options:",
             "  --help          print this",

@@ -39,9 +39,12 @@ class SGD:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up from zero, then a half cosine down to `final_ratio` of the peak at the last step."""
+    """Linear warm-up from zero, then a half cosine down to `final_ratio` of the peak at the last step.
 
-    warmup_steps: int = 50
+    `warmup_steps` of None is a tenth of the run's steps.
+    """
+
+    warmup_steps: int | None = None
     final_ratio: float = 0.1
 
 

@@ -36,13 +36,15 @@ def main(overrides: Sequence[str]) -> None:
     folder, changes = split(overrides)
     model, cfg = moezoo.load_run(folder, *changes)
     result = moezoo.evaluate(model, cfg)
-    print(f"validation  {result.loss:.6f} nats a token over {result.tokens:,} tokens, {result.dropped} dropped")
+    over = f"{result.tokens:,} {result.unit}s, {result.dropped} dropped"
+    print(f"validation  {result.loss:.6f} nats a {result.unit} over {over}")
 
 
 if __name__ == "__main__":
     cli.run(
         main,
-        description="Evaluate a run's last checkpoint on its validation data; keys change what the run was told.",
+        description="Evaluate the last checkpoint of the run in run_dir, on its validation data.\n"
+        "What is not set is the run's own; what concerns training alone changes nothing.",
         configure=configure,
         examples=("run_dir=runs/NAME", "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0"),
     )

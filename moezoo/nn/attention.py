@@ -43,17 +43,20 @@ def place_keys(place: Place, run: Execution) -> Context:
 def attend(
     q: Float[Array, "batch seq kv_heads group head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     context: Context,
+    *,
+    scale: float,
     window: int | None,
-) -> Float[Array, "batch seq kv_heads group head_dim"]:
+) -> Float[Array, "batch seq kv_heads group value_dim"]:
     """Each query's average of values in its own document, at its own position or up to `window` - 1 before.
 
-    Scores and softmax are float32. Order does not matter: positions and segments say who sees whom.
+    Weights are the softmax of `scale` q . k, in float32. Order does not matter: positions and segments say who sees
+    whom.
     """
     length = q.shape[1]
     if length <= _QUERY_CHUNK:
-        return _attend(q, context.queries, k, v, context.keys, window)
+        return _attend(q, context.queries, k, v, context.keys, scale, window)
     pad = -length % _QUERY_CHUNK
 
     def chunks(x: Array) -> Array:
@@ -62,14 +65,14 @@ def attend(
 
     @jax.checkpoint  # scores are recomputed, not kept
     def one(chunk: tuple[Array, Place]) -> Array:
-        return _attend(*chunk, k, v, context.keys, window)
+        return _attend(*chunk, k, v, context.keys, scale, window)
 
     result = jax.lax.map(one, (chunks(q), Place(*map(chunks, context.queries))))
     return rearrange(result, "n b c ... -> b (n c) ...")[:, :length]
 
 
-def _attend(q: Array, queries: Place, k: Array, v: Array, keys: Place, window: int | None) -> Array:
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+def _attend(q: Array, queries: Place, k: Array, v: Array, keys: Place, scale: float, window: int | None) -> Array:
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
     distance = queries.position[:, :, None] - keys.position[:, None, :]
     seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
     if window is not None:
@@ -119,5 +122,5 @@ class Attention(eqx.Module):
         v = project(x, self.value)
         k, v = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
-        y = attend(q, k, v, context, self.window)
+        y = attend(q, k, v, context, scale=q.shape[-1] ** -0.5, window=self.window)
         return project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)

@@ -116,10 +116,15 @@ class LanguageModel(eqx.Module):
         """Logits and routing of whole arrays of tokens, computed as `run` says (default: one device).
 
         `segments` numbers the documents of a row from 1, 0 being padding; default: each row is one document.
-        `positions` counts within a document; default: from the start of the row. Raises `UserError` when the mesh
-        splits the batch or the sequence into parts that are not whole.
+        `positions` counts within a document; default: from the start of the row. Raises `UserError` when tokens are
+        not integers [batch, seq], or the mesh splits the batch or the sequence into parts that are not whole.
         """
         run = run or Execution()
+        if jnp.ndim(tokens) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+            raise UserError(
+                f"tokens are {jnp.result_type(tokens)}{list(jnp.shape(tokens))}, expected integers [batch, seq]; "
+                "for one sequence write tokens[None]"
+            )
         tokens = jnp.asarray(tokens, jnp.int32)
         check_tokens(tokens.shape[0], tokens.shape[1], run)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
@@ -142,10 +147,16 @@ class LanguageModel(eqx.Module):
         return jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=out)(self, tokens, place)
 
 
-def check_tokens(batch: int, length: int, run: Execution, *, batch_key: str = "batch", length_key: str = "seq_len"):
-    """Raise `UserError` unless the mesh splits `batch` rows of `length` tokens evenly."""
-    for key, size, axes in ((batch_key, batch, run.batch_axes), (length_key, length, run.sequence_axes)):
-        ways = run.ways(axes)
+def check_tokens(batch: int, length: int, run: Execution, *, batch_key: str = "batch", micro_steps: int = 1) -> None:
+    """Raise `UserError` unless the mesh splits each micro-step's rows of `length` tokens evenly."""
+    for key, size, axes, parts in (
+        (batch_key, batch, run.batch_axes, micro_steps),
+        ("seq_len", length, run.sequence_axes, 1),
+    ):
+        ways = parts * run.ways(axes)
         if size % ways:
-            mesh = " x ".join(f"mesh.{axis}={run.sizes[axis]}" for axis in axes)
-            raise UserError(f"{key}={size} is not divisible by {ways} ({mesh}); make it a multiple of {ways}")
+            factors = [f"execution.microbatches={parts}"] if parts > 1 else []
+            factors += [f"mesh.{axis}={run.sizes[axis]}" for axis in axes]
+            raise UserError(
+                f"{key}={size} is not divisible by {ways} ({' x '.join(factors)}); make it a multiple of {ways}"
+            )

@@ -39,12 +39,23 @@ class Checkpoints:
         self._manager.close()
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run's `checkpoints` folder holds a finished one."""
+    return bool(_steps(folder))
+
+
 def latest_step(folder: Path) -> int:
     """The last step saved in a run's `checkpoints` folder. Raises `UserError` when there is none."""
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    if not steps:
-        raise UserError(f"{folder} holds no checkpoint; name a run folder whose 'checkpoints' has one")
+    if not (steps := _steps(folder)):
+        raise UserError(
+            f"{folder} holds no checkpoint (a run saves one every checkpoint_every steps and at its end); name a run "
+            "that has one"
+        )
     return max(steps)
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
 
 
 def restore(folder: Path, step: int, **targets: Any) -> dict[str, Any]:

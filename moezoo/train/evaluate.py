@@ -9,19 +9,21 @@ from jaxtyping import Array
 
 from moezoo.collectives import psum
 from moezoo.data import Batch, Source, load, validation_batches
+from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.nn.language_model import LanguageModel
 from moezoo.settings import TrainConfig
 from moezoo.train.loss import losses
-from moezoo.train.setup import execution, place
+from moezoo.train.setup import execution, model_shapes, place
 
 
 class Evaluation(NamedTuple):
-    """`loss` in nats a predicted token, over `tokens` of them; `dropped` assignments."""
+    """`loss` in nats a predicted `unit` (token or byte), over `tokens` of them; `dropped` assignments."""
 
     loss: float
     tokens: int
     dropped: int
+    unit: str
 
 
 class Evaluator:
@@ -57,7 +59,7 @@ class Evaluator:
             # Waiting for each batch keeps collectives of one at a time in flight (jax 0.10 on the CPU needs that).
             a, b, c = jax.device_get(self._sums(model, to_devices(batch, self._batch_sharding)))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
-        return Evaluation(nats / max(tokens, 1), tokens, dropped)
+        return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
 
 
 def to_devices(batch: Batch, sharding: Any) -> Batch:
@@ -68,8 +70,14 @@ def to_devices(batch: Batch, sharding: Any) -> Batch:
 def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
     """Evaluate `model`, wherever it lies, on the data, mesh, rules and dispatch of `cfg`.
 
-    Raises `UserError` where these do not fit the model.
+    Raises `UserError` where these do not fit the model, or when it is not the one that `cfg.model` describes.
     """
+    expected = [(p, x.shape) for p, x in jax.tree_util.tree_leaves_with_path(model_shapes(cfg.model))]
+    if expected != [(p, x.shape) for p, x in jax.tree_util.tree_leaves_with_path(model)]:
+        raise UserError(
+            "evaluate: the model's arrays are not those of cfg.model; compose the configuration that the model was "
+            "made with, or take both from moezoo.load_run"
+        )
     run = execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
     model = place(model, run)

@@ -21,11 +21,12 @@ from moezoo.mesh import make_mesh
 from moezoo.nn.language_model import LanguageModel
 from moezoo.settings import TrainConfig
 from moezoo.train import report
-from moezoo.train.checkpoint import Checkpoints, latest_step, restore
+from moezoo.train.checkpoint import Checkpoints, has_checkpoint, latest_step, restore
 from moezoo.train.evaluate import Evaluation, Evaluator, to_devices
 from moezoo.train.metrics import MetricsLog, Row, read_metrics
 from moezoo.train.optimizer import Optimizer
 from moezoo.train.pictures import load_picture, loss_picture
+from moezoo.train.resume import changes
 from moezoo.train.sample import Sample, sample
 from moezoo.train.setup import execution, initial_model, model_shapes
 from moezoo.train.step import Metrics, State, Step, check_layout
@@ -51,6 +52,7 @@ def train(cfg: TrainConfig) -> Run:
     Everything that can be refused is refused, by one `UserError`, before anything is written.
     """
     folder, start = _folder(cfg)
+    changed = [] if cfg.resume is None else changes(cfg)
     run = execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
@@ -74,12 +76,15 @@ def train(cfg: TrainConfig) -> Run:
         process_count=jax.process_count(),
         start=batches_read,
     )
-    report.tell(report.summary(cfg, run, state, step.state_specs, source, baseline))
-    if cfg.resume is not None:
-        report.tell([("resume", f"{cfg.resume} from step {start}")])
+    resumed = [] if cfg.resume is None else [("resume", f"{cfg.resume} from step {start}")]
+    resumed += [("changed", line) for line in changed]
+    report.tell(report.summary(cfg, run, state, step.state_specs, source, baseline) + resumed)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(as_mapping(dataclasses.replace(cfg, run_dir=None, resume=None))))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(as_mapping(dataclasses.replace(cfg, run_dir=None, resume=None))))
+    except OSError as error:
+        raise UserError(f"run_dir={folder}: cannot write there ({error.strerror}); name another folder") from error
     log = MetricsLog(folder / "metrics.jsonl", history)
     checkpoints = Checkpoints(folder / "checkpoints")
     loop = _Loop(cfg, run, step, source, log, checkpoints)
@@ -117,9 +122,8 @@ def _folder(cfg: TrainConfig) -> tuple[Path, int]:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
     if any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
-        raise UserError(
-            f"run_dir={cfg.run_dir} already holds a run; name another folder, or continue it with resume={cfg.run_dir}"
-        )
+        continued = f", or continue it with resume={cfg.run_dir}" if has_checkpoint(folder / "checkpoints") else ""
+        raise UserError(f"run_dir={cfg.run_dir} already holds a run; name another folder{continued}")
     return folder, start
 
 

@@ -9,20 +9,34 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.axes import Role, axes_of
+from moezoo.errors import UserError
 from moezoo.settings import SGD, AdamW, Constant, Cosine
+
+
+def warmup_steps(schedule: Cosine | Constant, steps: int) -> int:
+    """Updates until the rate is at its peak. Raises `UserError` when a run of `steps` would end before."""
+    if schedule.warmup_steps is None:
+        return steps // 10
+    if schedule.warmup_steps > steps:
+        raise UserError(
+            f"schedule.warmup_steps={schedule.warmup_steps} but steps={steps}, so the learning rate would never reach "
+            f"its peak; set it to at most {steps}"
+        )
+    return schedule.warmup_steps
 
 
 def learning_rate(
     optimizer: AdamW | SGD, schedule: Cosine | Constant, steps: int, step: Int[Array, ""]
 ) -> Float[Array, ""]:
     """The rate of the update number `step` (from 0) of `steps`: float32."""
+    warmup = warmup_steps(schedule, steps)
     at = step.astype(jnp.float32)
     rate = jnp.float32(optimizer.learning_rate)
-    warm = jnp.minimum(1.0, (at + 1) / max(1, schedule.warmup_steps))
+    warm = jnp.minimum(1.0, (at + 1) / max(1, warmup))
     if isinstance(schedule, Constant):
         return rate * warm
-    left = max(1, steps - schedule.warmup_steps - 1)
-    progress = jnp.clip((at - schedule.warmup_steps) / left, 0, 1)
+    left = max(1, steps - warmup - 1)
+    progress = jnp.clip((at - warmup) / left, 0, 1)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
     return rate * warm * (schedule.final_ratio + (1 - schedule.final_ratio) * cosine)
 
@@ -33,6 +47,7 @@ class Optimizer:
     def __init__(self, settings: AdamW | SGD, schedule: Cosine | Constant, steps: int, model: PyTree):
         """`model` (or its shapes) says by its annotations what decays: matrices only."""
         self.settings, self.schedule, self.steps = settings, schedule, steps
+        warmup_steps(schedule, steps)  # refused here, not in the middle of a trace
         decays = jax.tree.map(lambda axes: axes.role is Role.WEIGHT, axes_of(model))
         if isinstance(settings, AdamW):
             self._transform = optax.chain(

@@ -118,6 +118,8 @@ def summary(
     if baseline is not None:
         rows.append(("baseline", f"a trigram model's validation loss is {baseline:.3f} nats a {source.unit}"))
     tokens = cfg.batch_size * cfg.seq_len
+    every = f"every {_count(cfg.checkpoint_every)} steps and " if cfg.checkpoint_every else ""
+    rows.append(("checkpoint", f"{every}at the end{'' if every else ' alone (checkpoint_every=0)'}"))
     rows.append(("step", f"{cfg.batch_size} sequences x {cfg.seq_len} = {_count(tokens)} tokens, {cfg.steps} steps"))
     return rows
 
@@ -143,8 +145,9 @@ def tell(rows: list[tuple[str, str]]) -> None:
 def tell_end(evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str) -> None:
     """Validation loss, a sample, and where things are."""
     beside = f" (trigram {baseline:.3f})" if baseline is not None else ""
-    rows = [("validation", f"{evaluation.loss:.4f} nats a {unit} over {_count(evaluation.tokens)} tokens{beside}")]
-    rows += [("sample", line) for line in f"{sample.prompt}⟦{sample.continuation}⟧".splitlines()]
+    rows = [("validation", f"{evaluation.loss:.4f} nats a {unit} over {_count(evaluation.tokens)} {unit}s{beside}")]
+    rows.append(("sample", "the model's continuation of a held-out text, between ⟦ and ⟧"))
+    rows += [("", line) for line in f"{sample.prompt}⟦{sample.continuation}⟧".splitlines()]
     for name, what in (
         ("metrics.jsonl", "a row a logged step"),
         ("loss.png", "loss by step"),

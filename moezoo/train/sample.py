@@ -35,9 +35,10 @@ def sample(model: LanguageModel, source: Source, cfg: TrainConfig, run: Executio
 
     def local(model: LanguageModel, tokens: Array, place: Place, last: Array) -> Array:
         hidden, _ = model.trunk(model.embed(tokens, run), place, run)
-        here = (place.position == last)[:, :, None]
-        at_last = psum(jnp.where(here, hidden, 0).sum(1, keepdims=True), run.sequence_axes)
-        return model.head(at_last, run)[:, 0]
+        # One device along the sequence has the last token; what the others compute is left out.
+        here = place.position == last
+        scores = model.head(jnp.where(here[:, :, None], hidden, 0).sum(1, keepdims=True), run)[:, 0]
+        return psum(jnp.where(here.any(1, keepdims=True), scores, 0), run.sequence_axes)
 
     specs: Any = (run.specs(model), split, Place(split, split), PartitionSpec())
     rows = PartitionSpec(run.batch_axes or None)

@@ -10,6 +10,7 @@ from moezoo.execution import Execution
 from moezoo.mesh import make_mesh
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.nn.language_model import LanguageModel, check_tokens
+from moezoo.rules import live
 from moezoo.settings import TrainConfig
 
 
@@ -24,16 +25,22 @@ def execution(cfg: TrainConfig) -> Execution:
         remat=cfg.execution.remat,
         grouped_matmul=cfg.execution.grouped_matmul,
     )
+    _check_experts(cfg.model.experts, run)
     run.specs(model_shapes(cfg.model))
-    if cfg.batch_size % cfg.execution.microbatches:
-        raise UserError(
-            f"batch_size={cfg.batch_size} is not divisible by execution.microbatches={cfg.execution.microbatches}; "
-            f"make it a multiple of {cfg.execution.microbatches}"
-        )
-    rows = cfg.batch_size // cfg.execution.microbatches
-    key = "batch_size" if cfg.execution.microbatches == 1 else "batch_size / execution.microbatches"
-    check_tokens(rows, cfg.seq_len, run, batch_key=key)
+    check_tokens(cfg.batch_size, cfg.seq_len, run, batch_key="batch_size", micro_steps=cfg.execution.microbatches)
     return run
+
+
+def _check_experts(experts: int, run: Execution) -> None:
+    axes = live(run.rules.compute.get("expert", ()), run.sizes)
+    ways = run.ways(axes)
+    if experts % ways:
+        mesh = " x ".join(f"mesh.{axis}={run.sizes[axis]}" for axis in axes)
+        fitting = max(n for n in range(1, ways) if experts % n == 0)
+        raise UserError(
+            f"{mesh} splits experts {ways} ways but model.experts={experts}; choose a mesh that splits them into a "
+            f"divisor of {experts}, such as mesh.{axes[0]}={fitting}"
+        )
 
 
 def build(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:

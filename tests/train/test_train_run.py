@@ -1,5 +1,6 @@
 """A whole run: what it leaves, what it tells, and that nothing but its settings decides it."""
 
+import inspect
 import json
 
 import jax
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 import moezoo
+from moezoo.settings import AdamW, Cosine
 from moezoo.train.metrics import read_metrics
+from moezoo.train.optimizer import learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,77 @@ def test_bfloat16_compute_learns_too(tiny):
     run = moezoo.train(cfg)
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(run.model))
     assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
+
+
+def test_context_parallel_run(run, tiny):
+    """To its end, the sample of which needs a token that one device along the sequence has."""
+    other = moezoo.train(moezoo.compose(*tiny, "mesh.context=2", "mesh.expert=4", "steps=12", "eval_every=0"))
+    assert other.sample.prompt == run.sample.prompt
+    assert other.evaluation.loss == pytest.approx(run.evaluation.loss, rel=1e-4)
+    # The weights differ by rounding, a draw by far less than chance allows.
+    pairs = list(zip(other.sample.continuation.split(), run.sample.continuation.split(), strict=True))
+    assert sum(a == b for a, b in pairs) >= 10
+
+
+def test_resume_tells_what_changed_and_refuses_another_run(run, tiny, tmp_path, capsys):
+    first = moezoo.train(moezoo.compose(*tiny, "steps=2", "eval_every=0", f"run_dir={tmp_path}/a"))
+    saved = (first.folder / "config.yaml").read_text()
+    for changed in (
+        "data.successors=2",
+        "model.experts_per_token=1",
+        "seed=7",
+        "batch_size=4",
+        "execution.microbatches=2",
+        "data=python_stdlib",
+    ):
+        key = changed.replace("data=", "data.name=")
+        with pytest.raises(moezoo.UserError, match=f"^{key} but the run at resume="):
+            moezoo.train(moezoo.compose(f"resume={first.folder}", "steps=4", changed))
+    assert (first.folder / "config.yaml").read_text() == saved
+    capsys.readouterr()
+    moezoo.train(moezoo.compose(f"resume={first.folder}", "steps=4", "mesh=ep8", "optimizer.learning_rate=0.02"))
+    out = capsys.readouterr().out
+    lines = [line.removeprefix("changed").strip() for line in out.splitlines()]
+    assert "optimizer.learning_rate: 0.01 before, 0.02 now" in lines
+    assert "steps: 2 before, 4 now" in lines
+    assert "mesh.expert: 1 before, 8 now" in lines
+
+
+def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        moezoo.UserError, match=r"^run_dir=.*file/x: cannot write there \(Not a directory\); name anoth"
+    ):
+        moezoo.train(moezoo.compose(*tiny, "steps=2", f"run_dir={tmp_path}/file/x"))
+
+
+def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(moezoo.UserError, match="already holds a run; name another folder$"):
+        moezoo.train(moezoo.compose(*tiny, "steps=2", f"run_dir={tmp_path}"))
+    with pytest.raises(moezoo.UserError, match="holds no checkpoint"):
+        moezoo.train(moezoo.compose(*tiny, "steps=2", f"resume={tmp_path}"))
+
+
+def test_another_model_than_the_configuration_says_is_not_evaluated(run, tiny):
+    with pytest.raises(moezoo.UserError, match="^evaluate: the model's arrays are not those of cfg.model"):
+        moezoo.evaluate(run.model, moezoo.compose(*tiny, "model.layers=1"))
+
+
+def test_tokens_are_whole_numbers_in_rows(run):
+    model = moezoo.place(run.model, moezoo.Execution())
+    call = inspect.unwrap(type(model).__call__)  # the tests' own type checker would speak first
+    with pytest.raises(moezoo.UserError, match=r"^tokens are int32\[16\], expected integers \[batch, seq\]; for one"):
+        call(model, np.zeros(16, np.int32))
+    with pytest.raises(moezoo.UserError, match=r"^tokens are float32\[2, 16\]"):
+        call(model, np.zeros((2, 16), np.float32))
+
+
+def test_warm_up_is_a_tenth_of_the_run_unless_said(tiny):
+    rates = [float(learning_rate(AdamW(1.0), Cosine(), 40, np.int32(i))) for i in range(40)]
+    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1, 1], atol=1e-6)
+    assert rates[-1] == pytest.approx(0.1)
+    assert sorted(rates[3:], reverse=True) == rates[3:]
 
 
 def test_a_torn_last_row_is_left_out(tmp_path):
