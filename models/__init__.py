@@ -2,9 +2,10 @@
 
 import dataclasses
 
+from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
 
-ModelConfig = MixtralConfig
+ModelConfig = MixtralConfig | DeepSeekConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,6 @@ class Family:
     model: type
 
 
-FAMILIES = {"mixtral": Family(MixtralConfig, Mixtral)}
+FAMILIES = {"deepseek": Family(DeepSeekConfig, DeepSeek), "mixtral": Family(MixtralConfig, Mixtral)}
 
-__all__ = ["FAMILIES", "Family", "Mixtral", "MixtralConfig", "ModelConfig"]
+__all__ = ["FAMILIES", "DeepSeek", "DeepSeekConfig", "Family", "Mixtral", "MixtralConfig", "ModelConfig"]

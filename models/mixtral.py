@@ -17,7 +17,7 @@ from moezoo.axes import Stack
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.moe.block import Experts, MoE
-from moezoo.moe.router import Router
+from moezoo.moe.router import Choice, Router
 from moezoo.moe.routing import LayerSums, RoutingConfig
 from moezoo.nn.attention import Attention, Context
 from moezoo.nn.language_model import LanguageModel, TokenEmbedding, Unembedding
@@ -100,7 +100,7 @@ class Layer(eqx.Module):
         )
         self.moe_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
         self.moe = MoE(
-            Router(c.embed, c.experts, c.experts_per_token, dtype=dtype, key=for_router),
+            Router(c.embed, c.experts, Choice(c.experts_per_token), dtype=dtype, key=for_router),
             Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
         )
 

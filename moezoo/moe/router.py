@@ -1,13 +1,15 @@
 """The router: which experts a token goes to, and how much each counts."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.axes import Weight
+from moezoo.axes import Buffer, Weight
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
@@ -20,32 +22,63 @@ class Routed(NamedTuple):
     sums: LayerSums
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How K experts a token are chosen and weighed.
+
+    - `score`: of each expert, `softmax` over all or `sigmoid` of each by itself, float32;
+    - `groups`, `kept_groups`, `group_score`: experts in `groups` equal runs, of which the best `kept_groups` take part;
+      a group is as good as its best expert (`max`) or its two best together (`sum_of_top2`);
+    - `weights`: the chosen scores themselves, or `renormalised` to sum to one; times `scale`;
+    - `bias`: whether a choice bias is added to the scores for the choice alone (Wang et al., 2024).
+
+    The default is Mixtral's (Jiang et al., 2024, section 2.1).
+    """
+
+    k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["max", "sum_of_top2"] = "max"
+    weights: Literal["renormalised", "scores"] = "renormalised"
+    scale: float = 1.0
+    bias: Literal["none", "learned"] = "none"
+
+
 class Router(eqx.Module):
-    """Softmax over all experts, the K largest kept and renormalised to sum to one (Jiang et al., 2024, section 2.1)."""
+    """Scores every expert for every token, and chooses."""
 
     weight: Weight[Array, "embed -> router"]
-    k: int = eqx.field(static=True)
+    bias: Buffer[Array, "router"] | None
+    choice: Choice = eqx.field(static=True)
 
-    def __init__(self, embed: int, experts: int, k: int, *, dtype: jnp.dtype, key: Array):
+    def __init__(self, embed: int, experts: int, choice: Choice, *, dtype: jnp.dtype, key: Array):
         self.weight = normal(key, (embed, experts), embed**-0.5, dtype)
-        self.k = k
+        self.bias = jnp.zeros((experts,), jnp.float32) if choice.bias == "learned" else None
+        self.choice = choice
 
     def __call__(self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"]) -> Routed:
         """Route tokens; scores are float32. Where not `valid` (padding) a token goes nowhere and is not counted."""
-        experts = self.weight.shape[1]
+        c, experts = self.choice, self.weight.shape[1]
         logits = project(x, self.weight, dtype=jnp.float32)
-        probabilities = jax.nn.softmax(logits)
+        if c.score == "softmax":
+            scores = probabilities = jax.nn.softmax(logits)
+        else:
+            scores = jax.nn.sigmoid(logits)
+            probabilities = scores / scores.sum(-1, keepdims=True)
         # Which experts are chosen has no gradient; how much they count has. Picking by comparison instead of by index
         # keeps a scatter-add out of the backward pass.
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), self.k)
+        chosen = self._choose(jax.lax.stop_gradient(scores))
         is_chosen = jax.nn.one_hot(chosen, experts, dtype=jnp.bool)  # [B, S, K, E]
-        weights = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = jnp.where(is_chosen, scores[..., None, :], 0).sum(-1)
+        if c.weights == "renormalised":
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        weights = weights * c.scale
 
         counted = valid[..., None]
         assignment = Assignment(
-            jnp.where(counted, chosen, experts).reshape(-1, self.k),
-            jnp.where(counted, weights, 0).reshape(-1, self.k),
+            jnp.where(counted, chosen, experts).reshape(-1, c.k),
+            jnp.where(counted, weights, 0).reshape(-1, c.k),
         )
         sums = LayerSums(
             counts=(is_chosen & counted[..., None]).sum((1, 2), dtype=jnp.int32),
@@ -55,3 +88,31 @@ class Router(eqx.Module):
             dropped=jnp.zeros((), jnp.int32),
         )
         return Routed(assignment, sums)
+
+    def _choose(self, scores: Float[Array, "batch seq experts"]) -> Int[Array, "batch seq k"]:
+        c = self.choice
+        if self.bias is not None:
+            scores = scores + self.bias[None, None]
+        if c.groups > 1:
+            grouped = rearrange(scores, "b s (g e) -> b s g e", g=c.groups)
+            best, _ = jax.lax.top_k(grouped, 1 if c.group_score == "max" else 2)
+            _, kept = jax.lax.top_k(best.sum(-1), c.kept_groups)
+            is_kept = jax.nn.one_hot(kept, c.groups, dtype=jnp.bool).any(-2)
+            scores = rearrange(jnp.where(is_kept[..., None], grouped, -jnp.inf), "b s g e -> b s (g e)")
+        return jax.lax.top_k(scores, c.k)[1]
+
+    def rebalanced(self, load: Int[Array, "*layer experts"], rate: float) -> "Router":
+        """With the choice bias moved by `rate` towards experts with less than the mean load of a step.
+
+        bias_e + rate * sign(mean - load_e), from counts over all devices, so that it is the same on every mesh; a load
+        equal to the mean moves nothing (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2).
+        """
+        if self.bias is None:
+            return self
+        experts = load.shape[-1]
+        total = load.sum(-1, keepdims=True, dtype=jnp.int32)
+        # sign(total - experts * load) without a product that int32 could not hold.
+        below = load < -(-total // experts)
+        above = load > total // experts
+        step = below.astype(jnp.float32) - above.astype(jnp.float32)
+        return eqx.tree_at(lambda r: r.bias, self, self.bias + rate * step)

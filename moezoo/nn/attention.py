@@ -12,7 +12,7 @@ from moezoo.axes import Weight
 from moezoo.collectives import gather
 from moezoo.execution import Execution
 from moezoo.nn.linear import normal, project
-from moezoo.nn.rope import rotate
+from moezoo.nn.rope import frequencies, rotate
 
 # Queries scored at once: bounds the scores held to [batch, heads, this, seq].
 _QUERY_CHUNK = 512
@@ -117,8 +117,9 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
     ) -> Float[Array, "batch seq embed"]:
         """Attend. Where the sequence is split, keys and values are gathered over those axes, queries stay."""
-        q = rotate(project(x, self.query), context.queries.position, self.rope_base)
-        k = rotate(project(x, self.key), context.queries.position, self.rope_base)
+        frequency = frequencies(self.query.shape[-1], self.rope_base)
+        q = rotate(project(x, self.query), context.queries.position, frequency)
+        k = rotate(project(x, self.key), context.queries.position, frequency)
         v = project(x, self.value)
         k, v = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])

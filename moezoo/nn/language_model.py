@@ -81,8 +81,16 @@ class LanguageModel(eqx.Module):
     @abc.abstractmethod
     def run_layer(
         self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
-        """One layer, its weights whole."""
+    ) -> tuple[Float[Array, "batch seq embed"], LayerSums | None]:
+        """One layer, its weights whole; None where it routes nothing."""
+
+    def after_step(self, load: Int[Array, "layer experts"]) -> "LanguageModel":
+        """The model with its buffers moved by a training step's `load`, over all devices and micro-steps.
+
+        A family without such buffers has nothing to do.
+        """
+        del load
+        return self
 
     def embed(self, tokens: Int[Array, "batch seq"], run: Execution) -> Float[Array, "batch seq embed"]:
         """Tokens to activations."""
@@ -92,13 +100,14 @@ class LanguageModel(eqx.Module):
         """All layers: one scan a run of layers; weights are gathered inside, where a layer is about to run."""
         context = place_keys(place, run)
 
-        def step(x: Array, layer: Any) -> tuple[Array, LayerSums]:
+        def step(x: Array, layer: Any) -> tuple[Array, LayerSums | None]:
             return self.run_layer(run.whole(layer), x, context, run)
 
         sums = []
         for stack in self.stacks:
             x, one = jax.lax.scan(run.checkpoint(step), x, stack.layer)
-            sums.append(one)
+            if one is not None:
+                sums.append(one)
         return TrunkOutput(x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums))
 
     def head(self, hidden: Float[Array, "batch seq embed"], run: Execution) -> Float[Array, "batch seq vocab"]:

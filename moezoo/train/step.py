@@ -164,7 +164,8 @@ class Step:
             dropped=sums.dropped,
             load=sums.load,
         )
-        return State(eqx.combine(parameters, buffers), moments, state.step + 1), metrics
+        model = eqx.combine(parameters, buffers).after_step(sums.load)
+        return State(model, moments, state.step + 1), metrics
 
     def compile(self) -> "jax.stages.Compiled":
         """The compiled step, for whatever platform the mesh is of."""

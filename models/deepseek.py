@@ -1,0 +1,265 @@
+"""DeepSeek-V2 (2024, arXiv:2405.04434) and DeepSeek-V3 (2024, arXiv:2412.19437): one family, told apart by its settings.
+
+Top to bottom: the configuration, the two kinds of layer, the model. Pre-norm residual layers with multi-head latent
+attention; the first layers have a dense MLP, the others experts behind a router and experts that every token shares.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moezoo.axes import Stack
+from moezoo.errors import UserError
+from moezoo.execution import Execution
+from moezoo.moe.block import Experts, MoE
+from moezoo.moe.router import Choice, Router
+from moezoo.moe.routing import LayerSums, RoutingConfig
+from moezoo.nn.attention import Context
+from moezoo.nn.language_model import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.nn.latent_attention import LatentAttention, LatentSizes
+from moezoo.nn.mlp import MLP
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rope import Pairs, Yarn
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSeekConfig:
+    """Sizes of a DeepSeek-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+
+    `dense_layers`: how many of the first layers have a dense MLP of width `mlp`. `shared_experts`: how many experts'
+    width every token has besides its own. `q_lora` null: queries without a latent. `score` to `choice_bias`:
+    `moezoo.moe.router.Choice`; `bias_rate` is how far a step moves the bias. `yarn_*`: `moezoo.nn.rope.Yarn`, a factor
+    of 1 being none. Coefficients of routing losses and `init_std` as in Mixtral.
+    """
+
+    vocab: int = 256
+    embed: int = 128
+    layers: int = 4
+    dense_layers: int = 1
+    heads: int = 4
+    q_lora: int | None = 64
+    kv_lora: int = 32
+    nope_dim: int = 32
+    rope_dim: int = 16
+    value_dim: int = 32
+    mlp: int = 512
+    expert_mlp: int = 128
+    experts: int = 16
+    experts_per_token: int = 4
+    shared_experts: int = 1
+    score: Literal["softmax", "sigmoid"] = "sigmoid"
+    groups: int = 4
+    kept_groups: int = 2
+    group_score: Literal["max", "sum_of_top2"] = "sum_of_top2"
+    expert_weights: Literal["renormalised", "scores"] = "renormalised"
+    expert_scale: float = 2.5
+    choice_bias: Literal["none", "learned"] = "learned"
+    bias_rate: float = 0.001
+    rope_base: float = 1e4
+    rope_pairs: Pairs = "interleaved"
+    yarn_factor: float = 1.0
+    yarn_length: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all: float = 1.0
+    norm_eps: float = 1e-6
+    load_balance: float = 0.0001
+    load_balance_over: Literal["batch", "sequence"] = "sequence"
+    z_loss: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        positive = ("vocab", "embed", "layers", "heads", "kv_lora", "nope_dim", "rope_dim", "value_dim", "expert_mlp")
+        positive += ("experts", "experts_per_token", "groups", "kept_groups", "expert_scale", "rope_base", "norm_eps")
+        for name in (*positive, "yarn_length", "yarn_beta_fast", "yarn_beta_slow", "init_std"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")
+        for name in ("dense_layers", "shared_experts", "bias_rate", "load_balance", "z_loss"):
+            if getattr(self, name) < 0:
+                raise UserError(f"model.{name}={getattr(self, name)} must not be negative; 0 turns it off")
+        if self.q_lora is not None and self.q_lora < 1:
+            raise UserError(f"model.q_lora={self.q_lora} must be at least 1, or null for queries without a latent")
+        if self.dense_layers and self.mlp < 1:
+            raise UserError(f"model.mlp={self.mlp} must be greater than 0 with model.dense_layers={self.dense_layers}")
+        if self.dense_layers >= self.layers:
+            raise UserError(
+                f"model.dense_layers={self.dense_layers} leaves no layer of model.layers={self.layers} with experts; "
+                f"set it below {self.layers}"
+            )
+        if self.rope_dim % 2:
+            raise UserError(f"model.rope_dim={self.rope_dim} must be even: rotary positions turn pairs")
+        if self.yarn_factor < 1:
+            raise UserError(f"model.yarn_factor={self.yarn_factor} must be at least 1; 1 is no extension")
+        if self.experts % self.groups:
+            raise UserError(
+                f"model.experts={self.experts} is not divisible by model.groups={self.groups}; choose a divisor"
+            )
+        if self.kept_groups > self.groups:
+            raise UserError(
+                f"model.kept_groups={self.kept_groups} exceeds model.groups={self.groups}; choose at most {self.groups}"
+            )
+        if self.groups > 1 and self.group_score == "sum_of_top2" and self.experts == self.groups:
+            raise UserError(
+                f"model.group_score=sum_of_top2 needs two experts a group but model.experts={self.experts} in "
+                f"model.groups={self.groups} have one; choose fewer groups or model.group_score=max"
+            )
+        eligible = self.experts // self.groups * self.kept_groups
+        if self.experts_per_token > eligible:
+            raise UserError(
+                f"model.experts_per_token={self.experts_per_token} exceeds the {eligible} experts of "
+                f"model.kept_groups={self.kept_groups} groups; choose at most {eligible}"
+            )
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """The extension of rotary positions, if there is one."""
+        if self.yarn_factor == 1:
+            return None
+        c = self
+        return Yarn(
+            c.yarn_factor, c.yarn_length, c.yarn_beta_fast, c.yarn_beta_slow, c.yarn_mscale, c.yarn_mscale_all
+        )
+
+    @property
+    def choice(self) -> Choice:
+        """How the router chooses."""
+        return Choice(
+            k=self.experts_per_token,
+            score=self.score,
+            groups=self.groups,
+            kept_groups=self.kept_groups,
+            group_score=self.group_score,
+            weights=self.expert_weights,
+            scale=self.expert_scale,
+            bias=self.choice_bias,
+        )
+
+
+class _Attending(eqx.Module):
+    """What both kinds of layer begin with: latent attention behind a norm, beside the residual stream."""
+
+    norm: RMSNorm
+    attention: LatentAttention
+
+    def __init__(self, config: DeepSeekConfig, *, dtype: jnp.dtype, key: Array):
+        c = config
+        self.norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
+        self.attention = LatentAttention(
+            c.embed,
+            LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
+            rope_base=c.rope_base,
+            yarn=c.yarn,
+            pairs=c.rope_pairs,
+            out_std=(2 * c.layers) ** -0.5,
+            dtype=dtype,
+            key=key,
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> Float[Array, "batch seq embed"]:
+        with jax.named_scope("attention"):
+            return x + self.attention(self.norm(x), context, run)
+
+
+class DenseLayer(eqx.Module):
+    """Attention, then a dense MLP."""
+
+    attending: _Attending
+    mlp_norm: RMSNorm
+    mlp: MLP
+
+    def __init__(self, config: DeepSeekConfig, *, dtype: jnp.dtype, key: Array):
+        c = config
+        for_attention, for_mlp = jax.random.split(key)
+        self.attending = _Attending(c, dtype=dtype, key=for_attention)
+        self.mlp_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
+        self.mlp = MLP(c.embed, c.mlp, out_std=(2 * c.layers) ** -0.5, dtype=dtype, key=for_mlp)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> tuple[Float[Array, "batch seq embed"], None]:
+        """The layer's activations; it routes nothing."""
+        x = self.attending(x, context, run)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), None
+
+
+class MoELayer(eqx.Module):
+    """Attention, then routed experts and shared ones."""
+
+    attending: _Attending
+    moe_norm: RMSNorm
+    moe: MoE
+    shared: MLP | None
+
+    def __init__(self, config: DeepSeekConfig, *, dtype: jnp.dtype, key: Array):
+        c = config
+        for_attention, for_router, for_experts, for_shared = jax.random.split(key, 4)
+        out_std = (2 * c.layers) ** -0.5
+        self.attending = _Attending(c, dtype=dtype, key=for_attention)
+        self.moe_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
+        self.moe = MoE(
+            Router(c.embed, c.experts, c.choice, dtype=dtype, key=for_router),
+            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
+        )
+        width = c.shared_experts * c.expert_mlp
+        self.shared = MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
+        """The layer's activations, and its routing sums."""
+        x = self.attending(x, context, run)
+        normed = self.moe_norm(x)
+        with jax.named_scope("moe"):
+            y, sums = self.moe(normed, context.queries.segment > 0, run)
+        if self.shared is not None:
+            with jax.named_scope("shared"):
+                y = y + self.shared(normed)
+        return x + y, sums
+
+
+class DeepSeek(LanguageModel):
+    """`model(tokens)` -> logits and routing, of the layers with experts."""
+
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: DeepSeekConfig = eqx.field(static=True)
+
+    def __init__(self, config: DeepSeekConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
+        c, dtype = config, jnp.dtype(dtype)
+        for_embedding, for_dense, for_moe, for_head = jax.random.split(key, 4)
+        self.config = c
+        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
+        runs = [(DenseLayer, c.dense_layers, for_dense), (MoELayer, c.layers - c.dense_layers, for_moe)]
+        self.stacks = tuple(
+            Stack(jax.vmap(lambda k, kind=kind: kind(c, dtype=dtype, key=k))(jax.random.split(one, count)), count)
+            for kind, count, one in runs
+            if count
+        )
+        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
+
+    @property
+    def routing_config(self) -> RoutingConfig:
+        """Coefficients of the routing losses."""
+        c = self.config
+        return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
+
+    def run_layer(
+        self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> tuple[Float[Array, "batch seq embed"], LayerSums | None]:
+        """One layer."""
+        return layer(x, context, run)
+
+    def after_step(self, load: Int[Array, "layer experts"]) -> "DeepSeek":
+        """With the routers' choice bias moved towards balance."""
+        routers = lambda m: m.stacks[-1].layer.moe.router  # noqa: E731
+        return eqx.tree_at(routers, self, routers(self).rebalanced(load, self.config.bias_rate))

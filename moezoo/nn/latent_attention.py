@@ -1,0 +1,122 @@
+"""Multi-head latent attention (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1)."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moezoo.axes import Weight
+from moezoo.collectives import gather
+from moezoo.execution import Execution
+from moezoo.nn.attention import Context, attend
+from moezoo.nn.linear import normal, project
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rope import Pairs, Yarn, frequencies, rotate
+
+_NORM_EPS = 1e-6  # of the norms of the latents, whatever the model's others have
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of the latents (`q_lora` None: queries are projected directly) and, a head, of their parts.
+
+    `nope_dim` of a query and a key have no position, `rope_dim` are rotated; `value_dim` of a value.
+    """
+
+    heads: int
+    q_lora: int | None
+    kv_lora: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+class LatentAttention(eqx.Module):
+    """Keys and values of all heads made from one latent a token, and one rotated key that all heads share."""
+
+    query: Weight[Array, "embed -> heads head_dim"] | None
+    query_down: Weight[Array, "embed -> q_lora_out"] | None
+    query_norm: RMSNorm | None
+    query_up: Weight[Array, "q_lora -> heads head_dim"] | None
+    kv_down: Weight[Array, "embed -> kv_lora_out"]  # the latent, then the shared key before its rotation
+    kv_norm: RMSNorm
+    key_up: Weight[Array, "kv_lora -> heads nope_dim"]
+    value_up: Weight[Array, "kv_lora -> heads value_dim"]
+    out: Weight[Array, "heads value_dim -> embed"]
+    sizes: LatentSizes = eqx.field(static=True)
+    rope_base: float = eqx.field(static=True)
+    yarn: Yarn | None = eqx.field(static=True)
+    pairs: Pairs = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        sizes: LatentSizes,
+        *,
+        rope_base: float,
+        yarn: Yarn | None,
+        pairs: Pairs,
+        out_std: float,
+        dtype: jnp.dtype,
+        key: Array,
+    ):
+        self.sizes, self.rope_base, self.yarn, self.pairs = sizes, rope_base, yarn, pairs
+        keys = jax.random.split(key, 6)
+        heads, nope, rope, value = sizes.heads, sizes.nope_dim, sizes.rope_dim, sizes.value_dim
+        self.query = self.query_down = self.query_norm = self.query_up = None
+        if sizes.q_lora is None:
+            self.query = normal(keys[0], (embed, heads, nope + rope), embed**-0.5, dtype)
+        else:
+            lora = sizes.q_lora
+            self.query_down = normal(keys[0], (embed, lora), embed**-0.5, dtype)
+            self.query_norm = RMSNorm(lora, _NORM_EPS, dtype=dtype)
+            self.query_up = normal(keys[1], (lora, heads, nope + rope), lora**-0.5, dtype)
+        lora = sizes.kv_lora
+        self.kv_down = normal(keys[2], (embed, lora + rope), embed**-0.5, dtype)
+        self.kv_norm = RMSNorm(lora, _NORM_EPS, dtype=dtype)
+        self.key_up = normal(keys[3], (lora, heads, nope), lora**-0.5, dtype)
+        self.value_up = normal(keys[4], (lora, heads, value), lora**-0.5, dtype)
+        self.out = normal(keys[5], (heads, value, embed), out_std * (heads * value) ** -0.5, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
+    ) -> Float[Array, "batch seq embed"]:
+        """Attend. Where the sequence is split, the latents are gathered over those axes: few bytes a token."""
+        q = self._queries(x, context)
+        latent, shared = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in self.latents(x, context))
+        shared = jnp.broadcast_to(shared, (*shared.shape[:2], self.sizes.heads, self.sizes.rope_dim))
+        k = jnp.concatenate([project(latent, self.key_up), shared], axis=-1)
+        v = project(latent, self.value_up)
+        y = attend(q[:, :, :, None], k, v, context, scale=self.score_scale, window=None)
+        return project(y[:, :, :, 0], self.out, inputs=2)
+
+    @property
+    def score_scale(self) -> float:
+        """What q . k is multiplied with."""
+        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5
+        return scale * (self.yarn.score_scale if self.yarn else 1.0)
+
+    def _queries(self, x: Array, context: Context) -> Float[Array, "batch seq heads head_dim"]:
+        if self.query is not None:
+            q = project(x, self.query)
+        else:
+            q = project(self.query_norm(project(x, self.query_down)), self.query_up)
+        plain, turned = jnp.split(q, [self.sizes.nope_dim], axis=-1)
+        return jnp.concatenate([plain, self._rotate(turned, context)], axis=-1)
+
+    def latents(
+        self, x: Array, context: Context
+    ) -> tuple[Float[Array, "batch seq kv_lora"], Float[Array, "batch seq 1 rope_dim"]]:
+        """What a token leaves for those after it: its latent, and the key that all heads share, rotated."""
+        latent, shared = jnp.split(project(x, self.kv_down), [self.sizes.kv_lora], axis=-1)
+        return self.kv_norm(latent), self._rotate(shared[:, :, None], context)
+
+    def _rotate(self, x: Array, context: Context) -> Array:
+        size = self.sizes.rope_dim
+        if self.yarn is None:
+            return rotate(x, context.queries.position, frequencies(size, self.rope_base), pairs=self.pairs)
+        slower = jnp.asarray(self.yarn.frequencies(size, self.rope_base), jnp.float32)
+        turned = rotate(x, context.queries.position, slower, pairs=self.pairs)
+        return turned * jnp.asarray(self.yarn.magnitude, turned.dtype)
