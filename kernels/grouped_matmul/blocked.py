@@ -2,11 +2,12 @@
 
 What makes it fast on a CPU, where each product inside a loop is one call of a good matrix product:
 - a group's matrix is taken out of `weights` once a group, not once a block, and never transposed in memory;
-- a group goes in large blocks while they fit and then in small ones, of which only the last is partly filled, so that
+- a group goes in large blocks while they fit and then in smaller ones, of which only the last is partly filled, so that
   products have many rows and yet few are computed in vain: at most `_BLOCKS[-1] - 1` a group;
 - groups without rows are not looked at.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.collectives import vary_like
 
-_BLOCKS = (256, 64)
+_BLOCKS = (256, 128, 32)
 
 Mask = Bool[Array, "block 1"] | None
 # carry, first row of the block, which of its rows count (None: all), rows a block -> carry
@@ -43,18 +44,30 @@ def _partial(
     start: Int[Array, ""], stop: Int[Array, ""], rows: int, block: int, step: Step
 ) -> Callable[[Int[Array, ""], Any], Any]:
     def body(i: Int[Array, ""], carry: Any) -> Any:
-        first = start + i * block
-        window = jnp.minimum(first, rows - block)  # the last one must not reach beyond the array
-        row = window + lax.iota(window.dtype, block)
-        return step(carry, window, ((row >= first) & (row < stop))[:, None], block)
+        window, mask = _window(start + i * block, stop, rows, block)
+        return step(carry, window, mask, block)
 
     return body
+
+
+def _window(
+    first: Int[Array, ""], stop: Int[Array, ""], rows: int, block: int
+) -> tuple[Int[Array, ""], Bool[Array, "block 1"]]:
+    """The first row of a block that begins at `first` or before, to stay within `rows`; which of its rows count."""
+    window = jnp.minimum(first, rows - block)
+    row = window + lax.iota(window.dtype, block)
+    return window, ((row >= first) & (row < stop))[:, None]
 
 
 def _slice(x: Float[Array, "rows a"], first: Int[Array, ""], mask: Mask, block: int) -> Float[Array, "block a"]:
     """Rows of a block, zero where they do not count: not times zero, which would leave a NaN."""
     part = lax.dynamic_slice_in_dim(x, first, block)
     return part if mask is None else jnp.where(mask, part, jnp.zeros((), x.dtype))
+
+
+def _dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: int) -> Float[Array, "d e"]:
+    """The product that sums over a dimension of each, in float32."""
+    return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def multiply(
@@ -75,8 +88,7 @@ def multiply(
 
         def step(result: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
             x = lax.dynamic_slice_in_dim(rows, first, block)
-            numbers = (((1,), (contract - 1,)), ((), ()))
-            y = lax.dot_general(x, weight, numbers, preferred_element_type=jnp.float32).astype(rows.dtype)
+            y = _dot(x, weight, 1, contract - 1).astype(rows.dtype)
             if mask is not None:
                 y = jnp.where(mask, y, lax.dynamic_slice_in_dim(result, first, block))
             return lax.dynamic_update_slice_in_dim(result, y, first, 0)
@@ -93,15 +105,33 @@ def outer(
     group_sizes: Int[Array, " groups"],
     dtype: DTypeLike,
 ) -> Float[Array, "groups inputs outputs"]:
-    """A sum over a group's blocks in float32, written once; zero for groups without rows."""
-    ends = jnp.cumsum(group_sizes)
+    """A sum over a group's blocks in float32, written once; zero for groups without rows.
 
-    def step(total: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
+    What does not fill a block of the largest size comes first, in one product: most groups of few rows need no sum.
+    """
+    ends = jnp.cumsum(group_sizes)
+    total, largest = rows.shape[0], min(_BLOCKS[0], rows.shape[0])
+    sizes = sorted({min(size, largest) for size in range(_BLOCKS[-1], largest + _BLOCKS[-1], _BLOCKS[-1])})
+
+    def product(first: Int[Array, ""], mask: Mask, block: int) -> Array:
         x, y = _slice(rows, first, mask, block), _slice(others, first, mask, block)
-        return total + lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return _dot(x, y, 0, 0)
 
     def group(bounds: tuple[Array, Array]) -> Array:
-        zero = vary_like(jnp.zeros((rows.shape[1], others.shape[1]), jnp.float32), rows)
-        return _over_rows(*bounds, rows.shape[0], step, zero).astype(dtype)
+        start, stop = bounds
+        count = (stop - start) // largest
+        first = start + count * largest
+
+        def rest(size: int) -> Array:
+            window, mask = _window(first, stop, total, size)
+            return product(window, mask, size)
+
+        def nothing() -> Array:
+            return vary_like(jnp.zeros((rows.shape[1], others.shape[1]), jnp.float32), rows, group_sizes)
+
+        which = jnp.searchsorted(jnp.asarray([0, *sizes]), stop - first)
+        begun = lax.switch(which, [nothing, *(functools.partial(rest, size) for size in sizes)])
+        body = _whole(start, largest, lambda sum_, first, mask, block: sum_ + product(first, mask, block))
+        return lax.fori_loop(jnp.zeros_like(count), count, body, begun).astype(dtype)
 
     return lax.map(group, (ends - group_sizes, ends))

@@ -166,24 +166,22 @@ def test_blocks_cover_a_group_once_and_little_else(blocks, ends):
 
 
 def test_blocked_computes_nothing_beyond_the_last_group(monkeypatch):
-    """The blocks that its three products (value and both gradients) compute, however many rows there are."""
+    """The blocks of rows in its three products (value and both gradients), however many rows there are."""
     computed = []
-    plain = blocked_module._over_rows
+    plain = blocked_module._dot
 
-    def counted(start, stop, rows, step, carry):
-        def told(carry, first, mask, block):
-            jax.debug.callback(lambda _: computed.append(block), first)
-            return step(carry, first, mask, block)
+    def counted(x, *rest):
+        jax.debug.callback(lambda _: computed.append(x.shape[0]), x[0, 0])
+        return plain(x, *rest)
 
-        return plain(start, stop, rows, told, carry)
-
-    monkeypatch.setattr(blocked_module, "_over_rows", counted)
+    monkeypatch.setattr(blocked_module, "_dot", counted)
     monkeypatch.setattr(blocked_module, "_BLOCKS", (8, 2))
-    sizes = jnp.asarray((0, 5, 17, 1), jnp.int32)  # blocks: none; 2 2 2; 8 8 2; 2
+    sizes = jnp.asarray((0, 5, 17, 1), jnp.int32)
+    by_row, by_group = [2, 2, 2, 8, 8, 2, 2], [6, 8, 8, 2, 2]
     x, weights, cotangent = operands(400)
     jax.block_until_ready(jax.jit(value_and_gradients, static_argnums=0)("blocked", x, weights, sizes, cotangent))
     jax.effects_barrier()
-    assert sorted(computed) == sorted(3 * [2, 2, 2, 8, 8, 2, 2])
+    assert sorted(computed) == sorted(2 * by_row + by_group)
 
 
 @pytest.mark.parametrize("over", [("a", "", ""), ("", "a", ""), ("", "", "a"), ("a", "b", ""), ("ab", "b", "a")])

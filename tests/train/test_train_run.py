@@ -4,6 +4,7 @@ import inspect
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -182,7 +183,7 @@ def test_tokens_are_whole_numbers_in_rows(run):
 
 
 def test_warm_up_is_a_tenth_of_the_run_unless_said(tiny):
-    rates = [float(learning_rate(AdamW(1.0), Cosine(), 40, np.int32(i))) for i in range(40)]
+    rates = [float(learning_rate(AdamW(1.0), Cosine(), 40, jnp.int32(i))) for i in range(40)]
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1, 1], atol=1e-6)
     assert rates[-1] == pytest.approx(0.1)
     assert sorted(rates[3:], reverse=True) == rates[3:]
