@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from moezoo.hub import Hub
+from moezoo.models import deepseek_hub, mixtral_hub
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
 
@@ -10,12 +12,16 @@ ModelConfig = MixtralConfig | DeepSeekConfig
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family's configuration class and model class."""
+    """A family's configuration class and model class, and how it lies in a Hugging Face folder."""
 
     config: type
     model: type
+    hub: Hub
 
 
-FAMILIES = {"deepseek": Family(DeepSeekConfig, DeepSeek), "mixtral": Family(MixtralConfig, Mixtral)}
+FAMILIES = {
+    "deepseek": Family(DeepSeekConfig, DeepSeek, deepseek_hub),
+    "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
+}
 
 __all__ = ["FAMILIES", "DeepSeek", "DeepSeekConfig", "Family", "Mixtral", "MixtralConfig", "ModelConfig"]

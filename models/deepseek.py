@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (2024, arXiv:2405.04434) and DeepSeek-V3 (2024, arXiv:2412.19437): one family, told apart by its settings.
+"""DeepSeek-V2 (2024, arXiv:2405.04434) and V3 (2024, arXiv:2412.19437): one family, told apart by its settings.
 
 Top to bottom: the configuration, the two kinds of layer, the model. Pre-norm residual layers with multi-head latent
 attention; the first layers have a dense MLP, the others experts behind a router and experts that every token shares.
@@ -122,9 +122,12 @@ class DeepSeekConfig:
         if self.yarn_factor == 1:
             return None
         c = self
-        return Yarn(
-            c.yarn_factor, c.yarn_length, c.yarn_beta_fast, c.yarn_beta_slow, c.yarn_mscale, c.yarn_mscale_all
-        )
+        return Yarn(c.yarn_factor, c.yarn_length, c.yarn_beta_fast, c.yarn_beta_slow, c.yarn_mscale, c.yarn_mscale_all)
+
+    @property
+    def dims_of_a_pair(self) -> int:
+        """Products a head makes for each query and key that see each other: of the score, and of the value."""
+        return self.nope_dim + self.rope_dim + self.value_dim
 
     @property
     def choice(self) -> Choice:
@@ -263,3 +266,36 @@ class DeepSeek(LanguageModel):
         """With the routers' choice bias moved towards balance."""
         routers = lambda m: m.stacks[-1].layer.moe.router  # noqa: E731
         return eqx.tree_at(routers, self, routers(self).rebalanced(load, self.config.bias_rate))
+
+
+# Our arrays and the tensors of a Hugging Face folder; a tuple is several that lie there as one.
+NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "unembedding.norm.scale": "model.norm.weight",
+    "unembedding.weight": "lm_head.weight",
+}
+_MLP = "model.layers.{layer}.mlp"
+LAYER_NAMES = {
+    "attending.norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    "attending.attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
+    "attending.attention.query_down": "model.layers.{layer}.self_attn.q_a_proj.weight",
+    "attending.attention.query_norm.scale": "model.layers.{layer}.self_attn.q_a_layernorm.weight",
+    "attending.attention.query_up": "model.layers.{layer}.self_attn.q_b_proj.weight",
+    "attending.attention.kv_down": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
+    "attending.attention.kv_norm.scale": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
+    ("attending.attention.key_up", "attending.attention.value_up"): "model.layers.{layer}.self_attn.kv_b_proj.weight",
+    "attending.attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
+    "mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "mlp.gate": f"{_MLP}.gate_proj.weight",
+    "mlp.up": f"{_MLP}.up_proj.weight",
+    "mlp.down": f"{_MLP}.down_proj.weight",
+    "moe_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "moe.router.weight": f"{_MLP}.gate.weight",
+    "moe.router.bias": f"{_MLP}.gate.e_score_correction_bias",
+    "moe.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
+    "moe.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
+    "moe.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
+    "shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
+    "shared.up": f"{_MLP}.shared_experts.up_proj.weight",
+    "shared.down": f"{_MLP}.shared_experts.down_proj.weight",
+}

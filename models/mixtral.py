@@ -73,6 +73,11 @@ class MixtralConfig:
         if self.head_dim % 2:
             raise UserError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
 
+    @property
+    def dims_of_a_pair(self) -> int:
+        """Products a head makes for each query and key that see each other: of the score, and of the value."""
+        return 2 * self.head_dim
+
 
 class Layer(eqx.Module):
     """Attention, then experts, each behind a norm and beside the residual stream."""
@@ -143,3 +148,23 @@ class Mixtral(LanguageModel):
     ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
         """One layer."""
         return layer(x, context, run)
+
+
+# Our arrays and the tensors of a Hugging Face folder.
+NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "unembedding.norm.scale": "model.norm.weight",
+    "unembedding.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    "attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
+    "attention.key": "model.layers.{layer}.self_attn.k_proj.weight",
+    "attention.value": "model.layers.{layer}.self_attn.v_proj.weight",
+    "attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
+    "moe_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "moe.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
+    "moe.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+    "moe.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+    "moe.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+}

@@ -10,6 +10,7 @@ from moezoo.compose import compose
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import MeshShape, cpu_devices, make_mesh
+from moezoo.pretrained import from_pretrained, save_pretrained
 from moezoo.rules import Rules
 from moezoo.train.evaluate import Evaluation, evaluate
 from moezoo.train.loop import Run, load_run, saved_config, train
@@ -28,12 +29,14 @@ __all__ = [
     "data",
     "evaluate",
     "execution",
+    "from_pretrained",
     "kernels",
     "load_run",
     "make_mesh",
     "models",
     "moe",
     "place",
+    "save_pretrained",
     "saved_config",
     "train",
 ]

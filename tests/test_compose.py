@@ -59,7 +59,7 @@ def test_values_are_typed_and_replaced_not_merged():
         "optimizer.learning_rate=1", "model.window=7", "rules.compute={}", 'run_dir="a=b"', "optimizer.clip_norm=null"
     )
     assert type(cfg.optimizer.learning_rate) is float
-    assert cfg.model.window == 7
+    assert vars(cfg.model)["window"] == 7
     assert cfg.rules.compute == {}
     assert cfg.run_dir == "a=b"
     assert cfg.optimizer.clip_norm is None

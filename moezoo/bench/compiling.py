@@ -19,7 +19,7 @@ from moezoo.bench.shapes import SHAPES, Shape
 from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import grouped_matmul
 from moezoo.moe.block import Experts, MoE
-from moezoo.moe.router import Router
+from moezoo.moe.router import Choice, Router
 
 
 class Compiled(NamedTuple):
@@ -72,7 +72,7 @@ def _layer(shape: Shape, dtype: Any) -> _Program:
     t, d, f, e, k = shape
 
     def make(key: jax.Array) -> MoE:
-        router = Router(d, e, k, dtype=dtype, key=key)
+        router = Router(d, e, Choice(k), dtype=dtype, key=key)
         return MoE(router, Experts(e, d, f, out_std=1.0, dtype=dtype, key=key))
 
     block = jax.eval_shape(make, jax.random.key(0))

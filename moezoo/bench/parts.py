@@ -16,7 +16,7 @@ from moezoo.bench.shapes import Shape
 from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
 from moezoo.moe.block import Experts, MoE
-from moezoo.moe.router import Router
+from moezoo.moe.router import Choice, Router
 
 Routing = Literal["uniform", "zipf"]
 
@@ -88,7 +88,7 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         yield BATCHED, partial(compiled, products, (rows, hidden, *matrices), (), (hidden, hidden, back))
 
     # A number that all tokens have in common, and a router that turns it into each expert's share.
-    router = Router(d, e, k, dtype=jnp.dtype(dtype), key=jax.random.key(3))
+    router = Router(d, e, Choice(k), dtype=jnp.dtype(dtype), key=jax.random.key(3))
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0].set(log_shares(routing, e).astype(dtype)))
     x, c = normal(4, dtype, (1, t, d), (1, t, d))
     x = x.at[..., 0].set(1)

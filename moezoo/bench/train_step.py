@@ -74,8 +74,9 @@ def _sizes(cfg: TrainConfig) -> tuple[int, int, int, int, int]:
 def _flops(cfg: TrainConfig) -> float:
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
     _, active = count_parameters(model_shapes(m), m.experts_per_token)
-    seen = min(cfg.seq_len, m.window or cfg.seq_len) / 2  # a query sees half of the keys before it on average
-    attention = 2 * 2 * m.layers * m.heads * m.head_dim * seen
+    # A query sees half of the keys on average, or of its window.
+    seen = min(cfg.seq_len, getattr(m, "window", None) or cfg.seq_len) / 2
+    attention = 2 * m.layers * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)
 
 

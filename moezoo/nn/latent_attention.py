@@ -102,6 +102,9 @@ class LatentAttention(eqx.Module):
         if self.query is not None:
             q = project(x, self.query)
         else:
+            assert self.query_down is not None
+            assert self.query_norm is not None
+            assert self.query_up is not None
             q = project(self.query_norm(project(x, self.query_down)), self.query_up)
         plain, turned = jnp.split(q, [self.sizes.nope_dim], axis=-1)
         return jnp.concatenate([plain, self._rotate(turned, context)], axis=-1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moezoo.moe.router import Router
+from moezoo.moe.router import Choice, Router
 
 BATCH, SEQ, EMBED, EXPERTS = 2, 5, 4, 6
 # Logits of order 4 to within 8 roundings to float32; the softmax passes on their absolute error.
@@ -17,7 +17,7 @@ PRECISION = 8 * 4 * 2.0**-24
 
 def router_of(weight, k, dtype=jnp.float32):
     """A router with this matrix."""
-    router = Router(EMBED, weight.shape[1], k, dtype=jnp.dtype(dtype), key=jax.random.key(0))
+    router = Router(EMBED, weight.shape[1], Choice(k), dtype=jnp.dtype(dtype), key=jax.random.key(0))
     return eqx.tree_at(lambda r: r.weight, router, jnp.asarray(weight, dtype))
 
 

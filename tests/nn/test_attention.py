@@ -13,7 +13,7 @@ from moezoo.execution import Execution
 from moezoo.mesh import MeshShape, make_mesh
 from moezoo.nn.attention import Attention, Context, Place, attend, place_keys
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.rope import rotate
+from moezoo.nn.rope import frequencies, rotate
 from moezoo.rules import Rules
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
@@ -210,10 +210,10 @@ def test_a_split_sequence_changes_nothing(shape):
 def test_rope_is_a_complex_rotation(base):
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, HEADS, 8), np.float32)
     positions = np.random.default_rng(1).integers(0, 64, (BATCH, SEQ)).astype(np.int32)
-    rotated = rotate(jnp.asarray(x), jnp.asarray(positions), base)
+    rotated = rotate(jnp.asarray(x), jnp.asarray(positions), frequencies(8, base))
     # An angle up to 64 radians is rounded by 64 * 2 ** -24 each time, three times before the sine.
     np.testing.assert_allclose(rotated, complex_rotation(x, positions, base), rtol=0, atol=4 * 64 * 2.0**-24 * 4)
-    assert rotate(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), base).dtype == jnp.bfloat16
+    assert rotate(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), frequencies(8, base)).dtype == jnp.bfloat16
 
 
 def test_rms_norm():

@@ -1,0 +1,137 @@
+"""DeepSeek's configuration as the config.json of a Hugging Face folder, both ways."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moezoo.errors import UserError
+from moezoo.hub import rope_of, setting
+from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
+from moezoo.models.deepseek import NAMES as NAMES
+from moezoo.models.deepseek import DeepSeekConfig
+
+# The second and third are told apart by what their names imply and no key says: softmax, or sigmoid with a bias.
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+
+
+def passed_over(name: str, expected: set[str]) -> bool:
+    """Layers after the last are for predicting several tokens at once."""
+    layers = {int(m[1]) for m in map(re.compile(r"model\.layers\.(\d+)\.").match, expected) if m}
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) > max(layers)
+
+
+def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
+    """The configuration. Raises `UserError` for what the family does not have."""
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        if mapping.get(key):
+            raise UserError(f"config.json: {key} is true; this family does not have it")
+    sigmoid = mapping["model_type"] != "deepseek_v2"
+    grouped = sigmoid or mapping.get("topk_method", "greedy") == "group_limited_greedy"
+    rope = rope_of(mapping)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise UserError(f"config.json: rope_type {kind}; this family has default and yarn")
+    extended: dict[str, Any] = {}
+    if kind == "yarn":
+        extended = {
+            "yarn_factor": float(setting(rope, "factor")),
+            "yarn_length": int(setting(rope, "original_max_position_embeddings")),
+            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+            "yarn_mscale": float(rope.get("mscale") or 0),
+            "yarn_mscale_all": float(rope.get("mscale_all_dim") or 0),
+        }
+    return DeepSeekConfig(
+        vocab=setting(mapping, "vocab_size"),
+        embed=setting(mapping, "hidden_size"),
+        layers=setting(mapping, "num_hidden_layers"),
+        dense_layers=setting(mapping, "first_k_dense_replace"),
+        heads=setting(mapping, "num_attention_heads"),
+        q_lora=mapping.get("q_lora_rank"),
+        kv_lora=setting(mapping, "kv_lora_rank"),
+        nope_dim=setting(mapping, "qk_nope_head_dim"),
+        rope_dim=setting(mapping, "qk_rope_head_dim"),
+        value_dim=setting(mapping, "v_head_dim"),
+        mlp=setting(mapping, "intermediate_size"),
+        expert_mlp=setting(mapping, "moe_intermediate_size"),
+        experts=setting(mapping, "n_routed_experts"),
+        experts_per_token=setting(mapping, "num_experts_per_tok"),
+        shared_experts=mapping.get("n_shared_experts") or 0,
+        score="sigmoid" if sigmoid else "softmax",
+        groups=(mapping.get("n_group") or 1) if grouped else 1,
+        kept_groups=(mapping.get("topk_group") or 1) if grouped else 1,
+        group_score="sum_of_top2" if sigmoid else "max",
+        # The second version has the key too and does not heed it.
+        expert_weights="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
+        expert_scale=float(mapping.get("routed_scaling_factor", 1.0)),
+        choice_bias="learned" if sigmoid else "none",
+        rope_base=float(rope.get("rope_theta", 1e4)),
+        rope_pairs="interleaved" if mapping.get("rope_interleave", True) else "halves",
+        norm_eps=float(setting(mapping, "rms_norm_eps")),
+        init_std=float(mapping.get("initializer_range", DeepSeekConfig.init_std)),
+        **extended,
+    )
+
+
+def hub_config(config: DeepSeekConfig) -> dict[str, Any]:
+    """The keys that transformers reads. Raises `UserError` for a router that neither version has."""
+    c = config
+    third = c.score == "sigmoid"
+    if third != (c.choice_bias == "learned") or (c.groups > 1 and third != (c.group_score == "sum_of_top2")):
+        raise UserError(
+            f"model.score={c.score} with model.choice_bias={c.choice_bias} and model.group_score={c.group_score} is "
+            "neither DeepSeek-V2's router nor DeepSeek-V3's; transformers has no other"
+        )
+    if not third and (c.expert_weights == "renormalised" or c.rope_pairs == "halves"):
+        raise UserError(
+            f"model.expert_weights={c.expert_weights} and model.rope_pairs={c.rope_pairs}: DeepSeek-V2 in transformers "
+            "has scores and interleaved alone"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_base}
+    if c.yarn is not None:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": c.yarn_factor,
+            "original_max_position_embeddings": c.yarn_length,
+            "beta_fast": c.yarn_beta_fast,
+            "beta_slow": c.yarn_beta_slow,
+            "mscale": c.yarn_mscale,
+            "mscale_all_dim": c.yarn_mscale_all,
+        }
+    name = "DeepseekV3" if third else "DeepseekV2"
+    mapping = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": "deepseek_v3" if third else "deepseek_v2",
+        "vocab_size": c.vocab,
+        "hidden_size": c.embed,
+        "num_hidden_layers": c.layers,
+        "first_k_dense_replace": c.dense_layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.heads,
+        "q_lora_rank": c.q_lora,
+        "kv_lora_rank": c.kv_lora,
+        "qk_nope_head_dim": c.nope_dim,
+        "qk_rope_head_dim": c.rope_dim,
+        "v_head_dim": c.value_dim,
+        "intermediate_size": c.mlp,
+        "moe_intermediate_size": c.expert_mlp,
+        "n_routed_experts": c.experts,
+        "num_experts_per_tok": c.experts_per_token,
+        "n_shared_experts": c.shared_experts,
+        "n_group": c.groups,
+        "topk_group": c.kept_groups,
+        "norm_topk_prob": c.expert_weights == "renormalised",
+        "routed_scaling_factor": c.expert_scale,
+        "rope_parameters": rope,
+        "rope_interleave": c.rope_pairs == "interleaved",
+        "rms_norm_eps": c.norm_eps,
+        "initializer_range": c.init_std,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+    }
+    if not third:
+        mapping["topk_method"] = "group_limited_greedy" if c.groups > 1 else "greedy"
+    return mapping

@@ -1,0 +1,69 @@
+"""Mixtral's configuration as the config.json of a Hugging Face folder, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moezoo.errors import UserError
+from moezoo.hub import rope_of, setting
+from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
+from moezoo.models.mixtral import NAMES as NAMES
+from moezoo.models.mixtral import MixtralConfig
+
+MODEL_TYPES = ("mixtral",)
+
+
+def passed_over(name: str, expected: set[str]) -> bool:
+    """Nothing is."""
+    del name, expected
+    return False
+
+
+def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
+    """The configuration. Raises `UserError` for what the family does not have."""
+    if mapping.get("tie_word_embeddings"):
+        raise UserError("config.json: tie_word_embeddings is true; this family's embeddings are untied")
+    rope = rope_of(mapping)
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(f"config.json: rope_type {rope['rope_type']}; this family has the default alone")
+    heads = setting(mapping, "num_attention_heads")
+    return MixtralConfig(
+        vocab=setting(mapping, "vocab_size"),
+        embed=setting(mapping, "hidden_size"),
+        layers=setting(mapping, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=setting(mapping, "num_key_value_heads"),
+        head_dim=mapping.get("head_dim") or setting(mapping, "hidden_size") // heads,
+        expert_mlp=setting(mapping, "intermediate_size"),
+        experts=setting(mapping, "num_local_experts"),
+        experts_per_token=setting(mapping, "num_experts_per_tok"),
+        window=mapping.get("sliding_window"),
+        rope_base=float(rope.get("rope_theta", 1e6)),
+        norm_eps=float(setting(mapping, "rms_norm_eps")),
+        load_balance=float(mapping.get("router_aux_loss_coef", MixtralConfig.load_balance)),
+        init_std=float(mapping.get("initializer_range", MixtralConfig.init_std)),
+    )
+
+
+def hub_config(config: MixtralConfig) -> dict[str, Any]:
+    """The keys that transformers reads."""
+    c = config
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": c.vocab,
+        "hidden_size": c.embed,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.expert_mlp,
+        "num_local_experts": c.experts,
+        "num_experts_per_tok": c.experts_per_token,
+        "sliding_window": c.window,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base},
+        "rms_norm_eps": c.norm_eps,
+        "router_aux_loss_coef": c.load_balance,
+        "initializer_range": c.init_std,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }

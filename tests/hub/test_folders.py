@@ -1,0 +1,174 @@
+"""Folders that are damaged, foreign or do not fit: one line each, and what a good one keeps."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import moezoo
+import moezoo.pretrained
+from moezoo.models import DeepSeekConfig, MixtralConfig
+
+MIXTRAL = MixtralConfig(vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4)
+DEEPSEEK = DeepSeekConfig(
+    vocab=24, embed=8, layers=2, heads=2, q_lora=4, kv_lora=4, nope_dim=4, rope_dim=2, value_dim=4, mlp=6, expert_mlp=6
+)
+
+
+@pytest.fixture(scope="module", params=[MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
+def saved(request, tmp_path_factory):
+    """A model and a good folder of it."""
+    model = moezoo.build(request.param, key=jax.random.key(0))
+    folder = tmp_path_factory.mktemp("saved") / "good"
+    moezoo.save_pretrained(model, folder)
+    return model, folder
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(saved[1], tmp_path / "model")
+
+
+def equal(a, b):
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def test_files_of_an_index(saved, tmp_path, monkeypatch):
+    model, _ = saved
+    monkeypatch.setattr(moezoo.pretrained, "_SHARD_BYTES", 2000)
+    moezoo.save_pretrained(model, tmp_path / "many")
+    names = sorted(p.name for p in (tmp_path / "many").iterdir())
+    assert len(names) > 3
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {n for n in names if n.endswith(".safetensors")}
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(model))
+    assert equal(moezoo.from_pretrained(tmp_path / "many"), model)
+
+
+def test_dtype_is_as_stored_unless_given(saved, tmp_path):
+    model, folder = saved
+    half = moezoo.from_pretrained(folder, dtype=jnp.bfloat16)
+    moezoo.save_pretrained(half, tmp_path / "half")
+    again = moezoo.from_pretrained(tmp_path / "half")
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(again), jax.tree.leaves(model), strict=True):
+        bias = jax.tree_util.keystr(path).endswith("router.bias")
+        assert a.dtype == (jnp.float32 if bias else jnp.bfloat16)
+        np.testing.assert_array_equal(a, np.asarray(b).astype(a.dtype))
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    kinds = {name: x.dtype for name, x in stored.items()}
+    assert {kinds[n] for n in kinds if not n.endswith("bias")} == {np.dtype(ml_dtypes.bfloat16)}
+    assert {kinds[n] for n in kinds if n.endswith("bias")} <= {np.dtype(np.float32)}
+
+
+def test_lands_on_a_mesh(saved):
+    model, folder = saved
+    run = moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(expert=4)), moezoo.compose().rules)
+    split = moezoo.from_pretrained(folder, run)
+    assert equal(split, model)
+    assert split.stacks[-1].layer.moe.experts.gate.sharding.spec[1] == "expert"
+
+
+def test_older_keys_of_rotary_positions(damaged, saved):
+    config = json.loads((damaged / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    (damaged / "config.json").write_text(json.dumps(config))
+    again = moezoo.from_pretrained(damaged)
+    assert again.config.rope_base == saved[0].config.rope_base
+    assert equal(again, saved[0])
+
+
+def test_layers_of_multi_token_prediction_are_told(tmp_path):
+    model = moezoo.build(DEEPSEEK, key=jax.random.key(0))
+    moezoo.save_pretrained(model, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)}, file)
+    with pytest.warns(UserWarning, match=r"passed over 1 tensors of multi-token prediction: model\.layers\.2\.eh_proj"):
+        assert equal(moezoo.from_pretrained(tmp_path / "m"), model)
+
+
+def test_weights_that_are_not_finite_are_named(damaged):
+    file = damaged / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0, 0] = np.nan
+    save_file(tensors, file)
+    with pytest.warns(UserWarning, match=r"not finite: lm_head\.weight$"):
+        moezoo.from_pretrained(damaged)
+
+
+def change(folder, **keys):
+    """Change a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+def spoil_tensors(folder, function):
+    """Change a folder's tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    function(tensors)
+    save_file(tensors, file)
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def index(folder, **where):
+    """An index that places some tensors elsewhere."""
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | where}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json there; name a Hugging Face model folder"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda f: change(f, model_type="mixtrall"), r"model_type 'mixtrall' is not known; did you mean 'mixtral'\?"),
+        (lambda f: change(f, model_type="llama"), "model_type 'llama' is not known; valid: deepseek_v2, deepseek_v3"),
+        (lambda f: change(f, hidden_size=None), "config.json: hidden_size is missing"),
+        (lambda f: change(f, vocab_size=25), r"embed_tokens.weight is \[24, 8\], expected \[25, 8\] by config.json"),
+        (lambda f: change(f, num_hidden_layers=3), "tensors are missing: model.layers.2."),
+        (lambda f: change(f, tie_word_embeddings=True), "tie_word_embeddings is true"),
+        (lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")), "1 tensors are missing: lm_head.weight$"),
+        (
+            lambda f: spoil_tensors(f, lambda t: t.update({"model.extra": np.ones(2, np.float32)})),
+            "1 tensors belong to no parameter: model.extra$",
+        ),
+        (
+            lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(9, np.float32)})),
+            r"model.norm.weight is \[9\], expected \[8\] by config.json",
+        ),
+        (
+            lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(8, np.int32)})),
+            "model.norm.weight is I32, expected F32, F16, BF16",
+        ),
+        (cut_short, "model.safetensors cannot be read .*; download it again"),
+        (lambda f: (f / "model.safetensors").unlink(), "only safetensors are read"),
+        (lambda f: index(f, **{"lm_head.weight": "../other.safetensors"}), "outside the folder; do not trust it"),
+        (lambda f: index(f, **{"lm_head.weight": "/etc/passwd"}), "outside the folder; do not trust it"),
+        (lambda f: index(f, **{"lm_head.weight": "gone.safetensors"}), "gone.safetensors is missing though the index"),
+    ],
+)
+def test_one_line(damaged, spoil, line):
+    spoil(damaged)
+    with pytest.raises(moezoo.UserError, match=line) as caught:
+        moezoo.from_pretrained(damaged)
+    assert "\n" not in str(caught.value)
+
+
+def test_saving_overwrites_nothing(saved, tmp_path):
+    model, folder = saved
+    with pytest.raises(moezoo.UserError, match=r"already holds a model; name another folder$"):
+        moezoo.save_pretrained(model, folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(moezoo.UserError, match=r"cannot write there \(Not a directory\)"):
+        moezoo.save_pretrained(model, tmp_path / "file" / "x")

@@ -1,0 +1,107 @@
+"""Ways to choose and weigh experts, and the choice bias, against a loop over tokens."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moezoo.moe.router import Choice, Router
+
+BATCH, SEQ, EMBED, EXPERTS = 2, 6, 5, 8
+PRECISION = 32 * 2.0**-24  # scores at most 1, of logits of order 4 within 8 roundings
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def loop(scores, bias, choice):
+    """A token's experts and weights, from its scores."""
+    eligible = list(range(EXPERTS))
+    if choice.groups > 1:
+        size = EXPERTS // choice.groups
+        best = {"max": 1, "sum_of_top2": 2}[choice.group_score]
+
+        def goodness(group):
+            members = sorted((scores + bias)[group * size : (group + 1) * size], reverse=True)
+            return sum(members[:best])
+
+        kept = sorted(range(choice.groups), key=goodness, reverse=True)[: choice.kept_groups]
+        eligible = [e for e in eligible if e // size in kept]
+    chosen = sorted(eligible, key=lambda e: -(scores + bias)[e])[: choice.k]
+    weights = scores[chosen]
+    if choice.weights == "renormalised":
+        weights = weights / weights.sum()
+    return chosen, weights * choice.scale
+
+
+CHOICES = [
+    Choice(3, score, groups, 2, group_score, weights, 2.5, bias)
+    for score, (groups, group_score), weights, bias in itertools.product(
+        ("softmax", "sigmoid"),
+        ((1, "max"), (4, "max"), (4, "sum_of_top2")),
+        ("renormalised", "scores"),
+        ("none", "learned"),
+    )
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, vars(c).values())))
+def test_equals_a_loop_over_tokens(choice):
+    rng = np.random.default_rng(3)
+    x, weight = rng.standard_normal((BATCH, SEQ, EMBED)), rng.standard_normal((EMBED, EXPERTS))
+    # Large enough to change choices, so that weights made of biased scores would show.
+    bias = rng.standard_normal(EXPERTS).astype(np.float32) * (choice.bias == "learned")
+    router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    assert (router.bias is None) == (choice.bias == "none")
+    router = eqx.tree_at(lambda r: r.weight, router, jnp.asarray(weight, jnp.float32))
+    if choice.bias == "learned":
+        router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(bias))
+    valid = np.ones((BATCH, SEQ), bool)
+    valid[1, 4:] = False
+    run = jax.jit(lambda router, x: router(x, jnp.asarray(valid)), compiler_options=QUICK)
+    assignment, sums = run(router, jnp.asarray(x, jnp.float32))
+
+    x, weight = np.asarray(x, np.float32).astype(np.float64), np.asarray(weight, np.float32).astype(np.float64)
+    counts, probabilities = np.zeros((BATCH, EXPERTS), int), np.zeros((BATCH, EXPERTS))
+    for b, s in np.ndindex(BATCH, SEQ):
+        experts, weights = np.asarray(assignment.experts)[b * SEQ + s], np.asarray(assignment.weights)[b * SEQ + s]
+        if not valid[b, s]:
+            assert (experts == EXPERTS).all()
+            assert not weights.any()
+            continue
+        logits = x[b, s] @ weight
+        scores = np.exp(logits) / np.exp(logits).sum() if choice.score == "softmax" else 1 / (1 + np.exp(-logits))
+        wanted, shares = loop(scores, bias, choice)
+        np.testing.assert_array_equal(experts, wanted)
+        np.testing.assert_allclose(weights, shares, rtol=0, atol=choice.scale * PRECISION)
+        counts[b, wanted] += 1
+        probabilities[b] += scores / scores.sum()
+    np.testing.assert_array_equal(sums.counts, counts)
+    np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
+
+
+def test_the_bias_has_no_gradient_and_the_weights_have():
+    choice = Choice(2, score="sigmoid", bias="learned")
+    router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    x, valid = jax.random.normal(jax.random.key(1), (BATCH, SEQ, EMBED)), jnp.ones((BATCH, SEQ), bool)
+    gradient = jax.grad(lambda r: (r(x, valid).assignment.weights[:, 0] ** 2).sum())(router)
+    assert not np.asarray(gradient.bias).any()
+    assert np.asarray(gradient.weight).any()
+
+
+@pytest.mark.parametrize("load", [[[3, 3, 3, 3]], [[5, 1, 3, 3]], [[7, 0, 0, 0], [0, 2, 3, 0]], [[2**30, 0, 2**29, 1]]])
+def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
+    """sign(sum(c) - E c_e), in whole numbers of any size: no mean is rounded, no product overflows."""
+    layers = len(load)
+    router = Router(EMBED, 4, Choice(1, bias="learned"), dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    start = np.arange(4 * layers, dtype=np.float32).reshape(layers, 4)
+    router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(start))
+    moved = jax.jit(lambda r, c: r.rebalanced(c, 0.25).bias)(router, jnp.asarray(load, jnp.int32))
+    wanted = [[np.sign(sum(row) - 4 * c) for c in row] for row in load]
+    np.testing.assert_array_equal(moved, start + 0.25 * np.asarray(wanted, np.float32))
+
+
+def test_without_a_bias_nothing_moves():
+    router = Router(EMBED, 4, Choice(1), dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    assert router.rebalanced(jnp.ones((1, 4), jnp.int32), 0.1) is router
