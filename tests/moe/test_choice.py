@@ -36,7 +36,7 @@ def loop(scores, bias, choice):
 
 
 CHOICES = [
-    Choice(3, score, groups, 2, group_score, weights, 2.5, bias)
+    Choice(3, score, groups, 2, group_score, weights, 2.5, bias)  # type: ignore[arg-type]
     for score, (groups, group_score), weights, bias in itertools.product(
         ("softmax", "sigmoid"),
         ((1, "max"), (4, "max"), (4, "sum_of_top2")),
