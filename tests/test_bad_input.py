@@ -80,7 +80,7 @@ def test_a_folder_that_holds_a_run_stays_as_it_is(capsys, monkeypatch, tmp_path,
     (folder / left).write_text("precious")
     line = complaint(capsys, monkeypatch, TRAIN, "run_dir=old")
     assert "run_dir=old" in line
-    assert "resume=old" in line
+    assert "resume=old" not in line  # there is no checkpoint to continue from
     assert (folder / left).read_text() == "precious"
 
 

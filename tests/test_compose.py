@@ -251,7 +251,7 @@ def test_refuses_keys_of_a_class_that_was_not_chosen():
         (lambda m: m.pop("steps"), "steps is missing; set it to a whole number"),
         (lambda m: m.update(stepps=3), "stepps: there is no key 'stepps'; did you mean 'steps'?"),
         (lambda m: m["dispatch"].update(name="rign"), "dispatch.name=rign: no such dispatch; did you mean 'ring'?"),
-        (lambda m: m["model"].pop("family"), "model.family is missing; set it to one of mixtral"),
+        (lambda m: m["model"].pop("family"), "model.family is missing; set it to one of deepseek, mixtral"),
         (lambda m: m.update(model=3), "model=3: expected a section with keys, found a whole number"),
         (lambda m: m.update(execution=None), "execution=null: expected a section with keys, found null"),
     ],

@@ -4,6 +4,7 @@ import functools
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -45,10 +46,18 @@ def grouped_matmul(
     with). None takes `ragged_dot` where the program is compiled for a TPU, whatever machine compiles it, and
     `blocked` elsewhere.
 
-    Raises `UserError` for a backend that does not exist.
+    Gradients are of first order and in reverse mode.
+
+    Raises `UserError` for a backend that does not exist, or another number of sizes than of matrices.
     """
     if implementation is not None and implementation not in _BACKENDS:
         raise UserError(f"grouped_matmul: no implementation '{implementation}'; {nearest(implementation, _BACKENDS)}")
+    if weights.shape[0] != group_sizes.shape[0] or not weights.shape[0]:
+        raise UserError(
+            f"grouped_matmul: {group_sizes.shape[0]} group sizes for {weights.shape[0]} matrices; give one for each, "
+            "and at least one"
+        )
+    group_sizes = jnp.asarray(group_sizes, jnp.int32)
     # The gradients below must vary exactly as their operands: make all three vary alike first, and the transpose of
     # that cast is the sum over devices that a replicated operand needs.
     result = _product(

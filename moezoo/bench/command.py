@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,13 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _compile(options)
             return 0
         results = list(_results(options))
+        _show(results, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    _show(results, options)
+    except BrokenPipeError:
+        # Whoever read the table has gone; Python flushes once more at exit, and would complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 
@@ -71,8 +76,17 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--shapes and --passes are not of train_step, which takes --steps 'model=mixtral mesh=ep8'")
     if options.part != "train_step" and options.steps:
         raise UserError(f"--steps is of train_step, not of {options.part}, which takes --shapes")
-    if options.out and Path(options.out).exists():
-        raise UserError(f"--out {options.out} exists; name a new folder")
+    if options.part == "compile" and (options.json or options.out or options.only):
+        raise UserError("--json, --out and --only are not of compile, which prints a table of all it compiles")
+    if options.part == "train_step" and options.only:
+        raise UserError("--only is not of train_step, which takes --steps 'model=mixtral mesh=ep8'")
+    if options.out:
+        try:
+            Path(options.out).mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"--out {options.out} exists; name a new folder") from None
+        except OSError as error:
+            raise UserError(f"--out {options.out}: cannot be made ({error.strerror}); name another folder") from error
 
 
 def _known(what: str, names: Sequence[str], valid: Sequence[str]) -> None:
@@ -108,6 +122,8 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
                     _tell(f"{name} {routing}: {who} left out: {candidate}")
                 else:
                     candidates[who] = candidate()
+            if options.only and not set(candidates) - {parts.MATMUL, parts.BATCHED}:
+                raise UserError(f"--only {' '.join(options.only)}: no implementation of {options.part} has such a name")
             flops = shape.product_flops if options.part == "grouped_matmul" else shape.layer_flops
             for row in results.compare(
                 candidates,
@@ -164,7 +180,7 @@ def _show(rows: list[Any], options: argparse.Namespace) -> None:
         results.print_table(rows, _console())
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(options.out or f"runs/bench_{options.part}_{now}")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").write_text(results.to_json(rows) + "\n")
     results.picture(rows, folder / "speed.png")
     _tell(f"left {folder}/rows.json and {folder}/speed.png")

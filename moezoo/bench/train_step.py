@@ -32,16 +32,15 @@ def train_steps(
     """
     configs = {words: compose(*words.split(), *([f"execution.dtype={dtype}"] if dtype else [])) for words in settings}
     prepare(max(cfg.mesh.devices for cfg in configs.values()))
-    for sizes in dict.fromkeys(_sizes(cfg) for cfg in configs.values()):
-        same = {words: cfg for words, cfg in configs.items() if _sizes(cfg) == sizes}
+    for sizes, kind in dict.fromkeys((_sizes(cfg), cfg.execution.dtype) for cfg in configs.values()):
+        same = {w: cfg for w, cfg in configs.items() if (_sizes(cfg), cfg.execution.dtype) == (sizes, kind)}
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for words, cfg in same.items():
             tell(f"compiling {words}")
             calls[words], peaks[words] = _step(cfg)
-        first = next(iter(same.values()))
         t, d, f, _, k = sizes
-        x, w = normal(0, first.execution.dtype, (t * k, d), (d, f))
+        x, w = normal(0, kind, (t * k, d), (d, f))
         product = jax.jit(jnp.matmul).lower(x, w).compile()
         calls[MATMUL] = partial(_wait, product, x, w)
         timings = measure(calls, seconds=seconds, samples=samples)
@@ -53,7 +52,7 @@ def train_steps(
                 implementation=who if who == MATMUL else f"moezoo {who}",
                 pass_="both" if who != MATMUL else "forward",
                 routing="untrained router",
-                dtype=first.execution.dtype,
+                dtype=kind,
                 timing=timing,
                 flops=flops[who],
                 matmul=flops[MATMUL] / timings[MATMUL].ms,
@@ -74,8 +73,8 @@ def _sizes(cfg: TrainConfig) -> tuple[int, int, int, int, int]:
 def _flops(cfg: TrainConfig) -> float:
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
     _, active = count_parameters(model_shapes(m), m.experts_per_token)
-    # A query sees half of the keys on average, or of its window.
-    seen = min(cfg.seq_len, getattr(m, "window", None) or cfg.seq_len) / 2
+    window = min(cfg.seq_len, getattr(m, "window", None) or cfg.seq_len)
+    seen = window - window * (window - 1) / 2 / cfg.seq_len  # keys a query sees on average, itself included
     attention = 2 * m.layers * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)
 

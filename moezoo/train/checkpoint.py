@@ -55,7 +55,7 @@ def latest_step(folder: Path) -> int:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    return [int(p.name) for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
 
 
 def restore(folder: Path, step: int, **targets: Any) -> dict[str, Any]:

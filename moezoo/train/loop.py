@@ -26,7 +26,7 @@ from moezoo.train.evaluate import Evaluation, Evaluator, to_devices
 from moezoo.train.metrics import MetricsLog, Row, read_metrics
 from moezoo.train.optimizer import Optimizer
 from moezoo.train.pictures import load_picture, loss_picture
-from moezoo.train.resume import changes
+from moezoo.train.resume import batches_of, changes, loader_state
 from moezoo.train.sample import Sample, sample
 from moezoo.train.setup import execution, initial_model, model_shapes
 from moezoo.train.step import Metrics, State, Step, check_layout
@@ -51,6 +51,7 @@ def train(cfg: TrainConfig) -> Run:
 
     Everything that can be refused is refused, by one `UserError`, before anything is written.
     """
+    cfg = dataclasses.replace(cfg, run_dir=_expanded(cfg.run_dir), resume=_expanded(cfg.resume))
     folder, start = _folder(cfg)
     changed = [] if cfg.resume is None else changes(cfg)
     run = execution(cfg)
@@ -65,7 +66,7 @@ def train(cfg: TrainConfig) -> Run:
         saved = restore(
             Path(cfg.resume) / "checkpoints", start, model=target.model, training=(target.optimizer, target.step)
         )
-        state, batches_read = State(saved["model"], *saved["training"]), saved["loader"]["batches"]
+        state, batches_read = State(saved["model"], *saved["training"]), batches_of(saved["loader"], source, cfg)
         history = read_metrics(Path(cfg.resume) / "metrics.jsonl", until=start)
     batches = train_batches(
         source,
@@ -81,7 +82,7 @@ def train(cfg: TrainConfig) -> Run:
     report.tell(report.summary(cfg, run, state, step.state_specs, source, baseline) + resumed)
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _made(folder, cfg)
         (folder / "config.yaml").write_text(to_yaml(as_mapping(dataclasses.replace(cfg, run_dir=None, resume=None))))
     except OSError as error:
         raise UserError(f"run_dir={folder}: cannot write there ({error.strerror}); name another folder") from error
@@ -103,6 +104,11 @@ def train(cfg: TrainConfig) -> Run:
     return Run(state.model, log.history, folder, evaluation, text)
 
 
+def _expanded(path: str | None) -> str | None:
+    """With ~ as the user's home."""
+    return None if path is None else str(Path(path).expanduser())
+
+
 def _folder(cfg: TrainConfig) -> tuple[Path, int]:
     """Where this run writes, and the step it starts after."""
     if cfg.resume is not None:
@@ -116,8 +122,7 @@ def _folder(cfg: TrainConfig) -> tuple[Path, int]:
         start = 0
     if cfg.run_dir is None:
         name = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-        candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
-        return next(p for p in map(Path("runs").joinpath, candidates) if not p.exists()), start
+        return Path("runs") / name, start
     folder = Path(cfg.run_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
@@ -125,6 +130,20 @@ def _folder(cfg: TrainConfig) -> tuple[Path, int]:
         continued = f", or continue it with resume={cfg.run_dir}" if has_checkpoint(folder / "checkpoints") else ""
         raise UserError(f"run_dir={cfg.run_dir} already holds a run; name another folder{continued}")
     return folder, start
+
+
+def _made(folder: Path, cfg: TrainConfig) -> Path:
+    """The folder, made; one named by the clock with a number behind it where another run took the name."""
+    if cfg.run_dir is not None or cfg.resume is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for candidate in itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2))):
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    raise AssertionError("there is always another number")
 
 
 def make_step(cfg: TrainConfig, run: Execution) -> Step:
@@ -153,7 +172,7 @@ class _Loop:
     def __init__(
         self, cfg: TrainConfig, run: Execution, step: Step, source: Source, log: MetricsLog, checkpoints: Checkpoints
     ):
-        self.cfg, self.step, self.log, self.checkpoints = cfg, step, log, checkpoints
+        self.cfg, self.step, self.log, self.checkpoints, self._source = cfg, step, log, checkpoints, source
         self.loads: list[np.ndarray] = []
         self._evaluator = Evaluator(model_shapes(cfg.model, cfg.execution.param_dtype), source, cfg, run)
 
@@ -189,7 +208,7 @@ class _Loop:
                 if last or (cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0):
                     read = number * cfg.execution.microbatches
                     training = (state.optimizer, state.step)
-                    self.checkpoints.save(number, state.model, training, {"batches": read})
+                    self.checkpoints.save(number, state.model, training, loader_state(read, self._source))
         assert evaluation is not None
         return state, evaluation
 
@@ -204,7 +223,7 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
 
     Raises `UserError` when the folder holds no run or its files do not fit.
     """
-    folder, cfg = Path(folder), saved_config(folder, *overrides)
+    folder, cfg = Path(folder).expanduser(), saved_config(folder, *overrides)
     make_mesh(cfg.mesh)  # as many CPU devices as will be needed, before the first is used
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(

@@ -34,13 +34,13 @@ def _line(row: Row) -> str:
 
 
 def read_metrics(path: Path, until: int) -> list[Row]:
-    """The rows of the first `until` steps; a torn last row, which a killed run can leave, is left out."""
+    """The rows of the first `until` steps; a torn one, which a killed run can leave, is left out."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            break
+            continue
         if row["step"] <= until:
             rows.append(row)
     return rows

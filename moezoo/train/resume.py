@@ -5,6 +5,7 @@ from typing import Any
 
 from moezoo.compose import as_mapping, from_mapping, read_run
 from moezoo.convert import show
+from moezoo.data import Source
 from moezoo.errors import UserError
 from moezoo.settings import TrainConfig
 
@@ -34,6 +35,24 @@ def changes(cfg: TrainConfig) -> list[str]:
             )
         lines.append(f"{key}: {show(old)} before, {show(new)} now")
     return lines
+
+
+def loader_state(batches: int, source: Source) -> dict[str, Any]:
+    """What a checkpoint keeps of the data: how much of it was read, and a hash of it where it was read from files."""
+    return {"batches": batches, "sha256": source.summary.get("sha256")}
+
+
+def batches_of(state: Mapping[str, Any], source: Source, cfg: TrainConfig) -> int:
+    """How many batches a checkpoint's run had read. Raises `UserError` when `source` is not the data it read."""
+    if not isinstance(state.get("batches"), int):
+        raise UserError(f"resume={cfg.resume}: the checkpoint does not say how much data was read; name another run")
+    before, now = state.get("sha256"), source.summary.get("sha256")
+    if before != now:
+        raise UserError(
+            f"resume={cfg.resume} was trained on data with sha256 {before} and this is {now}; give it the same data "
+            "(and the same Python for data=python_stdlib), or start a new run"
+        )
+    return state["batches"]
 
 
 def _flat(mapping: Mapping[str, Any], parent: str = "") -> dict[str, Any]:

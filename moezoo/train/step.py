@@ -160,7 +160,8 @@ class Step:
             z_loss=sums.z_loss / micro_steps,
             gradient_norm=norm,
             learning_rate=rate,
-            max_violation=(load.max(1) / jnp.maximum(load.mean(1), 1)).max() - 1,
+            # A step without a single token has no load to speak of, and nothing else is divided by less than it is.
+            max_violation=(load.max(1) / (jnp.maximum(load.sum(1), 1) / load.shape[1])).max() - 1,
             dropped=sums.dropped,
             load=sums.load,
         )

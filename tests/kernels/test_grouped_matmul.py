@@ -258,3 +258,14 @@ def test_blocked_makes_no_array_of_every_row_for_every_group():
         run = jax.jit(functools.partial(value_and_gradients, implementation))
         largest[implementation] = largest_array(run.lower(*arguments).compile().as_text() or "")
     assert largest == {"blocked": max(rows * outputs, groups * inputs * outputs), "reference": groups * rows * outputs}
+
+
+def test_a_size_for_each_matrix(implementation):
+    x, weights, _ = operands(8)
+    run = inspect.unwrap(grouped_matmul)
+    for sizes in ((1, 2, 3), (1, 2, 3, 1, 1)):
+        with pytest.raises(UserError, match=rf"^grouped_matmul: {len(sizes)} group sizes for 4 matrices; give one"):
+            run(x, weights, jnp.asarray(sizes, jnp.int32), implementation=implementation)
+    sizes = np.asarray((2, 0, 5, 0), np.int8)  # any integers will do, from NumPy too
+    want = loop(x, weights, sizes.tolist(), np.zeros((8, OUTPUTS)))[0]
+    np.testing.assert_allclose(run(x, weights, sizes, implementation=implementation), want, atol=1e-5)

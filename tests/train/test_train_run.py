@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import moezoo
+from moezoo.compose import compose_mapping, to_yaml
 from moezoo.settings import AdamW, Cosine
+from moezoo.train.loop import _made
 from moezoo.train.metrics import read_metrics
 from moezoo.train.optimizer import learning_rate
 
@@ -161,7 +164,7 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_mapping(*tiny)))
     with pytest.raises(moezoo.UserError, match=r"already holds a run; name another folder$"):
         moezoo.train(moezoo.compose(*tiny, "steps=2", f"run_dir={tmp_path}"))
     with pytest.raises(moezoo.UserError, match="holds no checkpoint"):
@@ -189,8 +192,25 @@ def test_warm_up_is_a_tenth_of_the_run_unless_said(tiny):
     assert sorted(rates[3:], reverse=True) == rates[3:]
 
 
-def test_a_torn_last_row_is_left_out(tmp_path):
+def test_resume_refuses_other_data(tiny, tmp_path):
+    """The place in the data that a checkpoint holds would mean nothing."""
+    (tmp_path / "a.txt").write_text("one two three four " * 200)
+    small = [o for o in tiny if not o.startswith("data")]
+    settings = (*small, "data=text", f"data.path={tmp_path}/a.txt", "data.eval_sequences=4", "model.vocab=256")
+    run = moezoo.train(moezoo.compose(*settings, "steps=2", f"run_dir={tmp_path}/run"))
+    moezoo.train(moezoo.compose(f"resume={run.folder}", "steps=3"))
+    (tmp_path / "a.txt").write_text("another text " * 200)
+    with pytest.raises(moezoo.UserError, match=r"was trained on data with sha256 \w+ and this is \w+; give"):
+        moezoo.train(moezoo.compose(f"resume={run.folder}", "steps=4"))
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tiny, monkeypatch):
+    folders = [_made(Path("runs/now"), moezoo.compose(*tiny)) for _ in range(3)]
+    assert folders == [Path("runs/now"), Path("runs/now_2"), Path("runs/now_3")]
+
+
+def test_a_torn_row_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    path.write_text('{"step": 1, "loss": 2.0}\n{"ste\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
     assert [row["step"] for row in read_metrics(path, until=9)] == [1, 2]
     assert [row["step"] for row in read_metrics(path, until=1)] == [1]
