@@ -33,7 +33,7 @@ def run(
         code = _dispatch(sys.argv[1:], task, description, configure, examples) or 0
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{_as_typed(str(error), sys.argv[1:])}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -43,6 +43,14 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
+
+
+def _as_typed(message: str, arguments: Sequence[str]) -> str:
+    """The choice that the user typed, such as mesh=ep8, where a message names only keys that it set."""
+    typed = {a.partition("=")[0]: a for a in arguments if "=" in a}
+    groups = {key.partition(".")[0] for key in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+(?==)", message) if key not in typed}
+    choices = [typed[group] for group in sorted(groups) if group in typed and typed[group] not in message]
+    return f" ({', '.join(choices)})" if choices else ""
 
 
 def _dispatch(

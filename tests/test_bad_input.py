@@ -33,10 +33,11 @@ def complaint(capsys, monkeypatch, script, *arguments) -> str:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ("mesh=ep8 model.experts=6", ["mesh.expert=8", "model.experts=6"]),
+        ("mesh=ep8 model.experts=6", ["mesh.expert=8", "model.experts=6", "(mesh=ep8)"]),
         ("mesh=fsdp8 model.embed=36", ["mesh.fsdp=8", "model.embed=36"]),
         ("mesh=ep8 batch_size=12", ["batch_size=12", "8", "mesh.expert=8"]),
-        ("mesh=fsdp2_ep4 batch_size=4", ["batch_size=4", "mesh.fsdp=2", "mesh.expert=4"]),
+        ("mesh=fsdp2_ep4 batch_size=4", ["batch_size=4", "mesh.fsdp=2", "mesh.expert=4", "(mesh=fsdp2_ep4)"]),
+        ("mesh.expert=8 mesh.data=1 model.experts=6", ["mesh.expert=8 splits", "mesh.expert=6\n"]),
         ("batch_size=8 execution.microbatches=3", ["batch_size=8", "execution.microbatches=3"]),
         ("mesh=ep8 execution.microbatches=2", ["batch_size=8", "16", "execution.microbatches=2 x mesh.expert=8"]),
         ("mesh.context=2 seq_len=127", ["seq_len=127", "mesh.context=2"]),
