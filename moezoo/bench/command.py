@@ -114,16 +114,18 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
     for name in _names(options, "laptop" if on_cpu else "accelerator"):
         shape = SHAPES[name]
         for routing in options.routing:
-            candidates = {}
+            candidates, chosen = {}, False
             for who, candidate in make(shape, routing, dtype):
-                if who not in (parts.MATMUL, parts.BATCHED) and not any(w in who for w in options.only or [who]):
-                    continue
+                if who not in (parts.MATMUL, parts.BATCHED):
+                    if not any(w in who for w in options.only or [who]):
+                        continue
+                    chosen = True
                 if isinstance(candidate, str):
                     _tell(f"{name} {routing}: {who} left out: {candidate}")
                 else:
                     candidates[who] = candidate()
-            if options.only and not set(candidates) - {parts.MATMUL, parts.BATCHED}:
-                raise UserError(f"--only {' '.join(options.only)}: no implementation of {options.part} has such a name")
+            if not chosen:
+                raise UserError(f"--only {' '.join(options.only or [])}: no implementation of {options.part} has such a name")
             flops = shape.product_flops if options.part == "grouped_matmul" else shape.layer_flops
             for row in results.compare(
                 candidates,
