@@ -2,10 +2,15 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
 from moezoo.hub import Hub
 from moezoo.models import deepseek_hub, mixtral_hub
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
+from moezoo.nn.language_model import LanguageModel
 
 ModelConfig = MixtralConfig | DeepSeekConfig
 
@@ -24,4 +29,28 @@ FAMILIES = {
     "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
 }
 
-__all__ = ["FAMILIES", "DeepSeek", "DeepSeekConfig", "Family", "Mixtral", "MixtralConfig", "ModelConfig"]
+
+def build(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
+    """A model of the family that `config` belongs to."""
+    for family in FAMILIES.values():
+        if isinstance(config, family.config):
+            return family.model(config, dtype=jnp.dtype(dtype), key=key)
+    raise TypeError(f"{type(config).__name__} is no family's configuration")
+
+
+def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
+    """The model with shapes for arrays: costs no memory and starts no device."""
+    return jax.eval_shape(lambda: build(config, key=jax.random.key(0), dtype=dtype))
+
+
+__all__ = [
+    "FAMILIES",
+    "DeepSeek",
+    "DeepSeekConfig",
+    "Family",
+    "Mixtral",
+    "MixtralConfig",
+    "ModelConfig",
+    "build",
+    "model_shapes",
+]

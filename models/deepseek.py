@@ -5,7 +5,7 @@ attention; the first layers have a dense MLP, the others experts behind a router
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -18,9 +18,9 @@ from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.moe.block import Experts, MoE
 from moezoo.moe.router import Choice, Router
-from moezoo.moe.routing import LayerSums, RoutingConfig
-from moezoo.nn.attention import Context
-from moezoo.nn.language_model import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.nn.attention import Attended, Context
+from moezoo.nn.cache import Past
+from moezoo.nn.language_model import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
@@ -34,7 +34,7 @@ class DeepSeekConfig:
     `dense_layers`: how many of the first layers have a dense MLP of width `mlp`. `shared_experts`: how many experts'
     width every token has besides its own. `q_lora` null: queries without a latent. `score` to `choice_bias`:
     `moezoo.moe.router.Choice`; `bias_rate` is how far a step moves the bias. `yarn_*`: `moezoo.nn.rope.Yarn`, a factor
-    of 1 being none. Coefficients of routing losses and `init_std` as in Mixtral.
+    of 1 being none. `max_length`: tokens a text may have. Coefficients of routing losses and `init_std` as in Mixtral.
     """
 
     vocab: int = 256
@@ -68,6 +68,7 @@ class DeepSeekConfig:
     yarn_beta_slow: float = 1.0
     yarn_mscale: float = 1.0
     yarn_mscale_all: float = 1.0
+    max_length: int = 4096
     norm_eps: float = 1e-6
     load_balance: float = 0.0001
     load_balance_over: Literal["batch", "sequence"] = "sequence"
@@ -76,7 +77,7 @@ class DeepSeekConfig:
 
     def __post_init__(self):
         positive = ("vocab", "embed", "layers", "heads", "kv_lora", "nope_dim", "rope_dim", "value_dim", "expert_mlp")
-        positive += ("experts", "experts_per_token", "groups", "kept_groups", "expert_scale", "rope_base", "norm_eps")
+        positive += ("experts", "experts_per_token", "groups", "kept_groups", "expert_scale", "rope_base", "max_length", "norm_eps")
         for name in (*positive, "yarn_length", "yarn_beta_fast", "yarn_beta_slow", "init_std"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")
@@ -165,10 +166,11 @@ class _Attending(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> Float[Array, "batch seq embed"]:
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None
+    ) -> Attended:
         with jax.named_scope("attention"):
-            return x + self.attention(self.norm(x), context, run)
+            y, kept = self.attention(self.norm(x), context, run, past)
+            return Attended(x + y, kept)
 
 
 class DenseLayer(eqx.Module):
@@ -186,12 +188,12 @@ class DenseLayer(eqx.Module):
         self.mlp = MLP(c.embed, c.mlp, out_std=(2 * c.layers) ** -0.5, dtype=dtype, key=for_mlp)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], None]:
-        """The layer's activations; it routes nothing."""
-        x = self.attending(x, context, run)
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+    ) -> LayerOutput:
+        """The layer's activations and latents; it routes nothing."""
+        x, kept = self.attending(x, context, run, past)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), None
+            return LayerOutput(x + self.mlp(self.mlp_norm(x)), None, kept)
 
 
 class MoELayer(eqx.Module):
@@ -216,17 +218,17 @@ class MoELayer(eqx.Module):
         self.shared = MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
-        """The layer's activations, and its routing sums."""
-        x = self.attending(x, context, run)
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+    ) -> LayerOutput:
+        """The layer's activations, routing sums and latents."""
+        x, kept = self.attending(x, context, run, past)
         normed = self.moe_norm(x)
         with jax.named_scope("moe"):
             y, sums = self.moe(normed, context.queries.segment > 0, run)
         if self.shared is not None:
             with jax.named_scope("shared"):
                 y = y + self.shared(normed)
-        return x + y, sums
+        return LayerOutput(x + y, sums, kept)
 
 
 class DeepSeek(LanguageModel):
@@ -249,18 +251,6 @@ class DeepSeek(LanguageModel):
             if count
         )
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
-
-    @property
-    def routing_config(self) -> RoutingConfig:
-        """Coefficients of the routing losses."""
-        c = self.config
-        return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
-
-    def run_layer(
-        self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums | None]:
-        """One layer."""
-        return layer(x, context, run)
 
     def after_step(self, load: Int[Array, "layer experts"]) -> "DeepSeek":
         """With the routers' choice bias moved towards balance."""

@@ -5,7 +5,7 @@ positions and an optional sliding window; SwiGLU experts behind a softmax router
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -18,9 +18,9 @@ from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.moe.block import Experts, MoE
 from moezoo.moe.router import Choice, Router
-from moezoo.moe.routing import LayerSums, RoutingConfig
 from moezoo.nn.attention import Attention, Context
-from moezoo.nn.language_model import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.nn.cache import Past
+from moezoo.nn.language_model import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
 from moezoo.nn.norm import RMSNorm
 
 
@@ -28,7 +28,7 @@ from moezoo.nn.norm import RMSNorm
 class MixtralConfig:
     """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
 
-    `window`: tokens a query sees, itself included; null for all. `load_balance`, `z_loss`: coefficients of the routing
+    `window`: tokens a query sees, itself included; null for all. `max_length`: tokens a text may have. `load_balance`, `z_loss`: coefficients of the routing
     losses (`moezoo.moe.routing`), `load_balance_over` what the balance is taken over. `init_std`: of the embeddings at
     the start; matrices start at 1 / sqrt(inputs), those that write to the residual stream at 1 / sqrt(2 layers) of it.
     """
@@ -44,6 +44,7 @@ class MixtralConfig:
     experts_per_token: int = 2
     window: int | None = None
     rope_base: float = 1e6
+    max_length: int = 32768
     norm_eps: float = 1e-5
     load_balance: float = 0.01
     load_balance_over: Literal["batch", "sequence"] = "batch"
@@ -52,7 +53,7 @@ class MixtralConfig:
 
     def __post_init__(self):
         positive = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "expert_mlp", "experts")
-        for name in (*positive, "experts_per_token", "rope_base", "norm_eps", "init_std"):
+        for name in (*positive, "experts_per_token", "rope_base", "max_length", "norm_eps", "init_std"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")
         for name in ("load_balance", "z_loss"):
@@ -110,14 +111,15 @@ class Layer(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
-        """The layer's activations, and its routing sums."""
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+    ) -> LayerOutput:
+        """The layer's activations, routing sums, keys and values."""
         with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), context, run)
+            y, kept = self.attention(self.attention_norm(x), context, run, past)
+            x = x + y
         with jax.named_scope("moe"):
             y, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, run)
-        return x + y, sums
+        return LayerOutput(x + y, sums, kept)
 
 
 class Mixtral(LanguageModel):
@@ -137,17 +139,9 @@ class Mixtral(LanguageModel):
         self.stacks = (Stack(layers, c.layers),)
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
 
-    @property
-    def routing_config(self) -> RoutingConfig:
-        """Coefficients of the routing losses."""
-        c = self.config
-        return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
-
-    def run_layer(
-        self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
-        """One layer."""
-        return layer(x, context, run)
+    def slots(self, length: int) -> int:
+        """A window's."""
+        return length if self.config.window is None else min(length, self.config.window)
 
 
 # Our arrays and the tensors of a Hugging Face folder.

@@ -8,13 +8,15 @@ out = run.model(tokens)                              # out.logits, out.routing
 from moezoo import data, kernels, models, moe
 from moezoo.compose import compose
 from moezoo.errors import UserError
-from moezoo.execution import Execution
+from moezoo.execution import Execution, place
+from moezoo.generation import generate
 from moezoo.mesh import MeshShape, cpu_devices, make_mesh
+from moezoo.models import build
 from moezoo.pretrained import from_pretrained, save_pretrained
 from moezoo.rules import Rules
 from moezoo.train.evaluate import Evaluation, evaluate
 from moezoo.train.loop import Run, load_run, saved_config, train
-from moezoo.train.setup import build, execution, place
+from moezoo.train.setup import execution
 
 __all__ = [
     "Evaluation",
@@ -30,6 +32,7 @@ __all__ = [
     "evaluate",
     "execution",
     "from_pretrained",
+    "generate",
     "kernels",
     "load_run",
     "make_mesh",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, Literal
 
@@ -35,7 +36,8 @@ class Execution:
     Gradients are summed over devices in `reduce_dtype`. `remat` says what a layer keeps for its backward pass: `full`
     its input only, `dots` the results of matrix products too, `none` everything but gathered weights.
     `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice
-    to the platform the step is compiled for.
+    to the platform the step is compiled for. `rows_over`: mesh axes that split the batch instead of those that the
+    rules say, the sequence being whole (`for_rows`).
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, or for an unknown strategy.
     """
@@ -47,6 +49,7 @@ class Execution:
     reduce_dtype: DTypeLike = jnp.float32
     remat: Remat = "full"
     grouped_matmul: Implementation | None = None
+    rows_over: tuple[str, ...] | None = None
 
     def __post_init__(self):
         if isinstance(self.dispatch, str):
@@ -87,12 +90,12 @@ class Execution:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the batch."""
-        return live(self.rules.batch, self.sizes)
+        return live(self.rules.batch if self.rows_over is None else self.rows_over, self.sizes)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the sequence: context parallelism is whatever the rules name here."""
-        return live(self.rules.sequence, self.sizes)
+        return live(self.rules.sequence if self.rows_over is None else (), self.sizes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -108,6 +111,20 @@ class Execution:
     def tokens_spec(self) -> PartitionSpec:
         """Layout of an array [batch, sequence, ...]."""
         return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
+
+    def for_rows(self, rows: int) -> "Execution":
+        """The same for a batch of any size whose sequences are whole: rows over as many devices as can share them.
+
+        Along the other axes devices do the same, but for the experts' work, which they always share.
+        """
+        experts = set(live(self.rules.compute.get("expert", ()), self.sizes))
+        fitting = [
+            axes
+            for count in range(len(self.token_axes) + 1)
+            for axes in itertools.combinations(self.token_axes, count)
+            if rows % self.ways(axes) == 0 and experts & set(axes) in (set(), experts)
+        ]
+        return dataclasses.replace(self, rows_over=max(fitting, key=self.ways))
 
     def expert_group(self, experts: int) -> ExpertGroup:
         """The devices that share one set of `experts`."""
@@ -157,6 +174,13 @@ class Execution:
             "none": _everything_but_gathered_weights,
         }[self.remat]
         return jax.checkpoint(layer, policy=policy)
+
+
+def place(model: PyTree, run: Execution) -> PyTree:
+    """A copy of `model` laid out as `run` needs it, from whatever layout it has."""
+    if run.mesh is None:
+        return jax.device_put(model, jax.devices()[0])
+    return jax.device_put(model, run.shardings(model))
 
 
 def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 from moezoo.errors import UserError, nearest
 from moezoo.execution import Execution
 from moezoo.hub import Tensor, arrays_by_path, tensors
-from moezoo.models import FAMILIES, Family
+from moezoo.models import FAMILIES, Family, build
 from moezoo.nn.language_model import LanguageModel
-from moezoo.train.setup import build
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -83,7 +82,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
             room = _SHARD_BYTES
         shards[-1].append(tensor)
         room -= size
-    config = family.hub.hub_config(model.config)  # type: ignore[attr-defined]
+    config = family.hub.hub_config(model.config)
     config["dtype"] = str(model.embedding.weight.dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)

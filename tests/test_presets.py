@@ -6,8 +6,9 @@ import pytest
 
 from moezoo.axes import Role, parameter_table
 from moezoo.compose import compose
+from moezoo.models import model_shapes
 from moezoo.rules import live
-from moezoo.train.setup import count_parameters, model_shapes
+from moezoo.train.setup import count_parameters
 
 # The values that the released checkpoints train: choice biases and layers of multi-token prediction not among them.
 TOTALS = {

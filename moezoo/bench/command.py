@@ -125,7 +125,9 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
                 else:
                     candidates[who] = candidate()
             if not chosen:
-                raise UserError(f"--only {' '.join(options.only or [])}: no implementation of {options.part} has such a name")
+                raise UserError(
+                    f"--only {' '.join(options.only or [])}: no implementation of {options.part} has such a name"
+                )
             flops = shape.product_flops if options.part == "grouped_matmul" else shape.layer_flops
             for row in results.compare(
                 candidates,

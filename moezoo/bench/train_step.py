@@ -15,9 +15,10 @@ from moezoo.bench.timing import Call, measure
 from moezoo.compose import compose
 from moezoo.data import Batch
 from moezoo.mesh import prepare
+from moezoo.models import model_shapes
 from moezoo.settings import TrainConfig
 from moezoo.train.loop import initial_state, make_step
-from moezoo.train.setup import count_parameters, execution, model_shapes
+from moezoo.train.setup import count_parameters, execution
 from moezoo.train.step import State
 
 

@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.axes import Weight
 from moezoo.collectives import gather
 from moezoo.execution import Execution
+from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.rope import frequencies, rotate
 
@@ -81,6 +82,20 @@ def _attend(q: Array, queries: Place, k: Array, v: Array, keys: Place, scale: fl
     return jnp.einsum("bkgqs,bskh->bqkgh", weights.astype(v.dtype), v)
 
 
+class KeyValue(NamedTuple):
+    """What a token leaves for those after it."""
+
+    key: Float[Array, "*dims kv_heads head_dim"]
+    value: Float[Array, "*dims kv_heads head_dim"]
+
+
+class Attended(NamedTuple):
+    """Attention's result; and what later tokens need of these, or all that is kept where there is a past."""
+
+    y: Float[Array, "batch seq embed"]
+    kept: PyTree
+
+
 class Attention(eqx.Module):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
@@ -114,14 +129,18 @@ class Attention(eqx.Module):
         self.window = window
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> Float[Array, "batch seq embed"]:
-        """Attend. Where the sequence is split, keys and values are gathered over those axes, queries stay."""
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+    ) -> Attended:
+        """Attend, to what is `past` too. Where the sequence is split, keys and values are gathered, queries stay."""
         frequency = frequencies(self.query.shape[-1], self.rope_base)
         q = rotate(project(x, self.query), context.queries.position, frequency)
         k = rotate(project(x, self.key), context.queries.position, frequency)
         v = project(x, self.value)
-        k, v = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
+        kept: PyTree = KeyValue(k, v)
+        if past is None:
+            k, v = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
+        else:
+            (k, v), kept = past.extended(kept)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
         y = attend(q, k, v, context, scale=q.shape[-1] ** -0.5, window=self.window)
-        return project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
+        return Attended(project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2), kept)

@@ -1,6 +1,5 @@
 """What every family's model is: `embed`, `trunk`, `head`, and the call that composes them, on a mesh or on none."""
 
-import abc
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -8,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.axes import Embedding, Stack, Weight
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.moe.routing import LayerSums, Routing, RoutingConfig, reduce_routing
-from moezoo.nn.attention import Context, Place, place_keys
+from moezoo.nn.attention import Place, place_keys
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 
@@ -54,6 +53,14 @@ class Output(NamedTuple):
     routing: Routing
 
 
+class LayerOutput(NamedTuple):
+    """A layer's activations; its routing sums, None where it routes nothing; what its attention keeps."""
+
+    x: Float[Array, "batch seq embed"]
+    sums: LayerSums | None
+    kept: PyTree
+
+
 class TrunkOutput(NamedTuple):
     """Activations after the last layer, and each MoE layer's routing sums over this device's tokens."""
 
@@ -62,27 +69,30 @@ class TrunkOutput(NamedTuple):
 
 
 class LanguageModel(eqx.Module):
-    """A family's model: a token embedding, runs of layers, an unembedding; its only leaves are arrays."""
+    """A family's model: a token embedding, runs of layers, an unembedding; its only leaves are arrays.
+
+    A layer is called as `layer(x, context, run, past=None)` with its weights whole and returns a `LayerOutput`.
+    """
 
     embedding: eqx.AbstractVar[TokenEmbedding]
     stacks: eqx.AbstractVar[tuple[Stack, ...]]
     unembedding: eqx.AbstractVar[Unembedding]
+    config: eqx.AbstractVar[Any]
 
     @property
-    @abc.abstractmethod
     def routing_config(self) -> RoutingConfig:
         """Coefficients of the routing losses."""
+        c = self.config
+        return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
 
     @property
     def vocab(self) -> int:
         """Size of the vocabulary."""
         return self.unembedding.weight.shape[-1]
 
-    @abc.abstractmethod
-    def run_layer(
-        self, layer: Any, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums | None]:
-        """One layer, its weights whole; None where it routes nothing."""
+    def slots(self, length: int) -> int:
+        """Of how many tokens of a text of that length the layers keep something: what later ones may look back on."""
+        return length
 
     def after_step(self, load: Int[Array, "layer experts"]) -> "LanguageModel":
         """The model with its buffers moved by a training step's `load`, over all devices and micro-steps.
@@ -101,7 +111,8 @@ class LanguageModel(eqx.Module):
         context = place_keys(place, run)
 
         def step(x: Array, layer: Any) -> tuple[Array, LayerSums | None]:
-            return self.run_layer(run.whole(layer), x, context, run)
+            out = run.whole(layer)(x, context, run)
+            return out.x, out.sums
 
         sums = []
         for stack in self.stacks:

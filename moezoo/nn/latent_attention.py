@@ -1,16 +1,18 @@
 """Multi-head latent attention (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1)."""
 
 import dataclasses
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from moezoo.axes import Weight
 from moezoo.collectives import gather
 from moezoo.execution import Execution
-from moezoo.nn.attention import Context, attend
+from moezoo.nn.attention import Attended, Context, attend
+from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rope import Pairs, Yarn, frequencies, rotate
@@ -31,6 +33,13 @@ class LatentSizes:
     nope_dim: int
     rope_dim: int
     value_dim: int
+
+
+class Latents(NamedTuple):
+    """What a token leaves for those after it: its latent, and the key that all heads share, rotated."""
+
+    latent: Float[Array, "batch keys kv_lora"]
+    shared: Float[Array, "batch keys rope_dim"]
 
 
 class LatentAttention(eqx.Module):
@@ -81,16 +90,37 @@ class LatentAttention(eqx.Module):
         self.out = normal(keys[5], (heads, value, embed), out_std * (heads * value) ** -0.5, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution
-    ) -> Float[Array, "batch seq embed"]:
-        """Attend. Where the sequence is split, the latents are gathered over those axes: few bytes a token."""
-        q = self._queries(x, context)
-        latent, shared = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in self.latents(x, context))
-        shared = jnp.broadcast_to(shared, (*shared.shape[:2], self.sizes.heads, self.sizes.rope_dim))
-        k = jnp.concatenate([project(latent, self.key_up), shared], axis=-1)
-        v = project(latent, self.value_up)
-        y = attend(q[:, :, :, None], k, v, context, scale=self.score_scale, window=None)
-        return project(y[:, :, :, 0], self.out, inputs=2)
+        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+    ) -> Attended:
+        """Attend, to what is `past` too. Where the sequence is split, the latents are gathered: few bytes a token."""
+        plain, turned = self._queries(x, context)
+        kept: PyTree = self.latents(x, context)
+        if past is None:
+            latents = Latents(*(gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in kept))
+            y = self._attend(plain, turned, latents, context)
+        else:
+            latents, kept = past.extended(kept)
+            y = self._attend_to_latents(plain, turned, latents, context)
+        return Attended(project(y, self.out, inputs=2), kept)
+
+    def _attend(self, plain: Array, turned: Array, past: Latents, context: Context) -> Array:
+        """Keys and values of every head are made from the latents: the fewest operations where queries are many."""
+        shared = jnp.broadcast_to(past.shared[:, :, None], (*past.shared.shape[:2], *turned.shape[2:]))
+        q = jnp.concatenate([plain, turned], axis=-1)
+        k = jnp.concatenate([project(past.latent, self.key_up), shared], axis=-1)
+        v = project(past.latent, self.value_up)
+        return attend(q[:, :, :, None], k, v, context, scale=self.score_scale, window=None)[:, :, :, 0]
+
+    def _attend_to_latents(self, plain: Array, turned: Array, past: Latents, context: Context) -> Array:
+        """The same numbers without a key or a value of any head, where a token looks back on many.
+
+        q . (latent K) = (q K^T) . latent, and an average of (latent V) is an average of latents times V: all heads
+        attend to the latents as to one key-value head (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1.2).
+        """
+        q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
+        k = jnp.concatenate(past, axis=-1)[:, :, None]
+        y = attend(q[:, :, None], k, past.latent[:, :, None], context, scale=self.score_scale, window=None)[:, :, 0]
+        return jnp.einsum("bshl,lhv->bshv", y, self.value_up)
 
     @property
     def score_scale(self) -> float:
@@ -98,7 +128,9 @@ class LatentAttention(eqx.Module):
         scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5
         return scale * (self.yarn.score_scale if self.yarn else 1.0)
 
-    def _queries(self, x: Array, context: Context) -> Float[Array, "batch seq heads head_dim"]:
+    def _queries(
+        self, x: Array, context: Context
+    ) -> tuple[Float[Array, "batch seq heads nope_dim"], Float[Array, "batch seq heads rope_dim"]]:
         if self.query is not None:
             q = project(x, self.query)
         else:
@@ -107,14 +139,12 @@ class LatentAttention(eqx.Module):
             assert self.query_up is not None
             q = project(self.query_norm(project(x, self.query_down)), self.query_up)
         plain, turned = jnp.split(q, [self.sizes.nope_dim], axis=-1)
-        return jnp.concatenate([plain, self._rotate(turned, context)], axis=-1)
+        return plain, self._rotate(turned, context)
 
-    def latents(
-        self, x: Array, context: Context
-    ) -> tuple[Float[Array, "batch seq kv_lora"], Float[Array, "batch seq 1 rope_dim"]]:
-        """What a token leaves for those after it: its latent, and the key that all heads share, rotated."""
+    def latents(self, x: Float[Array, "batch seq embed"], context: Context) -> Latents:
+        """What tokens leave for those after them."""
         latent, shared = jnp.split(project(x, self.kv_down), [self.sizes.kv_lora], axis=-1)
-        return self.kv_norm(latent), self._rotate(shared[:, :, None], context)
+        return Latents(self.kv_norm(latent), self._rotate(shared[:, :, None], context)[:, :, 0])
 
     def _rotate(self, x: Array, context: Context) -> Array:
         size = self.sizes.rope_dim

@@ -10,11 +10,12 @@ from jaxtyping import Array
 from moezoo.collectives import psum
 from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.errors import UserError
-from moezoo.execution import Execution
+from moezoo.execution import Execution, place
+from moezoo.models import model_shapes
 from moezoo.nn.language_model import LanguageModel
 from moezoo.settings import TrainConfig
 from moezoo.train.loss import losses
-from moezoo.train.setup import execution, model_shapes, place
+from moezoo.train.setup import execution
 
 
 class Evaluation(NamedTuple):

@@ -18,6 +18,7 @@ from moezoo.data import Batch, Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import make_mesh
+from moezoo.models import model_shapes
 from moezoo.nn.language_model import LanguageModel
 from moezoo.settings import TrainConfig
 from moezoo.train import report
@@ -28,7 +29,7 @@ from moezoo.train.optimizer import Optimizer
 from moezoo.train.pictures import load_picture, loss_picture
 from moezoo.train.resume import batches_of, changes, loader_state
 from moezoo.train.sample import Sample, sample
-from moezoo.train.setup import execution, initial_model, model_shapes
+from moezoo.train.setup import execution, initial_model
 from moezoo.train.step import Metrics, State, Step, check_layout
 
 # Logged steps whose expert load the picture averages.

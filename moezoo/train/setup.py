@@ -1,14 +1,13 @@
 """From a configuration to what runs: the mesh, the execution, and a model laid out on it."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from moezoo.axes import Role, parameter_table
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import make_mesh
-from moezoo.models import FAMILIES, ModelConfig
+from moezoo.models import build, model_shapes
 from moezoo.nn.language_model import LanguageModel, check_tokens
 from moezoo.rules import live
 from moezoo.settings import TrainConfig
@@ -26,6 +25,10 @@ def execution(cfg: TrainConfig) -> Execution:
         grouped_matmul=cfg.execution.grouped_matmul,
     )
     _check_experts(cfg.model.experts, run)
+    if cfg.seq_len > cfg.model.max_length:
+        raise UserError(
+            f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
+        )
     run.specs(model_shapes(cfg.model))
     check_tokens(cfg.batch_size, cfg.seq_len, run, batch_key="batch_size", micro_steps=cfg.execution.microbatches)
     return run
@@ -43,19 +46,6 @@ def _check_experts(experts: int, run: Execution) -> None:
         )
 
 
-def build(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
-    """A model of the family that `config` belongs to."""
-    for family in FAMILIES.values():
-        if isinstance(config, family.config):
-            return family.model(config, dtype=jnp.dtype(dtype), key=key)
-    raise TypeError(f"{type(config).__name__} is no family's configuration")
-
-
-def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
-    """The model with shapes for arrays: costs no memory and starts no device."""
-    return jax.eval_shape(lambda: build(config, key=jax.random.key(0), dtype=dtype))
-
-
 def initial_model(cfg: TrainConfig, run: Execution) -> LanguageModel:
     """A fresh model, born in its layout: no device ever holds more than its share. The seed alone decides values."""
     make = jax.jit(
@@ -63,13 +53,6 @@ def initial_model(cfg: TrainConfig, run: Execution) -> LanguageModel:
         out_shardings=run.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),
     )
     return make(jax.random.key(cfg.seed))
-
-
-def place(model: LanguageModel, run: Execution) -> LanguageModel:
-    """A copy of `model` laid out as `run` needs it, from whatever layout it has."""
-    if run.mesh is None:
-        return jax.device_put(model, jax.devices()[0])
-    return jax.device_put(model, run.shardings(model))
 
 
 def count_parameters(model: PyTree, experts_per_token: int) -> tuple[int, int]:

@@ -166,7 +166,7 @@ def complex_rotation(x, positions, base):
 
 def layer_and_gradients(run, layer, x, place, cotangent):
     """The layer's value and gradients by its weights and input."""
-    value, pull = jax.vjp(lambda layer, x: layer(x, place_keys(place, run), run), layer, x)
+    value, pull = jax.vjp(lambda layer, x: layer(x, place_keys(place, run), run).y, layer, x)
     return value, *pull(cotangent)
 
 

@@ -12,8 +12,7 @@ import numpy as np
 
 import moezoo
 from moezoo.data import Batch
-from moezoo.models import MixtralConfig
-from moezoo.train.setup import build
+from moezoo.models import MixtralConfig, build
 
 Balance = Literal["batch", "sequence"]
 

@@ -20,10 +20,10 @@ from running import RATE, STEPS, shapes
 
 from moezoo import Execution
 from moezoo.jaxprs import count_collectives, equations
+from moezoo.models import model_shapes
 from moezoo.settings import SGD, Constant
 from moezoo.train.loss import cross_entropy
 from moezoo.train.optimizer import Optimizer
-from moezoo.train.setup import model_shapes
 from moezoo.train.step import Step
 
 # Logical axes of the parameters, as far as rules may name them.

@@ -13,8 +13,7 @@ from cover import Case, fits
 from running import STEPS, Running
 
 import moezoo
-from moezoo.models import DeepSeekConfig
-from moezoo.train.setup import build
+from moezoo.models import DeepSeekConfig, build
 
 # As in test_step_parity: float32 sums of some hundred terms, against an error in what is summed.
 TOLERANCE = 2e-5

@@ -9,9 +9,9 @@ from cover import Case, config
 from running import RATE, STEPS, fast_options, shapes
 
 from moezoo.jaxprs import equations
+from moezoo.models import model_shapes
 from moezoo.settings import SGD, Constant
 from moezoo.train.optimizer import Optimizer
-from moezoo.train.setup import model_shapes
 from moezoo.train.step import Step
 
 # Weights are large and tokens few: whatever is large is a weight. Each device has two rows of eight tokens.

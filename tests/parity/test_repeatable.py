@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from running import STEPS, Running, worst
 
 import moezoo
+from moezoo.models import build
 from moezoo.settings import AdamW, Cosine
 from moezoo.train.optimizer import Optimizer
-from moezoo.train.setup import build, initial_model
+from moezoo.train.setup import initial_model
 from moezoo.train.step import check_layout
 
 CASE = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch")

@@ -122,7 +122,7 @@ def test_bfloat16_compute_learns_too(tiny):
 
 
 def test_context_parallel_run(run, tiny):
-    """To its end, the sample of which needs a token that one device along the sequence has."""
+    """To its end, the sample at which no axis splits a sequence."""
     other = moezoo.train(moezoo.compose(*tiny, "mesh.context=2", "mesh.expert=4", "steps=12", "eval_every=0"))
     assert other.sample.prompt == run.sample.prompt
     assert other.evaluation.loss == pytest.approx(run.evaluation.loss, rel=1e-4)

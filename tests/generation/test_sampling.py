@@ -1,0 +1,77 @@
+"""Drawing a token: which can be drawn, and how often, against NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moezoo.sampling import Sampling
+
+VOCAB, DRAWS = 7, 4096
+
+
+@functools.cache
+def many(sampling):
+    """A draw for each of many rows of the same logits."""
+    row = jnp.arange(DRAWS)
+    return jax.jit(lambda logits, key: sampling(jnp.broadcast_to(logits, (DRAWS, VOCAB)), row, 0, key))
+
+
+def distribution(logits, sampling):
+    """Probabilities by the definition, in float64."""
+    logits = logits[: sampling.vocab].astype(np.float64) / sampling.temperature
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])[: sampling.top_k or len(logits)]
+    p = np.exp(logits - logits[order[0]])
+    total, reached, kept = p[order].sum(), 0.0, []
+    for token in order:
+        if sampling.top_p is not None and reached >= sampling.top_p:
+            break
+        kept.append(token)
+        reached += p[token] / total
+    result = np.zeros(VOCAB)
+    result[kept] = p[kept] / p[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.5),
+        Sampling(2.0, top_k=3),
+        Sampling(1.0, top_k=100),
+        Sampling(1.0, top_p=0.75),
+        Sampling(1.0, top_k=4, top_p=0.75),
+        Sampling(1.0, top_p=1.0, vocab=5),
+    ],
+    ids=str,
+)
+@given(seed=st.integers(0, 2**31 - 1))
+def test_draws_follow_the_definition(sampling, seed):
+    logits = np.random.default_rng(seed).permutation(np.linspace(-1.5, 1.5, VOCAB)).astype(np.float32)
+    drawn = np.asarray(many(sampling)(logits, jax.random.key(seed)))
+    wanted = distribution(logits, sampling)
+    found = np.bincount(drawn, minlength=VOCAB) / DRAWS
+    assert not found[wanted == 0].any()
+    # Six standard deviations of a share: once in some hundred millions for each of them.
+    assert (abs(found - wanted) <= 6 * np.sqrt(wanted * (1 - wanted) / DRAWS) + 1e-9).all()
+
+
+def test_the_likeliest():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((5, VOCAB), np.float32))
+    rows, key = jnp.arange(5), jax.random.key(0)
+    np.testing.assert_array_equal(Sampling()(logits, rows, 0, key), logits.argmax(1))
+    np.testing.assert_array_equal(Sampling(vocab=3)(logits, rows, 0, key), logits[:, :3].argmax(1))
+    for sampling in (Sampling(3.0, top_k=1), Sampling(3.0, top_p=1e-9), Sampling(1e-4)):
+        np.testing.assert_array_equal(sampling(logits, rows, 0, key), logits.argmax(1))
+
+
+def test_a_step_and_a_row_draw_for_themselves():
+    logits, key = jnp.zeros((64, VOCAB)), jax.random.key(0)
+    one = Sampling(1.0)(logits, jnp.arange(64), 1, key)
+    assert (one != Sampling(1.0)(logits, jnp.arange(64), 2, key)).any()
+    np.testing.assert_array_equal(Sampling(1.0)(logits[:8], jnp.arange(8, 16), 1, key), one[8:16])
