@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from moezoo.errors import UserError, nearest
 from moezoo.execution import Execution
 from moezoo.hub import Tensor, arrays_by_path, tensors
-from moezoo.models import FAMILIES, Family, build
+from moezoo.models import FAMILIES, Family, ModelConfig, build
 from moezoo.nn.language_model import LanguageModel
 
 _DTYPES = {
@@ -38,9 +38,7 @@ def from_pretrained(folder: str | Path, run: Execution | None = None, dtype: DTy
     or outside the folder. Weights that are not finite are named in a warning.
     """
     folder = Path(folder).expanduser()
-    mapping = _json(folder / "config.json", "no config.json there; name a Hugging Face model folder")
-    family = _family(mapping, folder)
-    config = family.hub.config_from_hub(mapping)
+    family, config = _family_and_config(folder)
     files = _Files(folder)
     stored = jnp.dtype(dtype) if dtype is not None else files.common_dtype()
     shapes = jax.eval_shape(lambda: build(config, key=jax.random.key(0), dtype=str(stored)))
@@ -60,6 +58,21 @@ def from_pretrained(folder: str | Path, run: Execution | None = None, dtype: DTy
     if run is None or run.mesh is None:
         return jax.device_put(model, jax.devices()[0])
     return jax.device_put(model, run.shardings(shapes))
+
+
+def hub_model_config(folder: str | Path) -> ModelConfig:
+    """The configuration of the model in a Hugging Face folder. Raises `UserError` as `from_pretrained` does."""
+    return _family_and_config(Path(folder).expanduser())[1]
+
+
+def end_of_text(folder: str | Path) -> list[int]:
+    """The tokens that end a text: `eos_token_id` of generation_config.json or else of config.json, if one says so."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder).expanduser() / name
+        found = _json(path, "cannot be read").get("eos_token_id") if path.exists() else None
+        if found is not None:
+            return [int(i) for i in np.atleast_1d(found)]
+    return []
 
 
 def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
@@ -192,6 +205,12 @@ def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Pa
         raise UserError(f"{folder}: {len(left)} tensors belong to no parameter: {_few(left)}")
     if over:
         _warn(f"{folder}: passed over {len(over)} tensors of multi-token prediction: {_few(sorted(over))}")
+
+
+def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
+    mapping = _json(folder / "config.json", "no config.json there; name a Hugging Face model folder")
+    family = _family(mapping, folder)
+    return family, family.hub.config_from_hub(mapping)
 
 
 def _family(mapping: Mapping[str, Any], folder: Path) -> Family:

@@ -14,7 +14,18 @@ from moezoo.settings import TrainConfig
 
 
 def execution(cfg: TrainConfig) -> Execution:
-    """How `cfg` runs a model. Raises `UserError` where mesh, rules and sizes do not fit together."""
+    """How `cfg` runs a model over its batches. Raises `UserError` where mesh, rules and sizes do not fit together."""
+    run = layout(cfg)
+    if cfg.seq_len > cfg.model.max_length:
+        raise UserError(
+            f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
+        )
+    check_tokens(cfg.batch_size, cfg.seq_len, run, batch_key="batch_size", micro_steps=cfg.execution.microbatches)
+    return run
+
+
+def layout(cfg: TrainConfig) -> Execution:
+    """How `cfg` runs a model over anything. Raises `UserError` where mesh, rules and the model do not fit together."""
     run = Execution(
         mesh=make_mesh(cfg.mesh),
         rules=cfg.rules,
@@ -25,12 +36,7 @@ def execution(cfg: TrainConfig) -> Execution:
         grouped_matmul=cfg.execution.grouped_matmul,
     )
     _check_experts(cfg.model.experts, run)
-    if cfg.seq_len > cfg.model.max_length:
-        raise UserError(
-            f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
-        )
     run.specs(model_shapes(cfg.model))
-    check_tokens(cfg.batch_size, cfg.seq_len, run, batch_key="batch_size", micro_steps=cfg.execution.microbatches)
     return run
 
 
