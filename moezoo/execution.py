@@ -36,8 +36,9 @@ class Execution:
     Gradients are summed over devices in `reduce_dtype`. `remat` says what a layer keeps for its backward pass: `full`
     its input only, `dots` the results of matrix products too, `none` everything but gathered weights.
     `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice
-    to the platform the step is compiled for. `rows_over`: mesh axes that split the batch instead of those that the
-    rules say, the sequence being whole (`for_rows`).
+    to the platform the step is compiled for. `routing` is `learned`, but for measuring speed: at `random` chance, at
+    `balanced` turns choose experts, and the router only weighs them. `rows_over`: mesh axes that split the batch
+    instead of those that the rules say, the sequence being whole (`for_rows`).
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, or for an unknown strategy.
     """
@@ -49,6 +50,7 @@ class Execution:
     reduce_dtype: DTypeLike = jnp.float32
     remat: Remat = "full"
     grouped_matmul: Implementation | None = None
+    routing: Literal["learned", "random", "balanced"] = "learned"
     rows_over: tuple[str, ...] | None = None
 
     def __post_init__(self):

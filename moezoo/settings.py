@@ -67,7 +67,8 @@ class ExecutionSettings:
     parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what
     a layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
     everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
-    `grouped_matmul` names a backend of that kernel; null leaves the choice to the platform compiled for.
+    `grouped_matmul` names a backend of that kernel; null leaves the choice to the platform compiled for. `routing`:
+    whether the router chooses experts or, to measure speed, chance or turns do.
     """
 
     dtype: DType = "float32"
@@ -76,6 +77,7 @@ class ExecutionSettings:
     remat: Literal["full", "dots", "none"] = "full"
     microbatches: int = 1
     grouped_matmul: Implementation | None = None
+    routing: Literal["learned", "random", "balanced"] = "learned"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ def train_steps(
     prepare(max(cfg.mesh.devices for cfg in configs.values()))
     for sizes, kind in dict.fromkeys((_sizes(cfg), cfg.execution.dtype) for cfg in configs.values()):
         same = {w: cfg for w, cfg in configs.items() if (_sizes(cfg), cfg.execution.dtype) == (sizes, kind)}
+        learned = all(cfg.execution.routing == "learned" for cfg in same.values())
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for words, cfg in same.items():
@@ -52,7 +53,7 @@ def train_steps(
                 shape=dict(zip(("T", "d", "f", "E", "K"), sizes, strict=True)),
                 implementation=who if who == MATMUL else f"moezoo {who}",
                 pass_="both" if who != MATMUL else "forward",
-                routing="untrained router",
+                routing="untrained router" if learned else "as named",
                 dtype=kind,
                 timing=timing,
                 flops=flops[who],

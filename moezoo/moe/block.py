@@ -49,7 +49,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
         """The experts' weighted sum for each token, and the layer's routing sums; padding comes out zero."""
         group = run.expert_group(self.router.weight.shape[1])
-        assignment, sums = self.router(x, valid)
+        assignment, sums = self.router(x, valid, run.routing)
         tokens = rearrange(x, "b s d -> (b s) d")
         # Every part of an assignment varies as the tokens do, so that strategies see one type.
         assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)

@@ -10,9 +10,13 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.axes import Buffer, Weight
+from moezoo.collectives import varying
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
+
+# Who chooses: the router; or, to measure speed, chance or turns, whatever the router has learned.
+RoutedBy = Literal["learned", "random", "balanced"]
 
 
 class Routed(NamedTuple):
@@ -57,8 +61,13 @@ class Router(eqx.Module):
         self.bias = jnp.zeros((experts,), jnp.float32) if choice.bias == "learned" else None
         self.choice = choice
 
-    def __call__(self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"]) -> Routed:
-        """Route tokens; scores are float32. Where not `valid` (padding) a token goes nowhere and is not counted."""
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], routing: RoutedBy = "learned"
+    ) -> Routed:
+        """Route tokens; scores are float32. Where not `valid` (padding) a token goes nowhere and is not counted.
+
+        With `routing` other than `learned` scores weigh the experts but do not choose them.
+        """
         c, experts = self.choice, self.weight.shape[1]
         logits = project(x, self.weight, dtype=jnp.float32)
         if c.score == "softmax":
@@ -68,7 +77,12 @@ class Router(eqx.Module):
             probabilities = scores / scores.sum(-1, keepdims=True)
         # Which experts are chosen has no gradient; how much they count has. Picking by comparison instead of by index
         # keeps a scatter-add out of the backward pass.
-        chosen = self._choose(jax.lax.stop_gradient(scores))
+        if routing == "learned":
+            chosen = self._choose(jax.lax.stop_gradient(scores), self.bias)
+        elif routing == "random":
+            chosen = self._choose(self._noise(scores), None)
+        else:
+            chosen = self._round_robin(*x.shape[:2])
         is_chosen = jax.nn.one_hot(chosen, experts, dtype=jnp.bool)  # [B, S, K, E]
         weights = jnp.where(is_chosen, scores[..., None, :], 0).sum(-1)
         if c.weights == "renormalised":
@@ -89,10 +103,10 @@ class Router(eqx.Module):
         )
         return Routed(assignment, sums)
 
-    def _choose(self, scores: Float[Array, "batch seq experts"]) -> Int[Array, "batch seq k"]:
+    def _choose(self, scores: Float[Array, "batch seq experts"], bias: Array | None) -> Int[Array, "batch seq k"]:
         c = self.choice
-        if self.bias is not None:
-            scores = scores + self.bias[None, None]
+        if bias is not None:
+            scores = scores + bias[None, None]
         if c.groups > 1:
             grouped = rearrange(scores, "b s (g e) -> b s g e", g=c.groups)
             best, _ = jax.lax.top_k(grouped, 1 if c.group_score == "max" else 2)
@@ -100,6 +114,23 @@ class Router(eqx.Module):
             is_kept = jax.nn.one_hot(kept, c.groups, dtype=jnp.bool).any(-2)
             scores = rearrange(jnp.where(is_kept[..., None], grouped, -jnp.inf), "b s g e -> b s (g e)")
         return jax.lax.top_k(scores, c.k)[1]
+
+    def _noise(self, scores: Float[Array, "batch seq experts"]) -> Float[Array, "batch seq experts"]:
+        """Scores drawn at random: other ones in every layer, and on every device whose tokens are others."""
+        layer = jax.lax.bitcast_convert_type(self.weight.astype(jnp.float32)[0, 0], jnp.uint32)
+        key = jax.random.fold_in(jax.random.key(0), layer)
+        if axes := tuple(sorted(varying(scores))):
+            key = jax.random.fold_in(key, jax.lax.axis_index(axes))
+        return jax.random.uniform(key, scores.shape)
+
+    def _round_robin(self, batch: int, seq: int) -> Int[Array, "batch seq k"]:
+        """Experts by turns, a token's own as far apart as its groups allow: all the same load after E tokens."""
+        c, token = self.choice, jnp.arange(batch * seq)[:, None]
+        size, each = self.weight.shape[1] // c.groups, -(-c.k // c.kept_groups)
+        nth = jnp.arange(c.k)[None]
+        group = (token + nth % c.kept_groups) % c.groups
+        expert = (token // c.groups + nth // c.kept_groups * (size // each)) % size
+        return (group * size + expert).reshape(batch, seq, c.k)
 
     def rebalanced(self, load: Int[Array, "*layer experts"], rate: float) -> "Router":
         """With the choice bias moved by `rate` towards experts with less than the mean load of a step.

@@ -79,7 +79,7 @@ def summary(
 ) -> list[tuple[str, str]]:
     """Title and text of every line told before step 1; `state` may be shapes."""
     assert run.mesh is not None
-    model = state.model
+    model, learned = state.model, run.routing == "learned"
     total, active = count_parameters(model, cfg.model.experts_per_token)
     used = {a: s for a, s in run.sizes.items() if s > 1}
     devices = run.mesh.devices
@@ -102,6 +102,7 @@ def summary(
             f"sequence over {', '.join(run.sequence_axes) or 'nothing'}",
         ),
         ("dispatch", dispatch_line(run, cfg.model.experts)),
+        *([("routing", f"{run.routing}: the router chooses no expert; measure speed, do not train")] * (not learned)),
         ("kernels", f"grouped matmul: {run.grouped_matmul or default_implementation(devices.flat[0].platform)}"),
         *(("layout", line) for line in layout_lines(model, run)),
         ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),

@@ -34,6 +34,7 @@ def layout(cfg: TrainConfig) -> Execution:
         reduce_dtype=cfg.execution.reduce_dtype,
         remat=cfg.execution.remat,
         grouped_matmul=cfg.execution.grouped_matmul,
+        routing=cfg.execution.routing,
     )
     _check_experts(cfg.model.experts, run)
     run.specs(model_shapes(cfg.model))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moezoo
 from moezoo.moe.router import Choice, Router
 
 BATCH, SEQ, EMBED, EXPERTS = 2, 6, 5, 8
@@ -105,3 +106,49 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
 def test_without_a_bias_nothing_moves():
     router = Router(EMBED, 4, Choice(1), dtype=jnp.dtype("float32"), key=jax.random.key(0))
     assert router.rebalanced(jnp.ones((1, 4), jnp.int32), 0.1) is router
+
+
+FORCED = [
+    Choice(2),
+    Choice(3, groups=4, kept_groups=2, group_score="sum_of_top2", bias="learned"),
+    Choice(4, "sigmoid", groups=2, kept_groups=1),
+    Choice(8),
+]
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("choice", FORCED, ids=lambda c: f"{c.k} of {c.groups} groups")
+def test_forced_routing_keeps_to_the_rules_of_the_choice(choice, routing):
+    """K different experts of no more groups than are kept, weighed by their scores."""
+    router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * EXPERTS, EMBED)), jnp.float32)
+    valid = jnp.ones(x.shape[:2], bool)
+    (experts, weights), sums = router(x, valid, routing)
+    scores = np.asarray(x.reshape(-1, EMBED) @ router.weight, np.float64)
+    scores = 1 / (1 + np.exp(-scores)) if choice.score == "sigmoid" else np.exp(scores)
+    for row, weight, score in zip(np.asarray(experts), np.asarray(weights), scores, strict=True):
+        assert len(set(row)) == choice.k
+        assert len(set(row // (EXPERTS // choice.groups))) <= choice.kept_groups
+        np.testing.assert_allclose(weight, choice.scale * score[row] / score[row].sum(), rtol=1e-5)
+    load = np.asarray(sums.counts).sum(0)
+    assert load.sum() == experts.size
+    if routing == "balanced":
+        assert (load == experts.size // EXPERTS).all()
+    elif choice.k < EXPERTS:
+        assert 0 < load.min() < load.max()
+        other = eqx.tree_at(lambda r: r.weight, router, router.weight + 1)
+        assert (other(x, valid, routing).assignment.experts != experts).any()
+
+
+def test_forced_routing_on_a_mesh():
+    """Each device draws for its own tokens, and takes turns of its own."""
+    cfg = moezoo.compose("mesh=fsdp2_ep4", "model.embed=16", "model.layers=1")
+    model = moezoo.build(cfg.model, key=jax.random.key(0))
+    tokens = np.zeros((8, 8), np.int32)  # all alike, so that only a device's number can tell draws apart
+    loads = {}
+    for routing in ("balanced", "random"):
+        run = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, "ring", routing=routing)  # type: ignore[arg-type]
+        loads[routing] = moezoo.place(model, run)(tokens, run=run).routing.load
+    assert (loads["balanced"] == 16).all()
+    # One draw of eight tokens on all eight devices would give multiples of eight.
+    assert (loads["random"] % 8).any()
