@@ -77,7 +77,16 @@ class DeepSeekConfig:
 
     def __post_init__(self):
         positive = ("vocab", "embed", "layers", "heads", "kv_lora", "nope_dim", "rope_dim", "value_dim", "expert_mlp")
-        positive += ("experts", "experts_per_token", "groups", "kept_groups", "expert_scale", "rope_base", "max_length", "norm_eps")
+        positive += (
+            "experts",
+            "experts_per_token",
+            "groups",
+            "kept_groups",
+            "expert_scale",
+            "rope_base",
+            "max_length",
+            "norm_eps",
+        )
         for name in (*positive, "yarn_length", "yarn_beta_fast", "yarn_beta_slow", "init_std"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")

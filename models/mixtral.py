@@ -28,9 +28,10 @@ from moezoo.nn.norm import RMSNorm
 class MixtralConfig:
     """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
 
-    `window`: tokens a query sees, itself included; null for all. `max_length`: tokens a text may have. `load_balance`, `z_loss`: coefficients of the routing
-    losses (`moezoo.moe.routing`), `load_balance_over` what the balance is taken over. `init_std`: of the embeddings at
-    the start; matrices start at 1 / sqrt(inputs), those that write to the residual stream at 1 / sqrt(2 layers) of it.
+    `window`: tokens a query sees, itself included; null for all. `max_length`: tokens a text may have. `load_balance`,
+    `z_loss`: coefficients of the routing losses (`moezoo.moe.routing`), `load_balance_over` what the balance is taken
+    over. `init_std`: of the embeddings at the start; matrices start at 1 / sqrt(inputs), those that write to the
+    residual stream at 1 / sqrt(2 layers) of it.
     """
 
     vocab: int = 256

@@ -65,11 +65,11 @@ def configure(*arguments: str) -> TrainConfig:
 
 def continuations(arguments: Sequence[str]) -> list[str]:
     """Every prompt with its continuation. Raises `UserError` for what cannot be."""
-    request = take(Request, arguments).options
+    request, changes = take(Request, arguments)
     if not request.prompt:
         raise UserError('prompt is missing; write prompt="some text", once for each text')
     cfg = configure(*arguments)
-    loaded = _from_run(request, arguments) if request.run_dir else _from_folder(request.folder, cfg)
+    loaded = _from_folder(request.folder, cfg) if request.folder else _from_run(request.run_dir or "", changes)
     texts = [loaded.tokenizer.encode(prompt) for prompt in request.prompt]
     if not all(texts):
         raise UserError("a prompt is empty; write at least one token")
@@ -102,8 +102,8 @@ def _cut(ids: np.ndarray, prompt: int, stops: list[int]) -> np.ndarray:
     return ids[: prompt + ends[0]] if len(ends) else ids
 
 
-def _from_run(request: Request, arguments: Sequence[str]) -> _Loaded:
-    model, cfg = load_run(request.run_dir, *take(Request, arguments).rest)
+def _from_run(folder: str, changes: Sequence[str]) -> _Loaded:
+    model, cfg = load_run(folder, *changes)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
     return _Loaded(model, layout(cfg), source, [])
 

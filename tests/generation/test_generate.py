@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,24 @@ from moezoo.models import DeepSeekConfig, MixtralConfig, build
 from moezoo.nn.attention import Place
 
 VOCAB = 40
-SMALL = {"vocab": VOCAB, "embed": 16, "layers": 2, "heads": 4, "expert_mlp": 12, "experts": 8, "init_std": 0.5}
-LATENT = {"kv_lora": 8, "nope_dim": 6, "rope_dim": 4, "value_dim": 5, "mlp": 20, "groups": 2, "kept_groups": 1}
+SMALL: dict[str, Any] = {
+    "vocab": VOCAB,
+    "embed": 16,
+    "layers": 2,
+    "heads": 4,
+    "expert_mlp": 12,
+    "experts": 8,
+    "init_std": 0.5,
+}
+LATENT: dict[str, Any] = {
+    "kv_lora": 8,
+    "nope_dim": 6,
+    "rope_dim": 4,
+    "value_dim": 5,
+    "mlp": 20,
+    "groups": 2,
+    "kept_groups": 1,
+}
 CONFIGS = {
     "mixtral": MixtralConfig(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0),
     "window": MixtralConfig(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0, window=3),
@@ -100,7 +117,7 @@ def test_what_is_kept():
     """Mixtral's window and DeepSeek's latents bound it: no key or value of a head, no token beyond a window."""
     for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8, 4})):
         assert model(name).slots(14) == slots
-        at = Place(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)
+        at: Any = Place(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
         read = functools.partial(generation.prefill, slots=slots, run=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.kept)
@@ -186,10 +203,11 @@ def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
 
 
 def test_lengths_that_round_alike_are_compiled_once():
-    before = generation._continue._cache_size()
+    compiled: Any = generation._continue
+    before = compiled._cache_size()
     for width, new in ((3, 2), (9, 16), (16, 5)):
         moezoo.generate(model("window"), np.ones((2, width), np.int32), max_new_tokens=new)
-    assert generation._continue._cache_size() == before + 1
+    assert compiled._cache_size() == before + 1
     lengths = [1, 16, 17, 128, 129, 1100]
     assert [generation._rounded(n) for n in lengths] == [16, 16, 32, 128, 160, 1280]
 
