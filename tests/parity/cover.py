@@ -1,7 +1,8 @@
-"""What the parity tests run: a tiny model and its data, meshes, rules, the product of settings and a cover of it."""
+"""What the parity tests run: tiny models and their data, meshes, rules, the product of settings and a cover of it."""
 
 import functools
 import itertools
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -12,37 +13,57 @@ import numpy as np
 
 import moezoo
 from moezoo.data import Batch
-from moezoo.models import MixtralConfig, build
+from moezoo.models import DeepSeekConfig, MixtralConfig, build
 
 Balance = Literal["batch", "sequence"]
+# The two that the product contains, and the older DeepSeek's other choices, which a few cases try.
+Family = Literal["mixtral", "deepseek", "deepseek_v2"]
 
 # Every size differs from its neighbours where it may, so that no two dimensions can be confused. The routing losses'
 # coefficients are large, so that their gradients are as visible as the cross-entropy's.
-VOCAB, EMBED, LAYERS, EXPERTS, ROWS, LENGTH = 40, 16, 2, 8, 16, 8
-UNUSED = 5  # the expert of the first layer that no token goes to
+VOCAB, EMBED, ROWS, LENGTH = 40, 16, 16, 8
+LAYERS = 2  # with experts; DeepSeek has a dense one before them
+UNUSED = 5  # the expert of the first of these layers that no token goes to
+_COMMON = {"vocab": VOCAB, "embed": EMBED, "rope_base": 100.0, "init_std": 0.5, "load_balance": 0.3, "z_loss": 0.05}
+_MIXTRAL = {"layers": LAYERS, "heads": 4, "kv_heads": 2, "head_dim": 8, "expert_mlp": 12, "experts": 8}
+# Of the rotary dimensions' four pairs each is extended by another share; groups of experts have more than the two that
+# make a group's score; the bias moves by whole quarters, which float32 adds exactly.
+_DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 3, "q_lora": 24, "kv_lora": 8, "nope_dim": 6}
+_DEEPSEEK |= {"rope_dim": 8, "value_dim": 5, "mlp": 20, "expert_mlp": 12, "experts": 16, "experts_per_token": 3}
+_DEEPSEEK |= {"groups": 4, "kept_groups": 2, "bias_rate": 0.25, "norm_eps": 1e-3, "shared_experts": 2}
+_DEEPSEEK |= {"yarn_factor": 4.0, "yarn_length": 64, "yarn_beta_fast": 8.0, "yarn_beta_slow": 1.0}
+_DEEPSEEK |= {"yarn_mscale": 1.0, "yarn_mscale_all": 0.5}
+_OLDER = {"q_lora": None, "score": "softmax", "group_score": "max", "expert_weights": "scores", "expert_scale": 16.0}
+_OLDER |= {"choice_bias": "none", "yarn_factor": 1.0, "rope_pairs": "halves"}
 
 
-def config(balance: Balance = "batch", **changes: Any) -> MixtralConfig:
-    """The tiny model."""
-    sizes = {"vocab": VOCAB, "embed": EMBED, "layers": LAYERS, "heads": 4, "kv_heads": 2, "head_dim": 8}
-    sizes |= {"expert_mlp": 12, "experts": EXPERTS, "rope_base": 100.0, "init_std": 0.5}
-    sizes |= {"load_balance": 0.3, "load_balance_over": balance, "z_loss": 0.05}
-    return MixtralConfig(**{**sizes, **changes})
+def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> MixtralConfig | DeepSeekConfig:
+    """A tiny model's."""
+    common: dict[str, Any] = _COMMON | {"load_balance_over": balance}
+    if family == "mixtral":
+        return MixtralConfig(**{**common, **_MIXTRAL, **changes})
+    return DeepSeekConfig(**{**common, **_DEEPSEEK, **(_OLDER if family == "deepseek_v2" else {}), **changes})
 
 
 @functools.cache
-def model(balance: Balance = "batch") -> Any:
-    """The tiny model with every array told apart from what it starts as: norms are not one, one expert is not used."""
-    fresh = build(config(balance), key=jax.random.key(3))
+def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
+    """A tiny model with every array told apart from what it starts as: norms are not one, one expert is not used."""
+    fresh = build(config(family, balance), key=jax.random.key(3))
     rng = np.random.default_rng(4)
     leaves, structure = jax.tree.flatten(fresh)
     noisy = [np.asarray(x) + 0.2 * rng.standard_normal(x.shape).astype(np.float32) * (x.ndim < 3) for x in leaves]
     noisy = jax.tree.unflatten(structure, [jnp.asarray(x) for x in noisy])
-    # The residual stream's first number is large for every token, and the unused expert's logit falls with it.
+    # The residual stream's first number is large for every token: no norm divides by next to nothing, which would make
+    # rounding errors large; and the unused expert's logit falls with it.
     embedding = noisy.embedding.weight.at[:, 0].set(2.0)
-    router = noisy.stacks[0].layer.moe.router.weight.at[0, 0, UNUSED].set(-4.0)
-    places = lambda m: (m.embedding.weight, m.stacks[0].layer.moe.router.weight)  # noqa: E731
-    return eqx.tree_at(places, noisy, (embedding, router))
+    router = noisy.stacks[-1].layer.moe.router
+    router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0, 0, UNUSED].set(-4.0))
+    if router.bias is not None:
+        # Large enough to change choices; the unused expert's is far below. In 64ths, so that moving it is exact.
+        bias = np.round(64 * 0.3 * np.random.default_rng(4).standard_normal(router.bias.shape)) / 64
+        bias[0, UNUSED] = -8
+        router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(bias, jnp.float32))
+    return eqx.tree_at(lambda m: (m.embedding.weight, m.stacks[-1].layer.moe.router), noisy, (embedding, router))
 
 
 @functools.cache
@@ -129,6 +150,7 @@ class Case:
     remat: str
     microbatches: int
     balance: Balance
+    family: Family = "mixtral"
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -142,7 +164,7 @@ class Case:
 
 @functools.cache
 def product() -> tuple[Case, ...]:
-    """Every strategy, mesh, rules that fit it, remat, number of micro-steps and balance."""
+    """Every strategy, mesh, rules that fit it, remat, number of micro-steps, balance and family."""
     values = itertools.product(
         ("dense", "gather", "ring"),
         MESHES,
@@ -150,6 +172,7 @@ def product() -> tuple[Case, ...]:
         ("full", "dots", "none"),
         (1, 2),
         ("batch", "sequence"),
+        ("mixtral", "deepseek"),
     )
     return tuple(Case(*v) for v in values if fits(v[1], v[2]))
 
@@ -161,11 +184,22 @@ def _pairs(case: Case) -> set[tuple[Any, ...]]:
 
 @functools.cache
 def cover() -> tuple[Case, ...]:
-    """Few cases in which any two settings that can meet do meet: greedily, the one with most new pairs first."""
+    """Few cases in which any two settings that can meet do meet: greedily, the one with most new pairs first.
+
+    Of equally good ones it is of the family that has fewer cases so far.
+    """
     missing = set().union(*map(_pairs, product()))
-    chosen = []
+    chosen: list[Case] = []
     while missing:
-        best = max(product(), key=lambda case: len(_pairs(case) & missing))
+        had = Counter(case.family for case in chosen)
+        best = max(product(), key=lambda case: (len(_pairs(case) & missing), -had[case.family]))
         missing -= _pairs(best)
         chosen.append(best)
     return tuple(chosen)
+
+
+# What the older DeepSeek does otherwise, where the two strategies and both kinds of splitting tokens meet it.
+OLDER = (
+    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
+    Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
+)

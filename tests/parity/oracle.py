@@ -1,13 +1,16 @@
-"""The oracle: Mixtral's training step as plain loops over rows, tokens and chosen experts, in float64, on one device.
+"""The oracle: a training step as plain loops over rows, tokens and chosen experts, in float64, on one device.
 
-Nothing of moezoo or JAX computes here; parameters are read out of the model by attribute. In float64 the oracle's own
-rounding is nothing beside float32's, so that whatever difference is found is the tested code's.
+Here is what families share: norm, experts, losses, gradients, optimisers. `oracle_mixtral` and `oracle_deepseek` add
+their layers. Nothing of moezoo or JAX computes in any of them; parameters are read out of the model by attribute. In
+float64 the oracle's rounding is nothing beside float32's, so that whatever difference is found is the tested code's.
 
 Letters: D embed, H heads, E experts, K experts a token. Operations run one by one, so a routing decision is made by
 sorting concrete numbers. A padding token is left out altogether, which is what "padding counts nowhere" means.
 """
 
+import abc
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,20 +19,14 @@ from tape import Value, exp, gradients, log, stack, total_of, value
 
 Parameters = dict[str, Any]
 
-# Neither norm scales nor the embedding decay: only what multiplies activations as a matrix does.
-MATRICES = ("query", "key", "value", "out", "router", "gate", "up", "down", "unembedding")
-# Two probabilities closer than this could be ordered otherwise in float32, and a comparison would say nothing.
+# Two figures closer than this could be ordered otherwise in float32, and a comparison would say nothing.
 _TIE = 1e-5
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the arrays' shapes do not say."""
+class Losses:
+    """The routing losses' coefficients, and what the balance is taken over."""
 
-    experts_per_token: int
-    rope_base: float
-    norm_eps: float
-    window: int | None
     load_balance: float
     z_loss: float
     balance: Literal["batch", "sequence"]
@@ -37,7 +34,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step's losses with their coefficients, gradients, and assignments [layer, experts]."""
+    """One step's losses with their coefficients, gradients, and assignments [MoE layer, experts]."""
 
     loss: float
     load_balance_loss: float
@@ -56,34 +53,11 @@ class Outcome:
         return max(float(row.max() / row.mean()) - 1 for row in self.load)
 
 
-def parameters_of(model: Any) -> Parameters:
-    """The arrays of a Mixtral (or of anything in its shape: gradients, moments) by name; layers stacked, float64."""
-    layer = model.stacks[0].layer
-    named = {
-        "embedding": model.embedding.weight,
-        "attention_norm": layer.attention_norm.scale,
-        "query": layer.attention.query,
-        "key": layer.attention.key,
-        "value": layer.attention.value,
-        "out": layer.attention.out,
-        "moe_norm": layer.moe_norm.scale,
-        "router": layer.moe.router.weight,
-        "gate": layer.moe.experts.gate,
-        "up": layer.moe.experts.up,
-        "down": layer.moe.experts.down,
-        "final_norm": model.unembedding.norm.scale,
-        "unembedding": model.unembedding.weight,
-    }
-    return {name: np.asarray(value, np.float64) for name, value in named.items()}
-
-
-class _Split:
+class Split:
     """Parameters on the tape, and the matrices that loops ask for again and again, cut out once."""
 
     def __init__(self, parameters: Parameters):
         self.whole = {name: Value(x) for name, x in parameters.items()}
-        self.layers, _, self.heads, self.head_dim = parameters["query"].shape
-        self.kv_heads, self.experts = parameters["key"].shape[2], parameters["router"].shape[2]
         self._cut: dict[Any, Value] = {}
 
     def __call__(self, name: str, *index: Any) -> Value:
@@ -93,41 +67,28 @@ class _Split:
             self._cut[key] = self.whole[name][index] if index else self.whole[name]
         return self._cut[key]
 
-
-def _norm(x: Value, scale: Value, epsilon: float) -> Value:
-    return x * ((x * x).sum(-1) / x.data.shape[-1] + epsilon) ** -0.5 * scale
-
-
-def _rotate(x: Value, positions: np.ndarray, base: float) -> Value:
-    """x [tokens, head_dim]: the pair (i, i + head_dim / 2) turned by position * base ** (-2 i / head_dim)."""
-    size = x.data.shape[1]
-    half = size // 2
-    angle = positions[:, None] * np.array([base ** (-2 * (i % half) / size) for i in range(size)])
-    turned = np.zeros((size, size))  # x @ turned: the pair (a, b) becomes (-b, a)
-    for i in range(half):
-        turned[i + half, i], turned[i, i + half] = -1, 1
-    return x * np.cos(angle) + (x @ turned) * np.sin(angle)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The array's."""
+        return self.whole[name].data.shape
 
 
-def _attention(p: _Split, layer: int, x: Value, segments: np.ndarray, positions: np.ndarray, sizes: Sizes) -> Value:
-    """One row, head by head."""
-    tokens = range(len(segments))
-    seen = np.array([[segments[i] == segments[j] and positions[j] <= positions[i] for j in tokens] for i in tokens])
-    if sizes.window is not None:
-        seen &= np.array([[positions[i] - positions[j] < sizes.window for j in tokens] for i in tokens])
-    result = value(0)
-    for head in range(p.heads):
-        shared = head * p.kv_heads // p.heads
-        q = _rotate(x @ p("query", layer, slice(None), head), positions, sizes.rope_base)
-        k = _rotate(x @ p("key", layer, slice(None), shared), positions, sizes.rope_base)
-        scores = exp(q @ k.T / math.sqrt(p.head_dim)) * seen
-        weights = scores / scores.sum(1)
-        result = result + weights @ (x @ p("value", layer, slice(None), shared)) @ p("out", layer, head)
-    return result
+@dataclass(frozen=True)
+class Place:
+    """Where each token of a row stands: the number of its document, and its position in it."""
+
+    segments: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def seen(self) -> np.ndarray:
+        """Whether token i sees token j: of its own document, at its own position or before."""
+        s, p = self.segments, self.positions
+        tokens = range(len(s))
+        return np.array([[s[i] == s[j] and p[j] <= p[i] for j in tokens] for i in tokens])
 
 
 @dataclass
-class _Routing:
+class Routing:
     """One layer's routing of one row; probabilities and z summed over its tokens."""
 
     counts: np.ndarray
@@ -135,47 +96,90 @@ class _Routing:
     z: Value
 
 
-def _experts(p: _Split, layer: int, x: Value, k: int) -> tuple[Value, _Routing]:
-    """Each token of a row through its K most probable experts."""
-    rows, routing = [], _Routing(np.zeros(p.experts, np.int64), value(0), value(0))
+# Logits of a token to the weights of its chosen experts, and all experts' probabilities.
+Route = Callable[[Value], tuple[dict[int, Value], Value]]
+
+
+class Family(abc.ABC):
+    """What the oracle is told of a model besides its parameters."""
+
+    experts_per_token: int
+    norm_eps: float
+    losses: Losses
+
+    @abc.abstractmethod
+    def layers(self, p: Split, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+        """One row [tokens, D] through all layers, and the routing of those that have experts."""
+
+    def after_step(self, load: np.ndarray) -> "Family":
+        """The family after a step with this load."""
+        del load
+        return self
+
+
+def norm(x: Value, scale: Value, epsilon: float) -> Value:
+    """x over its root mean square, times `scale`."""
+    return x * ((x * x).sum(-1) / x.data.shape[-1] + epsilon) ** -0.5 * scale
+
+
+def rotate(x: Value, positions: np.ndarray, frequencies: Sequence[float], pairs: Sequence[tuple[int, int]]) -> Value:
+    """x [tokens, size]: each of `pairs` (a, b) of dimensions turned by position * its frequency."""
+    angle, turned = np.zeros(x.data.shape), np.zeros((x.data.shape[1],) * 2)
+    for (a, b), frequency in zip(pairs, frequencies, strict=True):
+        angle[:, a] = angle[:, b] = positions * frequency
+        turned[b, a], turned[a, b] = -1, 1  # x @ turned: the pair (a, b) becomes (-b, a)
+    return x * np.cos(angle) + (x @ turned) * np.sin(angle)
+
+
+def attend(scores: Value, seen: np.ndarray, values: Value) -> Value:
+    """Each query's average of the values it sees, weighed by the softmax of its scores."""
+    weights = exp(scores) * seen
+    return weights / weights.sum(1) @ values
+
+
+def swiglu(x: Value, gate: Value, up: Value, down: Value) -> Value:
+    """down(silu(gate x) * up x)."""
+    inner = x @ gate
+    return inner / (1 + exp(-inner)) * (x @ up) @ down
+
+
+def best(numbers: Sequence[float], count: int) -> list[int]:
+    """Where the `count` largest are."""
+    order = sorted(range(len(numbers)), key=lambda i: -numbers[i])
+    if count < len(order):
+        gap = numbers[order[count - 1]] - numbers[order[count]]
+        assert gap > _TIE, "choose another seed: this token's choice is a tie"
+    return order[:count]
+
+
+def experts(p: Split, layer: int, x: Value, route: Route) -> tuple[Value, Routing]:
+    """Each token of a row through the experts that `route` gives it; `layer` counts those with experts."""
+    number = p.shape("router")[2]
+    rows, routing = [], Routing(np.zeros(number, np.int64), value(0), value(0))
     for i in range(len(x.data)):
         token = x[i]
-        exponentials = exp(token @ p("router", layer))
-        total = exponentials.sum()
-        probabilities = exponentials / total
-        number = probabilities.data.tolist()
-        order = sorted(range(p.experts), key=lambda e: -number[e])
-        assert number[order[k - 1]] - number[order[k]] > _TIE, "choose another seed: this token's choice is a tie"
-        chosen = order[:k]
-        share = total_of(probabilities[e] for e in chosen)
+        logits = token @ p("router", layer)
+        weights, probabilities = route(logits)
         y = value(0)
-        for e in chosen:
-            gate = token @ p("gate", layer, e)
-            inner = gate / (1 + exp(-gate)) * (token @ p("up", layer, e))
-            y = y + probabilities[e] / share * (inner @ p("down", layer, e))
+        for e, weight in weights.items():
+            y = y + weight * swiglu(token, p("gate", layer, e), p("up", layer, e), p("down", layer, e))
             routing.counts[e] += 1
         routing.probabilities = routing.probabilities + probabilities
-        routing.z = routing.z + log(total) ** 2
+        routing.z = routing.z + log(exp(logits).sum()) ** 2
         rows.append(y)
     return stack(rows), routing
 
 
-def _row(p: _Split, row: dict[str, np.ndarray], sizes: Sizes) -> tuple[Value, list[_Routing]]:
+def _row(p: Split, row: dict[str, np.ndarray], family: Family) -> tuple[Value, list[Routing]]:
     """One row's nats over its predicted tokens, and each layer's routing."""
     real = row["segments"] > 0
     tokens, labels, segments, positions = (row[k][real] for k in ("tokens", "labels", "segments", "positions"))
     x = stack([p("embedding", int(token)) for token in tokens])
-    routing = []
-    for layer in range(p.layers):
-        h = _norm(x, p("attention_norm", layer), sizes.norm_eps)
-        x = x + _attention(p, layer, h, segments, positions, sizes)
-        y, one = _experts(p, layer, _norm(x, p("moe_norm", layer), sizes.norm_eps), sizes.experts_per_token)
-        x = x + y
-        routing.append(one)
+    x, routing = family.layers(p, x, Place(segments, positions))
     nats = value(0)
     for i, label in enumerate(labels.tolist()):
         if label >= 0:
-            logits = _norm(x[i], p("final_norm"), sizes.norm_eps) @ p("unembedding")
+            logits = norm(x[i], p("final_norm"), family.norm_eps) @ p("unembedding")
             nats = nats + log(exp(logits).sum()) - logits[label]
     return nats, routing
 
@@ -186,25 +190,25 @@ def _balance(counts: np.ndarray, probabilities: Value, k: int) -> Value:
     return (value(counts / (k * tokens)) * (probabilities / tokens)).sum() * len(counts)
 
 
-def _micro_step(p: _Split, rows: list[dict[str, np.ndarray]], sizes: Sizes) -> tuple[Value, Value, Value, np.ndarray]:
+def _micro_step(p: Split, rows: list[dict[str, np.ndarray]], family: Family) -> tuple[Value, Value, Value, np.ndarray]:
     """Nats over all predicted tokens, the two routing losses (means over layers), and the load [layer, experts]."""
-    done = [_row(p, row, sizes) for row in rows if (row["segments"] > 0).any()]
-    k = sizes.experts_per_token
+    done = [_row(p, row, family) for row in rows if (row["segments"] > 0).any()]
+    k, losses, layers = family.experts_per_token, family.losses, p.shape("router")[0]
     balance, z, load = value(0), value(0), []
-    for layer in range(p.layers):
+    for layer in range(layers):
         routing = [r[layer] for _, r in done]
         counts = np.sum([r.counts for r in routing], axis=0)
-        if sizes.balance == "batch":
+        if losses.balance == "batch":
             one = _balance(counts, total_of(r.probabilities for r in routing), k)
         else:
             one = total_of(_balance(r.counts, r.probabilities, k) for r in routing) / len(routing)
-        balance = balance + sizes.load_balance * one / p.layers
-        z = z + sizes.z_loss * total_of(r.z for r in routing) / (int(counts.sum()) / k) / p.layers
+        balance = balance + losses.load_balance * one / layers
+        z = z + losses.z_loss * total_of(r.z for r in routing) / (int(counts.sum()) / k) / layers
         load.append(counts)
     return total_of(nats for nats, _ in done), balance, z, np.stack(load)
 
 
-def differentiate(parameters: Parameters, batch: dict[str, np.ndarray], micro_steps: int, sizes: Sizes) -> Outcome:
+def differentiate(parameters: Parameters, batch: dict[str, np.ndarray], micro_steps: int, family: Family) -> Outcome:
     """One step of `batch` arrays [rows, seq], cut in `micro_steps` runs of rows.
 
     The objective is the cross-entropy a predicted token of the whole step plus the mean over micro-steps of the two
@@ -212,9 +216,9 @@ def differentiate(parameters: Parameters, batch: dict[str, np.ndarray], micro_st
     """
     rows = [{name: array[i] for name, array in batch.items()} for i in range(len(batch["tokens"]))]
     share = len(rows) // micro_steps
-    p = _Split(parameters)
+    p = Split(parameters)
     cut = (rows[i * share : (i + 1) * share] for i in range(micro_steps))
-    nats, balances, zs, loads = zip(*(_micro_step(p, some, sizes) for some in cut), strict=True)
+    nats, balances, zs, loads = zip(*(_micro_step(p, some, family) for some in cut), strict=True)
     loss = total_of(nats) / int((batch["labels"] >= 0).sum())
     balance, z = total_of(balances) / micro_steps, total_of(zs) / micro_steps
     found = gradients(loss + balance + z, list(p.whole.values()))
@@ -259,6 +263,7 @@ class AdamW:
             self.second[name] = self.beta2 * self.second[name] + (1 - self.beta2) * g**2
             first = self.first[name] / (1 - self.beta1**self.count)
             second = self.second[name] / (1 - self.beta2**self.count)
-            decay = self.weight_decay if name in MATRICES else 0
+            # Only what multiplies activations as a matrix does decays.
+            decay = 0 if name == "embedding" or name.endswith("norm") else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from cover import LENGTH, ROWS, Balance, Case, batch, config, model
+import oracle_deepseek
+import oracle_mixtral
+from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 
 from moezoo.axes import trainable
 from moezoo.data import Batch
+from moezoo.models import MixtralConfig
 from moezoo.settings import SGD, Constant
 from moezoo.train.optimizer import Optimizer
 from moezoo.train.step import Metrics, State, Step
@@ -20,11 +23,20 @@ STEPS, RATE = 3, 0.1
 
 
 class Observed(NamedTuple):
-    """Each of the steps' figures and gradients, and the parameters after the last."""
+    """Each of the steps' figures and gradients, and the parameters and choice biases after the last."""
 
     metrics: list[Metrics]
     gradients: list[oracle.Parameters]
     parameters: oracle.Parameters
+    bias: np.ndarray | None
+
+
+class Expected(NamedTuple):
+    """The oracle's steps, and what it has after the last."""
+
+    outcomes: list[oracle.Outcome]
+    parameters: oracle.Parameters
+    family: oracle.Family
 
 
 class Recording(Optimizer):
@@ -72,7 +84,7 @@ class Running:
 
     def __init__(self, case: Case, optimizer: Optimizer | None = None, start: Any = None):
         """`start` is a model; its optimiser is by default gradient descent whose state is the last gradient."""
-        start = model(case.balance) if start is None else start
+        start = model(case.family, case.balance) if start is None else start
         self._micro_steps, self._start = case.microbatches, start
         self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, start)
         self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches))
@@ -98,31 +110,57 @@ class Running:
         return jax.device_get(metrics)
 
 
+def parameters_of(family: Family, model: Any) -> oracle.Parameters:
+    """The arrays of a model (or of gradients, or moments) by the oracle's names."""
+    return (oracle_mixtral if family == "mixtral" else oracle_deepseek).parameters_of(model)
+
+
 def observe(case: Case) -> Observed:
     """Run the steps of a case."""
     running, metrics, gradients = Running(case), [], []
     for number in range(STEPS):
         metrics.append(running(number))
-        gradients.append(oracle.parameters_of(running.state.optimizer))
-    return Observed(metrics, gradients, oracle.parameters_of(running.state.model))
+        gradients.append(parameters_of(case.family, running.state.optimizer))
+    after: Any = running.state.model
+    bias = after.stacks[-1].layer.moe.router.bias
+    return Observed(metrics, gradients, parameters_of(case.family, after), None if bias is None else np.asarray(bias))
 
 
-def oracle_sizes(balance: Balance) -> oracle.Sizes:
+def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     """What the oracle is told of the model."""
-    c = config(balance)
-    return oracle.Sizes(
-        c.experts_per_token, c.rope_base, c.norm_eps, c.window, c.load_balance, c.z_loss, c.load_balance_over
+    c = config(family, balance)
+    losses = oracle.Losses(c.load_balance, c.z_loss, c.load_balance_over)
+    if isinstance(c, MixtralConfig):
+        return oracle_mixtral.Mixtral(c.experts_per_token, c.rope_base, c.norm_eps, c.window, losses)
+    rope = oracle_deepseek.Rope(
+        c.rope_base,
+        c.rope_pairs == "interleaved",
+        c.yarn_factor,
+        c.yarn_length,
+        c.yarn_beta_fast,
+        c.yarn_beta_slow,
+        c.yarn_mscale,
+        c.yarn_mscale_all,
+    )
+    renormalised = c.expert_weights == "renormalised"
+    choice = oracle_deepseek.Choice(c.score, c.groups, c.kept_groups, c.group_score, renormalised, c.expert_scale)
+    bias = model(family, balance).stacks[1].layer.moe.router.bias
+    start = np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else np.asarray(bias, np.float64)
+    rate = 0.0 if bias is None else c.bias_rate
+    return oracle_deepseek.DeepSeek(
+        c.experts_per_token, c.dense_layers, c.nope_dim, rope, choice, start, rate, c.norm_eps, losses
     )
 
 
 @functools.cache
-def expected(balance: Balance, micro_steps: int) -> tuple[list[oracle.Outcome], oracle.Parameters]:
-    """The oracle's steps and its parameters after the last: once a configuration, as no mesh or strategy enters."""
-    parameters, outcomes = oracle.parameters_of(model(balance)), []
+def expected(family: Family, balance: Balance, micro_steps: int) -> Expected:
+    """The oracle's steps: once a configuration, as no mesh or strategy enters."""
+    known, parameters, outcomes = oracle_family(family, balance), parameters_of(family, model(family, balance)), []
     for number in range(STEPS):
-        outcomes.append(oracle.differentiate(parameters, batch(number), micro_steps, oracle_sizes(balance)))
+        outcomes.append(oracle.differentiate(parameters, batch(number), micro_steps, known))
         parameters = oracle.sgd(parameters, outcomes[-1].gradients, RATE)
-    return outcomes, parameters
+        known = known.after_step(outcomes[-1].load)
+    return Expected(outcomes, parameters, known)
 
 
 def worst(found: oracle.Parameters, wanted: oracle.Parameters) -> float:

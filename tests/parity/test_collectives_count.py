@@ -7,13 +7,13 @@ import functools
 import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from cover import LAYERS, Case, config, cover, product
+from cover import LAYERS, OLDER, Case, config, cover, product
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from running import RATE, STEPS, shapes
@@ -27,16 +27,40 @@ from moezoo.train.optimizer import Optimizer
 from moezoo.train.step import Step
 
 # Logical axes of the parameters, as far as rules may name them.
-DENSE = ("embed",)  # of a layer: query, key, value, out, router
-EXPERTS = ("expert", "expert_embed")  # of a layer: gate, up, down
-# Arrays of the model: a layer's, stacked, then the embedding, the unembedding and the last norm.
-ARRAYS = {DENSE: 5 + 2, EXPERTS: 3, ("norm",): 2 + 1}
+EMBED, Q_LORA, KV_LORA, EXPERTS = ("embed",), ("q_lora",), ("kv_lora",), ("expert", "expert_embed")
+
+
+class Kind(NamedTuple):
+    """Layers of one kind: how many weights each has of which logical axes, how many norms, whether it routes."""
+
+    layers: int
+    weights: dict[tuple[str, ...], int]
+    norms: int
+    routes: bool
+
+
+# A layer's weights of `embed`: of attention; of a dense MLP (gate, up, down); of the router; of the shared experts.
+KINDS = {
+    # Attention: query, key, value, out. Norms: of attention, of the experts.
+    "mixtral": [Kind(LAYERS, {EMBED: 4 + 1, EXPERTS: 3}, 2, True)],
+    # Attention: down to the latents of queries and of keys, and out; up to queries; up to keys and values. Norms: those
+    # two, and of both latents. The choice bias is replicated, and no gradient or sum is its own.
+    "deepseek": [
+        Kind(1, {EMBED: 3 + 3, Q_LORA: 1, KV_LORA: 2}, 4, False),
+        Kind(LAYERS, {EMBED: 3 + 1 + 3, Q_LORA: 1, KV_LORA: 2, EXPERTS: 3}, 4, True),
+    ],
+    # Queries have no latent, and no norm of it.
+    "deepseek_v2": [
+        Kind(1, {EMBED: 3 + 3, KV_LORA: 2}, 3, False),
+        Kind(LAYERS, {EMBED: 3 + 1 + 3, KV_LORA: 2, EXPERTS: 3}, 3, True),
+    ],
+}
 
 
 @functools.cache
-def traced(case: Case, layers: int = LAYERS) -> Any:
+def traced(case: Case, **changes: int) -> Any:
     """The traced step."""
-    model = model_shapes(config(case.balance, layers=layers))
+    model = model_shapes(config(case.family, case.balance, **changes))
     optimizer = Optimizer(SGD(RATE), Constant(), STEPS, model)
     return Step(model, optimizer, case.execution, shapes(case.microbatches)).jaxpr()
 
@@ -104,18 +128,22 @@ def expected_counts(case: Case) -> Counter:
     def summed(axes: tuple[str, ...]) -> Counter:
         return Counter({("psum", tuple(sorted(axes))): 1}) if axes else Counter()
 
-    # A layer gathers its weights twice and scatters their gradients once.
-    for logical, count in ((DENSE, 5), (EXPERTS, 3)):
-        forward, back = weight(case, logical)
-        total += times(LAYERS * count, forward, forward, back)
-    total += times(LAYERS, dispatch(case))
+    for kind in KINDS[case.family]:
+        # A layer gathers its weights twice and scatters their gradients once.
+        for logical, count in kind.weights.items():
+            forward, back = weight(case, logical)
+            total += times(kind.layers * count, forward, forward, back)
+        if kind.routes:
+            total += times(kind.layers, dispatch(case))
+        if sequence:
+            # Of the whole sequence keys and values, or latents and shared rotated keys, twice; their gradients back.
+            exchanged = Counter({("all_gather", sequence): 2 + 2, ("reduce_scatter", sequence): 2})
+            total += times(kind.layers, exchanged)
     if sequence:
-        # Keys and values of the whole sequence, twice; their gradients back.
-        total += times(LAYERS, Counter({("all_gather", sequence): 2 + 2, ("reduce_scatter", sequence): 2}))
         # Positions and segments, once for all layers.
         total += Counter({("all_gather", sequence): 2})
     # The embedding is gathered once: its gradient needs the tokens only. The unembedding is gathered again.
-    forward, back = weight(case, DENSE)
+    forward, back = weight(case, EMBED)
     total += times(1, forward, back) + times(1, forward, forward, back)
     # Losses and routing statistics of all layers take one sum; rows must be whole first where each is balanced.
     total += summed(everywhere) if case.balance == "batch" else summed(sequence) + summed(batch)
@@ -123,7 +151,10 @@ def expected_counts(case: Case) -> Counter:
     # Once a step, however many micro-steps: the number of predicted tokens, the norm, and for each parameter the axes
     # that split tokens and do not store it.
     total += summed(everywhere) + summed(live(case, tuple(case.execution.sizes)))
-    for logical, count in ARRAYS.items():
+    arrays = Counter({EMBED: 2, ("norm",): 1})  # embedding, unembedding and the last norm; then layers, stacked
+    for kind in KINDS[case.family]:
+        arrays += Counter({**kind.weights, ("norm",): kind.norms})
+    for logical, count in arrays.items():
         stored = {axis for name in logical for axis in live(case, rules.store.get(name, ()))}
         total += times(count, summed(tuple(axis for axis in everywhere if axis not in stored)))
     return total
@@ -133,7 +164,7 @@ def _full_remat(cases: tuple[Case, ...]) -> list[Case]:
     return list(dict.fromkeys(replace(case, remat="full") for case in cases))
 
 
-@pytest.mark.parametrize("case", _full_remat(cover()), ids=str)
+@pytest.mark.parametrize("case", _full_remat((*cover(), *OLDER)), ids=str)
 def test_counts_are_those_of_the_rules(case):
     # `count_collectives` refuses loops without a known end that hold one, so there is none.
     assert count_collectives(traced(case)) == expected_counts(case)
@@ -163,10 +194,10 @@ def test_mixtral_on_fsdp2_ep4_in_figures():
     }
 
 
-@pytest.mark.parametrize("strategy", ["gather", "ring"])
-def test_program_does_not_grow_with_depth(strategy):
-    case = Case(strategy, "fsdp2_ep4", "fsdp_ep", "full", 2, "batch")
-    sizes = [len(list(equations(traced(case, layers)))) for layers in (4, 32)]
+@pytest.mark.parametrize(("strategy", "family"), [("gather", "mixtral"), ("ring", "mixtral"), ("ring", "deepseek")])
+def test_program_does_not_grow_with_depth(strategy, family):
+    case = Case(strategy, "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", family)
+    sizes = [len(list(equations(traced(case, layers=layers)))) for layers in (4, 32)]
     assert sizes[0] == sizes[1]
 
 
