@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import oracle_deepseek
 import oracle_mixtral
+from compiling import fast_options
 from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 
 from moezoo.axes import trainable
@@ -54,23 +55,6 @@ class Recording(Optimizer):
         """As gradient descent, and keep the gradient."""
         parameters, _ = super().update(gradients, super().init(parameters), parameters, rate, norm)
         return parameters, gradients
-
-
-@functools.cache
-def fast_options() -> dict[str, Any]:
-    """Options that make XLA compile a step on the CPU in a third of the time or less: the code runs once, for moments.
-
-    They leave the program and its collectives alone, and only translate it to machine code with less care.
-    """
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    more = options | {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-    try:
-        jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=more)
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return options  # newer versions have no such choice
-    return more
 
 
 def shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:

@@ -1,0 +1,110 @@
+"""Our logits, loss and gradients held to those of transformers, from the same folder and tokens."""
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiling import fast_options
+
+import moezoo
+from moezoo.hub import arrays_by_path, tensors
+from moezoo.models import FAMILIES
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
+
+
+class Results(NamedTuple):
+    """Of one batch; gradients by the names of a folder."""
+
+    logits: np.ndarray
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+
+def load(folder: Path) -> Any:
+    """What transformers makes of a folder that we wrote: every weight found, none left over."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", output_loading_info=True
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not told[kind], kind
+    return theirs
+
+
+def results_of_transformers(theirs: Any, tokens: np.ndarray) -> Results:
+    """Of a batch of rows that are read whole."""
+    theirs.zero_grad()
+    ids = torch.tensor(tokens.astype(np.int64))
+    out = theirs(ids, labels=ids)
+    out.loss.backward()
+    return Results(out.logits.detach().numpy(), out.loss.item(), _gradients_of_transformers(theirs))
+
+
+def results(model: Any, tokens: np.ndarray, run: moezoo.Execution) -> Results:
+    """Ours, as `run` says."""
+
+    def loss(model):
+        logits = model(tokens, run=run).logits
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(tokens[:, 1:, None]), axis=-1)
+        return -picked.mean(), logits
+
+    if run.mesh is not None:
+        model = moezoo.place(model, run)
+    function = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    compiled = function.lower(model).compile(compiler_options=fast_options())
+    (value, logits), gradients = compiled(model)
+    return Results(np.asarray(logits), float(value), _by_name(gradients, model))
+
+
+def agree(ours: Results, theirs: Results) -> None:
+    """Float32 on both sides: a logit or a gradient is the sum of some thousand products, each rounded to 6e-8."""
+    np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=1e-4)
+    assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+    # The bias that moves choices has no gradient, and transformers holds it as a buffer.
+    trained = {name: g for name, g in ours.gradients.items() if not name.endswith("e_score_correction_bias")}
+    assert set(theirs.gradients) == set(trained)
+    for name, gradient in trained.items():
+        wanted = theirs.gradients[name]
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-4 * scale + 1e-7, err_msg=name)
+
+
+def _by_name(tree, model):
+    """A tree in our model's shape as tensors by their names in a folder."""
+    family = next(f for f in FAMILIES.values() if isinstance(model, f.model))
+    arrays = arrays_by_path(tree)
+    return {
+        t.name: t.to_file([np.asarray(arrays[p][i]) for p, i in t.parts])
+        for t in tensors(tree, family.hub)
+        if t.parts[0][0] in arrays
+    }
+
+
+def _gradients_of_transformers(theirs):
+    """Gradients by the names on disk: in memory experts are joined."""
+    found: dict[str, np.ndarray] = {}
+    renamed = theirs.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in theirs.named_parameters():
+        gradient = parameter.grad.numpy().copy()
+        if name.endswith("experts.gate_up_proj"):
+            half = gradient.shape[1] // 2
+            for e, one in enumerate(gradient):
+                found[name.replace("gate_up_proj", f"{e}.{gate}.weight")] = one[:half]
+                found[name.replace("gate_up_proj", f"{e}.{up}.weight")] = one[half:]
+        elif name.endswith("experts.down_proj"):
+            found |= {
+                name.replace("experts.down_proj", f"experts.{e}.{down}.weight"): g for e, g in enumerate(gradient)
+            }
+        else:
+            found[name] = gradient
+    if renamed:
+        found = {name.replace(".mlp.", ".block_sparse_moe."): g for name, g in found.items()}
+    return found

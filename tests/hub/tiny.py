@@ -1,0 +1,60 @@
+"""Tiny models of both families, of every kind that transformers has too."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiling import fast_options
+
+import moezoo
+from moezoo.models import DeepSeekConfig, MixtralConfig
+
+SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
+# A short original length, so that the ramp between kept and slowed frequencies falls within these few pairs.
+YARN: dict[str, Any] = {"yarn_factor": 4.0, "yarn_length": 64, "yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5}
+
+
+def mixtral(**changes: Any) -> MixtralConfig:
+    """A tiny Mixtral."""
+    return MixtralConfig(**{**SMALL, "layers": 2, "kv_heads": 2, "head_dim": 8, "rope_base": 100.0, **changes})
+
+
+def third(**changes: Any) -> DeepSeekConfig:
+    """A tiny DeepSeek-V3."""
+    sizes: dict[str, Any] = {"q_lora": 6, "kv_lora": 5, "nope_dim": 6, "rope_dim": 8, "value_dim": 7, "mlp": 20}
+    return DeepSeekConfig(**{**SMALL, **sizes, "layers": 2, **changes})
+
+
+def second(**changes: Any) -> DeepSeekConfig:
+    """A tiny DeepSeek-V2; transformers' needs an even offset to the rotated part of its latent."""
+    router: dict[str, Any] = {"score": "softmax", "expert_weights": "scores", "choice_bias": "none"}
+    router |= {"group_score": "max", "groups": 1, "kept_groups": 1, "expert_scale": 1.0}
+    return third(**{"kv_lora": 4, **router, **changes})
+
+
+CONFIGS = {
+    "mixtral": mixtral(),
+    "mixtral window": mixtral(window=5),
+    "mixtral all experts": mixtral(experts_per_token=8),
+    "v3": third(**YARN),
+    "v3 two mscales": third(**YARN, yarn_mscale=0.7, yarn_mscale_all=1.3),
+    "v3 no mscale": third(**YARN, yarn_mscale=0.0, yarn_mscale_all=0.0),
+    "v3 plain": third(q_lora=None, groups=1, kept_groups=1, expert_weights="scores", rope_pairs="halves"),
+    "v3 two dense": third(layers=3, dense_layers=2, shared_experts=2),
+    "v3 none dense": third(dense_layers=0),
+    "v3 all experts": third(experts_per_token=8, kept_groups=4),
+    "v2": second(),
+    "v2 groups": second(**YARN, groups=4, kept_groups=2, expert_scale=16.0),
+    "v2 lite": second(**YARN, q_lora=None, yarn_mscale=0.707, yarn_mscale_all=0.707, shared_experts=2),
+}
+
+
+def random_model(config):
+    """A model whose every array is random: norms are not one, biases not zero."""
+    build = jax.jit(lambda: moezoo.build(config, key=jax.random.key(1)))  # one program, not hundreds
+    model = build.lower().compile(compiler_options=fast_options())()
+    rng = np.random.default_rng(2)
+    leaves, structure = jax.tree.flatten(model)
+    noisy = [np.asarray(x) + (0.1 + 0.1 * (x.ndim < 3)) * rng.standard_normal(x.shape, np.float32) for x in leaves]
+    return jax.tree.unflatten(structure, [jnp.asarray(x) for x in noisy])
