@@ -5,10 +5,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moezoo.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
-from moezoo.convert import show
+from moezoo.convert import NO_CHECKS, Checks, convert, show, types_of
 from moezoo.errors import UserError
 from moezoo.settings import TrainConfig
 
@@ -22,15 +22,21 @@ def run(
     description: str,
     configure: Callable[..., TrainConfig] = compose,
     examples: Sequence[str] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16"),
+    keys: Sequence[str] | None = None,
 ) -> NoReturn:
     """Run a script: hand the command line's overrides to `task` and exit with what it returns, 0 for None.
 
     `--help` prints `description`, all groups and keys and how to call the script with `examples`; `--cfg job` prints
-    the configuration that `configure(*overrides)` returns. Exit codes: 2 after a `UserError`, printed as one line
-    without a traceback; 130 when interrupted; 141 when whoever reads the output has gone.
+    the configuration that `configure(*overrides)` returns. A script with `keys` of its own, a line of help each,
+    composes nothing: it has no groups and no `--cfg job`, and `task` reads its keys with `read_keys`. Exit codes: 2
+    after a `UserError`, printed as one line without a traceback; 130 when interrupted; 141 when whoever reads the
+    output has gone.
     """
     try:
-        code = _dispatch(sys.argv[1:], task, description, configure, examples) or 0
+        if keys is None:
+            code = _dispatch(sys.argv[1:], task, description, configure, examples) or 0
+        else:
+            code = _dispatch_own(sys.argv[1:], task, description, keys, examples) or 0
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}{_as_typed(str(error), sys.argv[1:])}", file=sys.stderr)
@@ -68,6 +74,46 @@ def _dispatch(
         print(to_yaml(as_mapping(configure(*overrides))), end="")
         return 0
     return task(overrides)
+
+
+def read_keys(kind: Any, overrides: Sequence[str], checks: Checks = NO_CHECKS) -> Any:
+    """An instance of the dataclass `kind`, whose fields are a script's own keys, from `overrides` such as "tokens=16".
+
+    Raises `UserError` for an unknown or missing key, and for a value that is not of the field's type or in its range.
+    """
+    values: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"{show(text)}: expected KEY=VALUE, such as {next(iter(types_of(kind)))}={show(text)}")
+        values[key] = value if types_of(kind).get(key) is str else _number(value)
+    return convert(kind, values, "", checks)
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _dispatch_own(
+    arguments: Sequence[str],
+    task: Callable[[Sequence[str]], int | None],
+    description: str,
+    keys: Sequence[str],
+    examples: Sequence[str],
+) -> int | None:
+    if "--help" in arguments or "-h" in arguments:
+        calls = (f"  {_command()} {example}" for example in examples)
+        parts = [f"usage: {_command()} KEY=VALUE ...", "", description, "", "Keys:", *(f"  {line}" for line in keys)]
+        print("\n".join([*parts, "", "Examples:", *calls]))
+        return 0
+    if option := next((a for a in arguments if a.startswith("-")), None):
+        raise UserError(f"{show(option)}: no such option; valid: --help, and KEY=VALUE")
+    return task(arguments)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], bool]:

@@ -1,10 +1,12 @@
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
-from moezoo.cli import run
+from moezoo.cli import read_keys, run
 from moezoo.compose import compose_mapping, compose_onto, defaults, groups, read_yaml
+from moezoo.convert import Checks, Range
 from moezoo.errors import UserError
 
 
@@ -109,7 +111,7 @@ def test_refuses_in_one_line(call, arguments, said):
 
 
 SCRIPT = """
-from moezoo.cli import run
+from moezoo.cli import read_keys, run
 from moezoo.mesh import initialised
 
 try:
@@ -127,3 +129,31 @@ def test_help_starts_no_device_and_its_reader_may_leave():
         script.stdout.close()
         assert script.stderr.read() == ""
     assert script.returncode == 141
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheep:
+    flock: str = ""
+    legs: int = 4
+    wool: float = 0.5
+
+
+def test_a_script_with_keys_of_its_own(call):
+    def task(overrides):
+        print(read_keys(Sheep, overrides, Checks(ranges={"legs": Range(at_least=1)})))
+
+    own = {"task": task, "keys": ["legs=4  of each"], "examples": ["legs=3"]}
+    assert call("flock=12", "legs=3", "wool=1e-4", **own) == (0, "Sheep(flock='12', legs=3, wool=0.0001)\n", "")
+    code, out, _ = call("--help", **own)
+    assert code == 0
+    for part in ("Counts sheep.", "legs=4  of each", "python scripts/count.py legs=3"):
+        assert part in out
+    for argument, said in [
+        ("lgs=3", "lgs: there is no key 'lgs'; did you mean 'legs'?"),
+        ("legs=0", "legs=0 must be at least 1"),
+        ("legs=many", "legs=many: expected a whole number such as 4, found text"),
+        ("wool=nan", "wool=nan: expected a number such as 0.5, found no finite number"),
+        ("12", "12: expected KEY=VALUE, such as flock=12"),
+        ("--cfg", "--cfg: no such option; valid: --help, and KEY=VALUE"),
+    ]:
+        assert call(argument, **own) == (2, "", f"error: {said}\n")

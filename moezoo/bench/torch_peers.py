@@ -1,6 +1,6 @@
 """PyTorch's grouped product and transformers' Mixtral block on the same numbers, where both are installed.
 
-The only module that imports them.
+The only module of the benchmarks that imports them.
 """
 
 import importlib.util

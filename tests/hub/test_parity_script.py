@@ -1,0 +1,263 @@
+"""A folder compared with transformers module by module; a planted fault is named where it lies."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import CONFIGS, random_model
+
+import moezoo
+from moezoo import parity
+from moezoo.moe.router import Choice
+
+pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "parity.py"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of a configuration of CONFIGS, written once."""
+    top = tmp_path_factory.mktemp("folders")
+
+    def folder(name: str) -> Path:
+        if not (top / name).exists():
+            moezoo.save_pretrained(random_model(CONFIGS[name]), top / name)
+        return top / name
+
+    return folder
+
+
+# A folder of each kind, and the modules beside the embedding, the last norm, the logits and each layer's three.
+KINDS = {
+    "mixtral window": {"block_sparse_moe", "block_sparse_moe.gate", "block_sparse_moe.experts"},
+    "v3": {"self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.shared_experts"},
+    "v3 two dense": {"mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
+    "v2 groups": {"self_attn.q_a_layernorm", "mlp.gate", "mlp.experts"},
+    "v2 lite": {"self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_agrees(folders, name):
+    result = parity.compare(folders(name))
+    assert result.first is None, result
+    assert result.worst.difference < 1e-5
+    names = [row.theirs for row in result.rows]
+    assert names[0] == "model.embed_tokens"
+    assert names[-2:] == ["model.norm", "lm_head"]
+    inside = [m[1] for m in map(re.compile(r"model\.layers\.\d+\.(.*)").match, names) if m]
+    assert KINDS[name] | {"input_layernorm", "self_attn", "post_attention_layernorm"} <= set(inside)
+    layers = [int(m[1]) for m in map(re.compile(r"model\.layers\.(\d+)$").match, names) if m]
+    assert layers == list(range(CONFIGS[name].layers))
+    assert len(set(names)) == len(names)
+    parts = ("input_layernorm", "self_attn", "post_attention_layernorm")
+    order = [*(f"model.layers.1.{part}" for part in parts), "model.layers.1", "model.norm"]
+    assert [name for name in names if name in order] == order
+    assert ("self_attn.q_a_layernorm" in inside) == (getattr(CONFIGS[name], "q_lora", None) is not None)
+    assert str(result).endswith(
+        f"all {len(names)} modules agree within 1e-04 {result.verdict[result.verdict.find('(') :]}"
+    )
+
+
+def changed(where: Any, function: Any):
+    """A model with one of its parts changed."""
+    return lambda model: eqx.tree_at(where, model, replace_fn=function)
+
+
+def moved(by: float):
+    """An array with its second layer changed."""
+    return lambda x: x.at[1].multiply(1 + by)
+
+
+def setting(where: Any, **values: Any):
+    """A model with settings of one of its modules changed, which are no arrays."""
+
+    def change(model):
+        module = where(model)
+        # The fields that are static are no leaves for `tree_at`.
+        other = object.__new__(type(module))
+        for name, value in (vars(module) | values).items():
+            object.__setattr__(other, name, value)
+        return eqx.tree_at(where, model, other)
+
+    return change
+
+
+def mixtral(model: Any) -> Any:
+    return model.stacks[0].layer
+
+
+def third(model: Any) -> Any:
+    return model.stacks[-1].layer
+
+
+# The folder, what is changed of our model after loading, and what is to be named. The first layer of "v3" is dense.
+PLANTED: dict[str, tuple[str, Any, str]] = {
+    "embedding": ("mixtral", changed(lambda m: m.embedding.weight, lambda x: x * 1.01), "model.embed_tokens"),
+    "a norm's scale": (
+        "mixtral",
+        changed(lambda m: mixtral(m).moe_norm.scale, moved(0.01)),
+        "model.layers.1.post_attention_layernorm",
+    ),
+    "a norm's epsilon": (
+        "mixtral",
+        setting(lambda m: mixtral(m).attention_norm, epsilon=0.01),
+        "model.layers.0.input_layernorm",
+    ),
+    "queries": ("mixtral", changed(lambda m: mixtral(m).attention.query, moved(0.1)), "model.layers.1.self_attn"),
+    "rope base": ("mixtral", setting(lambda m: mixtral(m).attention, rope_base=1e4), "model.layers.0.self_attn"),
+    "window": ("mixtral window", setting(lambda m: mixtral(m).attention, window=6), "model.layers.0.self_attn"),
+    "router": (
+        "mixtral",
+        changed(lambda m: mixtral(m).moe.router.weight, moved(0.01)),
+        "model.layers.1.block_sparse_moe.gate",
+    ),
+    "an expert": (
+        "mixtral",
+        changed(lambda m: mixtral(m).moe.experts.down, lambda x: x.at[1, 3].multiply(1.01)),
+        "model.layers.1.block_sparse_moe.experts",
+    ),
+    "last norm": ("mixtral", changed(lambda m: m.unembedding.norm.scale, lambda x: x * 1.01), "model.norm"),
+    "logits": ("mixtral", changed(lambda m: m.unembedding.weight, lambda x: x * 1.01), "lm_head"),
+    "choice bias": (
+        "v3",
+        changed(lambda m: third(m).moe.router.bias, lambda x: x.at[0, ::2].add(0.5)),
+        "model.layers.1.mlp.gate",
+    ),
+    "router scale": (
+        "v2 groups",
+        setting(
+            lambda m: third(m).moe.router,
+            choice=Choice(2, groups=4, kept_groups=2, weights="scores", scale=1.0),
+        ),
+        "model.layers.1.mlp.gate",
+    ),
+    "down to the latent": (
+        "v3",
+        changed(lambda m: third(m).attending.attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
+        "what enters model.layers.1.self_attn.q_a_layernorm",
+    ),
+    "a latent's norm": (
+        "v3",
+        changed(lambda m: third(m).attending.attention.kv_norm.scale, lambda x: x * 1.01),
+        "model.layers.1.self_attn.kv_a_layernorm",
+    ),
+    "rope pairs": (
+        "v3",
+        setting(lambda m: third(m).attending.attention, pairs="halves"),
+        "model.layers.1.self_attn",
+    ),
+    "shared experts": (
+        "v3",
+        changed(lambda m: third(m).shared.up, lambda x: x * 1.01),
+        "model.layers.1.mlp.shared_experts",
+    ),
+    "dense layer": ("v3", changed(lambda m: m.stacks[0].layer.mlp.gate, lambda x: x * 1.1), "model.layers.0.mlp"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_names_what_was_changed(folders, monkeypatch, fault):
+    name, change, expected = PLANTED[fault]
+    load = parity.from_pretrained
+    monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: change(load(*a, **k)))
+    result = parity.compare(folders(name))
+    line = r"first divergence: (.+) \(ours: (.+)\), \d\.\de[+-]\d\d relative, expected at most 1e-04(;.*)?"
+    found = re.fullmatch(line, result.verdict)
+    assert found is not None, result.verdict
+    assert found[1] == expected
+    assert result.first is not None
+    assert found[2] == result.first.ours
+    assert "  <-" in str(result)
+
+
+def test_what_is_not_finite_diverges(folders, monkeypatch):
+    load = parity.from_pretrained
+    spoil = changed(lambda m: m.stacks[0].layer.attention.out, lambda x: x.at[1, 0].set(float("nan")))
+    monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: spoil(load(*a, **k)))
+    result = parity.compare(folders("mixtral"))
+    assert result.first is not None
+    assert result.first.theirs == "model.layers.1.self_attn"
+    assert "nan relative" in result.verdict
+
+
+def test_tokens_that_go_elsewhere_are_counted():
+    row = parity.Row("model.layers.1.mlp.gate", "stacks[0].layer.moe.router", 0.5, 1e-7, rerouted=1)
+    line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].layer.moe.router), 5.0e-01 relative, "
+    line += "expected at most 1e-04; {} of 100 tokens go to other experts"
+    one = parity.Parity((row,), 1e-4, 100)
+    assert one.verdict == line.format(1) + ", which a tie of two can do: try another seed"
+    many = parity.Parity((dataclasses.replace(row, rerouted=50),), 1e-4, 100)
+    assert many.verdict == line.format(50)
+
+
+def call(*arguments: Any) -> tuple[int, str, str]:
+    """The script's exit code and what it printed."""
+    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_script_agrees_and_diverges(folders, tmp_path):
+    folder = shutil.copytree(folders("mixtral"), tmp_path / "model")
+    code, out, err = call(f"folder={folder}", "tokens=5")
+    assert (code, err) == (0, "")
+    assert re.search(r"\n\nall 17 modules agree within 1e-04 \(worst: .*\)\n$", out)
+    code, out, err = call(f"folder={folder}", "tokens=5", "tolerance=1e-9")
+    assert (code, err) == (1, "")
+    assert "\nfirst divergence: model.layers.0.input_layernorm (ours: stacks[0].layer.attention_norm), " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "folder is missing; write folder=FOLDER with a Hugging Face model folder"),
+        (["folder=nowhere"], "nowhere: no config.json there; name a Hugging Face model folder"),
+        (["foldr=nowhere"], "foldr: there is no key 'foldr'; did you mean 'folder'?"),
+        (["folder=nowhere", "tokens=0"], "tokens=0 must be at least 1"),
+    ],
+)
+def test_script_refuses_in_one_line(arguments, said):
+    assert call(*arguments) == (2, "", f"error: {said}\n")
+
+
+def test_help():
+    code, out, _ = call("--help")
+    assert code == 0
+    for part in ("folder=FOLDER", "tokens=16", "tolerance=1e-4", "seed=0", "[peers]", "Exit codes"):
+        assert part in out
+
+
+def test_peers_that_are_not_installed(folders, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    with pytest.raises(moezoo.UserError, match=r'^torch not installed; run pip install -e "\.\[peers\]"$'):
+        parity.compare(folders("mixtral"))
+
+
+def test_what_transformers_cannot_load(folders, tmp_path):
+    folder = shutil.copytree(folders("v3"), tmp_path / "kimi")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2", "architectures": ["Kimi"]}))
+    with pytest.raises(moezoo.UserError, match=r"kimi: transformers cannot load it \(.*kimi_k2.*") as caught:
+        parity.compare(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_of_multi_token_prediction_are_left_out(folders, tmp_path):
+    folder = shutil.copytree(folders("v3"), tmp_path / "more")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": tensors["lm_head.weight"]}, file)
+    with pytest.warns(UserWarning, match="passed over 1 tensors"):
+        assert parity.compare(folder).first is None
