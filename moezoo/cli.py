@@ -5,10 +5,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from moezoo.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
-from moezoo.convert import NO_CHECKS, Checks, convert, show, types_of
+from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.settings import TrainConfig
 
@@ -28,9 +28,10 @@ def run(
 
     `--help` prints `description`, all groups and keys and how to call the script with `examples`; `--cfg job` prints
     the configuration that `configure(*overrides)` returns. A script with `keys` of its own, a line of help each,
-    composes nothing: it has no groups and no `--cfg job`, and `task` reads its keys with `read_keys`. Exit codes: 2
-    after a `UserError`, printed as one line without a traceback; 130 when interrupted; 141 when whoever reads the
-    output has gone.
+    composes nothing: it has no groups and no `--cfg job`, and `task` reads them with `moezoo.options.read`.
+
+    Exit codes: 2 after a `UserError`, printed as one line without a traceback; 130 when interrupted; 141 when whoever
+    reads the output has gone.
     """
     try:
         if keys is None:
@@ -74,29 +75,6 @@ def _dispatch(
         print(to_yaml(as_mapping(configure(*overrides))), end="")
         return 0
     return task(overrides)
-
-
-def read_keys(kind: Any, overrides: Sequence[str], checks: Checks = NO_CHECKS) -> Any:
-    """An instance of the dataclass `kind`, whose fields are a script's own keys, from `overrides` such as "tokens=16".
-
-    Raises `UserError` for an unknown or missing key, and for a value that is not of the field's type or in its range.
-    """
-    values: dict[str, Any] = {}
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"{show(text)}: expected KEY=VALUE, such as {next(iter(types_of(kind)))}={show(text)}")
-        values[key] = value if types_of(kind).get(key) is str else _number(value)
-    return convert(kind, values, "", checks)
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _dispatch_own(

@@ -1,12 +1,12 @@
 """A script's own KEY=VALUE arguments, beside those that configure a run."""
 
-import dataclasses
 import json
+import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from moezoo.convert import convert, types_of
-from moezoo.errors import UserError
+from moezoo.convert import NO_CHECKS, Checks, convert, show, types_of
+from moezoo.errors import UserError, nearest
 
 _T = TypeVar("_T")
 
@@ -18,11 +18,11 @@ class Taken(NamedTuple):
     rest: list[str]
 
 
-def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
+def take(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -> Taken:
     """An instance of the dataclass `kind` from those of `arguments` whose key is one of its fields.
 
     A text is taken as it stands, a field of several texts may be given several times, anything else once. Raises
-    `UserError` for a value of another type.
+    `UserError` for a value that is not of the field's type or, by `checks`, not in its range.
     """
     types, values, rest = types_of(kind), {}, []
     for argument in arguments:
@@ -34,16 +34,25 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
         elif key in values:
             raise UserError(f"{argument}: {key} is asked for twice; leave one out")
         else:
-            values[key] = text if str in (types[key], *getattr(types[key], "__args__", ())) else _value(text)
-    required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]  # type: ignore[arg-type]
-    for name in required:
-        if name not in values:
-            raise UserError(f"{name} is missing; write {name}=...")
-    return Taken(kind(**{key: convert(types[key], value, key) for key, value in values.items()}), rest)
+            values[key] = text if str in (types[key], *typing.get_args(types[key])) else _value(text)
+    return Taken(convert(kind, values, "", checks), rest)
+
+
+def read(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -> _T:
+    """`take` for a script that has no other arguments. Raises `UserError` for those it does not know."""
+    taken = take(kind, arguments, checks)
+    for text in taken.rest:
+        key, equals, _ = text.partition("=")
+        if not equals:
+            raise UserError(f"{show(text)}: expected KEY=VALUE, such as {next(iter(types_of(kind)))}={show(text)}")
+        raise UserError(f"{key}: there is no key '{key}'; {nearest(key, types_of(kind))}")
+    return taken.options
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    for read_as in (json.loads, float):  # null, true, 3, 1e-4; then .5 and what is no number, for an error to name
+        try:
+            return read_as(text)
+        except ValueError:
+            continue
+    return text

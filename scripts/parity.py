@@ -10,7 +10,7 @@ if (here := os.path.dirname(os.path.realpath(__file__))) in sys.path:
 import dataclasses
 from collections.abc import Sequence
 
-from moezoo import cli
+from moezoo import cli, options
 from moezoo.convert import Checks, Range
 from moezoo.errors import UserError
 
@@ -34,7 +34,7 @@ RANGES = {
 
 def main(overrides: Sequence[str]) -> int:
     """Compare, and print the table; 1 when a module diverges."""
-    keys = cli.read_keys(Keys, overrides, Checks(ranges=RANGES))
+    keys = options.read(Keys, overrides, Checks(ranges=RANGES))
     if not keys.folder:
         raise UserError("folder is missing; write folder=FOLDER with a Hugging Face model folder")
     from moezoo.parity import compare

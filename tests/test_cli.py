@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from moezoo.cli import read_keys, run
+from moezoo.cli import run
 from moezoo.compose import compose_mapping, compose_onto, defaults, groups, read_yaml
 from moezoo.convert import Checks, Range
 from moezoo.errors import UserError
+from moezoo.options import read
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_refuses_in_one_line(call, arguments, said):
 
 
 SCRIPT = """
-from moezoo.cli import read_keys, run
+from moezoo.cli import run
 from moezoo.mesh import initialised
 
 try:
@@ -140,7 +141,7 @@ class Sheep:
 
 def test_a_script_with_keys_of_its_own(call):
     def task(overrides):
-        print(read_keys(Sheep, overrides, Checks(ranges={"legs": Range(at_least=1)})))
+        print(read(Sheep, overrides, Checks(ranges={"legs": Range(at_least=1)})))
 
     own = {"task": task, "keys": ["legs=4  of each"], "examples": ["legs=3"]}
     assert call("flock=12", "legs=3", "wool=1e-4", **own) == (0, "Sheep(flock='12', legs=3, wool=0.0001)\n", "")

@@ -30,7 +30,7 @@ def test_takes_its_own_and_leaves_the_rest():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["count=1"], "folder is missing; write folder=..."),
+        (["count=1"], "folder is missing; set it to text"),
         (["folder=a", "count=1.5"], "count=1.5: expected a whole number such as 4, found a decimal number"),
         (["folder=a", "count=many"], "count=many: expected a whole number such as 4, found text"),
         (["folder=a", "rate=fast"], "rate=fast: expected a number such as 0.5, found text"),
