@@ -21,14 +21,17 @@ PRODUCT = [(name, *way) for name in CONFIGS for way in WAYS]
 TOKENS = np.random.default_rng(3).integers(0, 40, (8, 8)).astype(np.int32)
 
 
+def split_evenly(config):
+    """With latents that eight devices can store."""
+    if isinstance(config, DeepSeekConfig):
+        return dataclasses.replace(config, kv_lora=32, q_lora=config.q_lora and 24)
+    return config
+
+
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
     """Our model of a configuration, and what transformers finds."""
-    config = CONFIGS[request.param]
-    if isinstance(config, DeepSeekConfig):
-        # Latents are stored over all eight devices.
-        config = dataclasses.replace(config, kv_lora=32, q_lora=config.q_lora and 24)
-    model = random_model(config)
+    model = random_model(split_evenly(CONFIGS[request.param]))
     folder = tmp_path_factory.mktemp("hub") / "model"
     moezoo.save_pretrained(model, folder)
     return model, results_of_transformers(load(folder), TOKENS)
