@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.hub import rope_of, setting
+from moezoo.hub import check_activation, rope_of, setting, setting_or
 from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.deepseek import NAMES as NAMES
 from moezoo.models.deepseek import DeepSeekConfig
@@ -14,11 +15,16 @@ from moezoo.models.deepseek import DeepSeekConfig
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 
-def passed_over(name: str, expected: set[str]) -> bool:
-    """Layers after the last are for predicting several tokens at once."""
-    layers = {int(m[1]) for m in map(re.compile(r"model\.layers\.(\d+)\.").match, expected) if m}
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return match is not None and int(match[1]) > max(layers)
+# A layer that predicts one more token has these beside what a layer has.
+_NEXT_TOKEN = ("eh_proj", "enorm", "hnorm", "shared_head")
+
+
+def passed_over(left: set[str], expected: set[str]) -> set[str]:
+    """Layers after the last that are for predicting several tokens at once."""
+    layer_of = {name: m[1] for name in left | expected if (m := re.match(r"model\.layers\.(\d+)\.", name))}
+    known = {layer_of[name] for name in expected if name in layer_of}
+    further = {layer_of[name] for name in left if name in layer_of and name.split(".")[3] in _NEXT_TOKEN} - known
+    return {name for name in left if layer_of.get(name) in further}
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
@@ -27,22 +33,30 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         if mapping.get(key):
             raise UserError(f"config.json: {key} is true; this family does not have it")
     sigmoid = mapping["model_type"] != "deepseek_v2"
-    grouped = sigmoid or mapping.get("topk_method", "greedy") == "group_limited_greedy"
+    check_activation(mapping)
+    method = mapping.get("topk_method") or "greedy"
+    if not sigmoid and method not in ("greedy", "group_limited_greedy"):
+        raise UserError(f"config.json: topk_method {method}; this version has greedy and group_limited_greedy")
+    grouped = sigmoid or method == "group_limited_greedy"
+    groups, kept = (8, 4) if sigmoid else (1, 1)  # where nothing is said
     rope = rope_of(mapping)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"]
     if kind not in ("default", "yarn"):
         raise UserError(f"config.json: rope_type {kind}; this family has default and yarn")
+    for key, usual in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, usual) not in (usual, None):
+            raise UserError(f"config.json: {key}={rope[key]} with rope_type {kind}; this family does not have it")
     extended: dict[str, Any] = {}
     if kind == "yarn":
         extended = {
-            "yarn_factor": float(setting(rope, "factor")),
-            "yarn_length": int(setting(rope, "original_max_position_embeddings")),
-            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
-            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
-            "yarn_mscale": float(rope.get("mscale") or 0),
-            "yarn_mscale_all": float(rope.get("mscale_all_dim") or 0),
+            "yarn_factor": setting(rope, "factor"),
+            "yarn_length": setting(rope, "original_max_position_embeddings"),
+            "yarn_beta_fast": rope.get("beta_fast") or 32,
+            "yarn_beta_slow": rope.get("beta_slow") or 1,
+            "yarn_mscale": rope.get("mscale") or 0,
+            "yarn_mscale_all": rope.get("mscale_all_dim") or 0,
         }
-    return DeepSeekConfig(
+    settings = dict(
         vocab=setting(mapping, "vocab_size"),
         embed=setting(mapping, "hidden_size"),
         layers=setting(mapping, "num_hidden_layers"),
@@ -59,20 +73,22 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         experts_per_token=setting(mapping, "num_experts_per_tok"),
         shared_experts=mapping.get("n_shared_experts") or 0,
         score="sigmoid" if sigmoid else "softmax",
-        groups=(mapping.get("n_group") or 1) if grouped else 1,
-        kept_groups=(mapping.get("topk_group") or 1) if grouped else 1,
+        groups=(mapping.get("n_group") or groups) if grouped else 1,
+        kept_groups=(mapping.get("topk_group") or kept) if grouped else 1,
         group_score="sum_of_top2" if sigmoid else "max",
         # The second version has the key too and does not heed it.
         expert_weights="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
-        expert_scale=float(mapping.get("routed_scaling_factor", 1.0)),
+        expert_scale=setting_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
         choice_bias="learned" if sigmoid else "none",
-        rope_base=float(rope.get("rope_theta", 1e4)),
-        rope_pairs="interleaved" if mapping.get("rope_interleave", True) else "halves",
-        max_length=int(mapping.get("max_position_embeddings") or DeepSeekConfig.max_length),
-        norm_eps=float(setting(mapping, "rms_norm_eps")),
-        init_std=float(mapping.get("initializer_range", DeepSeekConfig.init_std)),
+        rope_base=setting_or(rope, "rope_theta", 1e4),
+        # Of the third version alone.
+        rope_pairs="interleaved" if mapping.get("rope_interleave", True) or not sigmoid else "halves",
+        max_length=mapping.get("max_position_embeddings") or (4096 if sigmoid else 2048),
+        norm_eps=setting(mapping, "rms_norm_eps"),
+        init_std=setting_or(mapping, "initializer_range", 0.02),
         **extended,
     )
+    return convert(DeepSeekConfig, settings, "config.json: model")
 
 
 def hub_config(config: DeepSeekConfig) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.hub import rope_of, setting
+from moezoo.hub import check_activation, rope_of, setting, setting_or
 from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.mixtral import NAMES as NAMES
 from moezoo.models.mixtral import MixtralConfig
@@ -12,21 +13,22 @@ from moezoo.models.mixtral import MixtralConfig
 MODEL_TYPES = ("mixtral",)
 
 
-def passed_over(name: str, expected: set[str]) -> bool:
-    """Nothing is."""
-    del name, expected
-    return False
+def passed_over(left: set[str], expected: set[str]) -> set[str]:
+    """None are."""
+    del left, expected
+    return set()
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
     """The configuration. Raises `UserError` for what the family does not have."""
     if mapping.get("tie_word_embeddings"):
         raise UserError("config.json: tie_word_embeddings is true; this family's embeddings are untied")
+    check_activation(mapping)
     rope = rope_of(mapping)
-    if rope.get("rope_type", "default") != "default":
+    if rope["rope_type"] != "default":
         raise UserError(f"config.json: rope_type {rope['rope_type']}; this family has the default alone")
     heads = setting(mapping, "num_attention_heads")
-    return MixtralConfig(
+    settings = dict(
         vocab=setting(mapping, "vocab_size"),
         embed=setting(mapping, "hidden_size"),
         layers=setting(mapping, "num_hidden_layers"),
@@ -37,12 +39,13 @@ def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
         experts=setting(mapping, "num_local_experts"),
         experts_per_token=setting(mapping, "num_experts_per_tok"),
         window=mapping.get("sliding_window"),
-        rope_base=float(rope.get("rope_theta", 1e6)),
-        max_length=int(mapping.get("max_position_embeddings") or MixtralConfig.max_length),
-        norm_eps=float(setting(mapping, "rms_norm_eps")),
-        load_balance=float(mapping.get("router_aux_loss_coef", MixtralConfig.load_balance)),
-        init_std=float(mapping.get("initializer_range", MixtralConfig.init_std)),
+        rope_base=setting_or(rope, "rope_theta", 1e6),
+        max_length=mapping.get("max_position_embeddings") or 131072,
+        norm_eps=setting(mapping, "rms_norm_eps"),
+        load_balance=setting_or(mapping, "router_aux_loss_coef", 0.001),
+        init_std=setting_or(mapping, "initializer_range", 0.02),
     )
+    return convert(MixtralConfig, settings, "config.json: model")
 
 
 def hub_config(config: MixtralConfig) -> dict[str, Any]:

@@ -4,8 +4,9 @@ import os
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moezoo.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
 from moezoo.convert import show
@@ -34,10 +35,12 @@ def run(
     reads the output has gone.
     """
     try:
-        if keys is None:
-            code = _dispatch(sys.argv[1:], task, description, configure, examples) or 0
-        else:
-            code = _dispatch_own(sys.argv[1:], task, description, keys, examples) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _tell_warning
+            if keys is None:
+                code = _dispatch(sys.argv[1:], task, description, configure, examples) or 0
+            else:
+                code = _dispatch_own(sys.argv[1:], task, description, keys, examples) or 0
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}{_as_typed(str(error), sys.argv[1:])}", file=sys.stderr)
@@ -50,6 +53,12 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
+
+
+def _tell_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    """A warning to the user is one line; one between libraries says where it comes from."""
+    where = "" if category is UserWarning else f" ({category.__name__}, {filename}:{lineno})"
+    print(f"warning: {message}{where}", file=sys.stderr)
 
 
 def _as_typed(message: str, arguments: Sequence[str]) -> str:

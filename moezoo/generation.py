@@ -1,6 +1,7 @@
 """Continue texts: the prompt at once, then a token at a time with what layers keep of those before."""
 
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,7 +107,9 @@ def generate(
     Raises `UserError` for prompts that are not integers [batch, seq] of the vocabulary, padding on the right, more than
     `model.max_length` tokens, and for what cannot be drawn.
     """
-    sampling = Sampling(temperature, top_k, top_p, vocab)
+    if run is not None and not isinstance(run, Execution):
+        raise UserError(f"run is a {type(run).__name__}, expected an Execution; write run=moezoo.execution(cfg)")
+    sampling = Sampling(float(temperature), top_k, top_p, vocab)
     tokens, valid, stops = _checked(model, ids, mask, max_new_tokens, eos_token_id)
     if temperature > 0 and key is None:
         raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
@@ -123,7 +126,7 @@ def generate(
         jnp.asarray(np.pad(valid, wider)),
         jnp.asarray(max_new_tokens, jnp.int32),
         jnp.asarray(stops, jnp.int32),
-        jax.random.key(0) if key is None else key,
+        _threefry(jax.random.key(0) if key is None else key),
         room=room,
         sampling=sampling,
         run=run,
@@ -132,10 +135,21 @@ def generate(
     return np.concatenate([tokens, new[:, : int(count)]], axis=1)
 
 
+def _threefry(key: Array) -> Array:
+    """A key of the kind that draws the same for a row whatever rows stand beside it, so that a mesh changes nothing."""
+    try:
+        bits = jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise UserError("key is not one random key; write key=jax.random.key(SEED)") from error
+    return jax.random.wrap_key_data(bits, impl="threefry2x32")
+
+
 def _checked(
     model: LanguageModel, ids: Any, mask: Any, max_new_tokens: int, eos_token_id: Any
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Tokens and mask [batch, seq], and the tokens to stop at."""
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"model is a {type(model).__name__}, expected a model; load one with moezoo.from_pretrained")
     try:
         tokens = np.asarray(ids)
     except ValueError:
@@ -143,20 +157,24 @@ def _checked(
             "ids have rows of different lengths; fill the shorter ones up on the left and say mask="
         ) from None
     if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(
-            f"ids are {tokens.dtype}{list(tokens.shape)}, expected integers [batch, seq]; for one text write ids[None]"
-        )
+        one = "; for one text write ids[None]" if tokens.ndim == 1 else ""
+        raise UserError(f"ids are {tokens.dtype}{list(tokens.shape)}, expected integers [batch, seq]{one}")
     valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask).astype(bool)
     if valid.shape != tokens.shape:
         raise UserError(f"mask is {list(valid.shape)} and ids are {list(tokens.shape)}; give both the same shape")
+    if not valid.any(1).all():
+        raise UserError(f"mask leaves no token in row {int(valid.any(1).argmin())}; a prompt has at least one")
     if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
         raise UserError("mask is false behind a token; padding comes before the prompt, on the left")
-    stops = [] if eos_token_id is None else [int(i) for i in np.atleast_1d(np.asarray(eos_token_id))]
+    ends = np.atleast_1d(np.asarray([] if eos_token_id is None else eos_token_id))
+    if ends.size and not (ends.ndim == 1 and np.issubdtype(ends.dtype, np.integer)):
+        raise UserError(f"eos_token_id={eos_token_id} must be a token or a list of tokens")
+    stops = [int(i) for i in ends]
     for name, some in (("ids", tokens[valid]), ("eos_token_id", np.asarray(stops, int))):
         if (outside := some[(some < 0) | (some >= model.vocab)]).size:
             raise UserError(f"{name} holds {outside[0]} but the model's tokens are 0 to {model.vocab - 1}")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
     longest, limit = int(valid.sum(1).max()), model.config.max_length
     if longest + max_new_tokens > limit:
         raise UserError(

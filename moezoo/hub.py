@@ -27,8 +27,8 @@ class Hub(Protocol):
     NAMES: Names
     LAYER_NAMES: Names
 
-    def passed_over(self, name: str, expected: set[str]) -> bool:
-        """Whether a tensor that no parameter has is one to leave alone."""
+    def passed_over(self, left: set[str], expected: set[str]) -> set[str]:
+        """Of the tensors that no parameter has, those to leave alone."""
         ...
 
     def config_from_hub(self, mapping: Mapping[str, Any]) -> Any:
@@ -115,17 +115,26 @@ def arrays_by_path(model: Any) -> dict[str, Any]:
 def setting(mapping: Mapping[str, Any], key: str) -> Any:
     """A key of a config.json that must be there. Raises `UserError` when it is not."""
     if mapping.get(key) is None:
-        raise UserError(f"config.json: {key} is missing; the folder is another kind of model's, or damaged")
+        raise UserError(f"config.json: {key} is missing or null; the folder is another kind of model's, or damaged")
     return mapping[key]
 
 
+def setting_or(mapping: Mapping[str, Any], key: str, default: Any) -> Any:
+    """A key of a config.json; one that is missing, or null, means `default`."""
+    return default if mapping.get(key) is None else mapping[key]
+
+
+def check_activation(mapping: Mapping[str, Any]) -> None:
+    """Raise `UserError` unless the MLPs are SwiGLU, as these families' are."""
+    if mapping.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UserError(f"config.json: hidden_act is {mapping['hidden_act']}; this family has silu alone")
+
+
 def rope_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings of a config.json, whether under the newer key or the two older ones."""
-    if mapping.get("rope_parameters"):
-        return dict(mapping["rope_parameters"])
-    older = dict(mapping.get("rope_scaling") or {})
-    if "type" in older:
-        older.setdefault("rope_type", older["type"])
-    if "rope_theta" in mapping:
-        older.setdefault("rope_theta", mapping["rope_theta"])
-    return older
+    """Rotary settings of a config.json, under the newer key or the two older ones, which count where both are there."""
+    rope = dict(mapping.get("rope_scaling") or mapping.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    for key in ("rope_theta", "original_max_position_embeddings"):
+        if mapping.get(key) is not None and (key != "rope_theta" or key not in rope):
+            rope[key] = mapping[key]
+    return rope

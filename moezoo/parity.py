@@ -36,11 +36,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All modules in the order they finish, and the `tolerance` they were held to. Printed, it is a table."""
+    """All modules in the order they finish, and the `tolerance` they were held to. Printed, it is a table.
+
+    `unreached`: the window of attention that so few `tokens` do not fill, so that nothing is said of it.
+    """
 
     rows: tuple[Row, ...]
     tolerance: float
     tokens: int
+    unreached: int | None = None
 
     @property
     def first(self) -> Row | None:
@@ -58,7 +62,12 @@ class Parity:
         row = self.first
         if row is None:
             worst = f"worst: {self.worst.theirs}, {self.worst.difference:.1e}"
-            return f"all {len(self.rows)} modules agree within {self._bound} ({worst})"
+            text = f"all {len(self.rows)} modules agree within {self._bound} ({worst})"
+            if self.unreached is not None:
+                text += (
+                    f"; {self.tokens} tokens do not reach the window of {self.unreached}, which more than that would"
+                )
+            return text
         difference, what = row.difference, f"{row.theirs} (ours: {row.ours})"
         if self._enters_apart(row):
             assert row.before is not None
@@ -105,8 +114,18 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     ours = recording.run(model, ids)
     names = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}
     theirs = reference.run(reference.load(folder), ids, set(names.values()))
-    rows = tuple(_row(name, where[0], ours[where], theirs[name]) for where, name in names.items())
-    return Parity(rows, tolerance, tokens)
+    rows = tuple(_row(name, _place(where, model), ours[where], theirs[name]) for where, name in names.items())
+    window = getattr(model.config, "window", None)
+    return Parity(rows, tolerance, tokens, window if window is not None and window >= tokens else None)
+
+
+def _place(where: Where, model: LanguageModel) -> str:
+    """A module's path in our model, with its layer's number in the stack."""
+    path, number = where
+    if number is None:
+        return path
+    stack = int(path.removeprefix("stacks[").partition("]")[0])
+    return path.replace(".layer", f".layer[{number - sum(s.count for s in model.stacks[:stack])}]", 1)
 
 
 def pairs(model: LanguageModel) -> dict[Where, str]:

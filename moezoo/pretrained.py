@@ -1,6 +1,7 @@
 """Hugging Face folders in and out: safetensors, wrapped here alone. No network, no pickle, no code of theirs."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from moezoo.convert import convert
 from moezoo.errors import UserError, nearest
 from moezoo.execution import Execution
 from moezoo.hub import Tensor, arrays_by_path, tensors
@@ -71,12 +73,15 @@ def end_of_text(folder: str | Path) -> list[int]:
         path = Path(folder).expanduser() / name
         found = _json(path, "cannot be read").get("eos_token_id") if path.exists() else None
         if found is not None:
-            return [int(i) for i in np.atleast_1d(found)]
+            found = found if isinstance(found, list) else [found]
+            return [convert(int, token, f"{name}: eos_token_id") for token in found]
     return []
 
 
 def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     """Write a folder that transformers loads: config.json and safetensors, in files of at most 5 GB with an index.
+
+    What transformers has no key for is not kept: of a run the coefficients of its losses, and how its biases move.
 
     Raises `UserError` when the folder already holds a model, or cannot be written.
     """
@@ -97,6 +102,8 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
         room -= size
     config = family.hub.hub_config(model.config)
     config["dtype"] = str(model.embedding.weight.dtype)
+    # Otherwise transformers takes some of this vocabulary's tokens for special ones.
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = (
@@ -111,8 +118,18 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot write there ({error.strerror}); name another folder") from error
+        for name in names:
+            shutil.copymode(folder / "config.json", folder / name)  # the library lets nobody else read them
+    except (OSError, _safetensors_error()) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"{folder}: cannot write there ({reason}); name another folder") from error
+
+
+def _safetensors_error() -> type[Exception]:
+    """What the library raises for files that cannot be read or written."""
+    from safetensors import SafetensorError
+
+    return SafetensorError
 
 
 def _size(tensor: Tensor, arrays: Mapping[str, Any]) -> int:
@@ -130,9 +147,9 @@ class _Files:
     """The tensors of a folder, in one file or in those of an index."""
 
     def __init__(self, folder: Path):
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        self._folder, self._open, self._error = folder, safe_open, SafetensorError
+        self._folder, self._open, self._error = folder, safe_open, _safetensors_error()
         self._handles: dict[Path, Any] = {}
         if (folder / _INDEX).exists():
             index = _json(folder / _INDEX, "cannot be read").get("weight_map")
@@ -198,24 +215,31 @@ class _Files:
 def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Path) -> None:
     expected = {t.name for t in wanted}
     left = files.names - expected
-    over = {name for name in left if family.hub.passed_over(name, expected)}
+    over = family.hub.passed_over(left, expected)
     if missing := sorted(expected - files.names):
-        raise UserError(f"{folder}: {len(missing)} tensors are missing: {_few(missing)}")
+        raise UserError(f"{folder}: {_tensors(missing)} missing: {_few(missing)}")
     if left := sorted(left - over):
-        raise UserError(f"{folder}: {len(left)} tensors belong to no parameter: {_few(left)}")
+        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_few(left)}")
     if over:
-        _warn(f"{folder}: passed over {len(over)} tensors of multi-token prediction: {_few(sorted(over))}")
+        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_few(sorted(over))}")
 
 
 def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
     mapping = _json(folder / "config.json", "no config.json there; name a Hugging Face model folder")
     family = _family(mapping, folder)
-    return family, family.hub.config_from_hub(mapping)
+    try:
+        return family, family.hub.config_from_hub(mapping)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a table where a number should be, and the like
+        raise UserError(f"{folder}/config.json: a setting is of another type than expected ({error})") from error
 
 
 def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
     kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
     kind = mapping.get("model_type")
+    if kind is None:
+        raise UserError(f"{folder}/config.json says no model_type; expected one of {', '.join(sorted(kinds))}")
     if kind not in kinds:
         raise UserError(f"{folder}/config.json: model_type '{kind}' is not known; {nearest(str(kind), kinds)}")
     return kinds[kind]
@@ -231,6 +255,10 @@ def _json(path: Path, otherwise: str) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise UserError(f"{path} holds no table; download it again")
     return mapping
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
 def _few(names: list[str]) -> str:

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from moezoo.compose import compose
+from moezoo.convert import types_of
 from moezoo.data import load
 from moezoo.data.tokenizer import HuggingFace, Numbers
-from moezoo.errors import UserError
+from moezoo.errors import UserError, nearest
 from moezoo.execution import Execution
 from moezoo.generation import generate
 from moezoo.nn.language_model import LanguageModel
@@ -55,11 +56,16 @@ class _Loaded(NamedTuple):
 def configure(*arguments: str) -> TrainConfig:
     """How the model will run: the run's configuration, or the default one with the folder's model."""
     request, changes = take(Request, arguments)
+    where = f"folder={request.folder}" if request.folder else f"run_dir={request.run_dir}"
+    known = (*types_of(Request), *types_of(TrainConfig))
+    for change in changes:
+        key = change.partition("=")[0]
+        if key.partition(".")[0] == "model":
+            raise UserError(f"{change}: the model is the one in {where}; leave it out")
+        if "." not in key and key not in known:
+            raise UserError(f"{change}: there is no key '{key}'; {nearest(key, known)}")
     if request.run_dir is not None:
         return saved_config(request.run_dir, *changes)
-    for change in changes:
-        if change.startswith(("model=", "model.")):
-            raise UserError(f"{change}: the model is the one in folder={request.folder}; leave it out")
     return dataclasses.replace(compose(*changes), model=hub_model_config(request.folder))
 
 
@@ -112,5 +118,5 @@ def _from_folder(folder: str, cfg: TrainConfig) -> _Loaded:
     run = layout(cfg)
     model = from_pretrained(folder, run)
     path = Path(folder).expanduser() / "tokenizer.json"
-    tokenizer = HuggingFace(path, key="tokenizer") if path.exists() else Numbers(model.vocab)
+    tokenizer = HuggingFace(path, key="tokenizer") if path.exists() else Numbers(model.vocab, folder)
     return _Loaded(model, run, tokenizer, end_of_text(folder))

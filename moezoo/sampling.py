@@ -1,6 +1,7 @@
 """The next token from its logits."""
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,10 @@ class Sampling:
             raise UserError(f"temperature={self.temperature} must be at least 0; 0 takes the likeliest token")
         for name in ("top_k", "vocab"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1, or none for all tokens")
+            if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
+                raise UserError(f"{name}={value} must be a whole number of at least 1; leave it out for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1, or none for all tokens")
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1; leave it out for all tokens")
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise UserError(
@@ -47,7 +48,10 @@ class Sampling:
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         count = min(self.top_k or logits.shape[1], logits.shape[1])
-        likeliest, tokens = jax.lax.top_k(logits / self.temperature, count)
+        likeliest, tokens = jax.lax.top_k(logits, count)
+        # Nothing overflows, however small the temperature is; below the least normal float32 it would be zero.
+        coldest = float(jnp.finfo(jnp.float32).tiny)
+        likeliest = (likeliest - likeliest[:, :1]) / max(self.temperature, coldest)
         if self.top_p is not None:
             probabilities = jax.nn.softmax(likeliest)
             before = jnp.cumsum(probabilities, axis=-1) - probabilities

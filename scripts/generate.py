@@ -20,10 +20,12 @@ def configure(*arguments: str):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print every prompt with its continuation."""
+    """Print every prompt with its continuation; several are numbered."""
     from moezoo import prompting
 
-    print("\n\n".join(prompting.continuations(arguments)))
+    texts = prompting.continuations(arguments)
+    for number, text in enumerate(texts, 1):
+        print(f"{'' if number == 1 else chr(10)}[{number} of {len(texts)}]\n{text}" if len(texts) > 1 else text)
 
 
 if __name__ == "__main__":

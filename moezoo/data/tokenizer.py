@@ -37,8 +37,8 @@ class Bytes:
 class Numbers:
     """Tokens with no text of their own: their numbers, parted by spaces."""
 
-    def __init__(self, vocab: int):
-        self.vocab = vocab
+    def __init__(self, vocab: int, where: str = "this data"):
+        self.vocab, self._where = vocab, where
 
     def encode(self, text: str) -> list[int]:
         """Raises `UserError` for anything but numbers below `vocab`."""
@@ -46,7 +46,7 @@ class Numbers:
         for word in words:
             if not (word.isascii() and word.isdecimal() and int(word) < self.vocab):
                 raise UserError(
-                    f"'{word}' is not a token of this data, which has no tokenizer; "
+                    f"'{word}' is not a token: {self._where} has no tokenizer; "
                     f"give numbers from 0 to {self.vocab - 1}, parted by spaces"
                 )
         return [int(word) for word in words]

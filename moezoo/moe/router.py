@@ -117,8 +117,10 @@ class Router(eqx.Module):
 
     def _noise(self, scores: Float[Array, "batch seq experts"]) -> Float[Array, "batch seq experts"]:
         """Scores drawn at random: other ones in every layer, and on every device whose tokens are others."""
-        layer = jax.lax.bitcast_convert_type(self.weight.astype(jnp.float32)[0, 0], jnp.uint32)
-        key = jax.random.fold_in(jax.random.key(0), layer)
+        key = jax.random.key(0)
+        # Several weights of the layer: one, rounded to bfloat16, another layer may have too.
+        for weight in self.weight.reshape(-1)[:4].astype(jnp.float32):
+            key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(weight, jnp.uint32))
         if axes := tuple(sorted(varying(scores))):
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))
         return jax.random.uniform(key, scores.shape)

@@ -50,7 +50,7 @@ class Yarn(NamedTuple):
 
         low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
         high = min(math.ceil(pair_that_turns(self.beta_slow)), size - 1)
-        ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0, 1)
+        ramp = np.clip((np.arange(size // 2) - low) / (high - low or 0.001), 0, 1)
         return plain * (1 - ramp) + plain / self.factor * ramp
 
 

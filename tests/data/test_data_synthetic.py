@@ -36,7 +36,9 @@ def test_ids_are_written_as_numbers():
     assert source.decode(np.array([3, 0, 5])) == "3 0 5"
     assert source.encode(" 3 0\n5") == [3, 0, 5]
     for wrong in ("three", "-1", "6", "²"):
-        with pytest.raises(UserError, match=rf"^'{wrong}' is not a token of this data.*numbers from 0 to 5"):
+        with pytest.raises(
+            UserError, match=rf"^'{wrong}' is not a token: this data has no tokenizer.*numbers from 0 to 5"
+        ):
             source.encode(f"1 {wrong}")
 
 

@@ -202,6 +202,14 @@ def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
     assert len({tuple(row) for row in one.tolist()}) == 4
 
 
+def test_any_kind_of_key_draws_the_same_on_a_mesh():
+    drawn = functools.partial(moezoo.generate, model("mixtral"), IDS, max_new_tokens=4, temperature=1.0)
+    for key in (jax.random.key(0, impl="rbg"), jax.random.PRNGKey(0)):
+        np.testing.assert_array_equal(drawn(key=key, run=execution({"expert": 4}, "ring")), drawn(key=key))
+    with pytest.raises(moezoo.UserError, match=r"^key is not one random key; write key=jax.random.key\(SEED\)$"):
+        drawn(key=jax.random.split(jax.random.key(0)))
+
+
 def test_lengths_that_round_alike_are_compiled_once():
     compiled: Any = generation._continue
     before = compiled._cache_size()
@@ -216,7 +224,7 @@ def test_lengths_that_round_alike_are_compiled_once():
     ("changes", "message"),
     [
         ({"ids": [1, 2]}, r"ids are int64\[2\], expected integers \[batch, seq\]; for one text write ids\[None\]"),
-        ({"ids": [[1.0]]}, r"ids are float64\[1, 1\], expected integers"),
+        ({"ids": [[1.0]]}, r"ids are float64\[1, 1\], expected integers \[batch, seq\]$"),
         ({"ids": [[1], [1, 2]]}, "ids have rows of different lengths; fill the shorter ones up on the left"),
         ({"ids": np.zeros((1, 0), int)}, r"ids are int64\[1, 0\], expected integers"),
         ({"ids": [[40]]}, "ids holds 40 but the model's tokens are 0 to 39"),
@@ -224,8 +232,9 @@ def test_lengths_that_round_alike_are_compiled_once():
         ({"eos_token_id": 41}, "eos_token_id holds 41 but the model's tokens are 0 to 39"),
         ({"mask": [[1, 0]]}, "mask is false behind a token; padding comes before the prompt, on the left"),
         ({"mask": [[1, 0, 1]], "ids": [[1, 2, 3]]}, "mask is false behind a token"),
+        ({"mask": [[0, 0]]}, "mask leaves no token in row 0; a prompt has at least one"),
         ({"mask": [[1]]}, r"mask is \[1, 1\] and ids are \[1, 2\]; give both the same shape"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number of at least 1"),
         ({"max_new_tokens": 5000}, "a prompt of 2 tokens and max_new_tokens=5000 are more than model.max_length=4096"),
         ({"ids": np.ones((1, 4096), int)}, "more than model.max_length=4096; shorten the prompt"),
         ({"temperature": 1.0}, r"temperature=1.0 draws at random and needs key=jax.random.key\(SEED\)"),
@@ -233,7 +242,7 @@ def test_lengths_that_round_alike_are_compiled_once():
         ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
         ({"top_k": 3}, "top_k=3 does nothing at temperature 0"),
         ({"top_p": 0.0, "temperature": 1.0}, "top_p=0.0 must be above 0 and at most 1"),
-        ({"top_k": 0, "temperature": 1.0}, "top_k=0 must be at least 1"),
+        ({"top_k": 0, "temperature": 1.0}, "top_k=0 must be a whole number of at least 1"),
     ],
 )
 def test_mistakes_are_told_in_one_line(changes, message):

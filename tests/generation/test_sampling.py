@@ -66,7 +66,13 @@ def test_the_likeliest():
     rows, key = jnp.arange(5), jax.random.key(0)
     np.testing.assert_array_equal(Sampling()(logits, rows, 0, key), logits.argmax(1))
     np.testing.assert_array_equal(Sampling(vocab=3)(logits, rows, 0, key), logits[:, :3].argmax(1))
-    for sampling in (Sampling(3.0, top_k=1), Sampling(3.0, top_p=1e-9), Sampling(1e-4)):
+    for sampling in (
+        Sampling(3.0, top_k=1),
+        Sampling(3.0, top_p=1e-9),
+        Sampling(1e-4),
+        Sampling(1e-300),
+        Sampling(1e-39, top_k=3),
+    ):
         np.testing.assert_array_equal(sampling(logits, rows, 0, key), logits.argmax(1))
 
 

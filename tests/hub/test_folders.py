@@ -90,7 +90,9 @@ def test_layers_of_multi_token_prediction_are_told(tmp_path):
     moezoo.save_pretrained(model, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file(load_file(file) | {"model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)}, file)
-    with pytest.warns(UserWarning, match=r"passed over 1 tensors of multi-token prediction: model\.layers\.2\.eh_proj"):
+    with pytest.warns(
+        UserWarning, match=r"1 tensor is passed over, of multi-token prediction: model\.layers\.2\.eh_proj"
+    ):
         assert equal(moezoo.from_pretrained(tmp_path / "m"), model)
 
 
@@ -138,11 +140,26 @@ def index(folder, **where):
         (lambda f: change(f, hidden_size=None), "config.json: hidden_size is missing"),
         (lambda f: change(f, vocab_size=25), r"embed_tokens.weight is \[24, 8\], expected \[25, 8\] by config.json"),
         (lambda f: change(f, num_hidden_layers=3), "tensors are missing: model.layers.2."),
+        (lambda f: change(f, num_hidden_layers=1, first_k_dense_replace=0), "tensors are (missing|of no parameter)"),
         (lambda f: change(f, tie_word_embeddings=True), "tie_word_embeddings is true"),
-        (lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")), "1 tensors are missing: lm_head.weight$"),
+        (lambda f: change(f, hidden_act="gelu"), "hidden_act is gelu; this family has silu alone"),
+        (lambda f: change(f, rope_parameters={"type": "linear", "factor": 4.0}), "rope_type linear; this family has"),
+        (lambda f: change(f, rope_scaling={"type": "linear", "factor": 4.0}), "rope_type linear; this family has"),
+        (lambda f: change(f, rope_parameters=[1]), "config.json: a setting is of another type than expected"),
+        (
+            lambda f: change(f, rms_norm_eps="x"),
+            "config.json: model.norm_eps=x: expected a number such as 0.5, found text",
+        ),
+        (
+            lambda f: change(f, vocab_size="24"),
+            "config.json: model.vocab=24: expected a whole number such as 4, found text",
+        ),
+        (lambda f: change(f, vocab_size=24.5), "config.json: model.vocab=24.5: expected a whole number"),
+        (lambda f: change(f, model_type=None), "config.json says no model_type; expected one of deepseek_v2"),
+        (lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")), "1 tensor is missing: lm_head.weight$"),
         (
             lambda f: spoil_tensors(f, lambda t: t.update({"model.extra": np.ones(2, np.float32)})),
-            "1 tensors belong to no parameter: model.extra$",
+            "1 tensor is of no parameter that config.json asks for: model.extra$",
         ),
         (
             lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(9, np.float32)})),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from against import agree, load, results, results_of_transformers
-from tiny import CONFIGS, random_model
+from tiny import CONFIGS, YARN, random_model, third
 
 import moezoo
 
@@ -43,3 +43,41 @@ def test_reads_what_transformers_writes(case, tmp_path):
     again = moezoo.from_pretrained(tmp_path / "theirs")
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# Ways of saying it that transformers reads as well, or keys whose absence means something.
+SAID = {
+    "theta beside": ("mixtral", lambda c: c.update(rope_parameters={"rope_type": "default"}, rope_theta=50.0)),
+    "older key first": ("v3", lambda c: c.update(rope_scaling=c["rope_parameters"] | {"factor": 8.0})),
+    "length beside": ("v3", lambda c: c.update(original_max_position_embeddings=16)),
+    "betas turned": ("v3", lambda c: c["rope_parameters"].update(beta_fast=0.5, beta_slow=4.0)),
+    "no scale": ("v3", lambda c: c.pop("routed_scaling_factor")),
+    "no scale of the second": ("v2", lambda c: c.pop("routed_scaling_factor")),
+    "pairs of the second": ("v2", lambda c: c.update(rope_interleave=False)),
+}
+
+
+@pytest.mark.parametrize(("name", "edit"), SAID.values(), ids=SAID)
+def test_reads_settings_as_transformers_does(name, edit, tmp_path):
+    config = third(**YARN, groups=8, kept_groups=4, experts=16) if name == "v3" else CONFIGS[name]
+    moezoo.save_pretrained(random_model(config), tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    mapping = json.loads(file.read_text())
+    edit(mapping)
+    file.write_text(json.dumps(mapping))
+    wanted = results_of_transformers(load(tmp_path / "m"), TOKENS).logits
+    found = moezoo.from_pretrained(tmp_path / "m")(TOKENS).logits
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_limits_are_those_of_transformers_where_nothing_is_said(tmp_path):
+    for name, length in (("mixtral", 131072), ("v2", 2048), ("v3", 4096)):
+        moezoo.save_pretrained(random_model(CONFIGS[name]), tmp_path / name)
+        file = tmp_path / name / "config.json"
+        mapping = json.loads(file.read_text())
+        for key in ("max_position_embeddings", "router_aux_loss_coef"):
+            mapping.pop(key, None)
+        file.write_text(json.dumps(mapping))
+        ours, theirs = moezoo.from_pretrained(tmp_path / name).config, load(tmp_path / name).config
+        assert ours.max_length == theirs.max_position_embeddings == length
+        assert name != "mixtral" or ours.load_balance == theirs.router_aux_loss_coef
