@@ -34,12 +34,15 @@ class Equation(NamedTuple):
     times: int | None
 
 
-def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Equation]:
-    """Every equation of a traced program, inner programs included; all branches of a choice."""
-    yield from _walk(jaxpr, 1)
+def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterator[Equation]:
+    """Every equation of a traced program, inner programs included.
+
+    All branches of a choice; but where the platform compiled for will choose, that of `platform` alone, if given.
+    """
+    yield from _walk(jaxpr, 1, platform)
 
 
-def _walk(jaxpr: ClosedJaxpr | Jaxpr, times: int | None) -> Iterator[Equation]:
+def _walk(jaxpr: ClosedJaxpr | Jaxpr, times: int | None, platform: str | None) -> Iterator[Equation]:
     for equation in jaxpr.eqns:
         yield Equation(equation, times)
         inside = times
@@ -47,8 +50,22 @@ def _walk(jaxpr: ClosedJaxpr | Jaxpr, times: int | None) -> Iterator[Equation]:
             inside = None if times is None else times * equation.params["length"]
         elif equation.primitive.name == "while":
             inside = None
-        for inner in _inner(tuple(equation.params.values())):
-            yield from _walk(inner, inside)
+        parts = tuple(equation.params.values())
+        if platform is not None and (branch := _branch(equation, platform)) is not None:
+            parts = (branch,)
+        for inner in _inner(parts):
+            yield from _walk(inner, inside, platform)
+
+
+def _branch(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
+    """What a choice by platform comes to on `platform`; None for anything else."""
+    platforms = equation.params.get("branches_platforms")
+    if equation.primitive.name != "cond" or platforms is None:
+        return None
+    for named, branch in zip(platforms, equation.params["branches"], strict=True):
+        if named is None or platform in named:
+            return branch
+    return None
 
 
 def _inner(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
@@ -59,17 +76,18 @@ def _inner(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
             yield from _inner(value)
 
 
-def count_collectives(jaxpr: ClosedJaxpr | Jaxpr) -> Counter[tuple[str, tuple[str, ...]]]:
+def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, tuple[str, ...]]]:
     """How often each collective runs, by name and mesh axes: what a traced step exchanges, before any compiler.
 
     Axes are in the order in which the collective joins blocks, alphabetical for sums. A body that is scanned counts
-    once a round. Raises `ValueError` for a collective whose number of runs the program does not say: in a loop that
-    ends on a condition, or in a branch.
+    once a round; of what differs by platform, that of `platform` counts. Raises `ValueError` for a collective whose
+    number of runs the program does not say: in a loop that ends on a condition, or in a branch.
     """
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for equation, times in equations(jaxpr):
+    for equation, times in equations(jaxpr, platform):
         kind = equation.primitive.name
-        if kind == "cond" and any(count_collectives(branch) for branch in equation.params["branches"]):
+        chosen = kind != "cond" or _branch(equation, platform) is not None
+        if not chosen and any(count_collectives(branch, platform) for branch in equation.params["branches"]):
             raise ValueError("a collective in a branch: how often it runs depends on the data")
         if (name := _COLLECTIVES.get(kind)) is None:
             continue

@@ -6,7 +6,8 @@ from moezoo.moe.dispatch.base import Dispatched as Dispatched
 from moezoo.moe.dispatch.base import ExpertGroup as ExpertGroup
 from moezoo.moe.dispatch.dense import Dense as Dense
 from moezoo.moe.dispatch.gather import Gather as Gather
+from moezoo.moe.dispatch.ragged import Ragged as Ragged
 from moezoo.moe.dispatch.replicated import Replicated as Replicated
 from moezoo.moe.dispatch.ring import Ring as Ring
 
-STRATEGIES: dict[str, type[Dispatch]] = {"dense": Dense, "gather": Gather, "ring": Ring}
+STRATEGIES: dict[str, type[Dispatch]] = {"dense": Dense, "gather": Gather, "ring": Ring, "ragged": Ragged}

@@ -1,0 +1,103 @@
+"""`ragged`: only routed rows move, each to the device of its expert and back."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.errors import UserError
+from moezoo.kernels.permute import Plan, permute, plan, unpermute
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.transport import Transfer, exchange
+
+
+class _State(NamedTuple):
+    sort: Plan  # here, assignments by expert
+    weights: Float[Array, "tokens k"]
+    transfer: Transfer | None
+    there: Plan | None  # at the experts, what all devices sent by expert
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(Dispatch):
+    """Sort assignments by expert, send every device the rows of its experts, and get the results back.
+
+    Moves K (P-1)/P d a token each way: less than `ring` where the group has more devices than a token experts. The
+    numbers of rows are gathered first, so that everybody knows where everything lies.
+
+    `buffer_factor`: room for received rows, in shares of a device's own T K assignments. Without it there is room for
+    the most that can come, min(K, E/P) rows for each of the group's P T tokens, and nothing is dropped. With it the
+    last devices' rows of the highest experts may find no room; they are counted.
+    """
+
+    buffer_factor: float | None = None
+    moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
+
+    def __post_init__(self):
+        if self.buffer_factor is not None and not 0 < self.buffer_factor < math.inf:
+            raise UserError(f"dispatch.buffer_factor={self.buffer_factor} must be greater than 0, or null for no bound")
+
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """This device's own."""
+        return weights
+
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """Send each assignment's token to its expert's device, and sort there what has come."""
+        experts, weights = assignment
+        sort = plan(experts, 0, group.experts)
+        rows, none = permute(tokens, sort), jnp.zeros((), jnp.int32)
+        if not group.axes:
+            return Dispatched(rows, sort.group_sizes, none, _State(sort, weights, None, None))
+        count, k = weights.shape
+        room = group.size * count * min(k, group.local)
+        if self.buffer_factor is not None:
+            room = min(room, math.ceil(self.buffer_factor * count * k))
+        # [P, E]: how many rows everybody has for every expert. From it all that a transfer needs follows.
+        counts = lax.all_gather(sort.group_sizes, group.axes)
+        transfer, sizes, lost = _transfer(counts, group, room)
+        received = exchange(rows, transfer, room, group.axes)
+        there = plan(_expert_of_row(sizes, room), 0, group.local)
+        return Dispatched(
+            permute(received, there),
+            there.group_sizes,
+            none if self.buffer_factor is None else lost,
+            _State(sort, weights, transfer, there),
+        )
+
+    def combine(
+        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
+        """Send results back to where their tokens came from, and sum each token's."""
+        if state.transfer is not None:
+            assert state.there is not None
+            ones = jnp.ones((rows.shape[0], 1), jnp.float32)
+            as_received = unpermute(rows, ones, state.there)
+            rows = exchange(as_received, state.transfer.back(), state.sort.source.shape[0], group.axes)
+        return unpermute(rows, state.weights, state.sort)
+
+
+def _transfer(
+    counts: Int[Array, "senders experts"], group: ExpertGroup, room: int
+) -> tuple[Transfer, Int[Array, "senders local_experts"], Int[Array, ""]]:
+    """The exchange, the rows of each of this device's experts that arrive from everybody, and how many do not."""
+    wanted = counts.reshape(group.size, group.size, group.local)  # [sender, receiver, expert there]
+    sizes = wanted.sum(2)
+    before = jnp.cumsum(sizes, axis=0) - sizes  # rows from earlier senders
+    fitting = jnp.clip(room - before, 0, sizes)
+    start = jnp.cumsum(sizes, axis=1) - sizes
+    transfer = Transfer(start, fitting, jnp.minimum(before, room))
+    me = group.index()
+    mine, most = wanted[:, me], fitting[:, me]
+    earlier = jnp.cumsum(mine, axis=1) - mine
+    return transfer, jnp.clip(most[:, None] - earlier, 0, mine), (sizes - fitting)[:, me].sum()
+
+
+def _expert_of_row(sizes: Int[Array, "senders local_experts"], room: int) -> Int[Array, "room 1"]:
+    """Of each received row, which lie by sender and then by expert; the number of experts where there is none."""
+    local = sizes.shape[1]
+    ends = jnp.cumsum(sizes.reshape(-1))
+    piece = jnp.searchsorted(ends, jnp.arange(room, dtype=jnp.int32), side="right", method="compare_all")
+    return jnp.where(piece < ends.size, piece % local, local).astype(jnp.int32)[:, None]
