@@ -15,31 +15,68 @@ from moezoo.collectives import vary_like
 class Plan(NamedTuple):
     """Where every row comes from and every assignment goes to.
 
-    - `source` [R] int32: the assignment that each row holds;
+    - `source` [R] int32: the assignment that each row holds, T * K where none;
     - `row` [T, K] int32: the row that holds each assignment, or R where none does;
-    - `group_sizes` [experts here] int32: rows of each expert, in order; rows after their sum are not used.
+    - `group_sizes` [experts here] int32: rows of each expert, in order; rows after their sum are not used;
+    - `dropped` int32: assignments to experts here that found no row.
     """
 
     source: Int[Array, " rows"]
     row: Int[Array, "tokens k"]
     group_sizes: Int[Array, " local_experts"]
+    dropped: Int[Array, ""]
 
 
-def plan(experts: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int) -> Plan:
+def plan(experts: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int, room: int | None = None) -> Plan:
     """Sort assignments by expert, keeping the `count` experts from `first` on; any other expert is not here.
 
-    A token's experts differ, so it needs at most min(K, count) rows: R = T * min(K, count) never overflows.
+    A token's experts differ, so it needs at most min(K, count) rows: R = T * min(K, count) never overflows. With less
+    `room` than that, R = `room` and what comes last is dropped: of the highest experts, the last tokens.
     """
     tokens, k = experts.shape
     rows = tokens * min(k, count)
+    bounded = room is not None and room < rows
+    rows = room if bounded else rows
     local = experts.reshape(-1) - first
     key = jnp.where((local >= 0) & (local < count), local, count)
     order = _stable_argsort(key, count + 1)
     index = jnp.arange(key.size, dtype=jnp.int32)
     place = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
-    row = jnp.where(key < count, place, rows).reshape(tokens, k)
+    sizes, dropped = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
+    if bounded:
+        before, wanted = jnp.cumsum(sizes) - sizes, sizes.sum()
+        sizes = jnp.clip(rows - before, 0, sizes)
+        dropped = wanted - sizes.sum()
+    row = jnp.where((key < count) & (place < rows), place, rows).reshape(tokens, k)
+    source = jnp.where(index[:rows] < sizes.sum(), order[:rows], key.size)
+    return Plan(source, row, sizes, dropped)
+
+
+def plan_by_place(experts: Int[Array, "tokens k"], count: int, capacity: int) -> Plan:
+    """A place of its own for every assignment: `capacity` rows for each of `count` experts, R = count * capacity.
+
+    An expert's places are taken by first choices in the order of tokens, then by second ones, and so on; what finds
+    none is dropped. Every group has `capacity` rows, used or not.
+    """
+    tokens, k = experts.shape
+    key = experts.T.reshape(-1)  # by choice, then by token
+    order = _stable_argsort(key, count + 1)
+    index = jnp.arange(key.size, dtype=jnp.int32)
+    place = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     sizes = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
-    return Plan(order[:rows], row, sizes)
+    first = jnp.cumsum(sizes) - sizes
+    rank = place - jnp.take(first, key, mode="clip")
+    fits = (key < count) & (rank < capacity)
+    rows = count * capacity
+    row = jnp.where(fits, key * capacity + rank, rows).reshape(k, tokens).T
+    # The other way round: the assignment that is `rank`-th of its expert in the sorted order.
+    rank = jnp.arange(capacity, dtype=jnp.int32)[None]
+    nth = jnp.take(order, first[:, None] + rank, mode="clip")
+    assignment = nth % tokens * k + nth // tokens
+    source = jnp.where(rank < sizes[:, None], assignment, key.size).reshape(-1)
+    # T places are enough, as a token's experts differ; then this is known before anything is counted.
+    dropped = ((key < count) & ~fits).sum(dtype=jnp.int32) if capacity < tokens else jnp.zeros((), jnp.int32)
+    return Plan(source, row, vary_like(jnp.full((count,), capacity, jnp.int32), source), dropped)
 
 
 def _stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
@@ -95,8 +132,7 @@ def _unpermute_forward(rows, weights, plan):
 def _unpermute_backward(residuals, cotangent):
     rows, weights, plan = residuals
     k = weights.shape[1]
-    used = jnp.arange(rows.shape[0], dtype=jnp.int32) < plan.group_sizes.sum()
-    weight = jnp.where(used, jnp.take(weights.reshape(-1), plan.source, mode="clip"), 0)
+    weight = jnp.take(weights.reshape(-1), plan.source, mode="fill", fill_value=0)
     by_row = jnp.take(cotangent, plan.source // k, axis=0, mode="clip").astype(jnp.float32)
     by_token = cotangent.astype(jnp.float32)
     by_weight = [(by_token * _take(rows, plan.row[:, c]).astype(jnp.float32)).sum(1) for c in range(k)]

@@ -65,13 +65,14 @@ def expert_layer(case, tokens, experts, weights, mlp):
     """What the MoE block does between router and residual stream: what comes back, and (drops, rows in use)."""
     axes = LAYOUTS[case.group].axes
     group = ExpertGroup(axes, case.group, case.experts)
-    strategy = STRATEGIES[case.strategy]()
+    strategy = STRATEGIES[case.strategy]().exact()
     if not set(axes) <= varying(tokens):
         strategy = Replicated(strategy)
     whole = strategy.experts(mlp, group)
     there = strategy.dispatch(tokens, Assignment(experts, weights), group)
     back = strategy.combine(whole(there.rows, there.group_sizes, "reference"), there.state, group)
-    return back, (there.dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
+    dropped = psum(there.dropped, tuple(LAYOUTS[case.group].shape))
+    return back, (dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
 
 
 @functools.cache
@@ -159,8 +160,9 @@ def compare(case, allowed, padding, seed):
         # Experts without tokens, and tokens without experts: zero to the bit.
         assert not np.asarray(result)[want == 0].any()
     assert dropped == 0
-    # A choice that goes nowhere takes no row, nor does what fills up a share of tokens; `dense` runs all on all.
-    assert used == (experts < case.experts).sum() or case.strategy == "dense"
+    # A choice that goes nowhere takes no row, nor does what fills up a share of tokens; `dense` runs all
+    # on all, `capacity` all places.
+    assert used == (experts < case.experts).sum() or case.strategy in ("capacity", "dense")
     return output, by_tokens, by_weights
 
 

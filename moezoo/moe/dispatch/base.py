@@ -12,6 +12,7 @@ Exact means: `back` is what every token's K experts return, weighted and summed,
 
 import abc
 import dataclasses
+import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.collectives import MeshAxes, gather_weight
+from moezoo.errors import UserError
 
 
 class Assignment(NamedTuple):
@@ -71,10 +73,20 @@ class ExpertGroup:
         return jax.tree.map(leaf, weights) if self.axes else weights
 
 
+def check_factor(name: str, factor: float | None) -> None:
+    """Raise `UserError` for a bound that is none."""
+    if factor is not None and not 0 < factor < math.inf:
+        raise UserError(f"dispatch.{name}={factor} must be greater than 0, or null for no bound")
+
+
 class Dispatch(abc.ABC):
     """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group."""
 
     moves: ClassVar[Literal["tokens", "weights"]]
+
+    def exact(self) -> "Dispatch":
+        """The same without a bound at which assignments are dropped: for evaluation and generation."""
+        return self
 
     @abc.abstractmethod
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:

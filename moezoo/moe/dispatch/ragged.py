@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.errors import UserError
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, check_factor
 from moezoo.moe.transport import Transfer, exchange
 
 
@@ -37,8 +36,11 @@ class Ragged(Dispatch):
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
 
     def __post_init__(self):
-        if self.buffer_factor is not None and not 0 < self.buffer_factor < math.inf:
-            raise UserError(f"dispatch.buffer_factor={self.buffer_factor} must be greater than 0, or null for no bound")
+        check_factor("buffer_factor", self.buffer_factor)
+
+    def exact(self) -> "Ragged":
+        """With room for all."""
+        return dataclasses.replace(self, buffer_factor=None)
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""

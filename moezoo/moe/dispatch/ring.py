@@ -1,6 +1,7 @@
 """`ring`: tokens move to all devices of the group, partial sums move back."""
 
 import dataclasses
+import math
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from moezoo.collectives import GATHERED_TOKENS
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, check_factor
 
 
 class _State(NamedTuple):
@@ -23,11 +24,22 @@ class Ring(Dispatch):
     """All-gather the group's tokens, run this device's experts on them, reduce-scatter the partial sums.
 
     Moves (P-1) d a token each way, however many experts a token has: the least while P is up to about K, and every
-    transfer is one that all hardware does well. Its buffer holds min(K, E/P) rows for each of the group's P T tokens,
-    the most they can need, so nothing is ever dropped.
+    transfer is one that all hardware does well.
+
+    `buffer_factor`: room for rows, in shares of a device's own T K assignments. Without it there is room for the most
+    that can be needed, min(K, E/P) rows for each of the group's P T tokens, and nothing is dropped. With it the last
+    tokens of the highest experts may find no room; they are counted.
     """
 
+    buffer_factor: float | None = None
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
+
+    def __post_init__(self):
+        check_factor("buffer_factor", self.buffer_factor)
+
+    def exact(self) -> "Ring":
+        """With room for all."""
+        return dataclasses.replace(self, buffer_factor=None)
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""
@@ -36,6 +48,7 @@ class Ring(Dispatch):
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Gather the group's tokens and routing, and keep the assignments to this device's experts."""
         experts, weights = assignment
+        room = None if self.buffer_factor is None else math.ceil(self.buffer_factor * experts.size)
         if group.axes:
             k = weights.shape[1]
             # Experts ride along with their weights in one collective; a float32 holds a number below 2**24 exactly.
@@ -43,8 +56,8 @@ class Ring(Dispatch):
             tokens = _all_gather(tokens, group)
             routing = _all_gather(routing, group)
             weights, experts = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
-        sort = plan(experts, group.index() * group.local, group.local)
-        return Dispatched(permute(tokens, sort), sort.group_sizes, jnp.zeros((), jnp.int32), _State(sort, weights))
+        sort = plan(experts, group.index() * group.local, group.local, room)
+        return Dispatched(permute(tokens, sort), sort.group_sizes, sort.dropped, _State(sort, weights))
 
     def combine(
         self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup

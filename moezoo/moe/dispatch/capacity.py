@@ -1,0 +1,64 @@
+"""`capacity`: tokens move in buffers of fixed size; what does not fit is dropped (Lepikhin et al., 2020, GShard)."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal, NamedTuple
+
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.kernels.permute import Plan, permute, plan_by_place, unpermute
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, check_factor
+
+
+class _State(NamedTuple):
+    plan: Plan
+    weights: Float[Array, "tokens k"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity(Dispatch):
+    """Every device sends every expert a buffer of the same size, filled or not, and gets the results back.
+
+    Two plain all-to-alls of `capacity_factor` K (P-1)/P d a token, one each way, whatever the routing. A buffer has
+    places for `capacity_factor` T K / E of a device's T tokens, rounded up: first choices take them in the order of
+    tokens, then second ones, and so on; others are dropped and counted. Null: T places, which are always enough.
+    """
+
+    capacity_factor: float | None = 1.25
+    moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
+
+    def __post_init__(self):
+        check_factor("capacity_factor", self.capacity_factor)
+
+    def exact(self) -> "Capacity":
+        """With places for all."""
+        return dataclasses.replace(self, capacity_factor=None)
+
+    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
+        """This device's own."""
+        return weights
+
+    def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
+        """Fill a buffer for each expert and send it there."""
+        places = tokens.shape[0]
+        if self.capacity_factor is not None:
+            places = min(places, math.ceil(self.capacity_factor * assignment.experts.size / group.experts))
+        sort = plan_by_place(assignment.experts, group.experts, places)
+        rows = _swap(permute(tokens, sort), group)
+        rows = rearrange(rows, "(p e c) d -> (e p c) d", p=group.size, e=group.local)
+        sizes = sort.group_sizes[: group.local] * group.size
+        return Dispatched(rows, sizes, sort.dropped, _State(sort, assignment.weights))
+
+    def combine(
+        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
+        """Send results back to where their tokens came from, and sum each token's."""
+        rows = rearrange(rows, "(e p c) d -> (p e c) d", p=group.size, e=group.local)
+        return unpermute(_swap(rows, group), state.weights, state.plan)
+
+
+def _swap(rows: Float[Array, "rows embed"], group: ExpertGroup) -> Float[Array, "rows embed"]:
+    """Part p of everybody's rows to device p, which has them in order of senders; twice is nothing."""
+    return lax.all_to_all(rows, group.axes, 0, 0, tiled=True) if group.axes else rows
