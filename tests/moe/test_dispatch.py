@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from moezoo.collectives import psum, varying
 from moezoo.moe.block import Experts
-from moezoo.moe.dispatch import STRATEGIES, Assignment, ExpertGroup, Replicated
+from moezoo.moe.dispatch import STRATEGIES, Assignment, Dispatch, ExpertGroup, Replicated
 
 EMBED, MLP = 4, 3
 # Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
@@ -36,6 +36,10 @@ LAYOUTS = {
 }
 
 
+# What bounds the strategies that can drop.
+BOUNDS = {"capacity": "capacity_factor", "ragged": "buffer_factor", "ring": "buffer_factor"}
+
+
 class Case(NamedTuple):
     """`tokens` over the whole mesh, split over the expert group too or the same on all its devices."""
 
@@ -45,6 +49,14 @@ class Case(NamedTuple):
     tokens: int
     experts: int
     k: int
+    factor: float | None = None
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """The strategy; without a factor one that drops nothing."""
+        if self.factor is None:
+            return STRATEGIES[self.strategy]().exact()
+        return STRATEGIES[self.strategy](**{BOUNDS[self.strategy]: self.factor})
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -65,13 +77,13 @@ def expert_layer(case, tokens, experts, weights, mlp):
     """What the MoE block does between router and residual stream: what comes back, and (drops, rows in use)."""
     axes = LAYOUTS[case.group].axes
     group = ExpertGroup(axes, case.group, case.experts)
-    strategy = STRATEGIES[case.strategy]().exact()
+    strategy = case.dispatch
     if not set(axes) <= varying(tokens):
         strategy = Replicated(strategy)
     whole = strategy.experts(mlp, group)
     there = strategy.dispatch(tokens, Assignment(experts, weights), group)
     back = strategy.combine(whole(there.rows, there.group_sizes, "reference"), there.state, group)
-    dropped = psum(there.dropped, tuple(LAYOUTS[case.group].shape))
+    dropped = psum(there.dropped, tuple(sorted(varying(there.dropped))))
     return back, (dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
 
 
@@ -142,8 +154,8 @@ def assign(case, allowed, padding, seed):
     return rng.permuted(experts, axis=1)
 
 
-def compare(case, allowed, padding, seed):
-    """One routing through the strategy and through the loop."""
+def compare(case, allowed, padding, seed, drops=None):
+    """One routing through the strategy and through the loop; `drops` says which assignments the strategy must drop."""
     rng = np.random.default_rng(seed + 100)
     experts = assign(case, [e % case.experts for e in allowed], padding, seed)
     tokens, cotangent = rng.standard_normal((2, case.tokens, EMBED), np.float32)
@@ -152,6 +164,8 @@ def compare(case, allowed, padding, seed):
         tokens, experts, weights, mlp(case.experts), cotangent
     )
     results = output, by_tokens, by_weights, by_mlp.gate, by_mlp.up, by_mlp.down
+    lost = np.zeros(experts.shape, bool) if drops is None else drops(case, experts)
+    asked, experts = (experts < case.experts).sum(), np.where(lost, case.experts, experts)
     wanted = loop(tokens, experts, weights, mlp(case.experts), cotangent)
     for result, want in zip(results, wanted, strict=True):
         # A chain of three products and a sum over at most 26 tokens: some 50 roundings to float32, relative to the
@@ -159,7 +173,7 @@ def compare(case, allowed, padding, seed):
         np.testing.assert_allclose(result, want, rtol=0, atol=50 * 2.0**-24 * max(np.abs(want).max(), 1))
         # Experts without tokens, and tokens without experts: zero to the bit.
         assert not np.asarray(result)[want == 0].any()
-    assert dropped == 0
+    assert dropped == lost.sum() == asked - (experts < case.experts).sum()
     # A choice that goes nowhere takes no row, nor does what fills up a share of tokens; `dense` runs all
     # on all, `capacity` all places.
     assert used == (experts < case.experts).sum() or case.strategy in ("capacity", "dense")

@@ -1,0 +1,108 @@
+"""Strategies with a bound, against the loop over the assignments that their definition leaves."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_dispatch import BOUNDS, LAYOUTS, STRATEGIES, Case, assign, compare
+
+from moezoo.errors import UserError
+from moezoo.moe.dispatch import Capacity, Ragged, Ring
+
+
+def devices(case):
+    """The tokens of each device of each expert group, in order; None fills up a share."""
+    axes = LAYOUTS[case.group].shape
+    groups = math.prod(axes.values()) // case.group if axes else 1
+    shards = np.arange(case.tokens).reshape(groups, -1).tolist()
+    share = -(-len(shards[0]) // case.group)
+    padded = [shard + [None] * (share * case.group - len(shard)) for shard in shards]
+    return [[shard[i * share : (i + 1) * share] for i in range(case.group)] for shard in padded]
+
+
+def chosen(experts, tokens, wanted):
+    """Assignments of some tokens to an expert, in order."""
+    return [(t, c) for t in tokens if t is not None for c, e in enumerate(experts[t]) if e == wanted]
+
+
+def drops(case, experts):
+    """Assignments without a place, by the strategies' definitions."""
+    lost, local = np.zeros(experts.shape, bool), case.experts // case.group
+    for group in devices(case):
+        share = len(group[0])
+        most = case.group * share * min(case.k, local)
+        room = min(most, math.ceil(case.factor * share * case.k))
+        for receiver in range(case.group):
+            here = range(receiver * local, (receiver + 1) * local)
+            if case.strategy == "ragged":  # by sender, then by expert
+                queue = [a for tokens in group for e in here for a in chosen(experts, tokens, e)]
+                room = most if case.group == 1 else room  # nothing is received
+            else:  # by expert, then by sender
+                queue = [a for e in here for tokens in group for a in chosen(experts, tokens, e)]
+            if case.strategy == "capacity":  # by choice, then by token, for each sender and expert
+                places = min(share, math.ceil(case.factor * share * case.k / case.experts))
+                for tokens in group:
+                    for e in here:
+                        for assignment in sorted(chosen(experts, tokens, e), key=lambda a: (a[1], a[0]))[places:]:
+                            lost[assignment] = True
+            else:
+                for assignment in queue[room:]:
+                    lost[assignment] = True
+    return lost
+
+
+# 24 and 26 tokens: shares that divide, and some filled up.
+CASES = [
+    Case(strategy, group, placed, tokens, 8, 2, factor)
+    for strategy in BOUNDS
+    for group, placed, tokens, factor in [
+        (1, "split", 24, 0.7),
+        (2, "split", 24, 0.5),
+        (4, "split", 24, 1.0),
+        (8, "split", 24, 1.25),
+        (4, "replicated", 26, 0.75),
+    ]
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.placed}-{c.group}-{c.factor}")
+def test_drops_what_its_definition_says_and_nothing_else(case):
+    """Outputs, counts and every gradient: what is dropped moves neither a token nor a router's weight."""
+    seen = []
+
+    @settings(max_examples=8)
+    @given(allowed=st.sets(st.integers(0, 7), min_size=1), padding=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99))
+    @example(allowed={5, 6}, padding=0.0, seed=0)
+    @example(allowed=set(range(8)), padding=0.0, seed=0)
+    def examples(allowed, padding, seed):
+        seen.append(drops(case, assign(case, [e % 8 for e in allowed], padding, seed)).sum())
+        compare(case, allowed, padding, seed, drops)
+
+    examples()
+    if (case.strategy, case.group) != ("ragged", 1):
+        assert max(seen) > 0
+
+
+@pytest.mark.parametrize("strategy", BOUNDS)
+def test_a_bound_at_which_nothing_can_drop_is_none(strategy):
+    for factor in (8.0, 1000.0):
+        case = Case(strategy, 4, "split", 24, 8, 2, factor)
+        assert not drops(case, assign(case, [3, 4], 0.0, 0)).any()
+        compare(case, [3, 4], 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Capacity, "capacity_factor"), (Ragged, "buffer_factor"), (Ring, "buffer_factor")]
+)
+def test_bounds(kind, name):
+    for factor in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UserError, match=f"dispatch.{name}={factor} must be greater than 0, or null for no bound"):
+            kind(**{name: factor})
+    assert getattr(kind(**{name: 0.5}).exact(), name) is None
+
+
+def test_the_others_have_no_bound():
+    for name in set(STRATEGIES) - set(BOUNDS):
+        assert STRATEGIES[name]().exact() == STRATEGIES[name]()
