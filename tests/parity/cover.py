@@ -14,6 +14,7 @@ import numpy as np
 import moezoo
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, MixtralConfig, build
+from moezoo.moe.dispatch import STRATEGIES
 
 Balance = Literal["batch", "sequence"]
 # The two that the product contains, and the older DeepSeek's other choices, which a few cases try.
@@ -157,16 +158,16 @@ class Case:
 
     @property
     def execution(self) -> moezoo.Execution:
-        """How it runs."""
-        mesh = moezoo.make_mesh(MESHES[self.mesh])
-        return moezoo.Execution(mesh, rules()[self.rules], self.strategy, remat=self.remat)  # type: ignore[arg-type]
+        """How it runs: no strategy drops anything."""
+        mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy]().exact()
+        return moezoo.Execution(mesh, rules()[self.rules], strategy, remat=self.remat)  # type: ignore[arg-type]
 
 
 @functools.cache
 def product() -> tuple[Case, ...]:
     """Every strategy, mesh, rules that fit it, remat, number of micro-steps, balance and family."""
     values = itertools.product(
-        ("dense", "gather", "ring"),
+        tuple(STRATEGIES),
         MESHES,
         rules(),
         ("full", "dots", "none"),

@@ -21,6 +21,7 @@ from running import RATE, STEPS, shapes
 from moezoo import Execution
 from moezoo.jaxprs import count_collectives, equations
 from moezoo.models import model_shapes
+from moezoo.moe.dispatch import STRATEGIES
 from moezoo.settings import SGD, Constant
 from moezoo.train.loss import cross_entropy
 from moezoo.train.optimizer import Optimizer
@@ -107,6 +108,13 @@ def dispatch(case: Case) -> Counter:
         # Backward each turns into the other.
         total["reduce_scatter", group] += 2
         total["all_gather", group] += 1
+    elif case.strategy == "capacity":
+        # Buffers there and back, and again, as the router's gradient needs what came back; both ways' gradients.
+        total["all_to_all", group] += 2 + 2 + 2
+    elif case.strategy == "ragged":
+        # The same of routed rows; and how many rows everybody has for every expert, and again.
+        total["ragged_all_to_all", group] += 2 + 2 + 2
+        total["all_gather", group] += 1 + 1
     else:
         # Three expert weights to everybody, and again; their gradients back.
         total["all_gather", group] += 3 + 3
@@ -201,7 +209,7 @@ def test_program_does_not_grow_with_depth(strategy, family):
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("strategy", ["dense", "gather", "ring"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_experts_add_nothing_by_scatter(strategy):
     """Neither forward nor backward: sums are in fixed order, so that a step is repeatable and fast."""
     layer = model_shapes(config()).stacks[0].layer.moe
