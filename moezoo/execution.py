@@ -114,6 +114,11 @@ class Execution:
         """Layout of an array [batch, sequence, ...]."""
         return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
 
+    @property
+    def exact(self) -> "Execution":
+        """The same with a strategy that drops nothing: for evaluation and generation."""
+        return dataclasses.replace(self, dispatch=self.strategy.exact())
+
     def for_rows(self, rows: int) -> "Execution":
         """The same for a batch of any size whose sequences are whole: rows over as many devices as can share them.
 

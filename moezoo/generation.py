@@ -113,7 +113,7 @@ def generate(
     tokens, valid, stops = _checked(model, ids, mask, max_new_tokens, eos_token_id)
     if temperature > 0 and key is None:
         raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
-    run = (run or Execution()).for_rows(len(tokens))
+    run = (run or Execution()).exact.for_rows(len(tokens))
     if run.mesh is not None:
         model = place(model, run)
 

@@ -31,7 +31,8 @@ class Evaluator:
     """Compiled once for one model, mesh and data: `evaluator(model)` -> Evaluation."""
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, run: Execution):
-        """`model` may be shapes; it must lie as `run` says when called."""
+        """`model` may be shapes; it must lie as `run` says when called. Nothing is dropped, whatever training may."""
+        run = run.exact
         assert run.mesh is not None
         self._source, self._cfg = source, cfg
         self._batch_sharding = NamedSharding(run.mesh, run.tokens_spec)

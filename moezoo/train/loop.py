@@ -184,7 +184,7 @@ class _Loop:
         compiled = self.step.compile()
         tokens, since, busy = 0, start, 0.0
         evaluation = None
-        with report.Progress(start, cfg.steps) as progress:
+        with report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
             for number in range(start + 1, cfg.steps + 1):
                 began = time.perf_counter()
                 micro = [next(batches) for _ in range(cfg.execution.microbatches)]
@@ -204,7 +204,8 @@ class _Loop:
                     row = _row(number, metrics, tokens / busy, evaluation if evaluate else None)
                     self.log.write(row)
                     self.loads = [*self.loads, np.asarray(metrics.load)][-_LOAD_ROWS:]
-                    progress.row(row, busy / (number - since) * (cfg.steps - number))
+                    left = busy / (number - since) * (cfg.steps - number)
+                    progress.row(row, left, assignments=int(self.loads[-1].sum()))
                     tokens, since, busy = 0, number, 0.0
                 if last or (cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0):
                     read = number * cfg.execution.microbatches
@@ -246,6 +247,8 @@ def _row(step: int, metrics: Metrics, tokens_per_second: float, evaluation: Eval
         "grad_norm": float(values.gradient_norm),
         "learning_rate": float(values.learning_rate),
         "max_violation": float(values.max_violation),
-        "dropped": int(values.dropped),
+        "dropped": int(values.dropped.sum()),
     }
+    if row["dropped"]:
+        row["dropped_by_layer"] = values.dropped.tolist()
     return row | ({"val_loss": evaluation.loss} if evaluation is not None else {})

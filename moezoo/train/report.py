@@ -164,8 +164,9 @@ def tell_end(evaluation: Evaluation, baseline: float | None, sample: Sample, fol
 class Progress:
     """A bar with loss, tokens a second and time left on a terminal; elsewhere a plain line a logged step."""
 
-    def __init__(self, first: int, steps: int):
-        self._steps = steps
+    def __init__(self, first: int, steps: int, *, bound: str | None):
+        """`bound`: the strategy's option that may drop assignments, if it has one."""
+        self._steps, self._bound, self._warned = steps, bound, False
         self._bar: Any = None
         if sys.stdout.isatty():
             from rich import progress
@@ -190,14 +191,27 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def _warn(self, row: Row, assignments: int) -> None:
+        self._warned = True
+        layers = " ".join(map(str, row["dropped_by_layer"]))
+        line = (
+            f"warning: step {row['step']} dropped {row['dropped']:,} of {assignments:,} assignments, "
+            f"layer by layer {layers}; dispatch.{self._bound} sets how many find room, null for all"
+        )
+        print(line, flush=True) if self._bar is None else self._bar.console.print(line)
+
     def step(self, step: int) -> None:
         """A step is done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def row(self, row: Row, seconds_left: float) -> None:
-        """A row was logged."""
+    def row(self, row: Row, seconds_left: float, *, assignments: int) -> None:
+        """A row was logged, of so many assignments. The first time that some were dropped it is told in a warning."""
         text = f"loss {row['loss']:.4f}"
+        if row["dropped"]:
+            text += f"  dropped {row['dropped'] / assignments:.1%}"
+            if not self._warned:
+                self._warn(row, assignments)
         if "val_loss" in row:
             text += f"  validation {row['val_loss']:.4f}"
         text += f"  {row['tokens_per_second']:,.0f} tokens/s"

@@ -47,7 +47,7 @@ class Metrics(NamedTuple):
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
     max_violation: Float[Array, ""]
-    dropped: Int[Array, ""]
+    dropped: Int[Array, " layer"]
     load: Int[Array, "layer experts"]
 
 
@@ -57,12 +57,12 @@ class _Sums(NamedTuple):
     nats: Float[Array, ""]
     load_balance_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
-    dropped: Int[Array, ""]
+    dropped: Int[Array, " layer"]
     load: Int[Array, "layer experts"]
 
 
 def _sums(nats: Array, routing: Routing) -> _Sums:
-    return _Sums(nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped.sum(), routing.load)
+    return _Sums(nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped, routing.load)
 
 
 def gradients_of(

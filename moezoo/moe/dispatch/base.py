@@ -73,20 +73,23 @@ class ExpertGroup:
         return jax.tree.map(leaf, weights) if self.axes else weights
 
 
-def check_factor(name: str, factor: float | None) -> None:
-    """Raise `UserError` for a bound that is none."""
-    if factor is not None and not 0 < factor < math.inf:
-        raise UserError(f"dispatch.{name}={factor} must be greater than 0, or null for no bound")
-
-
 class Dispatch(abc.ABC):
-    """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group."""
+    """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group.
+
+    Raises `UserError` for a bound that is none.
+    """
 
     moves: ClassVar[Literal["tokens", "weights"]]
+    bound: ClassVar[str | None] = None  # the option that makes room for less than all assignments, where there is one
+
+    def __post_init__(self):
+        factor = getattr(self, self.bound) if self.bound else None
+        if factor is not None and not 0 < factor < math.inf:
+            raise UserError(f"dispatch.{self.bound}={factor} must be greater than 0, or null for no bound")
 
     def exact(self) -> "Dispatch":
-        """The same without a bound at which assignments are dropped: for evaluation and generation."""
-        return self
+        """The same with room for all assignments: for evaluation and generation."""
+        return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
 
     @abc.abstractmethod
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.kernels.permute import Plan, permute, plan_by_place, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, check_factor
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 class _State(NamedTuple):
@@ -28,13 +28,7 @@ class Capacity(Dispatch):
 
     capacity_factor: float | None = 1.25
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
-
-    def __post_init__(self):
-        check_factor("capacity_factor", self.capacity_factor)
-
-    def exact(self) -> "Capacity":
-        """With places for all."""
-        return dataclasses.replace(self, capacity_factor=None)
+    bound: ClassVar[str | None] = "capacity_factor"
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""

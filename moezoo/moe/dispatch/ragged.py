@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, check_factor
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
 from moezoo.moe.transport import Transfer, exchange
 
 
@@ -34,13 +34,7 @@ class Ragged(Dispatch):
 
     buffer_factor: float | None = None
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
-
-    def __post_init__(self):
-        check_factor("buffer_factor", self.buffer_factor)
-
-    def exact(self) -> "Ragged":
-        """With room for all."""
-        return dataclasses.replace(self, buffer_factor=None)
+    bound: ClassVar[str | None] = "buffer_factor"
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""

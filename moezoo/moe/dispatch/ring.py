@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from moezoo.collectives import GATHERED_TOKENS
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, check_factor
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 class _State(NamedTuple):
@@ -33,13 +33,7 @@ class Ring(Dispatch):
 
     buffer_factor: float | None = None
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
-
-    def __post_init__(self):
-        check_factor("buffer_factor", self.buffer_factor)
-
-    def exact(self) -> "Ring":
-        """With room for all."""
-        return dataclasses.replace(self, buffer_factor=None)
+    bound: ClassVar[str | None] = "buffer_factor"
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""
