@@ -1,14 +1,20 @@
 """Compiling for devices that are not here."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh, NamedSharding
 
+import moezoo
 from moezoo.absent import ABSENT, absent_devices
 from moezoo.bench.compiling import compile_all, largest_array
 from moezoo.bench.shapes import ACCELERATOR
 from moezoo.errors import UserError
+from moezoo.models import MixtralConfig, model_shapes
 
 
 @pytest.fixture
@@ -58,3 +64,27 @@ def test_no_row_is_copied_for_every_expert(kind):
         bound = {"grouped_matmul": weights + rows, "moe_layer": 3 * weights + 6 * rows}[result.part]
         assert result.temporaries < 4 * 1.05 * bound, result[:3]
         assert ("tpu_custom_call" in result.text) == (kind == "v5p"), result[:3]
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize("kind", ["h200", "v5p"])
+@pytest.mark.parametrize("shape", [{"expert": 8}, {"fsdp": 2, "expert": 2, "context": 2}], ids=str)
+def test_ragged_is_the_real_exchange(kind, shape):
+    """Two a layer forward, again where the layer is recomputed, and backward: in a loop over layers, six in all."""
+    sizes = moezoo.MeshShape(**shape).sizes
+    devices = np.array(absent_devices(kind)).reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    rules = moezoo.compose("rules=fsdp_ep").rules
+    if "context" in shape:  # experts over two axes
+        both = {"expert": ("context", "expert")}
+        store = {"embed": ("fsdp", "context", "expert"), "expert_embed": ("fsdp",), **both}
+        rules = moezoo.Rules("cp_as_ep", store, both, ("data", "fsdp", "expert"), ("context",))
+    run = moezoo.Execution(mesh, rules, "ragged")
+    shapes = model_shapes(MixtralConfig(embed=256, layers=2))
+    placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    model = jax.tree.map(placed, shapes, run.shardings(shapes))
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=NamedSharding(mesh, run.tokens_spec))
+    step = jax.jit(jax.grad(lambda m, t: m(t, run=run).logits.sum()))
+    text = step.lower(model, tokens).compile().as_text()
+    assert len(re.findall(r"= .* ragged-all-to-all(-start)?\(", text)) >= 6
