@@ -87,4 +87,5 @@ def test_ragged_is_the_real_exchange(kind, shape):
     tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=NamedSharding(mesh, run.tokens_spec))
     step = jax.jit(jax.grad(lambda m, t: m(t, run=run).logits.sum()))
     text = step.lower(model, tokens).compile().as_text()
+    assert text is not None
     assert len(re.findall(r"= .* ragged-all-to-all(-start)?\(", text)) >= 6

@@ -138,6 +138,9 @@ MESHES = [
     ("deepseek", {"fsdp": 2, "expert": 4}, "gather", "fsdp_ep"),
     ("mixtral", {"fsdp": 2, "expert": 2, "context": 2}, "ring", "fsdp_ep"),
     ("deepseek", {"fsdp": 4}, "ring", "pure_fsdp"),
+    ("mixtral", {"expert": 8}, "ragged", "fsdp_ep"),
+    # Bounded in training: not here.
+    ("deepseek", {"fsdp": 2, "expert": 4}, "capacity", "fsdp_ep"),
 ]
 
 

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from against import load, torch
-from test_transformers_meshes import DEFAULT, MESHES, PRODUCT, split_evenly
+from test_transformers_meshes import DEFAULT, PRODUCT, execution, split_evenly
 from tiny import CONFIGS, random_model
 
 import moezoo
@@ -64,6 +64,5 @@ def test_greedy_tokens(case):
 )
 def test_greedy_tokens_on_a_mesh(case, mesh, strategy):
     model, theirs = case
-    run = moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), moezoo.compose("rules=fsdp_ep").rules, strategy)
-    found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, run=run)
+    found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, run=execution(mesh, strategy))
     np.testing.assert_array_equal(found, continued(theirs))

@@ -10,15 +10,22 @@ from tiny import CONFIGS, random_model
 
 import moezoo
 from moezoo.models import DeepSeekConfig
+from moezoo.moe.dispatch import STRATEGIES
 
 MESHES = {"ep8": moezoo.MeshShape(expert=8), "fsdp2_ep4": moezoo.MeshShape(fsdp=2, expert=4)}
-WAYS = tuple(itertools.product(MESHES, ("dense", "gather", "ring")))
+WAYS = tuple(itertools.product(MESHES, STRATEGIES))
 # A family's main configuration goes every way, the others one each by turns.
 MAIN = ("mixtral", "v3")
 TURNS = [(name, *WAYS[number % len(WAYS)]) for number, name in enumerate(CONFIGS) if name not in MAIN]
 DEFAULT = [(name, *way) for name in MAIN for way in WAYS] + TURNS
 PRODUCT = [(name, *way) for name in CONFIGS for way in WAYS]
 TOKENS = np.random.default_rng(3).integers(0, 40, (8, 8)).astype(np.int32)
+
+
+def execution(mesh, strategy):
+    """How a case runs: nothing is dropped."""
+    rules = moezoo.compose("rules=fsdp_ep").rules
+    return moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules, STRATEGIES[strategy]().exact())
 
 
 def split_evenly(config):
@@ -44,5 +51,4 @@ def case(request, tmp_path_factory):
 )
 def test_logits_loss_and_gradients(case, mesh, strategy):
     model, theirs = case
-    rules = moezoo.compose("rules=fsdp_ep").rules
-    agree(results(model, TOKENS, moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules, strategy)), theirs)
+    agree(results(model, TOKENS, execution(mesh, strategy)), theirs)

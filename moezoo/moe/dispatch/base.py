@@ -73,6 +73,7 @@ class ExpertGroup:
         return jax.tree.map(leaf, weights) if self.axes else weights
 
 
+@dataclasses.dataclass(frozen=True)
 class Dispatch(abc.ABC):
     """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group.
 
