@@ -3,7 +3,7 @@
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def from_pretrained(folder: str | Path, run: Execution | None = None, dtype: DTy
         for (path, index), part in zip(tensor.parts, tensor.from_file(array), strict=True):
             whole[path][index] = part
     if odd:
-        _warn(f"{folder}: not finite: {_few(odd)}")
+        _warn(f"{folder}: not finite: {_listed(odd)}")
     model = jax.tree.unflatten(jax.tree.structure(shapes), list(whole.values()))
     if run is None or run.mesh is None:
         return jax.device_put(model, jax.devices()[0])
@@ -217,11 +217,11 @@ def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Pa
     left = files.names - expected
     over = family.hub.passed_over(left, expected)
     if missing := sorted(expected - files.names):
-        raise UserError(f"{folder}: {_tensors(missing)} missing: {_few(missing)}")
+        raise UserError(f"{folder}: {_tensors(missing)} missing: {_listed(missing)}")
     if left := sorted(left - over):
-        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_few(left)}")
+        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_listed(left)}")
     if over:
-        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_few(sorted(over))}")
+        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_listed(sorted(over))}")
 
 
 def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
@@ -261,8 +261,23 @@ def _tensors(names: list[str]) -> str:
     return f"{len(names)} tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _listed(names: list[str]) -> str:
+    """All of them; those that differ by the numbers of layers and experts alone are told as one, with how many."""
+    alike: dict[tuple[str | None, ...], list[list[str]]] = {}
+    for name in sorted(names):
+        parts = name.split(".")
+        alike.setdefault(tuple(None if part.isdecimal() else part for part in parts), []).append(parts)
+    told = []
+    for pattern, group in alike.items():
+        columns = zip(pattern, zip(*group, strict=True), strict=True)
+        text = ".".join(_range(column) if part is None else part for part, column in columns)
+        told.append(text + (f" ({len(group)})" if len(group) > 1 else ""))
+    return ", ".join(told)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    lowest, highest = min(map(int, numbers)), max(map(int, numbers))
+    return f"{lowest}" if lowest == highest else f"{lowest}-{highest}"
 
 
 def _warn(text: str) -> None:

@@ -96,6 +96,24 @@ def test_layers_of_multi_token_prediction_are_told(tmp_path):
         assert equal(moezoo.from_pretrained(tmp_path / "m"), model)
 
 
+def test_every_missing_tensor_is_listed(saved, damaged):
+    def lose(tensors):
+        for name in [n for n in tensors if ".experts." in n or n.endswith("norm.weight")]:
+            del tensors[name]
+
+    spoil_tensors(damaged, lose)
+    with pytest.raises(moezoo.UserError) as caught:
+        moezoo.from_pretrained(damaged)
+    config, text = saved[0].config, str(caught.value)
+    layers = f"{getattr(config, 'dense_layers', 0)}-1".replace("1-1", "1")
+    many = config.experts * (config.layers - getattr(config, "dense_layers", 0))
+    assert f"model.layers.{layers}." in text
+    assert f".experts.0-{config.experts - 1}." in text
+    assert text.count(f" ({many})") == 3
+    assert "model.norm.weight" in text
+    assert "model.layers.0-1.input_layernorm.weight (2)" in text
+
+
 def test_weights_that_are_not_finite_are_named(damaged):
     file = damaged / "model.safetensors"
     tensors = load_file(file)
