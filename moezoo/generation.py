@@ -132,7 +132,7 @@ def generate(
         run=run,
     )
     new, count = jax.device_get(out)
-    return np.concatenate([tokens, new[:, : int(count)]], axis=1)
+    return np.concatenate([np.asarray(ids).astype(np.int32), new[:, : int(count)]], axis=1)
 
 
 def _threefry(key: Array) -> Array:
@@ -185,7 +185,7 @@ def _checked(
 
 
 def _rounded(length: int) -> int:
-    """Up to an eighth to a quarter more, so that there are four lengths between one power of two and the next."""
+    """At most a quarter more: there are four such lengths between one power of two and the next, from 64 on."""
     step = max(16, 1 << max(length - 1, 0).bit_length() >> 3)
     return -(-length // step) * step
 

@@ -159,7 +159,7 @@ SET = [  # when keys are set
     ("layers=3", ["layers:", "'model.layers'"]),
     ("nothing_like_it=3", ["nothing_like_it", "valid: batch_size, ", "steps"]),
     ("hydra.run.dir=x", ["hydra.run.dir", "no key 'hydra'"]),
-    ("dispatch.foo=1", ["dispatch.foo", "dispatch ring", "takes none"]),
+    ("dispatch.foo=1", ["dispatch.foo", "dispatch ring", "valid: buffer_factor"]),
     ("data.path=x", ["data.path", "data python_stdlib", "valid: eval_sequences"]),
     ("mesh.exprt=1", ["mesh.exprt", "'expert'"]),
     ("steps.foo=3", ["steps.foo", "steps=VALUE"]),
@@ -220,6 +220,10 @@ def test_refuses_what_cannot_be_asked(overrides, said, saved):
     message = refused(compose, *overrides)
     assert [part for part in said if part not in message] == []
     assert refused(compose_onto, saved, *overrides) == message
+
+
+def test_an_entry_without_keys_says_so():
+    assert refused(compose, "dispatch=gather", "dispatch.foo=1").endswith("in dispatch gather; it takes none")
 
 
 @pytest.mark.parametrize(("override", "said"), SET, ids=[override for override, _ in SET])

@@ -58,7 +58,7 @@ def test_an_axis_that_no_rule_names():
 
 def test_unknown_strategies():
     refuses("dispatch=rign: no such strategy; did you mean 'ring'?", dispatch="rign")
-    refuses("dispatch=xyz: no such strategy; valid: dense, gather, ring", dispatch="xyz")
+    refuses("dispatch=xyz: no such strategy; valid: capacity, dense, gather, ragged, ring", dispatch="xyz")
 
 
 def test_tokens_split_over_some_of_the_expert_axes():

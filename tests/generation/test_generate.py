@@ -69,7 +69,7 @@ def places(mask):
 @functools.cache
 def naive(name):
     """Greedy tokens and logits [row, new, vocab]: the whole text runs again for every token."""
-    tokens, mask = np.pad(IDS * MASK, ((0, 0), (0, NEW))), np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True)
+    tokens, mask = np.pad(IDS, ((0, 0), (0, NEW))), np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True)
     logits = []
     for at in range(IDS.shape[1], tokens.shape[1]):
         logits.append(np.asarray(whole(name)(tokens, *places(mask)).logits)[:, at - 1])

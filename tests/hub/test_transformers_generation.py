@@ -23,7 +23,7 @@ def continued(theirs, eos=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own
         ids = theirs.generate(
-            torch.tensor((IDS * MASK).astype(np.int64)),
+            torch.tensor(IDS.astype(np.int64)),
             attention_mask=torch.tensor(MASK.astype(np.int64)),
             max_new_tokens=NEW,
             do_sample=False,
