@@ -63,18 +63,19 @@ def test_whole_step(case):
     assert max(errors(case)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek"])
-def test_oracle_sees_what_it_should(family):
+@pytest.mark.parametrize(("family", "visible"), [("mixtral", 0.01), ("deepseek", 0.005)])
+def test_oracle_sees_what_it_should(family, visible):
     """The data has what the tests rely on: an expert without a token, and losses that all weigh in."""
     outcomes = expected(family, "batch", 1).outcomes
     for outcome in outcomes:
         assert outcome.load[0, UNUSED] == 0
         assert outcome.load.shape[0] == LAYERS
+        assert family != "mixtral" or outcome.load.min(1).tolist() == [0] * LAYERS
         assert min(outcome.loss, outcome.load_balance_loss, outcome.z_loss) > 0.1
-        assert all(abs(g).max() > 0.005 for g in outcome.gradients.values())
+        assert all(abs(g).max() > visible for g in outcome.gradients.values())
     other = expected(family, "sequence", 2).outcomes[0]
     # What the balance is taken over changes both the loss and the router's gradient, by far more than the tolerance.
-    assert abs(other.load_balance_loss - outcomes[0].load_balance_loss) > 0.005
+    assert abs(other.load_balance_loss - outcomes[0].load_balance_loss) > visible
     assert worst(other.gradients, outcomes[0].gradients) > 0.01
 
 
