@@ -233,11 +233,8 @@ class MoELayer(eqx.Module):
         x, kept = self.attending(x, context, run, past)
         normed = self.moe_norm(x)
         with jax.named_scope("moe"):
-            y, sums = self.moe(normed, context.queries.segment > 0, run)
-        if self.shared is not None:
-            with jax.named_scope("shared"):
-                y = y + self.shared(normed)
-        return LayerOutput(x + y, sums, kept)
+            y, shared, sums = self.moe(normed, context.queries.segment > 0, run, self.shared)
+        return LayerOutput(x + (y if shared is None else y + shared), sums, kept)
 
 
 class DeepSeek(LanguageModel):

@@ -119,7 +119,7 @@ class Layer(eqx.Module):
             y, kept = self.attention(self.attention_norm(x), context, run, past)
             x = x + y
         with jax.named_scope("moe"):
-            y, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, run)
+            y, _, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, run)
         return LayerOutput(x + y, sums, kept)
 
 

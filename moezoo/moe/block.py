@@ -1,16 +1,21 @@
 """The MoE block: route, dispatch, run the experts, combine."""
 
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.axes import Weight
 from moezoo.collectives import vary_like, varying
 from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import Implementation, grouped_matmul
-from moezoo.moe.dispatch import Replicated
+from moezoo.moe.dispatch import Assignment, Dispatched, Replicated
 from moezoo.moe.router import Router
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal
@@ -38,6 +43,14 @@ class Experts(eqx.Module):
         return grouped_matmul(jax.nn.silu(gate) * up, self.down, group_sizes, implementation=backend)
 
 
+class MoEOutput(NamedTuple):
+    """For each token the weighted sum over its experts; what ran `beside`, None if nothing did; the routing sums."""
+
+    routed: Float[Array, "batch seq embed"]
+    beside: Float[Array, "batch seq embed"] | None
+    sums: LayerSums
+
+
 class MoE(eqx.Module):
     """A router and its experts; how tokens reach them is the execution's business."""
 
@@ -45,9 +58,17 @@ class MoE(eqx.Module):
     experts: Experts
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], run: Execution
-    ) -> tuple[Float[Array, "batch seq embed"], LayerSums]:
-        """The experts' weighted sum for each token, and the layer's routing sums; padding comes out zero."""
+        self,
+        x: Float[Array, "batch seq embed"],
+        valid: Bool[Array, "batch seq"],
+        run: Execution,
+        beside: Callable[[Float[Array, "batch seq embed"]], Float[Array, "batch seq embed"]] | None = None,
+    ) -> MoEOutput:
+        """Tokens through their experts, in as many chunks as the strategy says; padding comes out zero.
+
+        A chunk is sent off before the experts work on the one before it, so that devices compute while rows travel.
+        `beside` is what a layer computes of `x` besides, shared experts: it runs while the first chunk travels.
+        """
         group = run.expert_group(self.router.weight.shape[1])
         assignment, sums = self.router(x, valid, run.routing)
         tokens = rearrange(x, "b s d -> (b s) d")
@@ -56,11 +77,55 @@ class MoE(eqx.Module):
         split = set(group.axes) <= varying(tokens)
         strategy = run.strategy if split else Replicated(run.strategy)
         with jax.named_scope("dispatch"):
-            experts = strategy.experts(self.experts, group)
-            there = strategy.dispatch(tokens, assignment, group)
-        with jax.named_scope("experts"):
-            rows = experts(there.rows, there.group_sizes, run.grouped_matmul)
-        with jax.named_scope("combine"):
-            back = strategy.combine(rows, there.state, group)
-        dropped = vary_like(there.dropped, tokens)
-        return rearrange(back, "(b s) d -> b s d", b=x.shape[0]), sums._replace(dropped=dropped)
+            experts = strategy.experts(self.experts, group)  # once for all chunks
+
+        def send(chunk: _Chunk) -> Dispatched:
+            with jax.named_scope("dispatch"):
+                return strategy.dispatch(chunk.tokens, chunk.assignment, group)
+
+        def compute(there: Dispatched) -> Float[Array, "rows embed"]:
+            with jax.named_scope("experts"):
+                return experts(there.rows, there.group_sizes, run.grouped_matmul)
+
+        def collect(rows: Float[Array, "rows embed"], there: Dispatched) -> Float[Array, "chunk embed"]:
+            with jax.named_scope("combine"):
+                return strategy.combine(rows, there.state, group)
+
+        first, *later = _chunks(tokens, assignment, run.strategy.chunks)
+        there = send(first)
+        with jax.named_scope("beside"):
+            alongside = None if beside is None else beside(x)
+        back, dropped = [], there.dropped
+        for chunk in later:
+            following = send(chunk)
+            back.append(collect(_after(compute(there), alongside, following.rows), there))
+            dropped += following.dropped
+            there = following
+        routed = jnp.concatenate([*back, collect(_after(compute(there), alongside), there)])
+        routed = rearrange(routed, "(b s) d -> b s d", b=x.shape[0])
+        return MoEOutput(routed, alongside, sums._replace(dropped=vary_like(dropped, tokens)))
+
+
+def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Array, "rows embed"]:
+    """`rows`, when the others have been computed too, though it needs none of them.
+
+    Else compilers do those last, and nothing is left to do while rows travel. Gradients do not wait.
+    """
+    awaited = [vary_like(lax.stop_gradient(x), rows) for x in others if x is not None]
+    return lax.optimization_barrier((rows, *awaited))[0] if awaited else rows
+
+
+class _Chunk(NamedTuple):
+    tokens: Float[Array, "chunk embed"]
+    assignment: Assignment
+
+
+def _chunks(tokens: Float[Array, "tokens embed"], assignment: Assignment, count: int) -> list[_Chunk]:
+    """At most `count` runs of tokens, as even as can be; none is empty."""
+    total = tokens.shape[0]
+    count = max(1, min(count, total))
+    bounds = [total * i // count for i in range(count + 1)]
+    return [
+        _Chunk(tokens[a:b], Assignment(assignment.experts[a:b], assignment.weights[a:b]))
+        for a, b in itertools.pairwise(bounds)
+    ]

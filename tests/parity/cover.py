@@ -152,6 +152,7 @@ class Case:
     microbatches: int
     balance: Balance
     family: Family = "mixtral"
+    chunks: int = 1
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -159,7 +160,7 @@ class Case:
     @property
     def execution(self) -> moezoo.Execution:
         """How it runs: no strategy drops anything."""
-        mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy]().exact()
+        mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact()
         return moezoo.Execution(mesh, rules()[self.rules], strategy, remat=self.remat)  # type: ignore[arg-type]
 
 
@@ -179,7 +180,7 @@ def product() -> tuple[Case, ...]:
 
 
 def _pairs(case: Case) -> set[tuple[Any, ...]]:
-    named = [(f.name, getattr(case, f.name)) for f in fields(case)]
+    named = [(f.name, getattr(case, f.name)) for f in fields(case) if f.name != "chunks"]
     return set(itertools.combinations(named, 2))
 
 
@@ -199,8 +200,14 @@ def cover() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-# What the older DeepSeek does otherwise, where the two strategies and both kinds of splitting tokens meet it.
-OLDER = (
+# Beside the cover: what the older DeepSeek does otherwise, where two strategies and both kinds of splitting tokens meet
+# it; and every strategy with its tokens in chunks, some of them uneven.
+BESIDE = (
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
+    Case("ragged", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek", 3),
+    Case("capacity", "ep8", "replicated", "none", 1, "sequence", "deepseek", 3),
+    Case("ring", "fsdp2_ep2_context2", "cp_as_ep", "dots", 1, "batch", "mixtral", 2),
+    Case("gather", "fsdp4_ep2", "fsdp_ep", "none", 1, "sequence", "deepseek", 3),
+    Case("dense", "data2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "mixtral", 2),
 )

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from cover import LAYERS, OLDER, Case, config, cover, product
+from cover import BESIDE, LAYERS, Case, config, cover, product
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from running import RATE, STEPS, shapes
@@ -172,7 +172,7 @@ def _full_remat(cases: tuple[Case, ...]) -> list[Case]:
     return list(dict.fromkeys(replace(case, remat="full") for case in cases))
 
 
-@pytest.mark.parametrize("case", _full_remat((*cover(), *OLDER)), ids=str)
+@pytest.mark.parametrize("case", _full_remat((*cover(), *BESIDE)), ids=str)
 def test_counts_are_those_of_the_rules(case):
     # `count_collectives` refuses loops without a known end that hold one, so there is none.
     assert count_collectives(traced(case)) == expected_counts(case)
@@ -218,7 +218,7 @@ def test_experts_add_nothing_by_scatter(strategy):
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
 
     def objective(moe: Any, x: Any, valid: Any) -> Any:
-        y, sums = moe(x, valid, Execution(dispatch=strategy))
+        y, _, sums = moe(x, valid, Execution(dispatch=strategy))
         return (y**2).sum() + sums.probabilities.sum() + sums.z
 
     program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(one, x, valid)

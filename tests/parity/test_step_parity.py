@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from cover import LAYERS, OLDER, UNUSED, Case, batch, cover, model, product
+from cover import BESIDE, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
 from running import STEPS, Running, expected, observe, oracle_family, parameters_of, worst
 
@@ -58,7 +58,7 @@ def errors(case: Case) -> Errors:
     return Errors(loss, gradients, worst(found.parameters, wanted.parameters))
 
 
-@pytest.mark.parametrize("case", [*cover(), *OLDER], ids=str)
+@pytest.mark.parametrize("case", [*cover(), *BESIDE], ids=str)
 def test_whole_step(case):
     assert max(errors(case)) < TOLERANCE
 
@@ -203,19 +203,14 @@ def table(rows: dict[Case, Errors]) -> str:
 
 
 def whole() -> list[Case]:
-    """The product, of which some settings go by turns: the balance for Mixtral, balance and remat for DeepSeek.
+    """The product, of which two settings go by turns, remat and balance.
 
-    Turns are such that each value meets every strategy, mesh, rules and number of micro-steps.
+    Turns are such that each value meets every strategy, mesh, rules, family and number of micro-steps.
     """
-    chosen = []
-    for family in ("mixtral", "deepseek"):
-        turns: dict[Any, list[Case]] = {}
-        for case in product():
-            if case.family == family:
-                remat = case.remat if family == "mixtral" else "any"
-                turns.setdefault((case.strategy, case.mesh, case.rules, remat, case.microbatches), []).append(case)
-        chosen += [cases[(i + i // len(cases)) % len(cases)] for i, cases in enumerate(turns.values())]
-    return chosen
+    turns: dict[Any, list[Case]] = {}
+    for case in product():
+        turns.setdefault((case.family, case.strategy, case.mesh, case.rules, case.microbatches), []).append(case)
+    return [cases[(i + i // len(cases)) % len(cases)] for i, cases in enumerate(turns.values())]
 
 
 @pytest.mark.full

@@ -77,13 +77,20 @@ class ExpertGroup:
 class Dispatch(abc.ABC):
     """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group.
 
-    Raises `UserError` for a bound that is none.
+    `chunks`: parts of a device's tokens that go through the three calls one after the other, so that one part travels
+    while experts work on another; weights that move do so once. What bounds room does so in each part.
+
+    Raises `UserError` for a bound that is none, or for less than one chunk.
     """
+
+    chunks: int = dataclasses.field(default=1, kw_only=True)
 
     moves: ClassVar[Literal["tokens", "weights"]]
     bound: ClassVar[str | None] = None  # the option that makes room for less than all assignments, where there is one
 
     def __post_init__(self):
+        if self.chunks < 1:
+            raise UserError(f"dispatch.chunks={self.chunks} must be at least 1")
         factor = getattr(self, self.bound) if self.bound else None
         if factor is not None and not 0 < factor < math.inf:
             raise UserError(f"dispatch.{self.bound}={factor} must be greater than 0, or null for no bound")
