@@ -135,6 +135,11 @@ class DeepSeekConfig:
         return Yarn(c.yarn_factor, c.yarn_length, c.yarn_beta_fast, c.yarn_beta_slow, c.yarn_mscale, c.yarn_mscale_all)
 
     @property
+    def kept_dims(self) -> tuple[int, ...]:
+        """How many numbers attention keeps of a token, array by array: its latent and the shared rotated key."""
+        return (self.kv_lora, self.rope_dim)
+
+    @property
     def dims_of_a_pair(self) -> int:
         """Products a head makes for each query and key that see each other: of the score, and of the value."""
         return self.nope_dim + self.rope_dim + self.value_dim

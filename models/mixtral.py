@@ -76,6 +76,11 @@ class MixtralConfig:
             raise UserError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
 
     @property
+    def kept_dims(self) -> tuple[int, ...]:
+        """How many numbers attention keeps of a token, array by array: its key and its value."""
+        return (self.kv_heads * self.head_dim,) * 2
+
+    @property
     def dims_of_a_pair(self) -> int:
         """Products a head makes for each query and key that see each other: of the score, and of the value."""
         return 2 * self.head_dim

@@ -46,7 +46,7 @@ def psum(x: Array, axes: MeshAxes) -> Array:
     return lax.psum(vary(x, axes), axes) if axes else x
 
 
-def _runs(axes: MeshAxes, tokens: MeshAxes) -> list[tuple[bool, MeshAxes]]:
+def runs(axes: MeshAxes, tokens: MeshAxes) -> list[tuple[bool, MeshAxes]]:
     """`axes` cut where they change between splitting tokens and not."""
     return [(split, tuple(run)) for split, run in itertools.groupby(axes, key=lambda axis: axis in tokens)]
 
@@ -58,20 +58,25 @@ def gather(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
     reduce-scatter. Over other axes every device goes on with the same values: the result does not vary, and the
     transpose is a slice. One all-gather, except where the two kinds mix: then one a kind, minor axes first.
     """
-    for split, run in reversed(_runs(axes, tokens)):
+    for split, run in reversed(runs(axes, tokens)):
         x = lax.all_gather(x, run, axis=dim, tiled=True, to="varying" if split else "invarying")
     return x
 
 
 def _scatter(cotangent: Array, axes: MeshAxes, dim: int, tokens: MeshAxes) -> Array:
     """The transpose of `gather`."""
-    for split, run in _runs(axes, tokens):
+    for split, run in runs(axes, tokens):
         if split:
             cotangent = lax.psum_scatter(cotangent, run, scatter_dimension=dim, tiled=True)
         else:
             size = cotangent.shape[dim] // lax.axis_size(run)
             cotangent = lax.dynamic_slice_in_dim(cotangent, lax.axis_index(run) * size, size, axis=dim)
     return cotangent
+
+
+def gather_tokens(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
+    """`gather` of what belongs to tokens; the result carries a checkpoint name, so that a policy may save it."""
+    return checkpoint_name(gather(x, axes, dim, tokens=tokens), GATHERED_TOKENS) if axes else x
 
 
 def gather_weight(

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_policies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -32,18 +32,18 @@ Remat = Literal["full", "dots", "none"]
 class Execution:
     """How a model runs: where (mesh, rules), how tokens meet experts (dispatch), in which precision and memory.
 
-    The default is one device. `dtype` is what layers compute in; weights are cast to it before they are gathered.
-    Gradients are summed over devices in `reduce_dtype`. `remat` says what a layer keeps for its backward pass: `full`
-    its input only, `dots` the results of matrix products too, `none` everything but gathered weights.
-    `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of the kernel, or leaves the choice
-    to the platform the step is compiled for. `routing` is `learned`, but for measuring speed: at `random` chance, at
-    `balanced` turns choose experts, and the router only weighs them. `rows_over`: mesh axes that split the batch
-    instead of those that the rules say, the sequence being whole (`for_rows`).
+    The default is one device; a `mesh` without devices is enough to trace. `dtype` is what layers compute in; weights
+    are cast to it before they are gathered. Gradients are summed over devices in `reduce_dtype`. `remat` says what a
+    layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
+    everything but gathered weights. `dispatch` is a strategy or the name of one; `grouped_matmul` names a backend of
+    the kernel, or leaves the choice to the platform the step is compiled for. `routing` is `learned`, but for measuring
+    speed: at `random` chance, at `balanced` turns choose experts, and the router only weighs them. `rows_over`: mesh
+    axes that split the batch instead of those that the rules say, the sequence being whole (`for_rows`).
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, or for an unknown strategy.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     rules: Rules = UNSPLIT
     dispatch: Dispatch | str = "ring"
     dtype: DTypeLike = jnp.float32

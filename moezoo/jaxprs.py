@@ -1,10 +1,14 @@
 """Reading traced programs: every equation with the number of times it runs, and the collectives among them."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from moezoo.collectives import MeshAxes
+from moezoo.traffic import Table, received
 
 # Primitives by which devices exchange data, by the name that counts give them: JAX has several of one kind, which
 # differ in whether their result is typed as varying.
@@ -23,15 +27,17 @@ _COLLECTIVES = {
     "unreduced_psum": "psum",
     "unreduced_reduce_scatter": "reduce_scatter",
 }
-# In a reduction the order of axes says nothing.
-_UNORDERED = ("pmax", "pmin", "psum")
 
 
 class Equation(NamedTuple):
-    """An equation of a traced program; it runs `times` times, None where a loop without a known end holds it."""
+    """An equation of a traced program, inside `shard_map` with the sizes of its `mesh`'s axes.
+
+    It runs `times` times, None where a loop without a known end holds it.
+    """
 
     equation: JaxprEqn
     times: int | None
+    mesh: Mapping[str, int]
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterator[Equation]:
@@ -39,22 +45,26 @@ def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterat
 
     All branches of a choice; but where the platform compiled for will choose, that of `platform` alone, if given.
     """
-    yield from _walk(jaxpr, 1, platform)
+    yield from _walk(jaxpr, 1, platform, {})
 
 
-def _walk(jaxpr: ClosedJaxpr | Jaxpr, times: int | None, platform: str | None) -> Iterator[Equation]:
+def _walk(
+    jaxpr: ClosedJaxpr | Jaxpr, times: int | None, platform: str | None, mesh: Mapping[str, int]
+) -> Iterator[Equation]:
     for equation in jaxpr.eqns:
-        yield Equation(equation, times)
-        inside = times
+        yield Equation(equation, times, mesh)
+        inside, sizes = times, mesh
         if equation.primitive.name == "scan":
             inside = None if times is None else times * equation.params["length"]
         elif equation.primitive.name == "while":
             inside = None
+        elif equation.primitive.name == "shard_map":
+            sizes = dict(equation.params["mesh"].shape)
         parts = tuple(equation.params.values())
         if platform is not None and (branch := _branch(equation, platform)) is not None:
             parts = (branch,)
         for inner in _inner(parts):
-            yield from _walk(inner, inside, platform)
+            yield from _walk(inner, inside, platform, sizes)
 
 
 def _branch(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
@@ -76,15 +86,15 @@ def _inner(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
             yield from _inner(value)
 
 
-def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, tuple[str, ...]]]:
-    """How often each collective runs, by name and mesh axes: what a traced step exchanges, before any compiler.
+def collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Table:
+    """How often each collective runs and what it brings a device: what a traced step exchanges, before any compiler.
 
-    Axes are in the order in which the collective joins blocks, alphabetical for sums. A body that is scanned counts
-    once a round; of what differs by platform, that of `platform` counts. Raises `ValueError` for a collective whose
-    number of runs the program does not say: in a loop that ends on a condition, or in a branch.
+    A body that is scanned counts once a round; of what differs by platform, that of `platform` counts. Of an uneven
+    exchange count the rows that can leave and arrive. Raises `ValueError` for a collective whose number of runs the
+    program does not say: in a loop that ends on a condition, or in a branch.
     """
-    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for equation, times in equations(jaxpr, platform):
+    table = Table()
+    for equation, times, mesh in equations(jaxpr, platform):
         kind = equation.primitive.name
         chosen = kind != "cond" or _branch(equation, platform) is not None
         if not chosen and any(count_collectives(branch, platform) for branch in equation.params["branches"]):
@@ -97,5 +107,17 @@ def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Coun
             raise ValueError(
                 f"{name} over {axes} in a loop that ends on a condition: it runs an unknown number of times"
             )
-        counts[name, tuple(sorted(axes)) if name in _UNORDERED else axes] += times
-    return counts
+        table.add(name, axes, times, _brought(name, equation, axes, mesh))
+    return table
+
+
+def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, MeshAxes]]:
+    """How often each collective runs."""
+    return Counter({key: traffic.count for key, traffic in collectives(jaxpr, platform).items()})
+
+
+def _brought(name: str, equation: JaxprEqn, axes: MeshAxes, mesh: Mapping[str, int]) -> int:
+    arrays: list[Any] = [x.aval for x in equation.invars]
+    sizes = [array.size * array.dtype.itemsize for array in arrays]
+    given = min(sizes[:2]) if name == "ragged_all_to_all" else sum(sizes)
+    return received(name, given, math.prod(mesh.get(axis, 1) for axis in axes))

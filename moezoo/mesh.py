@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax._src import xla_bridge  # the one question JAX has no public name for: has it started?
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError
 
@@ -90,6 +90,14 @@ def make_mesh(shape: MeshShape) -> Mesh:
     """
     prepare(shape.devices)
     return mesh_of(shape, jax.devices())
+
+
+def abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """The mesh of `shape` without devices: to trace and to predict what runs on as many as are not here."""
+    rest = [axis for axis, size in shape.sizes.items() if size == -1]
+    if rest:
+        raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, and none is asked here; give a number")
+    return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_of(shape: MeshShape, devices: list) -> Mesh:

@@ -115,16 +115,19 @@ def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Arr
     return lax.optimization_barrier((rows, *awaited))[0] if awaited else rows
 
 
+def chunk_sizes(tokens: int, count: int) -> list[int]:
+    """At most `count` parts of so many tokens, as even as can be; none is empty."""
+    count = max(1, min(count, tokens))
+    return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
+
+
 class _Chunk(NamedTuple):
     tokens: Float[Array, "chunk embed"]
     assignment: Assignment
 
 
 def _chunks(tokens: Float[Array, "tokens embed"], assignment: Assignment, count: int) -> list[_Chunk]:
-    """At most `count` runs of tokens, as even as can be; none is empty."""
-    total = tokens.shape[0]
-    count = max(1, min(count, total))
-    bounds = [total * i // count for i in range(count + 1)]
+    bounds = [0, *itertools.accumulate(chunk_sizes(tokens.shape[0], count))]
     return [
         _Chunk(tokens[a:b], Assignment(assignment.experts[a:b], assignment.weights[a:b]))
         for a, b in itertools.pairwise(bounds)

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.axes import Weight
-from moezoo.collectives import gather
+from moezoo.collectives import gather, gather_tokens
 from moezoo.execution import Execution
 from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
@@ -138,7 +138,7 @@ class Attention(eqx.Module):
         v = project(x, self.value)
         kept: PyTree = KeyValue(k, v)
         if past is None:
-            k, v = (gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
+            k, v = (gather_tokens(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
         else:
             (k, v), kept = past.extended(kept)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.axes import Weight
-from moezoo.collectives import gather
+from moezoo.collectives import gather_tokens
 from moezoo.execution import Execution
 from moezoo.nn.attention import Attended, Context, attend
 from moezoo.nn.cache import Past
@@ -96,7 +96,7 @@ class LatentAttention(eqx.Module):
         plain, turned = self._queries(x, context)
         kept: PyTree = self.latents(x, context)
         if past is None:
-            latents = Latents(*(gather(y, run.sequence_axes, 1, tokens=run.token_axes) for y in kept))
+            latents = Latents(*(gather_tokens(y, run.sequence_axes, 1, tokens=run.token_axes) for y in kept))
             y = self._attend(plain, turned, latents, context)
         else:
             latents, kept = past.extended(kept)

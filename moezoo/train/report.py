@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from moezoo.axes import parameter_table
+from moezoo.cost import communication
 from moezoo.data import Source
 from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import default_implementation
+from moezoo.mesh import MeshShape
 from moezoo.settings import TrainConfig
 from moezoo.train.evaluate import Evaluation
 from moezoo.train.metrics import Row
@@ -69,6 +71,8 @@ def dispatch_line(run: Execution, experts: int) -> str:
     if not group.axes:
         return f"{name}: all {experts} experts on every device, nothing moves"
     where = f"over {', '.join(group.axes)} ({group.size} ways, {group.local} expert{'s' * (group.local > 1)} each)"
+    if run.strategy.chunks > 1:
+        where += f" in {run.strategy.chunks} chunks"
     if run.strategy.moves == "weights":
         return f"{name}: expert weights move {where}, tokens stay"
     return f"{name}: tokens move {where}, expert weights stay"
@@ -78,10 +82,11 @@ def summary(
     cfg: TrainConfig, run: Execution, state: PyTree, specs: PyTree, source: Source, baseline: float | None
 ) -> list[tuple[str, str]]:
     """Title and text of every line told before step 1; `state` may be shapes."""
-    assert run.mesh is not None
+    assert isinstance(run.mesh, Mesh)
     model, learned = state.model, run.routing == "learned"
     total, active = count_parameters(model, cfg.model.experts_per_token)
     used = {a: s for a, s in run.sizes.items() if s > 1}
+    traffic = communication(cfg, mesh=MeshShape(**run.sizes))
     devices = run.mesh.devices
     stored = local_bytes(state, specs, run.sizes)
     gradients = local_bytes(model, specs.model, run.sizes)
@@ -106,6 +111,10 @@ def summary(
         ("kernels", f"grouped matmul: {run.grouped_matmul or default_implementation(devices.flat[0].platform)}"),
         *(("layout", line) for line in layout_lines(model, run)),
         ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
+        *(
+            [("traffic", f"{_bytes(traffic.bytes)} to a device a step, by {traffic.runs:,} collectives")]
+            * bool(traffic)
+        ),
         (
             "precision",
             f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "

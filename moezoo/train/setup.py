@@ -1,6 +1,7 @@
 """From a configuration to what runs: the mesh, the execution, and a model laid out on it."""
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.axes import Role, parameter_table
@@ -13,9 +14,12 @@ from moezoo.rules import live
 from moezoo.settings import TrainConfig
 
 
-def execution(cfg: TrainConfig) -> Execution:
-    """How `cfg` runs a model over its batches. Raises `UserError` where mesh, rules and sizes do not fit together."""
-    run = layout(cfg)
+def execution(cfg: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> Execution:
+    """How `cfg` runs a model over its batches, on its own mesh or on one without devices.
+
+    Raises `UserError` where mesh, rules and sizes do not fit together.
+    """
+    run = layout(cfg, mesh)
     if cfg.seq_len > cfg.model.max_length:
         raise UserError(
             f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
@@ -24,10 +28,10 @@ def execution(cfg: TrainConfig) -> Execution:
     return run
 
 
-def layout(cfg: TrainConfig) -> Execution:
+def layout(cfg: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> Execution:
     """How `cfg` runs a model over anything. Raises `UserError` where mesh, rules and the model do not fit together."""
     run = Execution(
-        mesh=make_mesh(cfg.mesh),
+        mesh=make_mesh(cfg.mesh) if mesh is None else mesh,
         rules=cfg.rules,
         dispatch=cfg.dispatch,
         dtype=cfg.execution.dtype,

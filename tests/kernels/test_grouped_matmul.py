@@ -118,7 +118,7 @@ def test_products_are_accumulated_in_float32(implementation):
     run = functools.partial(value_and_gradients, implementation)
     x, weights, cotangent = operands(8, "bfloat16")
     program = jax.make_jaxpr(run)(x, weights, jnp.zeros(GROUPS, jnp.int32), cotangent)
-    products = [e for e, _ in equations(program) if e.primitive.name in ("dot_general", "ragged_dot_general")]
+    products = [e for e, *_ in equations(program) if e.primitive.name in ("dot_general", "ragged_dot_general")]
     assert products
     assert all(product.params["preferred_element_type"] == jnp.float32 for product in products)
 

@@ -20,7 +20,7 @@ def test_nothing_is_added_by_scatter():
         y, pull = jax.vjp(lambda block, x: block(x, valid, Execution())[0], block, x)
         return y, pull(y)
 
-    names = [e.primitive.name for e, _ in equations(jax.make_jaxpr(both)(block, x))]
+    names = [e.primitive.name for e, *_ in equations(jax.make_jaxpr(both)(block, x))]
     assert "gather" in names
     assert "scatter-add" not in names
     # One scatter alone: of the sort's integers, which inverts a permutation.

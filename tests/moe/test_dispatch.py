@@ -1,7 +1,7 @@
 """Every dispatch strategy alone, between expert weights and the expert MLP, against a loop over tokens and choices."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,8 @@ class Case(NamedTuple):
         """The strategy; without a factor one that drops nothing."""
         if self.factor is None:
             return STRATEGIES[self.strategy]().exact()
-        return STRATEGIES[self.strategy](**{BOUNDS[self.strategy]: self.factor})
+        bound: dict[str, Any] = {BOUNDS[self.strategy]: self.factor}
+        return STRATEGIES[self.strategy](**bound)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -1,61 +1,33 @@
-"""The step's collectives, counted in the traced program, are what the rules and the strategy say: no more, no less.
+"""The step's collectives, as the traced program has them, are what the rules and the strategy say: no more, no less.
 
-`expected_counts` is the promise that a reader can predict every collective, written out term by term.
+`moezoo.cost.communication` is the promise that a reader can predict every collective; it is kept in counts and bytes.
 """
 
 import functools
-import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from cover import BESIDE, LAYERS, Case, config, cover, product
+from cover import BESIDE, LENGTH, MESHES, ROWS, Case, config, cover, product, rules
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from running import RATE, STEPS, shapes
 
+import moezoo
 from moezoo import Execution
-from moezoo.jaxprs import count_collectives, equations
+from moezoo.cost import communication
+from moezoo.jaxprs import collectives, count_collectives, equations
 from moezoo.models import model_shapes
 from moezoo.moe.dispatch import STRATEGIES
-from moezoo.settings import SGD, Constant
+from moezoo.settings import SGD, Constant, ExecutionSettings, TrainConfig
+from moezoo.traffic import Table
 from moezoo.train.loss import cross_entropy
 from moezoo.train.optimizer import Optimizer
 from moezoo.train.step import Step
-
-# Logical axes of the parameters, as far as rules may name them.
-EMBED, Q_LORA, KV_LORA, EXPERTS = ("embed",), ("q_lora",), ("kv_lora",), ("expert", "expert_embed")
-
-
-class Kind(NamedTuple):
-    """Layers of one kind: how many weights each has of which logical axes, how many norms, whether it routes."""
-
-    layers: int
-    weights: dict[tuple[str, ...], int]
-    norms: int
-    routes: bool
-
-
-# A layer's weights of `embed`: of attention; of a dense MLP (gate, up, down); of the router; of the shared experts.
-KINDS = {
-    # Attention: query, key, value, out. Norms: of attention, of the experts.
-    "mixtral": [Kind(LAYERS, {EMBED: 4 + 1, EXPERTS: 3}, 2, True)],
-    # Attention: down to the latents of queries and of keys, and out; up to queries; up to keys and values. Norms: those
-    # two, and of both latents. The choice bias is replicated, and no gradient or sum is its own.
-    "deepseek": [
-        Kind(1, {EMBED: 3 + 3, Q_LORA: 1, KV_LORA: 2}, 4, False),
-        Kind(LAYERS, {EMBED: 3 + 1 + 3, Q_LORA: 1, KV_LORA: 2, EXPERTS: 3}, 4, True),
-    ],
-    # Queries have no latent, and no norm of it.
-    "deepseek_v2": [
-        Kind(1, {EMBED: 3 + 3, KV_LORA: 2}, 3, False),
-        Kind(LAYERS, {EMBED: 3 + 1 + 3, KV_LORA: 2, EXPERTS: 3}, 3, True),
-    ],
-}
 
 
 @functools.cache
@@ -66,126 +38,45 @@ def traced(case: Case, **changes: int) -> Any:
     return Step(model, optimizer, case.execution, shapes(case.microbatches)).jaxpr()
 
 
-def live(case: Case, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of more than one device: nothing is exchanged over others."""
-    return tuple(axis for axis in axes if case.execution.sizes[axis] > 1)
+@functools.cache
+def _base() -> TrainConfig:
+    return moezoo.compose("model=mixtral")
 
 
-def weight(case: Case, logical: tuple[str, ...]) -> tuple[Counter, Counter]:
-    """The collectives that make one weight whole, and those of its gradient.
-
-    What is stored and not computed on is gathered. Axes that split tokens and axes that do not take one gather each,
-    where they change in the stored order; the gradient comes back by a reduce-scatter over the former, and by taking
-    one's own part over the latter.
-    """
-    rules, forward, back = case.execution.rules, Counter(), Counter()
-    tokens = live(case, rules.batch + rules.sequence)
-    for name in logical:
-        stored, kept = live(case, rules.store.get(name, ())), live(case, rules.compute.get(name, ()))
-        for split, group in itertools.groupby(stored[len(kept) :], key=lambda axis: axis in tokens):
-            run = tuple(group)
-            forward["all_gather", run] += 1
-            back["reduce_scatter", run] += split
-    return +forward, +back
+def settings(case: Case) -> TrainConfig:
+    """A case as a configuration."""
+    return replace(
+        _base(),
+        model=config(case.family, case.balance),
+        mesh=MESHES[case.mesh],
+        rules=rules()[case.rules],
+        dispatch=case.execution.strategy,
+        batch_size=ROWS,
+        seq_len=LENGTH,
+        execution=ExecutionSettings(remat=case.remat, microbatches=case.microbatches),  # type: ignore[arg-type]
+    )
 
 
-def times(count: int, *counters: Counter) -> Counter:
-    """`count` times all of them."""
-    return Counter({key: count * n for key, n in sum(counters, Counter()).items()})
+def predicted(case: Case) -> Table:
+    """What the formula says."""
+    return communication(settings(case))
 
 
-def dispatch(case: Case) -> Counter:
-    """One layer's exchange of tokens or weights over the expert axes: forward, backward, and forward again."""
-    rules, total = case.execution.rules, Counter()
-    group = live(case, rules.compute.get("expert", ()))
-    if not group:
-        return total
-    if case.strategy == "ring":
-        # Tokens, and routing (weights and experts in one array), to everybody; then partial sums back. Whoever
-        # recomputes the layer needs tokens and routing again, and not the layer's result.
-        total["all_gather", group] += 2 + 2
-        total["reduce_scatter", group] += 1
-        # Backward each turns into the other.
-        total["reduce_scatter", group] += 2
-        total["all_gather", group] += 1
-    elif case.strategy == "capacity":
-        # Buffers there and back, and again, as the router's gradient needs what came back; both ways' gradients.
-        total["all_to_all", group] += 2 + 2 + 2
-    elif case.strategy == "ragged":
-        # The same of routed rows; and how many rows everybody has for every expert, and again.
-        total["ragged_all_to_all", group] += 2 + 2 + 2
-        total["all_gather", group] += 1 + 1
-    else:
-        # Three expert weights to everybody, and again; their gradients back.
-        total["all_gather", group] += 3 + 3
-        total["reduce_scatter", group] += 3
-    if not set(group) <= set(rules.batch + rules.sequence):
-        # Tokens are the same on all devices of the group: each takes a share (of tokens, and of their weights, whose
-        # gradients are summed) and the results are joined (the transpose of which is to take one's own part).
-        total["all_gather", group] += 1
-        total["psum", group] += 2
-    return total
-
-
-def expected_counts(case: Case) -> Counter:
-    """All collectives of a step under `remat=full`, in which the backward pass computes each layer again."""
-    rules, total = case.execution.rules, Counter()
-    batch, sequence = live(case, rules.batch), live(case, rules.sequence)
-    everywhere = tuple(sorted(batch + sequence))
-
-    def summed(axes: tuple[str, ...]) -> Counter:
-        return Counter({("psum", tuple(sorted(axes))): 1}) if axes else Counter()
-
-    for kind in KINDS[case.family]:
-        # A layer gathers its weights twice and scatters their gradients once.
-        for logical, count in kind.weights.items():
-            forward, back = weight(case, logical)
-            total += times(kind.layers * count, forward, forward, back)
-        if kind.routes:
-            total += times(kind.layers, dispatch(case))
-        if sequence:
-            # Of the whole sequence keys and values, or latents and shared rotated keys, twice; their gradients back.
-            exchanged = Counter({("all_gather", sequence): 2 + 2, ("reduce_scatter", sequence): 2})
-            total += times(kind.layers, exchanged)
-    if sequence:
-        # Positions and segments, once for all layers.
-        total += Counter({("all_gather", sequence): 2})
-    # The embedding is gathered once: its gradient needs the tokens only. The unembedding is gathered again.
-    forward, back = weight(case, EMBED)
-    total += times(1, forward, back) + times(1, forward, forward, back)
-    # Losses and routing statistics of all layers take one sum; rows must be whole first where each is balanced.
-    total += summed(everywhere) if case.balance == "batch" else summed(sequence) + summed(batch)
-    total = times(case.microbatches, total)
-    # Once a step, however many micro-steps: the number of predicted tokens, the norm, and for each parameter the axes
-    # that split tokens and do not store it.
-    total += summed(everywhere) + summed(live(case, tuple(case.execution.sizes)))
-    arrays = Counter({EMBED: 2, ("norm",): 1})  # embedding, unembedding and the last norm; then layers, stacked
-    for kind in KINDS[case.family]:
-        arrays += Counter({**kind.weights, ("norm",): kind.norms})
-    for logical, count in arrays.items():
-        stored = {axis for name in logical for axis in live(case, rules.store.get(name, ()))}
-        total += times(count, summed(tuple(axis for axis in everywhere if axis not in stored)))
-    return total
-
-
-def _full_remat(cases: tuple[Case, ...]) -> list[Case]:
-    return list(dict.fromkeys(replace(case, remat="full") for case in cases))
-
-
-@pytest.mark.parametrize("case", _full_remat((*cover(), *BESIDE)), ids=str)
-def test_counts_are_those_of_the_rules(case):
-    # `count_collectives` refuses loops without a known end that hold one, so there is none.
-    assert count_collectives(traced(case)) == expected_counts(case)
+@pytest.mark.parametrize("case", [*cover(), *BESIDE], ids=str)
+def test_traffic_is_that_of_the_rules(case):
+    # `collectives` refuses loops without a known end that hold one, so there is none.
+    assert collectives(traced(case)) == predicted(case)
 
 
 @pytest.mark.full
-def test_counts_of_the_whole_product():
-    wrong = [str(c) for c in _full_remat(product()) if count_collectives(traced.__wrapped__(c)) != expected_counts(c)]
+def test_traffic_of_the_whole_product():
+    wrong = [str(case) for case in product() if collectives(traced.__wrapped__(case)) != predicted(case)]
     assert not wrong
 
 
 def test_one_device_exchanges_nothing():
-    assert not expected_counts(Case("ring", "single", "fsdp_ep", "full", 2, "batch"))
+    case = Case("ring", "single", "fsdp_ep", "full", 2, "batch")
+    assert collectives(traced(case)) == predicted(case) == {}
 
 
 def test_mixtral_on_fsdp2_ep4_in_figures():

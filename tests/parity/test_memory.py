@@ -48,7 +48,7 @@ def test_no_scan_returns_gathered_weights(case):
     """What a layer leaves for the backward pass, the scan over layers returns stacked: no weight may be among it."""
     found = large(case)
     kept = []
-    for equation, _ in equations(found.step.jaxpr()):
+    for equation, *_ in equations(found.step.jaxpr()):
         if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
             body = equation.params["jaxpr"]
             results: Any = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)

@@ -4,6 +4,7 @@ from moezoo.moe.dispatch.base import Assignment as Assignment
 from moezoo.moe.dispatch.base import Dispatch as Dispatch
 from moezoo.moe.dispatch.base import Dispatched as Dispatched
 from moezoo.moe.dispatch.base import ExpertGroup as ExpertGroup
+from moezoo.moe.dispatch.base import Sizes as Sizes
 from moezoo.moe.dispatch.capacity import Capacity as Capacity
 from moezoo.moe.dispatch.dense import Dense as Dense
 from moezoo.moe.dispatch.gather import Gather as Gather

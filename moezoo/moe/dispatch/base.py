@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.collectives import MeshAxes, gather_weight
 from moezoo.errors import UserError
+from moezoo.traffic import Move, Moves
 
 
 class Assignment(NamedTuple):
@@ -45,6 +46,19 @@ class Dispatched(NamedTuple):
     state: Any
 
 
+class Sizes(NamedTuple):
+    """What passes through a strategy: T `tokens` of this device, of width `embed` and `dtype`, K experts each.
+
+    `weights`: how many numbers each of an expert's arrays has.
+    """
+
+    tokens: int
+    k: int
+    embed: int
+    weights: tuple[int, ...]
+    dtype: DTypeLike
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertGroup:
     """The P = `size` devices along mesh `axes` that share one set of `experts`, E/P each, in order of their index."""
@@ -59,9 +73,22 @@ class ExpertGroup:
         """Experts a device."""
         return self.experts // self.size
 
+    def most_rows(self, tokens: int, k: int) -> int:
+        """Rows that one device's experts can need of all the group's tokens: each goes to an expert at most once."""
+        return self.size * tokens * min(k, self.local)
+
+    def move(self, collective: str, numbers: int, dtype: DTypeLike) -> Move:
+        """A collective over the group."""
+        return Move(collective, self.axes, self.size, numbers, dtype)
+
     def index(self) -> Int[Array, ""] | int:
         """This device's place in the group."""
         return lax.axis_index(self.axes) if self.axes else 0
+
+    def exchanged_experts(self, sizes: Sizes) -> Moves:
+        """Of `gather_experts`: weights twice, as they are never kept, and their gradients."""
+        weights = tuple(self.move("all_gather", self.local * numbers, sizes.dtype) for numbers in sizes.weights)
+        return Moves(weights, (), (*weights, *(weight.back(self.reduce_dtype) for weight in weights)))
 
     def gather_experts(self, weights: PyTree) -> PyTree:
         """Every expert's weights on every device of the group, each array [E/P, ...] -> [E, ...]."""
@@ -98,6 +125,18 @@ class Dispatch(abc.ABC):
     def exact(self) -> "Dispatch":
         """The same with room for all assignments: for evaluation and generation."""
         return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
+
+    def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
+        """Whether the bound leaves less room than can be needed."""
+        return self.rows(tokens, k, group) < self.exact().rows(tokens, k, group)
+
+    @abc.abstractmethod
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """R: room for rows on each device, used or not, when each has so many tokens of K experts."""
+
+    @abc.abstractmethod
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """The collectives of the three calls on one chunk, for a group of more than one device."""
 
     @abc.abstractmethod
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.kernels.permute import Plan, permute, plan_by_place, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.traffic import Moves
 
 
 class _State(NamedTuple):
@@ -30,16 +31,28 @@ class Capacity(Dispatch):
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "capacity_factor"
 
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """The group's buffers for this device's experts: as many as its own for the group's."""
+        return group.experts * self._places(tokens, k, group)
+
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """Buffers there and back, and again: weights' gradients need what came back."""
+        once = group.move("all_to_all", self.rows(sizes.tokens, sizes.k, group) * sizes.embed, sizes.dtype)
+        return Moves((once, once), (once, once), (once, once))
+
+    def _places(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(self.capacity_factor * tokens * k / group.experts))
+
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""
         return weights
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Fill a buffer for each expert and send it there."""
-        places = tokens.shape[0]
-        if self.capacity_factor is not None:
-            places = min(places, math.ceil(self.capacity_factor * assignment.experts.size / group.experts))
-        sort = plan_by_place(assignment.experts, group.experts, places)
+        count, k = assignment.experts.shape
+        sort = plan_by_place(assignment.experts, group.experts, self._places(count, k, group))
         rows = _swap(permute(tokens, sort), group)
         rows = rearrange(rows, "(p e c) d -> (e p c) d", p=group.size, e=group.local)
         sizes = sort.group_sizes[: group.local] * group.size

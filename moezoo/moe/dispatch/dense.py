@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.traffic import Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,15 @@ class Dense(Dispatch):
     """
 
     moves: ClassVar[Literal["tokens", "weights"]] = "weights"
+
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """Every token for every expert."""
+        del k
+        return group.experts * tokens
+
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """Weights."""
+        return group.exchanged_experts(sizes)
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """All experts."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.traffic import Moves
 
 
 class _State(NamedTuple):
@@ -24,6 +25,14 @@ class Gather(Dispatch):
     """
 
     moves: ClassVar[Literal["tokens", "weights"]] = "weights"
+
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """This device's assignments."""
+        return tokens * min(k, group.experts)
+
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """Weights."""
+        return group.exchanged_experts(sizes)
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """All experts."""

@@ -9,8 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.moe.transport import Transfer, exchange
+from moezoo.traffic import Moves
 
 
 class _State(NamedTuple):
@@ -36,6 +37,20 @@ class Ragged(Dispatch):
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "buffer_factor"
 
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """All that can come, or what `buffer_factor` says; this device's assignments where it is alone."""
+        if not group.axes:
+            return tokens * min(k, group.experts)
+        most = group.most_rows(tokens, k)
+        return most if self.buffer_factor is None else min(most, math.ceil(self.buffer_factor * tokens * k))
+
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """Counts, then rows there and back, and again: weights' gradients need what came back."""
+        rows = min(sizes.tokens * min(sizes.k, group.experts), self.rows(sizes.tokens, sizes.k, group))
+        counts = group.move("all_gather", group.experts, jnp.int32)
+        once = group.move("ragged_all_to_all", rows * sizes.embed, sizes.dtype)
+        return Moves((counts, once, once), (counts, once, once), (once, once))
+
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""
         return weights
@@ -48,9 +63,7 @@ class Ragged(Dispatch):
         if not group.axes:
             return Dispatched(rows, sort.group_sizes, none, _State(sort, weights, None, None))
         count, k = weights.shape
-        room = group.size * count * min(k, group.local)
-        if self.buffer_factor is not None:
-            room = min(room, math.ceil(self.buffer_factor * count * k))
+        room = self.rows(count, k, group)
         # [P, E]: how many rows everybody has for every expert. From it all that a transfer needs follows.
         counts = lax.all_gather(sort.group_sizes, group.axes)
         transfer, sizes, lost = _transfer(counts, group, room)
@@ -59,7 +72,7 @@ class Ragged(Dispatch):
         return Dispatched(
             permute(received, there),
             there.group_sizes,
-            none if self.buffer_factor is None else lost,
+            lost if self.can_drop(count, k, group) else none,
             _State(sort, weights, transfer, there),
         )
 

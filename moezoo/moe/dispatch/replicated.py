@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.collectives import varying
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.traffic import Moves
 
 
 class _State(NamedTuple):
@@ -27,6 +28,25 @@ class Replicated(Dispatch):
     strategy: Dispatch
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
 
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """The strategy's, of a share."""
+        return self.strategy.rows(self._share(tokens, group), k, group)
+
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """The strategy's, of a share; results to everybody; sums of what each device's share says of gradients."""
+        share = sizes._replace(tokens=self._share(sizes.tokens, group))
+        joined = group.move("all_gather", share.tokens * sizes.embed, sizes.dtype)
+        dropped = group.move("psum", 1, jnp.int32)
+        drops = (dropped,) if self.strategy.can_drop(share.tokens, sizes.k, group) else ()
+        padded = share.tokens * group.size
+        tokens = group.move("psum", padded * sizes.embed, sizes.dtype)
+        weights = group.move("psum", padded * sizes.k, jnp.float32)
+        return self.strategy.exchanges(share, group) + Moves((joined, *drops), (), (tokens, weights))
+
+    @staticmethod
+    def _share(tokens: int, group: ExpertGroup) -> int:
+        return -(-tokens // group.size)
+
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """The strategy's."""
         return self.strategy.experts(weights, group)
@@ -34,7 +54,7 @@ class Replicated(Dispatch):
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Take this device's share and dispatch that."""
         total = tokens.shape[0]
-        share = -(-total // group.size)
+        share = self._share(total, group)
 
         def mine(x: Array, fill: int) -> Array:
             padded = jnp.pad(x, ((0, share * group.size - total), (0, 0)), constant_values=fill)

@@ -6,12 +6,12 @@ from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.collectives import GATHERED_TOKENS
+from moezoo.collectives import gather_tokens
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup
+from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.traffic import Moves
 
 
 class _State(NamedTuple):
@@ -35,6 +35,18 @@ class Ring(Dispatch):
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "buffer_factor"
 
+    def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
+        """All that the group's tokens can need here, or what `buffer_factor` says."""
+        most = group.most_rows(tokens, k)
+        return most if self.buffer_factor is None else min(most, math.ceil(self.buffer_factor * tokens * k))
+
+    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
+        """Tokens and routing to everybody, partial sums back; recomputed, the layer's result is not asked for."""
+        tokens = group.move("all_gather", sizes.tokens * sizes.embed, sizes.dtype)
+        routing = group.move("all_gather", sizes.tokens * 2 * sizes.k, jnp.float32)
+        sums = tokens.back()
+        return Moves((tokens, routing, sums), (tokens, routing), (tokens.back(), routing.back(), sums.back()))
+
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""
         return weights
@@ -42,13 +54,12 @@ class Ring(Dispatch):
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Gather the group's tokens and routing, and keep the assignments to this device's experts."""
         experts, weights = assignment
-        room = None if self.buffer_factor is None else math.ceil(self.buffer_factor * experts.size)
+        count, k = weights.shape
+        room = self.rows(count, k, group)
         if group.axes:
-            k = weights.shape[1]
             # Experts ride along with their weights in one collective; a float32 holds a number below 2**24 exactly.
             routing = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=1)
-            tokens = _all_gather(tokens, group)
-            routing = _all_gather(routing, group)
+            tokens, routing = (gather_tokens(x, group.axes, 0, tokens=group.axes) for x in (tokens, routing))
             weights, experts = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
         sort = plan(experts, group.index() * group.local, group.local, room)
         return Dispatched(permute(tokens, sort), sort.group_sizes, sort.dropped, _State(sort, weights))
@@ -59,7 +70,3 @@ class Ring(Dispatch):
         """Sum each token's rows here, then over the group, each device keeping its own tokens."""
         partial = unpermute(rows, state.weights, state.plan)
         return lax.psum_scatter(partial, group.axes, scatter_dimension=0, tiled=True) if group.axes else partial
-
-
-def _all_gather(x: Array, group: ExpertGroup) -> Array:
-    return checkpoint_name(lax.all_gather(x, group.axes, tiled=True), GATHERED_TOKENS)
