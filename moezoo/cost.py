@@ -20,7 +20,7 @@ from moezoo.execution import Execution
 from moezoo.mesh import MeshShape, abstract_mesh
 from moezoo.models import model_shapes
 from moezoo.moe.block import MoE, chunk_sizes
-from moezoo.moe.dispatch import STRATEGIES, Dispatch, Gather, Replicated, Sizes
+from moezoo.moe.dispatch import STRATEGIES, Dispatch, ExpertGroup, Gather, Replicated, Sizes
 from moezoo.rules import Rules
 from moezoo.settings import TrainConfig
 from moezoo.traffic import Move, Moves, Table
@@ -102,6 +102,21 @@ def break_even(
     return brought(Gather(), many) / brought(run.strategy, many) * many
 
 
+def expert_rows(config: TrainConfig) -> int:
+    """Rows that a device has room for in a layer with experts and a micro-step, used or not."""
+    run = execution(config, abstract_mesh(config.mesh))
+    group = run.expert_group(config.model.experts)
+    rows = config.batch_size // config.execution.microbatches // run.ways(run.batch_axes)
+    tokens = rows * (config.seq_len // run.ways(run.sequence_axes))
+    k, strategy = config.model.experts_per_token, _strategy(run, group)
+    return sum(strategy.rows(chunk, k, group) for chunk in chunk_sizes(tokens, run.strategy.chunks))
+
+
+def _strategy(run: Execution, group: ExpertGroup) -> Dispatch:
+    """The strategy, wrapped where tokens are the same on all devices of the group."""
+    return run.strategy if set(group.axes) <= set(run.token_axes) else Replicated(run.strategy)
+
+
 def _instead(
     config: TrainConfig, mesh: MeshShape | None, rules: Rules | None, dispatch: Dispatch | str | None
 ) -> TrainConfig:
@@ -159,16 +174,15 @@ def _keys(dims: tuple[int, ...], tokens: int, run: Execution) -> Moves:
 
 def _experts(moe: MoE, tokens: int, run: Execution) -> Moves:
     """Of a layer's dispatch, chunk by chunk; weights that move do so once."""
-    sums = moe.router.weight.shape
-    group = run.expert_group(sums[-1])
-    arrays = tuple(math.prod(x.shape[2:]) for x in jax.tree.leaves(moe.experts))
-    split = set(group.axes) <= set(run.token_axes)
-    strategy = run.strategy if split else Replicated(run.strategy)
-    moves = Moves()
-    for number, chunk in enumerate(chunk_sizes(tokens, run.strategy.chunks)):
-        weights = arrays if number == 0 else ()
-        sizes = Sizes(chunk, moe.router.choice.k, sums[-2], weights, run.dtype)
-        moves += strategy.exchanges(sizes, group) if group.axes else Moves()
+    *_, embed, experts = moe.router.weight.shape
+    group, moves = run.expert_group(experts), Moves()
+    if not group.axes:
+        return moves
+    weights = tuple(math.prod(x.shape[2:]) for x in jax.tree.leaves(moe.experts))
+    for chunk in chunk_sizes(tokens, run.strategy.chunks):
+        sizes = Sizes(chunk, moe.router.choice.k, embed, weights, run.dtype)
+        moves += _strategy(run, group).exchanges(sizes, group)
+        weights = ()
     return moves
 
 

@@ -4,15 +4,38 @@ import argparse
 import datetime
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moezoo.errors import UserError, nearest
+from moezoo.moe.dispatch import STRATEGIES
 
-PARTS = ("grouped_matmul", "moe_layer", "train_step", "compile")
+_KERNEL = ("shapes", "routing", "passes", "dtype", "only", "seconds", "samples", "json", "out")
+# Every part, and the options it takes.
+PARTS = {
+    "grouped_matmul": _KERNEL,
+    "moe_layer": _KERNEL,
+    "train_step": ("steps", "dtype", "seconds", "samples", "json", "out"),
+    "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
+    "compile": ("shapes", "absent", "dtype"),
+}
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
+MESHES = ("single", "fsdp8", "ep8", "fsdp2_ep4", "fsdp4_ep2")
+# What an option that is not given stands for; others are a part's own affair.
+_DEFAULTS = {
+    "routing": ["uniform", "zipf"],
+    "passes": ["forward", "backward", "both"],
+    "steps": list(STEPS),
+    "dispatch": list(STRATEGIES),
+    "mesh": list(MESHES),
+    "settings": "",
+    "updates": 20,
+    "absent": ["h200", "v5p"],
+    "seconds": 5.0,
+    "samples": 15,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,18 +45,24 @@ def parser() -> argparse.ArgumentParser:
         epilog="What each figure means is in docs/benchmarks.md.",
     )
     made.add_argument("part", metavar="PART", help=", ".join(PARTS))
-    made.add_argument(
-        "--shapes", nargs="+", metavar="NAME", help="names of moezoo.bench.shapes, or laptop, accelerator"
-    )
-    made.add_argument("--routing", nargs="+", metavar="NAME", default=["uniform", "zipf"], help="uniform, zipf")
-    made.add_argument("--passes", nargs="+", metavar="NAME", help="forward, backward, both (default: all)")
+
+    def several(name: str, metavar: str, text: str) -> None:
+        made.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
+
+    several("shapes", "NAME", "names of moezoo.bench.shapes, or laptop, accelerator")
+    several("routing", "NAME", "uniform, zipf (default: both)")
+    several("passes", "NAME", "forward, backward, both (default: all)")
     made.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on a CPU, else bfloat16)")
-    made.add_argument("--only", nargs="+", metavar="WORD", help="implementations whose name holds one of these words")
-    made.add_argument("--steps", nargs="+", metavar="OVERRIDES", help=f"train_step: what to compose (default: {STEPS})")
-    made.add_argument("--absent", nargs="+", metavar="KIND", default=["h200", "v5p"], help="compile: for what")
-    made.add_argument("--seconds", type=float, default=5.0, help="time for each implementation and pass (default: 5)")
-    made.add_argument("--samples", type=int, default=15, help="samples of each at most (default: 15)")
-    made.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
+    several("only", "WORD", "implementations whose name holds one of these words")
+    several("steps", "OVERRIDES", f"train_step: what to compose (default: {', '.join(map(repr, STEPS))})")
+    several("dispatch", "NAME", "strategies: which, and overrides in the same word if need be (default: all)")
+    several("mesh", "NAME", f"strategies: on which meshes (default: {', '.join(MESHES)})")
+    made.add_argument("--settings", metavar="OVERRIDES", help="strategies: what else to compose, for all of them")
+    made.add_argument("--updates", type=int, metavar="N", help="strategies: of the parameters (default: 20)")
+    several("absent", "KIND", "compile: for what (default: h200 v5p)")
+    made.add_argument("--seconds", type=float, help="time for each implementation and pass (default: 5)")
+    made.add_argument("--samples", type=int, help="samples of each at most (default: 15)")
+    made.add_argument("--json", action="store_const", const=True, help="print the rows as JSON and nothing else")
     made.add_argument("--out", metavar="FOLDER", help="where rows and picture go (default: a new one under runs/)")
     return made
 
@@ -42,12 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code, 2 after a mistake."""
     options = parser().parse_args(arguments)
     try:
+        _known("part", [options.part], PARTS)
+        _take(options)
         _check(options)
         if options.part == "compile":
             _compile(options)
-            return 0
-        results = list(_results(options))
-        _show(results, options)
+        elif options.part == "strategies":
+            _strategies(options)
+        else:
+            _show(list(_results(options)), options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,25 +93,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _take(options: argparse.Namespace) -> None:
+    """Refuse what the part does not take, and fill in what was not given."""
+    taken = PARTS[options.part]
+    for name, value in vars(options).items():
+        if name not in ("part", *taken) and value is not None:
+            raise UserError(f"--{name} is not of {options.part}, which takes {' '.join(f'--{t}' for t in taken)}")
+    for name, default in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
 def _check(options: argparse.Namespace) -> None:
     from moezoo.bench.shapes import SHAPES
 
-    _known("part", [options.part], PARTS)
     _known("--routing", options.routing, ("uniform", "zipf"))
-    _known("--passes", options.passes or [], ("forward", "backward", "both"))
+    _known("--passes", options.passes, ("forward", "backward", "both"))
     _known("--dtype", [options.dtype] if options.dtype else [], ("float32", "bfloat16"))
     _known("--shapes", options.shapes or [], (*SHAPES, "laptop", "accelerator"))
-    for name in ("seconds", "samples"):
+    for name in ("seconds", "samples", "updates"):
         if getattr(options, name) <= 0:
             raise UserError(f"--{name} {getattr(options, name)}: must be more than 0")
-    if options.part == "train_step" and (options.shapes or options.passes):
-        raise UserError("--shapes and --passes are not of train_step, which takes --steps 'model=mixtral mesh=ep8'")
-    if options.part != "train_step" and options.steps:
-        raise UserError(f"--steps is of train_step, not of {options.part}, which takes --shapes")
-    if options.part == "compile" and (options.json or options.out or options.only):
-        raise UserError("--json, --out and --only are not of compile, which prints a table of all it compiles")
-    if options.part == "train_step" and options.only:
-        raise UserError("--only is not of train_step, which takes --steps 'model=mixtral mesh=ep8'")
     if options.out:
         try:
             Path(options.out).mkdir(parents=True)
@@ -89,7 +123,7 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--out {options.out}: cannot be made ({error.strerror}); name another folder") from error
 
 
-def _known(what: str, names: Sequence[str], valid: Sequence[str]) -> None:
+def _known(what: str, names: Sequence[str], valid: Collection[str]) -> None:
     for name in names:
         if name not in valid:
             raise UserError(f"{what} {name}: not known; {nearest(name, valid)}")
@@ -99,7 +133,7 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
     if options.part == "train_step":
         from moezoo.bench.train_step import train_steps
 
-        yield from train_steps(options.steps or STEPS, options.dtype, options.seconds, options.samples, _tell)
+        yield from train_steps(options.steps, options.dtype, options.seconds, options.samples, _tell)
         return
     from moezoo.bench import parts, results
     from moezoo.bench.shapes import SHAPES
@@ -131,7 +165,7 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
             flops = shape.product_flops if options.part == "grouped_matmul" else shape.layer_flops
             for row in results.compare(
                 candidates,
-                options.passes or ("forward", "backward", "both"),
+                options.passes,
                 part=options.part,
                 shape=shape.letters,
                 routing=routing,
@@ -173,18 +207,32 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _strategies(options: argparse.Namespace) -> None:
+    from moezoo.bench import strategies
+
+    rows = strategies.strategies(options.dispatch, options.mesh, options.settings, options.updates, _tell)
+    _leave(rows, options, strategies.print_table, strategies.picture)
+
+
 def _show(rows: list[Any], options: argparse.Namespace) -> None:
     from moezoo.bench import results
 
+    _leave(rows, options, results.print_table, results.picture)
+
+
+def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, picture: Any) -> None:
+    """Rows as a table or as JSON, and in a folder with a picture."""
+    from moezoo.bench.results import to_json
+
     if options.json:
-        print(results.to_json(rows))
+        print(to_json(rows))
         if not options.out:
             return
     else:
-        results.print_table(rows, _console())
+        print_table(rows, _console())
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(options.out or f"runs/bench_{options.part}_{now}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.json").write_text(results.to_json(rows) + "\n")
-    results.picture(rows, folder / "speed.png")
+    (folder / "rows.json").write_text(to_json(rows) + "\n")
+    picture(rows, folder / "speed.png")
     _tell(f"left {folder}/rows.json and {folder}/speed.png")

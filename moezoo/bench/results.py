@@ -1,9 +1,9 @@
 """Rows of results, and how they are shown: JSON, a table, a picture."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax
 from rich import box
@@ -100,7 +100,7 @@ def compare(
             )
 
 
-def to_json(results: list[Row]) -> str:
+def to_json(results: Sequence[Any]) -> str:
     """One list, a row a line."""
     return "[\n" + ",\n".join(json.dumps(row) for row in results) + "\n]"
 

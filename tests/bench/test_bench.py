@@ -79,6 +79,44 @@ def test_train_step(capsys):
     assert all(list(r) == KEYS and r["shape"] == {"T": 128, "d": 32, "f": 32, "E": 8, "K": 2} for r in rows)
 
 
+def test_strategies(capsys):
+    """After some updates on the same batches exact strategies agree, and rows are those of the load."""
+    small = "model.layers=2 model.embed=32 model.expert_mlp=32 model.vocab=256 seq_len=16"
+    chosen = ["ring", "gather", "ragged dispatch.chunks=2", "capacity dispatch.capacity_factor=0.5"]
+    code, out, err = bench(
+        capsys,
+        "strategies",
+        "--dispatch",
+        *chosen,
+        "--mesh",
+        "ep8",
+        "--settings",
+        small,
+        "--updates",
+        "3",
+        "--out",
+        "s",
+    )
+    assert code == 0
+    assert "left s/rows.json and s/speed.png" in err
+    assert "ragged" in out
+    rows = json.loads(Path("s/rows.json").read_text())
+    assert [r["strategy"] for r in rows] == chosen
+    ring, gather, ragged, capacity = rows
+    for row in (gather, ragged):
+        assert row["loss"] == pytest.approx(ring["loss"], abs=1e-4)
+        assert row["dropped"] == 0
+    for row in rows:
+        assert row["perplexity"] == pytest.approx(np.exp(row["loss"]), rel=1e-4)
+        assert row["tokens_per_second"] == pytest.approx(128 / row["ms"] * 1e3, rel=1e-3)
+        assert row["rows"] == pytest.approx(16 * 2 * (1 - row["dropped"]))  # 16 tokens a device, two experts each
+    # Of eight devices' tokens each at most once; this device's own; a bound of half of what is needed on average.
+    assert [r["room"] for r in rows] == [8 * 16, 16 * 2, 8 * 16, 8 * 2]
+    assert 0.5 <= capacity["dropped"] < 1
+    assert capacity["loss"] != pytest.approx(ring["loss"], abs=1e-4)
+    assert ring["received_bytes"] > ragged["received_bytes"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -86,9 +124,14 @@ def test_train_step(capsys):
         (["moe_layer", "--shapes", "L9"], "--shapes L9: not known; valid: L1, L2, L3, S1"),
         (["moe_layer", "--routing", "zip"], "--routing zip: not known; did you mean 'zipf'?"),
         (["moe_layer", "--seconds", "0"], "--seconds 0.0: must be more than 0"),
-        (["moe_layer", "--steps", "mesh=ep8"], "--steps is of train_step, not of moe_layer, which takes --shapes"),
-        (["train_step", "--shapes", "L1"], "--shapes and --passes are not of train_step, which takes --steps"),
+        (["moe_layer", "--steps", "mesh=ep8"], "--steps is not of moe_layer, which takes --shapes --routing"),
+        (["train_step", "--shapes", "L1"], "--shapes is not of train_step, which takes --steps"),
         (["train_step", "--steps", "mesh=ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
+        (["compile", "--json"], "--json is not of compile, which takes --shapes --absent --dtype"),
+        (["strategies", "--updates", "0"], "--updates 0: must be more than 0"),
+        (["strategies", "--mesh", "ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
+        (["strategies", "--dispatch", "rong"], "dispatch=rong: no such dispatch; did you mean 'ring'?"),
+        (["strategies", "--mesh", "ep8", "--settings", "model.experts=6"], "mesh.expert=8 splits experts 8 ways but"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )

@@ -1,0 +1,191 @@
+"""Every dispatch strategy on several meshes: the first updates of one training run, side by side."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moezoo.bench.candidates import peak_bytes
+from moezoo.compose import compose
+from moezoo.cost import communication, expert_rows
+from moezoo.data import Batch, load, train_batches
+from moezoo.execution import Execution
+from moezoo.mesh import prepare
+from moezoo.settings import TrainConfig
+from moezoo.train.evaluate import to_devices
+from moezoo.train.loop import initial_state, make_step
+from moezoo.train.setup import execution
+
+# Updates whose time does not count: allocations, and what else only the first have.
+_WARM_UP = 2
+
+
+class Row(TypedDict):
+    """One strategy on one mesh.
+
+    `loss`: cross-entropy of the last batch in nats a token, before its update; `perplexity` its exponential. `ms` and
+    `ms_spread`: median and interquartile range of an update. Of a device, a layer with experts and a micro-step, on
+    average over all updates: `rows` that hold an assignment, `room` for rows. `dropped`: the share of assignments
+    without a place. `received_bytes` of an update's collectives, by formula, and `peak_bytes`, on one device.
+    """
+
+    strategy: str
+    mesh: str
+    settings: str
+    updates: int
+    loss: float
+    perplexity: float
+    tokens_per_second: float
+    ms: float
+    ms_spread: float
+    rows: float
+    room: int
+    dropped: float
+    received_bytes: int
+    peak_bytes: int | None
+    device: str
+    dtype: str
+
+
+class _Running:
+    """A compiled step, its state so far, and what its updates showed."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.cfg, self.run = cfg, execution(cfg)
+        self._step = make_step(cfg, self.run)
+        self._compiled = self._step.compile()
+        self._state = initial_state(cfg, self.run, self._step)
+        self.peak = peak_bytes(self._compiled)
+        self.loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
+        self.seconds: list[float] = []
+
+    def update(self, micro_steps: Sequence[Batch]) -> None:
+        """One more."""
+        stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_steps)
+        batch = jax.block_until_ready(to_devices(stacked, self._step.batch_shardings.tokens))
+        start = time.perf_counter()
+        self._state, metrics = self._compiled(self._state, batch)
+        metrics = jax.device_get(metrics)
+        self.seconds.append(time.perf_counter() - start)
+        self.loss = float(metrics.loss)
+        self.load, self.dropped = self.load + int(metrics.load.sum()), self.dropped + int(metrics.dropped.sum())
+        self.layers = len(metrics.load)
+
+
+def strategies(
+    dispatches: Sequence[str], meshes: Sequence[str], settings: str, updates: int, tell: Callable[[str], None]
+) -> list[Row]:
+    """Compose each strategy with each mesh and `settings`, and train all of them on the same batches, by turns.
+
+    A strategy or mesh is an entry of its group, and overrides after it if need be: "ragged dispatch.chunks=2".
+
+    Raises `UserError` for what does not compose or fit together, before anything is compiled.
+    """
+    names = [(mesh, dispatch) for mesh in meshes for dispatch in dispatches]
+    configs = [compose(*f"mesh={mesh} dispatch={dispatch} {settings}".split()) for mesh, dispatch in names]
+    prepare(max(cfg.mesh.devices for cfg in configs))
+    for cfg in configs:
+        execution(cfg)
+    running = []
+    for (mesh, dispatch), cfg in zip(names, configs, strict=True):
+        tell(f"compiling {dispatch} on {mesh}")
+        running.append(_Running(cfg))
+    cfg = configs[0]
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
+    micro_steps = cfg.execution.microbatches
+    batches = train_batches(source, seq_len=cfg.seq_len, batch_size=cfg.batch_size // micro_steps, seed=cfg.seed)
+    for number in range(updates):
+        tell(f"update {number + 1}/{updates}")
+        parts = [next(batches) for _ in range(micro_steps)]
+        for one in running:
+            one.update(parts)
+    return [_row(mesh, dispatch, settings, updates, one) for (mesh, dispatch), one in zip(names, running, strict=True)]
+
+
+def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) -> Row:
+    cfg = done.cfg
+    low, middle, high = np.percentile(done.seconds[_WARM_UP:] or done.seconds, (25, 50, 75)) * 1e3
+    shared = _sharing(done.run)
+    return {
+        "strategy": dispatch,
+        "mesh": mesh,
+        "settings": settings,
+        "updates": updates,
+        "loss": round(done.loss, 6),
+        "perplexity": round(math.exp(done.loss), 4),
+        "tokens_per_second": round(cfg.batch_size * cfg.seq_len / middle * 1e3, 1),
+        "ms": round(float(middle), 3),
+        "ms_spread": round(float(high - low), 3),
+        "rows": (done.load - done.dropped) / (updates * done.layers * cfg.execution.microbatches * shared),
+        "room": expert_rows(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **done.run.sizes))),
+        "dropped": done.dropped / max(done.load, 1),
+        "received_bytes": communication(cfg).bytes,
+        "peak_bytes": done.peak,
+        "device": jax.devices()[0].device_kind,
+        "dtype": cfg.execution.dtype,
+    }
+
+
+def _sharing(run: Execution) -> int:
+    """Devices over which the assignments of a batch are spread."""
+    return run.ways(tuple({*run.token_axes, *run.rules.compute.get("expert", ())}))
+
+
+def print_table(rows: Sequence[Row], console: Console) -> None:
+    """A table a mesh."""
+    titles = ("strategy", "loss", "perplexity", "tokens/s", "ms", "rows", "room", "used", "dropped", "MB in", "peak MB")
+    for mesh in dict.fromkeys(row["mesh"] for row in rows):
+        here = [row for row in rows if row["mesh"] == mesh]
+        table = Table(*titles, title=f"mesh={mesh} {here[0]['settings']}, {here[0]['updates']} updates", box=box.SIMPLE)
+        for column in table.columns[1:]:
+            column.justify, column.no_wrap = "right", True
+        for row in here:
+            peak = row["peak_bytes"]
+            table.add_row(
+                row["strategy"],
+                f"{row['loss']:.6f}",
+                f"{row['perplexity']:.3f}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['ms']:.1f} ± {row['ms_spread']:.1f}",
+                f"{row['rows']:,.0f}",
+                f"{row['room']:,}",
+                f"{row['rows'] / row['room']:.0%}",
+                f"{row['dropped']:.2%}",
+                f"{row['received_bytes'] / 1e6:.1f}",
+                "" if peak is None else f"{peak / 1e6:.1f}",
+            )
+        console.print(table)
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Speed and use of room: a group of bars a mesh."""
+    from matplotlib.figure import Figure
+
+    meshes = list(dict.fromkeys(row["mesh"] for row in rows))
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    figure = Figure(figsize=(max(6.0, 1.5 + 1.3 * len(meshes)), 5.6), layout="constrained")
+    speed, use = figure.subplots(2, 1, sharex=True)
+    width = 0.85 / len(names)
+    for i, name in enumerate(names):
+        mine = {row["mesh"]: row for row in rows if row["strategy"] == name}
+        at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(meshes))]
+        speed.bar(at, [mine[mesh]["tokens_per_second"] for mesh in meshes], width, label=name, color=f"C{i}")
+        shares = [mine[mesh]["rows"] / mine[mesh]["room"] for mesh in meshes]
+        use.bar(at, shares, width, color=f"C{i}")
+    speed.set_ylabel("tokens/s")
+    use.set_ylabel("rows in use / room for rows")
+    use.set_ylim(0, 1)
+    use.set_xticks(range(len(meshes)), meshes)
+    for axes in (speed, use):
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(*speed.get_legend_handles_labels(), fontsize=8, ncols=min(5, len(names)), loc="outside upper center")
+    figure.suptitle(f"{rows[0]['device']}, {rows[0]['dtype']} {rows[0]['settings']}".strip(), fontsize=10)
+    figure.savefig(path, dpi=120)
