@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moezoo
 from moezoo.absent import ABSENT, absent_devices
@@ -15,6 +15,7 @@ from moezoo.bench.compiling import compile_all, largest_array
 from moezoo.bench.shapes import ACCELERATOR
 from moezoo.errors import UserError
 from moezoo.models import MixtralConfig, model_shapes
+from moezoo.moe.dispatch import Ragged
 
 
 @pytest.fixture
@@ -89,3 +90,49 @@ def test_ragged_is_the_real_exchange(kind, shape):
     text = step.lower(model, tokens).compile().as_text()
     assert text is not None
     assert len(re.findall(r"= .* ragged-all-to-all(-start)?\(", text)) >= 6
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+def test_devices_work_while_rows_travel():
+    """In the compiled program's order: shared experts between sending and results, products while results travel."""
+    cfg = moezoo.compose("model=deepseek_v2_lite", "mesh=ep8")
+    sizes = cfg.mesh.sizes
+    devices = np.array(absent_devices("v5p")).reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    run = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
+    model = model_shapes(cfg.model)
+    layer, specs = model.stacks[-1].layer, run.specs(model).stacks[-1].layer
+    pair = (layer.moe, layer.shared)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pair)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), (specs.moe, specs.shared), is_leaf=is_spec)
+    x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
+
+    def local(pair, x, valid):
+        moe, shared = run.whole(pair)
+        routed, beside, _ = moe(x, valid, run, shared)
+        return routed + beside
+
+    split = run.tokens_spec
+    placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    arguments = jax.tree.map(placed, (one, x, valid), (specs, split, split))
+    whole = jax.shard_map(local, mesh=mesh, in_specs=(specs, split, split), out_specs=split)
+    text = jax.jit(whole).lower(*arguments).compile().as_text()
+    assert text is not None
+    order = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        if found := re.search(r"= .* ragged-all-to-all(-start|-done)?\(.*/(dispatch|combine)/", line):
+            order.append(f"{found[2]}{found[1] or ''}")
+        elif "ragged-dot-none" in line.split(" = ")[0]:
+            order.append("experts")
+        elif "beside/dot_general" in line:
+            order.append("beside")
+    results = [i for i, step in enumerate(order) if step.startswith("combine")]
+    sent = [i for i, step in enumerate(order) if step.startswith("dispatch")]
+    shared = [i for i, step in enumerate(order) if step == "beside"]
+    assert sent[0] < shared[0]
+    assert max(*sent, *shared) < results[0]
+    # The first chunk's results set out, the second chunk's products are made, the results arrive.
+    start, done = order.index("combine-start"), order.index("combine-done")
+    assert order[start:done].count("experts") >= 2

@@ -91,21 +91,26 @@ class Ragged(Dispatch):
 def _transfer(
     counts: Int[Array, "senders experts"], group: ExpertGroup, room: int
 ) -> tuple[Transfer, Int[Array, "senders local_experts"], Int[Array, ""]]:
-    """The exchange, the rows of each of this device's experts that arrive from everybody, and how many do not."""
+    """The exchange, the rows that everybody has for each of this device's experts, and how many find no room.
+
+    Those that find none are the last, so that where the others lie does not depend on them.
+    """
     wanted = counts.reshape(group.size, group.size, group.local)  # [sender, receiver, expert there]
     sizes = wanted.sum(2)
     before = jnp.cumsum(sizes, axis=0) - sizes  # rows from earlier senders
     fitting = jnp.clip(room - before, 0, sizes)
     start = jnp.cumsum(sizes, axis=1) - sizes
+    # Whoever sends nothing still names a row that there is, as the collective may ask.
     transfer = Transfer(start, fitting, jnp.minimum(before, room))
     me = group.index()
-    mine, most = wanted[:, me], fitting[:, me]
-    earlier = jnp.cumsum(mine, axis=1) - mine
-    return transfer, jnp.clip(most[:, None] - earlier, 0, mine), (sizes - fitting)[:, me].sum()
+    return transfer, wanted[:, me], (sizes - fitting)[:, me].sum()
 
 
 def _expert_of_row(sizes: Int[Array, "senders local_experts"], room: int) -> Int[Array, "room 1"]:
-    """Of each received row, which lie by sender and then by expert; the number of experts where there is none."""
+    """Of each received row, which lie by sender and then by expert; the number of experts where there is none.
+
+    `sizes` may go on beyond the room: of those rows nothing is asked.
+    """
     local = sizes.shape[1]
     ends = jnp.cumsum(sizes.reshape(-1))
     piece = jnp.searchsorted(ends, jnp.arange(room, dtype=jnp.int32), side="right", method="compare_all")
