@@ -151,12 +151,11 @@ def _weights(module: PyTree, run: Execution) -> Moves:
     forward, backward = [], []
     for axes, shape in _leaves(module):
         numbers = _stored(axes, shape, run) // (shape[0] if "layer" in axes.names else 1)
-        buffer = axes.role is Role.BUFFER
         for dim in run.rules.gathered(axes, run.sizes):
             for split, part in reversed(runs(dim, run.token_axes)):
-                gathered = _move("all_gather", part, numbers, jnp.float32 if buffer else run.dtype, run)
+                gathered = _move("all_gather", part, numbers, run.dtype, run)
                 forward.append(gathered)
-                backward += [gathered.back(run.reduce_dtype)] if split and not buffer else []
+                backward += [gathered.back(run.reduce_dtype)] if split else []
                 numbers *= gathered.ways
     return Moves(tuple(forward), tuple(forward), tuple(backward))
 

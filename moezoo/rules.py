@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from moezoo.axes import LOGICAL_AXES, Axes
+from moezoo.axes import LOGICAL_AXES, Axes, Role
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.mesh import AXES
@@ -74,7 +74,12 @@ class Rules:
         return {a for axes in (*self.store.values(), self.batch, self.sequence) for a in axes}
 
     def stored(self, axes: Axes, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """For each dimension of a parameter, the mesh axes of more than one device it is stored over."""
+        """For each dimension of a parameter, the mesh axes of more than one device it is stored over.
+
+        Buffers are whole on every device: a step moves them by figures that all devices have, and they are small.
+        """
+        if axes.role is Role.BUFFER:
+            return ((),) * len(axes.names)
         return tuple(live(self.store.get(name, ()), sizes) for name in axes.names)
 
     def gathered(self, axes: Axes, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

@@ -27,6 +27,8 @@ SLICES = [
     "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=capacity rules.batch=[data,fsdp] dispatch.chunks=3",
     "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 rules.batch=[data,fsdp]",
     "model=mixtral_8x7b mesh.fsdp=64 rules=pure_fsdp execution.reduce_dtype=bfloat16",
+    # The router stored in parts; its choice bias is not.
+    "model=deepseek_v3 mesh.data=8 mesh.expert=8 rules.store.router=[data] rules.store.norm=[expert]",
 ]
 
 

@@ -128,6 +128,14 @@ def rules() -> dict[str, moezoo.Rules]:
             ("data", "fsdp", "expert"),
             ("context",),
         ),
+        # The router in parts, and its choice bias whole all the same; for one case beside the product.
+        moezoo.Rules(
+            "router_on_data",
+            {"embed": ("fsdp", "expert"), "router": ("data",), "expert": ("expert",)},
+            kept,
+            ("data", "fsdp", "expert"),
+            (),
+        ),
     ]
     shipped = {name: moezoo.compose(f"rules={name}").rules for name in ("fsdp_ep", "pure_fsdp")}
     return shipped | {r.name: r for r in own}
@@ -138,7 +146,7 @@ def fits(mesh: str, layout: str) -> bool:
     sizes = MESHES[mesh].sizes
     many = {axis for axis, size in sizes.items() if size > 1}
     special = {"replicated": {"expert"}, "shard_exp_on_fsdp": {"expert", "fsdp"}, "cp_as_ep": {"context"}}
-    return many <= rules()[layout].named and special.get(layout, set()) <= many
+    return layout != "router_on_data" and many <= rules()[layout].named and special.get(layout, set()) <= many
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,7 @@ def cover() -> tuple[Case, ...]:
 
 
 # Beside the cover: what the older DeepSeek does otherwise, where two strategies and both kinds of splitting tokens meet
-# it; and every strategy with its tokens in chunks, some of them uneven.
+# it; every strategy with its tokens in chunks, some of them uneven; and a router in parts.
 BESIDE = (
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
@@ -210,4 +218,5 @@ BESIDE = (
     Case("ring", "fsdp2_ep2_context2", "cp_as_ep", "dots", 1, "batch", "mixtral", 2),
     Case("gather", "fsdp4_ep2", "fsdp_ep", "none", 1, "sequence", "deepseek", 3),
     Case("dense", "data2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "mixtral", 2),
+    Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
 )

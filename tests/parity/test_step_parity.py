@@ -1,7 +1,6 @@
 """The training step against the oracle: every strategy, mesh, layout and memory policy gives the same numbers."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,6 +11,7 @@ import pytest
 from cover import BESIDE, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
 from running import STEPS, Running, expected, observe, oracle_family, parameters_of, worst
+from table import leave
 
 from moezoo.axes import trainable
 from moezoo.settings import AdamW, Cosine
@@ -20,7 +20,6 @@ from moezoo.train.optimizer import Optimizer
 # float32 rounds at 6e-8. Sums here have at most some hundred terms, in a chain of about forty operations forward and
 # back, which adds up to some 1e-6 of an array's largest value; what is wrong is wrong by far more than ten times that.
 TOLERANCE = 1e-5
-TABLE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
 class Errors(NamedTuple):
@@ -180,28 +179,6 @@ def test_adamw(case):
     assert min(norms) < 2.5 < max(norms)  # clipping was tried both ways
 
 
-def table(rows: dict[Case, Errors]) -> str:
-    """The table of docs/parity.md."""
-    lines = [
-        "# Every way to run the step, against plain loops",
-        "",
-        "The training step of a tiny model on 8 virtual CPU devices in float32, against an oracle of plain loops",
-        "over rows, tokens and chosen experts in float64. Three updates of gradient descent; the worst relative error",
-        "of any figure (loss, routing losses, gradient norm), of any gradient and of any parameter after the last",
-        "update, each relative to the largest value of its array. Expert loads and choice biases are equal. All must",
-        f"be below {TOLERANCE:g}.",
-        "",
-        "Written by `python -m pytest -n 0 -m full tests/parity/test_step_parity.py`.",
-        "",
-        "| family | strategy | mesh | rules | remat | micro-steps | balance | loss | gradients | parameters |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for c, e in rows.items():
-        settings = (c.family, c.strategy, c.mesh, c.rules, c.remat, str(c.microbatches), c.balance)
-        lines.append(f"| {' | '.join((*settings, *(f'{x:.0e}' for x in e)))} |")
-    return "\n".join(lines) + "\n"
-
-
 def whole() -> list[Case]:
     """The product, of which two settings go by turns, remat and balance.
 
@@ -217,5 +194,17 @@ def whole() -> list[Case]:
 def test_whole_product():
     """All of them, in one process; leaves the table."""
     rows = {case: errors(case) for case in whole()}
-    TABLE.write_text(table(rows))
+    text = f"""
+The training step of a tiny model on 8 virtual CPU devices in float32, against an oracle of plain loops over rows,
+tokens and chosen experts in float64. Three updates of gradient descent; the worst relative error of any figure (loss,
+routing losses, gradient norm), of any gradient and of any parameter after the last update, each relative to the largest
+value of its array. Expert loads and choice biases are equal. All must be below {TOLERANCE:g}. Remat and balance go by
+turns, so that each meets every strategy, mesh, rules, family and number of micro-steps.
+"""
+    settings = ("family", "strategy", "mesh", "rules", "remat", "micro-steps", "balance")
+    cells = [
+        (c.family, c.strategy, c.mesh, c.rules, c.remat, str(c.microbatches), c.balance, *(f"{x:.0e}" for x in e))
+        for c, e in rows.items()
+    ]
+    leave("Training", text, (*settings, *Errors._fields), cells)
     assert max(max(e) for e in rows.values()) < TOLERANCE
