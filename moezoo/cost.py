@@ -7,6 +7,7 @@ layer exchanges (`Dispatch.moves`), and the rest is a few sums. Nothing is trace
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +16,31 @@ from jaxtyping import PyTree
 
 from moezoo.axes import Axes, Role, axes_of
 from moezoo.collectives import MeshAxes, runs
+from moezoo.compose import compose
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import MeshShape, abstract_mesh
 from moezoo.models import model_shapes
 from moezoo.moe.block import MoE, chunk_sizes
-from moezoo.moe.dispatch import STRATEGIES, Dispatch, ExpertGroup, Gather, Replicated, Sizes
+from moezoo.moe.dispatch import Dispatch, ExpertGroup, Gather, Replicated, Sizes
 from moezoo.rules import Rules
 from moezoo.settings import TrainConfig
 from moezoo.traffic import Move, Moves, Table
-from moezoo.train.setup import execution
+from moezoo.train.setup import execution, layout
 
 
 def communication(
     config: TrainConfig,
-    mesh: MeshShape | None = None,
-    rules: Rules | None = None,
+    mesh: MeshShape | str | None = None,
+    rules: Rules | str | None = None,
     dispatch: Dispatch | str | None = None,
 ) -> Table:
     """How often each collective of a training step runs, and the bytes that one device receives by it.
 
-    By collective and mesh axes; `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch` take the place of
-    those of `config`. What a collective brings is defined in `moezoo.traffic.received`; for `ragged`, of routed rows
-    evenly spread. Counts are those of the program, before a compiler joins or splits collectives.
+    By collective and mesh axes; `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch`, or names of them,
+    take the place of those of `config`; the name of the strategy that it has changes none of its options. What a
+    collective brings is defined in `moezoo.traffic.received`; for `ragged`, of routed rows evenly spread. Counts are
+    those of the program, before a compiler joins or splits collectives.
 
     Raises `UserError` where they do not fit together, and for a mesh axis of -1.
     """
@@ -75,8 +78,8 @@ def communication(
 
 def break_even(
     config: TrainConfig,
-    mesh: MeshShape | None = None,
-    rules: Rules | None = None,
+    mesh: MeshShape | str | None = None,
+    rules: Rules | str | None = None,
     dispatch: Dispatch | str | None = None,
 ) -> float:
     """Tokens a device and micro-step at which `dispatch` brings as many bytes as moving experts' weights would.
@@ -85,12 +88,12 @@ def break_even(
     `config` says. Raises `UserError` for a mesh on which nothing moves, and for a strategy that moves weights.
     """
     config = _instead(config, mesh, rules, dispatch)
-    run = execution(config, abstract_mesh(config.mesh))
+    run = layout(config, abstract_mesh(config.mesh))
     moe = next(stack.layer.moe for stack in model_shapes(config.model).stacks if hasattr(stack.layer, "moe"))
     if run.strategy.moves == "weights" or not run.expert_group(config.model.experts).axes:
         raise UserError(
             "nothing to compare: tokens move to experts with dispatch=ring, ragged or capacity, on a mesh that splits "
-            "experts"
+            "experts, such as mesh.expert=8"
         )
 
     def brought(strategy: Dispatch, tokens: int) -> int:
@@ -118,12 +121,16 @@ def _strategy(run: Execution, group: ExpertGroup) -> Dispatch:
 
 
 def _instead(
-    config: TrainConfig, mesh: MeshShape | None, rules: Rules | None, dispatch: Dispatch | str | None
+    config: TrainConfig, mesh: MeshShape | str | None, rules: Rules | str | None, dispatch: Dispatch | str | None
 ) -> TrainConfig:
-    if isinstance(dispatch, str):
-        # A name that is none is refused where it always is.
-        dispatch = STRATEGIES[dispatch]() if dispatch in STRATEGIES else Execution(dispatch=dispatch).strategy
-    named = {"mesh": mesh, "rules": rules, "dispatch": dispatch}
+    if not isinstance(config, TrainConfig):
+        raise UserError(f"expected a configuration, as moezoo.compose(...) returns it, got {type(config).__name__}")
+    named: dict[str, Any] = {"mesh": mesh, "rules": rules, "dispatch": dispatch}
+    for key, value in named.items():
+        if isinstance(value, str):
+            named[key] = getattr(compose(f"{key}={value}"), key)
+    if isinstance(dispatch, str) and type(named["dispatch"]) is type(config.dispatch):
+        named["dispatch"] = None
     return dataclasses.replace(config, **{key: value for key, value in named.items() if value is not None})
 
 

@@ -35,6 +35,8 @@ def complaint(capsys, monkeypatch, script, *arguments) -> str:
     [
         ("mesh=ep8 model.experts=6", ["mesh.expert=8", "model.experts=6", "(mesh=ep8)"]),
         ("mesh=fsdp8 model.embed=36", ["mesh.fsdp=8", "model.embed=36"]),
+        ("mesh=ep8 dispatch.chunks=500", ["dispatch.chunks=500 exceeds the 128 tokens", "micro-step", "at most 128"]),
+        ("dispatch.chunks=0", ["dispatch.chunks=0 must be at least 1"]),
         ("mesh=ep8 batch_size=12", ["batch_size=12", "8", "mesh.expert=8"]),
         ("mesh=fsdp2_ep4 batch_size=4", ["batch_size=4", "mesh.fsdp=2", "mesh.expert=4", "(mesh=fsdp2_ep4)"]),
         ("mesh.expert=8 mesh.data=1 model.experts=6", ["mesh.expert=8 splits", "mesh.expert=6\n"]),

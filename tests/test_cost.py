@@ -98,7 +98,14 @@ def test_takes_the_place_of_what_the_configuration_says():
             "execution.dtype=bfloat16",
         )
     )
-    assert communication(cfg, dispatch="capacity") != communication(cfg)
+    by_name = communication(cfg, mesh="fsdp8", rules="pure_fsdp")
+    assert by_name == communication(cfg, mesh=MeshShape(fsdp=8), rules=moezoo.compose("rules=pure_fsdp").rules)
+    # The name of the strategy that the configuration has leaves its options.
+    bounded = composed("model=mixtral_8x7b mesh.expert=8 dispatch=capacity dispatch.capacity_factor=3")
+    assert communication(bounded, dispatch="capacity") == communication(bounded)
+    assert communication(bounded, dispatch="ring") == communication(cfg, dispatch="ring")
+    with pytest.raises(UserError, match=r"^expected a configuration, as moezoo.compose\(...\) returns it, got str$"):
+        communication("mesh=ep8")  # type: ignore[arg-type]
 
 
 def test_table():
@@ -137,5 +144,5 @@ def test_break_even(dispatch, reads):
 def test_refuses(words, message):
     with pytest.raises(UserError, match=f"^{message}"):
         break_even(moezoo.compose("model=mixtral_8x7b", *words.split()))
-    with pytest.raises(UserError, match=r"^dispatch=rong: no such strategy; did you mean 'ring'"):
+    with pytest.raises(UserError, match=r"^dispatch=rong: no such dispatch; did you mean 'ring'"):
         communication(moezoo.compose("model=mixtral", "mesh=ep8"), dispatch="rong")

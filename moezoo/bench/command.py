@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moezoo.errors import UserError, nearest
 from moezoo.moe.dispatch import STRATEGIES
@@ -38,9 +38,16 @@ _DEFAULTS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists what there is")
+
+
 def parser() -> argparse.ArgumentParser:
     """All that can be set."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         description="Measure a part of moezoo beside what else could do the same work, by turns in one run.",
         epilog="What each figure means is in docs/benchmarks.md.",
     )
@@ -69,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code, 2 after a mistake."""
-    options = parser().parse_args(arguments)
     try:
+        options = parser().parse_args(arguments)
         _known("part", [options.part], PARTS)
         _take(options)
         _check(options)
@@ -116,9 +123,11 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} {getattr(options, name)}: must be more than 0")
     if options.out:
         try:
-            Path(options.out).mkdir(parents=True)
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+            if any(Path(options.out).iterdir()):
+                raise UserError(f"--out {options.out} is not empty; name a new folder")
         except FileExistsError:
-            raise UserError(f"--out {options.out} exists; name a new folder") from None
+            raise UserError(f"--out {options.out} is a file; name a new folder") from None
         except OSError as error:
             raise UserError(f"--out {options.out}: cannot be made ({error.strerror}); name another folder") from error
 

@@ -17,6 +17,7 @@ from moezoo.bench.candidates import peak_bytes
 from moezoo.compose import compose
 from moezoo.cost import communication, expert_rows
 from moezoo.data import Batch, load, train_batches
+from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import prepare
 from moezoo.settings import TrainConfig
@@ -32,9 +33,10 @@ class Row(TypedDict):
     """One strategy on one mesh.
 
     `loss`: cross-entropy of the last batch in nats a token, before its update; `perplexity` its exponential. `ms` and
-    `ms_spread`: median and interquartile range of an update. Of a device, a layer with experts and a micro-step, on
-    average over all updates: `rows` that hold an assignment, `room` for rows. `dropped`: the share of assignments
-    without a place. `received_bytes` of an update's collectives, by formula, and `peak_bytes`, on one device.
+    `ms_spread`: median and interquartile range of an update, the first two left out; no range of three or fewer. Of a
+    device, a layer with experts and a micro-step, on average over all updates: `rows` that hold an assignment, `room`
+    for rows. `dropped`: the share of assignments without a place. `received_bytes` of an update's collectives, by
+    formula, and `peak_bytes`, on one device.
     """
 
     strategy: str
@@ -45,7 +47,7 @@ class Row(TypedDict):
     perplexity: float
     tokens_per_second: float
     ms: float
-    ms_spread: float
+    ms_spread: float | None
     rows: float
     room: int
     dropped: float
@@ -90,7 +92,13 @@ def strategies(
     Raises `UserError` for what does not compose or fit together, before anything is compiled.
     """
     names = [(mesh, dispatch) for mesh in meshes for dispatch in dispatches]
-    configs = [compose(*f"mesh={mesh} dispatch={dispatch} {settings}".split()) for mesh, dispatch in names]
+    for word in settings.split():
+        if (group := word.split("=")[0]) in ("mesh", "dispatch"):
+            raise UserError(f"--settings {word}: what differs is named by --{group}")
+    configs = [
+        compose(*_overrides("mesh", mesh), *_overrides("dispatch", dispatch), *settings.split())
+        for mesh, dispatch in names
+    ]
     prepare(max(cfg.mesh.devices for cfg in configs))
     for cfg in configs:
         execution(cfg)
@@ -110,9 +118,16 @@ def strategies(
     return [_row(mesh, dispatch, settings, updates, one) for (mesh, dispatch), one in zip(names, running, strict=True)]
 
 
+def _overrides(group: str, words: str) -> list[str]:
+    """An entry's name, or an override in its place, and overrides."""
+    first, *rest = words.split() or [""]
+    return [first if "=" in first else f"{group}={first}", *rest]
+
+
 def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) -> Row:
     cfg = done.cfg
-    low, middle, high = np.percentile(done.seconds[_WARM_UP:] or done.seconds, (25, 50, 75)) * 1e3
+    seconds = done.seconds[_WARM_UP:] or done.seconds
+    low, middle, high = np.percentile(seconds, (25, 50, 75)) * 1e3
     shared = _sharing(done.run)
     return {
         "strategy": dispatch,
@@ -123,7 +138,7 @@ def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) 
         "perplexity": round(math.exp(done.loss), 4),
         "tokens_per_second": round(cfg.batch_size * cfg.seq_len / middle * 1e3, 1),
         "ms": round(float(middle), 3),
-        "ms_spread": round(float(high - low), 3),
+        "ms_spread": round(float(high - low), 3) if len(seconds) > 3 else None,
         "rows": (done.load - done.dropped) / (updates * done.layers * cfg.execution.microbatches * shared),
         "room": expert_rows(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **done.run.sizes))),
         "dropped": done.dropped / max(done.load, 1),
@@ -154,7 +169,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
                 f"{row['loss']:.6f}",
                 f"{row['perplexity']:.3f}",
                 f"{row['tokens_per_second']:,.0f}",
-                f"{row['ms']:.1f} ± {row['ms_spread']:.1f}",
+                f"{row['ms']:.1f}" + ("" if row["ms_spread"] is None else f" ± {row['ms_spread']:.1f}"),
                 f"{row['rows']:,.0f}",
                 f"{row['room']:,}",
                 f"{row['rows'] / row['room']:.0%}",
@@ -182,10 +197,10 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         use.bar(at, shares, width, color=f"C{i}")
     speed.set_ylabel("tokens/s")
     use.set_ylabel("rows in use / room for rows")
-    use.set_ylim(0, 1)
+    use.set_ylim(0, 1.05)
     use.set_xticks(range(len(meshes)), meshes)
     for axes in (speed, use):
         axes.grid(axis="y", alpha=0.3)
-    figure.legend(*speed.get_legend_handles_labels(), fontsize=8, ncols=min(5, len(names)), loc="outside upper center")
+    figure.legend(*speed.get_legend_handles_labels(), fontsize=8, ncols=min(3, len(names)), loc="outside lower center")
     figure.suptitle(f"{rows[0]['device']}, {rows[0]['dtype']} {rows[0]['settings']}".strip(), fontsize=10)
     figure.savefig(path, dpi=120)

@@ -73,6 +73,8 @@ def dispatch_line(run: Execution, experts: int) -> str:
     where = f"over {', '.join(group.axes)} ({group.size} ways, {group.local} expert{'s' * (group.local > 1)} each)"
     if run.strategy.chunks > 1:
         where += f" in {run.strategy.chunks} chunks"
+    if (bound := run.strategy.bound) and (factor := getattr(run.strategy, bound)) is not None:
+        where += f" with {bound}={factor}"
     if run.strategy.moves == "weights":
         return f"{name}: expert weights move {where}, tokens stay"
     return f"{name}: tokens move {where}, expert weights stay"

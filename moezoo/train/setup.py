@@ -25,6 +25,12 @@ def execution(cfg: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> Exec
             f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
         )
     check_tokens(cfg.batch_size, cfg.seq_len, run, batch_key="batch_size", micro_steps=cfg.execution.microbatches)
+    tokens = cfg.batch_size * cfg.seq_len // (cfg.execution.microbatches * run.ways(run.token_axes))
+    if cfg.dispatch.chunks > tokens:
+        raise UserError(
+            f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens that a device has in a micro-step; "
+            f"choose at most {tokens}, and few: each is a program of its own"
+        )
     return run
 
 

@@ -132,6 +132,12 @@ def test_strategies(capsys):
         (["strategies", "--mesh", "ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
         (["strategies", "--dispatch", "rong"], "dispatch=rong: no such dispatch; did you mean 'ring'?"),
         (["strategies", "--mesh", "ep8", "--settings", "model.experts=6"], "mesh.expert=8 splits experts 8 ways but"),
+        (
+            ["strategies", "--settings", "dispatch=ring"],
+            "--settings dispatch=ring: what differs is named by",
+        ),
+        (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists what there is"),
+        (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists what there is"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )
@@ -144,9 +150,10 @@ def test_mistakes_get_one_line(capsys, arguments, line):
 
 
 def test_does_not_overwrite(capsys, tmp_path):
+    (tmp_path / "rows.json").touch()
     code, _, err = bench(capsys, "moe_layer", "--out", str(tmp_path))
     assert code == 2
-    assert "exists; name a new folder" in err
+    assert "is not empty; name a new folder" in err
 
 
 def test_times_by_turns_and_takes_the_median(monkeypatch):
