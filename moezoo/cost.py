@@ -84,8 +84,9 @@ def break_even(
 ) -> float:
     """Tokens a device and micro-step at which `dispatch` brings as many bytes as moving experts' weights would.
 
-    With fewer, move tokens; with more, `gather`. Of layers with experts alone, forward and backward, rematerialised as
-    `config` says. Raises `UserError` for a mesh on which nothing moves, and for a strategy that moves weights.
+    With fewer, move tokens; with more, `gather`; infinite where tokens cost `gather` no less. Of layers with experts
+    alone, forward and backward, rematerialised as `config` says. Raises `UserError` for a mesh on which nothing moves,
+    and for a strategy that moves weights.
     """
     config = _instead(config, mesh, rules, dispatch)
     run = layout(config, abstract_mesh(config.mesh))
@@ -101,8 +102,15 @@ def break_even(
         again = moves.again if run.remat != "none" else ()
         return sum(move.received for move in (*moves.forward, *again, *moves.backward))
 
-    many = 2**16  # tokens enough that what does not grow with them, and what is rounded, does not show
-    return brought(Gather(), many) / brought(run.strategy, many) * many
+    def line(strategy: Dispatch) -> tuple[float, float]:
+        """What is brought whatever the number of tokens, and for each; numbers so large that rounding does not show."""
+        some, more = brought(strategy, 2**18), brought(strategy, 2**19)
+        return float(2 * some - more), (more - some) / 2**18
+
+    weights, token_of_gather = line(Gather())
+    fixed, token = line(run.strategy)
+    # Tokens that are the same on all devices cost `gather` something too: results are joined.
+    return (weights - fixed) / (token - token_of_gather) if token > token_of_gather else math.inf
 
 
 def expert_rows(config: TrainConfig) -> int:

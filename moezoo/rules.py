@@ -39,6 +39,11 @@ class Rules:
                 if logical not in LOGICAL_AXES:
                     raise UserError(f"rules.{field}.{logical}: no such logical axis; {nearest(logical, LOGICAL_AXES)}")
                 self._check_axes(f"rules.{field}.{logical}", axes)
+                if logical == "layer" and axes:
+                    raise UserError(
+                        f"rules.{field}.layer={show(axes)}: layers run one after the other on every device and are "
+                        "stored whole; store another dimension over these axes, such as embed"
+                    )
         for field, axes in (("batch", self.batch), ("sequence", self.sequence)):
             self._check_axes(f"rules.{field}", axes)
         for axis in set(self.batch) & set(self.sequence):

@@ -1,4 +1,4 @@
-"""Measure: `python scripts/bench.py grouped_matmul | moe_layer | train_step`; `--help` lists what can be set."""
+"""Measure a part of moezoo: `python scripts/bench.py PART`; `--help` lists them and what can be set."""
 
 import os
 import sys

@@ -104,8 +104,6 @@ def test_takes_the_place_of_what_the_configuration_says():
     bounded = composed("model=mixtral_8x7b mesh.expert=8 dispatch=capacity dispatch.capacity_factor=3")
     assert communication(bounded, dispatch="capacity") == communication(bounded)
     assert communication(bounded, dispatch="ring") == communication(cfg, dispatch="ring")
-    with pytest.raises(UserError, match=r"^expected a configuration, as moezoo.compose\(...\) returns it, got str$"):
-        communication("mesh=ep8")  # type: ignore[arg-type]
 
 
 def test_table():
@@ -131,6 +129,17 @@ def test_break_even(dispatch, reads):
     cfg = composed("model=mixtral_8x7b mesh.expert=8")
     # 3 E d f (2 + 2 + 4) (P - 1) / P = T d (2 * 5 P or 2 * 6 K) (P - 1) / P; the ring's routing is small.
     assert break_even(cfg, dispatch=dispatch) == pytest.approx(3 * 8 * 14336 * 8 / reads, rel=0.01)
+
+
+@pytest.mark.parametrize("dispatch", ["ring", "ragged"])
+def test_break_even_is_where_the_whole_step_costs_the_same(dispatch):
+    """Of tokens that are the same on the experts' devices, which cost `gather` something too."""
+    words = ("model=mixtral_8x7b", "mesh.expert=8", "rules.batch=[data,fsdp]", "execution.dtype=bfloat16")
+    tokens = round(break_even(moezoo.compose(*words), dispatch=dispatch))
+    rows = tokens // 256
+    at = moezoo.compose(*words, f"batch_size={rows}", "seq_len=256")
+    moving_tokens, moving_weights = (communication(at, dispatch=name).bytes for name in (dispatch, "gather"))
+    assert moving_tokens == pytest.approx(moving_weights, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ def rules(**changes):
             {"store": {"embed": ("fsdp", "expert", "fsdp")}},
             "rules.store.embed=[fsdp, expert, fsdp] names mesh axis 'fsdp' twice; name it once",
         ),
+        (
+            {"store": {"layer": ("fsdp",)}},
+            "rules.store.layer=[fsdp]: layers run one after the other on every device and are stored whole; store "
+            "another dimension over these axes, such as embed",
+        ),
         ({"batch": ("data", "data")}, "rules.batch=[data, data] names mesh axis 'data' twice; name it once"),
         (
             {"batch": ("data", "context"), "sequence": ("context",)},

@@ -19,7 +19,7 @@ from moezoo.cost import communication, expert_rows
 from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
 from moezoo.execution import Execution
-from moezoo.mesh import prepare
+from moezoo.mesh import MeshShape, prepare
 from moezoo.settings import TrainConfig
 from moezoo.train.evaluate import to_devices
 from moezoo.train.loop import initial_state, make_step
@@ -61,7 +61,9 @@ class _Running:
     """A compiled step, its state so far, and what its updates showed."""
 
     def __init__(self, cfg: TrainConfig):
-        self.cfg, self.run = cfg, execution(cfg)
+        self.run = execution(cfg)
+        # An axis of -1 has its size now.
+        self.cfg = cfg = dataclasses.replace(cfg, mesh=MeshShape(**self.run.sizes))
         self._step = make_step(cfg, self.run)
         self._compiled = self._step.compile()
         self._state = initial_state(cfg, self.run, self._step)
@@ -100,14 +102,17 @@ def strategies(
         for mesh, dispatch in names
     ]
     prepare(max(cfg.mesh.devices for cfg in configs))
-    for cfg in configs:
+    for cfg, (_, dispatch) in zip(configs, names, strict=True):
         execution(cfg)
+        for key in ("batch_size", "seq_len", "seed", "data", "model", "execution"):
+            if getattr(cfg, key) != getattr(configs[0], key):
+                raise UserError(f"{dispatch}: {key} must be the same for all that are compared; set it by --settings")
+    cfg = configs[0]
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     running = []
     for (mesh, dispatch), cfg in zip(names, configs, strict=True):
         tell(f"compiling {dispatch} on {mesh}")
         running.append(_Running(cfg))
-    cfg = configs[0]
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     micro_steps = cfg.execution.microbatches
     batches = train_batches(source, seq_len=cfg.seq_len, batch_size=cfg.batch_size // micro_steps, seed=cfg.seed)
     for number in range(updates):
@@ -140,7 +145,7 @@ def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) 
         "ms": round(float(middle), 3),
         "ms_spread": round(float(high - low), 3) if len(seconds) > 3 else None,
         "rows": (done.load - done.dropped) / (updates * done.layers * cfg.execution.microbatches * shared),
-        "room": expert_rows(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **done.run.sizes))),
+        "room": expert_rows(cfg),
         "dropped": done.dropped / max(done.load, 1),
         "received_bytes": communication(cfg).bytes,
         "peak_bytes": done.peak,

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.axes import Weight
-from moezoo.collectives import vary_like, varying
+from moezoo.collectives import GROUPED_MATMUL, vary_like, varying
 from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import Implementation, grouped_matmul
 from moezoo.moe.dispatch import Assignment, Dispatched, Replicated
@@ -112,7 +113,16 @@ def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Arr
     Else compilers do those last, and nothing is left to do while rows travel. Gradients do not wait.
     """
     awaited = [vary_like(lax.stop_gradient(x), rows) for x in others if x is not None]
-    return lax.optimization_barrier((rows, *awaited))[0] if awaited else rows
+    return checkpoint_name(_wait(rows, awaited), GROUPED_MATMUL) if awaited else rows
+
+
+@jax.custom_vjp
+def _wait(rows: Array, awaited: list[Array]) -> Array:
+    return lax.optimization_barrier((rows, *awaited))[0]
+
+
+# A barrier's own gradient would be a barrier, of zeros as large as what was awaited.
+_wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
 
 
 def chunk_sizes(tokens: int, count: int) -> list[int]:

@@ -136,6 +136,14 @@ def test_strategies(capsys):
             ["strategies", "--settings", "dispatch=ring"],
             "--settings dispatch=ring: what differs is named by",
         ),
+        (
+            ["strategies", "--mesh", "single", "--dispatch", "ring", "gather batch_size=16"],
+            "gather batch_size=16: batch_size must be the same for all that are compared; set it by --settings",
+        ),
+        (
+            ["strategies", "--mesh", "single", "--settings", "model.vocab=64"],
+            "data=python_stdlib has 256 byte values but",
+        ),
         (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists what there is"),
         (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists what there is"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
