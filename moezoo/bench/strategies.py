@@ -164,7 +164,8 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     titles = ("strategy", "loss", "perplexity", "tokens/s", "ms", "rows", "room", "used", "dropped", "MB in", "peak MB")
     for mesh in dict.fromkeys(row["mesh"] for row in rows):
         here = [row for row in rows if row["mesh"] == mesh]
-        table = Table(*titles, title=f"mesh={mesh} {here[0]['settings']}, {here[0]['updates']} updates", box=box.SIMPLE)
+        what = f"mesh={mesh} {here[0]['settings']}".strip()
+        table = Table(*titles, title=f"{what}, {here[0]['updates']} updates", box=box.SIMPLE)
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
         for row in here:
