@@ -30,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no process waits for it at the end."""
+    items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
+
+
 @pytest.fixture(autouse=True)
 def _no_leftover_run_folder(tmp_path, monkeypatch):
     """A run without `run_dir` writes below the working directory: give every test its own."""

@@ -222,10 +222,6 @@ def test_refuses_what_cannot_be_asked(overrides, said, saved):
     assert refused(compose_onto, saved, *overrides) == message
 
 
-def test_an_entry_without_keys_says_so():
-    assert refused(compose, "dispatch=gather", "dispatch.foo=1").endswith("in dispatch gather; it takes none")
-
-
 @pytest.mark.parametrize(("override", "said"), SET, ids=[override for override, _ in SET])
 def test_refuses_keys_and_values(override, said, saved):
     message = refused(compose_onto, saved, override)

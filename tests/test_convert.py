@@ -196,3 +196,13 @@ def test_refuses_to_set(key, said):
 )
 def test_shows_on_one_line(value, shown):
     assert show(value) == shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Stone:
+    pass
+
+
+def test_a_section_without_keys_says_so():
+    with pytest.raises(UserError, match=r"^home\.foo: there is no key 'foo'.*; it takes none$"):
+        convert(Stone, {"foo": 1}, "home")

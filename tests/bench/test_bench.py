@@ -81,8 +81,8 @@ def test_train_step(capsys):
 
 def test_strategies(capsys):
     """After some updates on the same batches exact strategies agree, and rows are those of the load."""
-    small = "model.layers=2 model.embed=32 model.expert_mlp=32 model.vocab=256 seq_len=16"
-    chosen = ["ring", "gather", "ragged dispatch.chunks=2", "capacity dispatch.capacity_factor=0.5"]
+    small = "model.layers=1 model.embed=32 model.expert_mlp=32 seq_len=16"
+    chosen = ["ring", "ragged dispatch.chunks=2", "capacity dispatch.capacity_factor=0.5"]
     code, out, err = bench(
         capsys,
         "strategies",
@@ -102,16 +102,15 @@ def test_strategies(capsys):
     assert "ragged" in out
     rows = json.loads(Path("s/rows.json").read_text())
     assert [r["strategy"] for r in rows] == chosen
-    ring, gather, ragged, capacity = rows
-    for row in (gather, ragged):
-        assert row["loss"] == pytest.approx(ring["loss"], abs=1e-4)
-        assert row["dropped"] == 0
+    ring, ragged, capacity = rows
+    assert ragged["loss"] == pytest.approx(ring["loss"], abs=1e-4)
+    assert ragged["dropped"] == 0
     for row in rows:
         assert row["perplexity"] == pytest.approx(np.exp(row["loss"]), rel=1e-4)
         assert row["tokens_per_second"] == pytest.approx(128 / row["ms"] * 1e3, rel=1e-3)
         assert row["rows"] == pytest.approx(16 * 2 * (1 - row["dropped"]))  # 16 tokens a device, two experts each
-    # Of eight devices' tokens each at most once; this device's own; a bound of half of what is needed on average.
-    assert [r["room"] for r in rows] == [8 * 16, 16 * 2, 8 * 16, 8 * 2]
+    # Of eight devices' tokens each at most once; a bound of half of what is needed on average.
+    assert [r["room"] for r in rows] == [8 * 16, 8 * 16, 8 * 2]
     assert 0.5 <= capacity["dropped"] < 1
     assert capacity["loss"] != pytest.approx(ring["loss"], abs=1e-4)
     assert ring["received_bytes"] > ragged["received_bytes"]
