@@ -1,7 +1,7 @@
 """What a training step costs before there is one: the bytes its collectives bring a device, in closed form.
 
 Sizes alone decide: a parameter's annotation and the rules say what is gathered and reduced, the strategy says what a
-layer exchanges (`Dispatch.moves`), and the rest is a few sums. Nothing is traced and no device is asked.
+layer exchanges (`Dispatch.exchanges`), and the rest is a few sums. Nothing is traced and no device is asked.
 """
 
 import dataclasses
