@@ -15,8 +15,10 @@ from moezoo.models import build
 from moezoo.pretrained import from_pretrained, save_pretrained
 from moezoo.rules import Rules
 from moezoo.train.evaluate import Evaluation, evaluate
-from moezoo.train.loop import Run, load_run, saved_config, train
+from moezoo.train.run import Run, train
+from moezoo.train.saved import load_run, saved_config
 from moezoo.train.setup import execution
+from moezoo.train.signals import Stopped
 
 __all__ = [
     "Evaluation",
@@ -24,6 +26,7 @@ __all__ = [
     "MeshShape",
     "Rules",
     "Run",
+    "Stopped",
     "UserError",
     "build",
     "compose",

@@ -1,13 +1,16 @@
 """What every script's command line does besides its work: --help, --cfg job, one line for a mistake, exit codes."""
 
+import errno
 import os
 import re
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from moezoo import distributed
 from moezoo.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
 from moezoo.convert import show
 from moezoo.errors import UserError
@@ -43,7 +46,7 @@ def run(
                 code = _dispatch_own(sys.argv[1:], task, description, keys, examples) or 0
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}{_as_typed(str(error), sys.argv[1:])}", file=sys.stderr)
+        print(f"{distributed.name()}error: {error}{_as_typed(str(error), sys.argv[1:])}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -52,6 +55,16 @@ def run(
         # Python flushes once more at exit, and would complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"{distributed.name()}error: no space left where the output goes", file=sys.stderr)
+            code = 2
+        elif distributed.several():
+            traceback.print_exc()
+            code = 1
+        else:
+            raise
+    distributed.leave(code)
     sys.exit(code)
 
 

@@ -41,7 +41,11 @@ _CHECKS = Checks(
         "seq_len": Range(at_least=2),
         "eval_every": Range(at_least=0),
         "checkpoint_every": Range(at_least=0),
+        "checkpoint_keep": Range(at_least=1),
         "log_every": Range(at_least=0),
+        "guard.loss": Range(above=1),
+        "guard.gradient_norm": Range(above=1),
+        "guard.patience": Range(at_least=1),
         "execution.microbatches": Range(at_least=1),
         "optimizer.learning_rate": Range(above=0),
         "optimizer.beta1": Range(at_least=0, below=1),
@@ -90,9 +94,15 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     return _finish(base, asked.changes)
 
 
+def run_folder(path: str | Path) -> Path:
+    """The run that `path` is, or one of whose `checkpoints/STEP` it is."""
+    path = Path(path)
+    return path.parent.parent if path.parent.name == "checkpoints" and path.name.isdecimal() else path
+
+
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     """The configuration saved in a run's folder, which the user set `key` to; `UserError` when there is none."""
-    saved = Path(folder).expanduser() / "config.yaml"
+    saved = run_folder(Path(folder).expanduser()) / "config.yaml"
     if not saved.exists():
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name a run's folder")
     return read_yaml(saved)

@@ -54,7 +54,7 @@ def communication(
                 table.add(move.collective, move.axes, times, move.received)
 
     def both(moves: Moves, times: int, *, again: bool) -> None:
-        add((*moves.forward, *(moves.again if again else ()), *moves.backward), times * micro_steps)
+        add(moves.of_a_step(again=again), times * micro_steps)
 
     kept = config.execution.remat == "none"  # nothing is computed twice, and only weights are gathered twice
     rows = config.batch_size // micro_steps // run.ways(run.batch_axes)
@@ -99,8 +99,7 @@ def break_even(
 
     def brought(strategy: Dispatch, tokens: int) -> int:
         moves = _experts(moe, tokens, dataclasses.replace(run, dispatch=strategy))
-        again = moves.again if run.remat != "none" else ()
-        return sum(move.received for move in (*moves.forward, *again, *moves.backward))
+        return sum(move.received for move in moves.of_a_step(again=run.remat != "none"))
 
     def line(strategy: Dispatch) -> tuple[float, float]:
         """What is brought whatever the number of tokens, and for each; numbers so large that rounding does not show."""

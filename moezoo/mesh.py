@@ -52,6 +52,13 @@ def initialised() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def accelerators() -> bool:
+    """Whether a driver shows devices here, and none but the CPU is asked for; does not start JAX."""
+    settings: Any = jax.config  # its attributes are made at run time
+    asked = settings.jax_platforms or ""
+    return asked != "cpu" and any(glob.glob(node) for node in _DEVICE_NODES)
+
+
 def cpu_devices(count: int) -> None:
     """Show this process's CPU as `count` devices; for the first cell of a notebook, before any other use of JAX.
 
@@ -76,7 +83,7 @@ def prepare(wanted: int) -> None:
     if initialised():
         return
     settings: Any = jax.config  # its attributes are made at run time
-    if not settings.jax_platforms and not any(glob.glob(node) for node in _DEVICE_NODES):
+    if not settings.jax_platforms and not accelerators():
         jax.config.update("jax_platforms", "cpu")
     # A number the user set, by variable or by call, stands.
     if settings.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -123,5 +130,11 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
         raise UserError(
             f"{named} needs {wanted} devices but this machine has {have} ({platform}); choose a smaller mesh, or "
             f"set JAX_PLATFORMS=cpu to run on {wanted} virtual CPU devices"
+        )
+    if have > wanted and jax.process_count() > 1:
+        named = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "mesh=single"
+        raise UserError(
+            f"{named} takes {wanted} of {have} devices, and with {jax.process_count()} processes it must take all; "
+            "choose a larger mesh, or write -1 for one of its axes"
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted])

@@ -19,7 +19,7 @@ from moezoo.nn.language_model import LanguageModel
 from moezoo.options import take
 from moezoo.pretrained import end_of_text, from_pretrained, hub_model_config
 from moezoo.settings import TrainConfig
-from moezoo.train.loop import load_run, saved_config
+from moezoo.train.saved import load_run, saved_config
 from moezoo.train.setup import layout
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal
 
 from moezoo.data import SOURCES, DataSettings
+from moezoo.distributed import DISTRIBUTED, Alone, Auto, Manual
 from moezoo.kernels.grouped_matmul import Implementation
 from moezoo.mesh import MeshShape
 from moezoo.models import FAMILIES, ModelConfig
@@ -60,6 +61,20 @@ SCHEDULES: dict[str, type] = {"cosine": Cosine, "constant": Constant}
 
 
 @dataclasses.dataclass(frozen=True)
+class GuardSettings:
+    """Which steps are not taken: parameters, moments and the choice bias stay as they were, and the data goes on.
+
+    A step whose loss or gradient norm is not finite, ever; one whose `loss` or `gradient_norm` is more than so many
+    times its running mean over accepted steps, once there were 20; null asks for no such thing. After `patience`
+    skipped steps in a row the run ends.
+    """
+
+    loss: float | None = 3.0
+    gradient_norm: float | None = 10.0
+    patience: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
 class ExecutionSettings:
     """How the model runs beyond mesh, rules and dispatch.
 
@@ -91,7 +106,9 @@ class TrainConfig:
     optimizer: AdamW | SGD
     schedule: Cosine | Constant
     data: DataSettings
+    distributed: Alone | Auto | Manual
     execution: ExecutionSettings
+    guard: GuardSettings
     steps: int
     seed: int
     batch_size: int
@@ -100,6 +117,7 @@ class TrainConfig:
     resume: str | None
     eval_every: int
     checkpoint_every: int
+    checkpoint_keep: int
     log_every: int
 
 
@@ -110,4 +128,5 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "optimizer": ("name", OPTIMIZERS),
     "schedule": ("name", SCHEDULES),
     "data": ("name", SOURCES),
+    "distributed": ("name", DISTRIBUTED),
 }

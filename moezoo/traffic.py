@@ -1,5 +1,6 @@
 """What collectives bring a device: one definition, for what is predicted and for what a traced program says."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -47,15 +48,20 @@ class Move(NamedTuple):
         return Move(kind, self.axes, self.ways, numbers.get(kind, self.numbers), dtype or self.dtype)
 
 
-class Moves(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Moves:
     """Of a forward pass; what it repeats where it is rematerialised; of the backward pass."""
 
     forward: tuple[Move, ...] = ()
     again: tuple[Move, ...] = ()
     backward: tuple[Move, ...] = ()
 
-    def __add__(self, other: "Moves") -> "Moves":  # type: ignore[override]
-        return Moves(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "Moves") -> "Moves":
+        return Moves(self.forward + other.forward, self.again + other.again, self.backward + other.backward)
+
+    def of_a_step(self, *, again: bool) -> tuple[Move, ...]:
+        """All that run in a training step, those that are repeated only if `again`."""
+        return (*self.forward, *(self.again if again else ()), *self.backward)
 
 
 class Traffic(NamedTuple):

@@ -12,11 +12,21 @@ from collections.abc import Sequence
 from moezoo import cli
 
 
-def main(overrides: Sequence[str]) -> None:
-    """Compose and train."""
+def main(overrides: Sequence[str]) -> int:
+    """Compose and train; 0, or what docs/running.md says of how else a run can end."""
     import moezoo
+    from moezoo.train import supervisor
 
-    moezoo.train(moezoo.compose(*overrides))
+    cfg = moezoo.compose(*overrides)
+    if supervisor.wanted(cfg.distributed):
+        return supervisor.supervise(cfg.distributed)
+    supervisor.attach()
+    try:
+        moezoo.train(cfg)
+    except moezoo.Stopped as stopped:
+        print(stopped, flush=True)
+        return stopped.code
+    return 0
 
 
 if __name__ == "__main__":

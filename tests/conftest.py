@@ -7,6 +7,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("NPROC", "16")
 # Should that happen all the same, end the test instead of hanging.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=120"
+# Programs run for moments: translate them to machine code with less care, which leaves what they compute alone.
+os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import jax
 import pytest

@@ -90,7 +90,7 @@ def test_a_folder_that_holds_a_run_stays_as_it_is(capsys, monkeypatch, tmp_path,
 def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text(to_yaml(compose_mapping()))
-    assert "old/checkpoints holds no checkpoint" in complaint(capsys, monkeypatch, TRAIN, "resume=old")
+    assert "resume=old: no checkpoint there" in complaint(capsys, monkeypatch, TRAIN, "resume=old")
 
 
 @pytest.mark.parametrize(

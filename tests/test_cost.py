@@ -11,8 +11,7 @@ from moezoo.jaxprs import collectives
 from moezoo.mesh import abstract_mesh
 from moezoo.settings import TrainConfig
 from moezoo.traffic import Move, Table, received
-from moezoo.train.loop import make_step
-from moezoo.train.setup import execution
+from moezoo.train.setup import execution, make_step
 
 # Released sizes on slices of up to 1024 devices; between them every strategy, a bound, chunks, both precisions, and
 # tokens that are split and that are not.

@@ -21,9 +21,8 @@ from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import MeshShape, prepare
 from moezoo.settings import TrainConfig
-from moezoo.train.evaluate import to_devices
-from moezoo.train.loop import initial_state, make_step
-from moezoo.train.setup import execution
+from moezoo.train.feed import Feed
+from moezoo.train.setup import execution, initial_state, make_step
 
 # Updates whose time does not count: allocations, and what else only the first have.
 _WARM_UP = 2
@@ -65,6 +64,7 @@ class _Running:
         # An axis of -1 has its size now.
         self.cfg = cfg = dataclasses.replace(cfg, mesh=MeshShape(**self.run.sizes))
         self._step = make_step(cfg, self.run)
+        self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
         self._compiled = self._step.compile()
         self._state = initial_state(cfg, self.run, self._step)
         self.peak = peak_bytes(self._compiled)
@@ -74,7 +74,7 @@ class _Running:
     def update(self, micro_steps: Sequence[Batch]) -> None:
         """One more."""
         stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_steps)
-        batch = jax.block_until_ready(to_devices(stacked, self._step.batch_shardings.tokens))
+        batch = jax.block_until_ready(self._feed(stacked))
         start = time.perf_counter()
         self._state, metrics = self._compiled(self._state, batch)
         metrics = jax.device_get(metrics)

@@ -17,8 +17,7 @@ from moezoo.data import Batch
 from moezoo.mesh import prepare
 from moezoo.models import model_shapes
 from moezoo.settings import TrainConfig
-from moezoo.train.loop import initial_state, make_step
-from moezoo.train.setup import count_parameters, execution
+from moezoo.train.setup import count_parameters, execution, initial_state, make_step
 from moezoo.train.step import State
 
 

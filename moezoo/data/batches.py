@@ -25,11 +25,11 @@ class TrainBatches(Iterator[Batch]):
         return next(self._batches)
 
     def get_state(self) -> dict[str, int]:
-        """How many batches have been read, as JSON holds it; the same on every process."""
+        """How many batches have been read, as JSON holds it; the same whatever rows of them."""
         return self._batches.get_state()
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Go to where `get_state` was called, by whatever number of processes at the same batch size."""
+        """Go to where `get_state` was called, whatever rows were read there, at the same batch size."""
         self._batches.set_state(state)
 
 
@@ -39,26 +39,25 @@ def train_batches(
     seq_len: int,
     batch_size: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Integer[np.ndarray, " rows"] | None = None,
     start: int = 0,
 ) -> TrainBatches:
     """Batches of all training windows in an order that `seed` gives and that is another in every epoch.
 
-    The batch of `batch_size` rows does not depend on the number of processes; process `process_index` gets its
-    consecutive share of them. An epoch ends anywhere in a batch. `start` passes over so many batches at no cost.
+    Of each batch of `batch_size` rows only `rows` are read and returned, those that a process needs; None for all. An
+    epoch ends anywhere in a batch. `start` passes over so many batches at no cost.
 
-    Raises `UserError` where `process_count` does not divide `batch_size`.
+    Raises `UserError` for a `batch_size` below 1.
     """
     import grain  # a second to import, and none of it needed to read a configuration
 
-    rows = _rows_of_process(batch_size, process_index, process_count)
+    _check(batch_size)
 
     def read(indices: np.ndarray) -> Batch:
-        return _read(source, source.train, indices[rows], seq_len)
+        return _read(source, source.train, indices if rows is None else indices[rows], seq_len)
 
-    # Numbers are shuffled and grouped, and only this process's windows are read. Repeated before they are grouped:
-    # no remainder of an epoch is lost.
+    # Numbers are shuffled and grouped, and only the windows asked for are read. Repeated before they are grouped: no
+    # remainder of an epoch is lost.
     count = window_count(source.train, seq_len)
     order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(_ENDLESS // count)
     # Reading from memory takes a fraction of a step; a file may lie on a slow disk and is read ahead.
@@ -75,31 +74,24 @@ def validation_batches(
     seq_len: int,
     batch_size: int,
     limit: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Integer[np.ndarray, " rows"] | None = None,
 ) -> Iterator[Batch]:
     """`limit` validation windows, evenly spaced and in order; all of them if `limit` is 0.
 
-    Batches are full and every process gets equally many: after the last window come rows of padding, with segment 0
-    and label -1. Raises `UserError` where `process_count` does not divide `batch_size`.
+    Batches are full, whatever `rows` of each are read: after the last window come rows of padding, with segment 0 and
+    label -1. Raises `UserError` for a `batch_size` below 1.
     """
-    rows = _rows_of_process(batch_size, process_index, process_count)
+    _check(batch_size)
     indices = validation_indices(source.validation, limit=limit, seq_len=seq_len)
     # One further than the first that predicts nothing, a window holds no token at all.
     beyond = np.full(-len(indices) % batch_size, window_count(source.validation, seq_len) + 1)
     grouped = np.concatenate([indices, beyond]).reshape(-1, batch_size)
-    return (_read(source, source.validation, group[rows], seq_len) for group in grouped)
+    return (_read(source, source.validation, group if rows is None else group[rows], seq_len) for group in grouped)
 
 
-def _rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
-    if batch_size < 1 or batch_size % process_count:
-        near = max(1, round(batch_size / process_count)) * process_count
-        raise UserError(
-            f"batch_size={batch_size} does not split over {process_count} process{'es' * (process_count != 1)}; "
-            f"set it to a multiple of {process_count}, such as batch_size={near}"
-        )
-    share = batch_size // process_count
-    return slice(process_index * share, (process_index + 1) * share)
+def _check(batch_size: int) -> None:
+    if batch_size < 1:
+        raise UserError(f"batch_size={batch_size} must be at least 1")
 
 
 def _read(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:

@@ -14,6 +14,7 @@ from moezoo.execution import Execution, place
 from moezoo.models import model_shapes
 from moezoo.nn.language_model import LanguageModel
 from moezoo.settings import TrainConfig
+from moezoo.train.feed import Feed
 from moezoo.train.loss import losses
 from moezoo.train.setup import execution
 
@@ -35,7 +36,7 @@ class Evaluator:
         run = run.exact
         assert run.mesh is not None
         self._source, self._cfg = source, cfg
-        self._batch_sharding = NamedSharding(run.mesh, run.tokens_spec)
+        self._feed = Feed(NamedSharding(run.mesh, run.tokens_spec), (cfg.batch_size, cfg.seq_len))
 
         def local(model: LanguageModel, batch: Batch) -> tuple[Array, Array, Array]:
             out = losses(model, batch, run)
@@ -54,19 +55,13 @@ class Evaluator:
             seq_len=cfg.seq_len,
             batch_size=cfg.batch_size,
             limit=cfg.data.eval_sequences,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            rows=self._feed.rows,
         )
         for batch in batches:
             # Waiting for each batch keeps collectives of one at a time in flight (jax 0.10 on the CPU needs that).
-            a, b, c = jax.device_get(self._sums(model, to_devices(batch, self._batch_sharding)))
+            a, b, c = jax.device_get(self._sums(model, self._feed(batch)))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
         return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
-
-
-def to_devices(batch: Batch, sharding: Any) -> Batch:
-    """This process's part of a batch as global arrays."""
-    return Batch(*(jax.make_array_from_process_local_data(sharding, x) for x in batch))
 
 
 def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:

@@ -1,9 +1,12 @@
 """`metrics.jsonl`: a row a logged step, each written whole by one write."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
+
+from moezoo.errors import UserError
 
 Row = dict[str, Any]
 
@@ -11,22 +14,43 @@ Row = dict[str, Any]
 class MetricsLog:
     """Appends rows to a file and keeps them in `history`."""
 
-    def __init__(self, path: Path, history: list[Row]):
-        """Starts the file with the rows of `history`, replacing what is there."""
-        self.history = list(history)
+    def __init__(self, path: Path | None, history: list[Row]):
+        """Starts the file with the rows of `history`, replacing what is there; None for no file.
+
+        Raises `UserError`, as `write` does, when it cannot be written.
+        """
+        self.history, self._path = list(history), path
+        if path is None:
+            return
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in history))
-        os.replace(temporary, path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            temporary.write_text("".join(_line(row) for row in history))
+            os.replace(temporary, path)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise self._failed(error) from None
 
     def write(self, row: Row) -> None:
-        """Add a row; floats are written in full, so reading gives the same bits."""
+        """Add a row; floats are written in full, so reading gives the same bits, and null where they are no number."""
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.history.append(row)
-        os.write(self._file, _line(row).encode())
+        if self._path is None:
+            return
+        line = _line(row).encode()
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):  # a disk that is almost full takes a part; the rest says why
+                os.write(self._file, line[written:])
+        except OSError as error:
+            raise self._failed(error) from None
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        if self._path is not None:
+            os.close(self._file)
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(f"{self._path}: cannot be written ({error.strerror}); what was saved before is whole")
 
 
 def _line(row: Row) -> str:
@@ -36,11 +60,11 @@ def _line(row: Row) -> str:
 def read_metrics(path: Path, until: int) -> list[Row]:
     """The rows of the first `until` steps; a torn one, which a killed run can leave, is left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
-        if row["step"] <= until:
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= until:
             rows.append(row)
     return rows

@@ -20,8 +20,9 @@ def loss_picture(history: list[Row], path: Path, *, unit: str, baseline: float |
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in history], [r["loss"] for r in history], color="tab:blue", lw=1, label="training")
-    evaluated = [(r["step"], r["val_loss"]) for r in history if "val_loss" in r]
+    losses = [np.nan if r["loss"] is None else r["loss"] for r in history]
+    axes.plot([r["step"] for r in history], losses, color="tab:blue", lw=1, label="training")
+    evaluated = [(r["step"], r["val_loss"]) for r in history if r.get("val_loss") is not None]
     if evaluated:
         steps, values = zip(*evaluated, strict=True)
         axes.plot(steps, values, "o-", color="tab:orange", label=f"validation ({values[-1]:.3f} at the end)")

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from moezoo import distributed
 from moezoo.axes import parameter_table
 from moezoo.cost import communication
 from moezoo.data import Source
@@ -101,7 +102,8 @@ def summary(
         (
             "mesh",
             (" x ".join(f"{a} {s}" for a, s in used.items()) or "single")
-            + f" on {devices.size} {devices.flat[0].platform} device{'s' * (devices.size > 1)}",
+            + f" on {devices.size} {devices.flat[0].platform} device{'s' * (devices.size > 1)}"
+            + f" of {distributed.count()} processes" * distributed.several(),
         ),
         (
             "rules",
@@ -145,7 +147,9 @@ def _held_out_lines(names: tuple[str, ...]) -> list[str]:
 
 
 def tell(rows: list[tuple[str, str]]) -> None:
-    """Print titled lines, a title once for its lines."""
+    """Print titled lines, a title once for its lines; one process does."""
+    if not distributed.is_first():
+        return
     width = max(len(title) for title, _ in rows)
     before = ""
     for title, text in rows:
@@ -173,13 +177,17 @@ def tell_end(evaluation: Evaluation, baseline: float | None, sample: Sample, fol
 
 
 class Progress:
-    """A bar with loss, tokens a second and time left on a terminal; elsewhere a plain line a logged step."""
+    """A bar with loss, tokens a second and time left on a terminal; elsewhere a plain line a logged step.
+
+    Of several processes one tells.
+    """
 
     def __init__(self, first: int, steps: int, *, bound: str | None):
         """`bound`: the strategy's option that may drop assignments, if it has one."""
         self._steps, self._bound, self._warned = steps, bound, False
         self._bar: Any = None
-        if sys.stdout.isatty():
+        self._quiet = not distributed.is_first()
+        if sys.stdout.isatty() and not self._quiet:
             from rich import progress
 
             self._bar = progress.Progress(
@@ -209,7 +217,13 @@ class Progress:
             f"warning: step {row['step']} dropped {row['dropped']:,} of {assignments:,} assignments, "
             f"layer by layer {layers}; dispatch.{self._bound} sets how many find room, null for all"
         )
-        print(line, flush=True) if self._bar is None else self._bar.console.print(line)
+        self._print(line)
+
+    def skipped(self, step: int, loss: float, norm: float) -> None:
+        """A step was not taken."""
+        self._print(
+            f"warning: step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}; nothing was changed by it"
+        )
 
     def step(self, step: int) -> None:
         """A step is done."""
@@ -229,7 +243,13 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], description=text)
         else:
-            print(f"step {row['step']}/{self._steps}  {text}  {_duration(seconds_left)} left", flush=True)
+            self._print(f"step {row['step']}/{self._steps}  {text}  {_duration(seconds_left)} left")
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line)
+        elif not self._quiet:
+            print(line, flush=True)
 
 
 def _duration(seconds: float) -> str:

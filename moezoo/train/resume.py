@@ -1,40 +1,63 @@
 """What may change when a run is continued, and what may not."""
 
+import dataclasses
+import importlib.metadata
+import platform
 from collections.abc import Mapping
 from typing import Any
 
-from moezoo.compose import as_mapping, from_mapping, read_run
+import jax
+
+from moezoo import distributed
+from moezoo.compose import as_mapping
 from moezoo.convert import show
 from moezoo.data import Source
+from moezoo.distributed import Alone
 from moezoo.errors import UserError
 from moezoo.settings import TrainConfig
 
 # With another of these it would be another run: its moments, or the place in its data, would mean nothing.
 _OWN = ("model", "data", "seed", "batch_size", "seq_len", "execution.microbatches", "optimizer.name")
 _FREE = ("data.path", "data.eval_sequences")  # data may have moved
-_NOT_SETTINGS = ("resume", "run_dir")
 
 
-def changes(cfg: TrainConfig) -> list[str]:
-    """What `cfg` sets otherwise than the run that it resumes, a line each.
+def own(cfg: TrainConfig) -> TrainConfig:
+    """Without what is the command's and not the run's: where it lies, what it continues, how many processes."""
+    return dataclasses.replace(cfg, run_dir=None, resume=None, distributed=Alone())
+
+
+def changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
+    """What `cfg` sets otherwise than the configuration `saved` in the checkpoint that it resumes, a line each.
 
     Raises `UserError` for what a run keeps to its end.
     """
-    assert cfg.resume is not None
-    before = _flat(as_mapping(from_mapping(read_run(cfg.resume, "resume"))))
-    after = _flat(as_mapping(cfg))
+    before, after = _flat(saved), _flat(as_mapping(own(cfg)))
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)
-        if old == new or key in _NOT_SETTINGS:
+        if old == new:
             continue
-        if any(key == own or key.startswith(f"{own}.") for own in _OWN) and key not in _FREE:
+        if any(key == kept or key.startswith(f"{kept}.") for kept in _OWN) and key not in _FREE:
             raise UserError(
                 f"{key}={show(new)} but the run at resume={cfg.resume} has {key}={show(old)}, which a run keeps to its "
                 "end; leave it out, or start a new run"
             )
         lines.append(f"{key}: {show(old)} before, {show(new)} now")
     return lines
+
+
+def about(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint tells of its run beside arrays. Seed and position are all the randomness that there is."""
+    key = jax.random.key_data(jax.random.key(cfg.seed))
+    names = ("moezoo", "jax", "equinox", "optax", "orbax-checkpoint")
+    versions = {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
+    return {
+        "versions": versions,
+        "processes": distributed.count(),
+        "random_key": key.tolist(),
+        "loader": dict(loader),
+        "config": as_mapping(own(cfg)),
+    }
 
 
 def loader_state(batches: int, source: Source) -> dict[str, Any]:

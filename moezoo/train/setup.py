@@ -1,10 +1,12 @@
-"""From a configuration to what runs: the mesh, the execution, and a model laid out on it."""
+"""From a configuration to what runs: the mesh, the execution, the step, and a state laid out for it."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.axes import Role, parameter_table
+from moezoo.data import Batch
 from moezoo.errors import UserError
 from moezoo.execution import Execution
 from moezoo.mesh import make_mesh
@@ -12,6 +14,8 @@ from moezoo.models import build, model_shapes
 from moezoo.nn.language_model import LanguageModel, check_tokens
 from moezoo.rules import live
 from moezoo.settings import TrainConfig
+from moezoo.train.optimizer import Optimizer
+from moezoo.train.step import State, Step
 
 
 def execution(cfg: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> Execution:
@@ -70,6 +74,22 @@ def initial_model(cfg: TrainConfig, run: Execution) -> LanguageModel:
         out_shardings=run.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),
     )
     return make(jax.random.key(cfg.seed))
+
+
+def make_step(cfg: TrainConfig, run: Execution) -> Step:
+    """The step of a run; nothing is compiled yet."""
+    shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
+    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, shapes)
+    micro_steps = cfg.execution.microbatches
+    tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
+    return Step(shapes, optimizer, run, Batch(*(tokens,) * 4), cfg.guard)
+
+
+def initial_state(cfg: TrainConfig, run: Execution, step: Step) -> State:
+    """The state before the first step, laid out as the step needs it."""
+    model = initial_model(cfg, run)
+    rest = jax.jit(lambda m: step.begin(m)[1:], out_shardings=tuple(step.state_shardings[1:]))
+    return State(model, *rest(model))
 
 
 def count_parameters(model: PyTree, experts_per_token: int) -> tuple[int, int]:

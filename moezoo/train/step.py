@@ -21,16 +21,19 @@ from moezoo.data import Batch
 from moezoo.execution import Execution
 from moezoo.moe.routing import Routing
 from moezoo.nn.language_model import LanguageModel
+from moezoo.settings import GuardSettings
 from moezoo.train.gradients import global_norm, reduce_gradients
+from moezoo.train.guard import Guard, chosen
 from moezoo.train.loss import losses
 from moezoo.train.optimizer import Optimizer
 
 
 class State(NamedTuple):
-    """All that a step changes: the model, the optimiser's state, and the number of steps done (int32)."""
+    """All that a step changes: the model, the optimiser's state, what the guard saw, and how many steps there were."""
 
     model: LanguageModel
     optimizer: Any
+    guard: Guard
     step: Int[Array, ""]
 
 
@@ -38,7 +41,7 @@ class Metrics(NamedTuple):
     """Of one step, over all its tokens; losses are means of micro-steps except `loss`, which weighs every token alike.
 
     `loss`: cross-entropy in nats a predicted token; `routing` losses with their coefficients; `gradient_norm` before
-    clipping; `learning_rate` as used.
+    clipping; `learning_rate` as used; `skipped`: steps that were not taken so far, `skipped_in_a_row` those at the end.
     """
 
     loss: Float[Array, ""]
@@ -49,6 +52,8 @@ class Metrics(NamedTuple):
     max_violation: Float[Array, ""]
     dropped: Int[Array, " layer"]
     load: Int[Array, "layer experts"]
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
 
 
 class _Sums(NamedTuple):
@@ -113,15 +118,22 @@ class Step:
     rather than moved.
     """
 
-    def __init__(self, model: LanguageModel, optimizer: Optimizer, run: Execution, batch: Batch):
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: Optimizer,
+        run: Execution,
+        batch: Batch,
+        guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
+    ):
         """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
         assert run.mesh is not None
-        self._run, self.optimizer = run, optimizer
+        self._run, self.optimizer, self._guard = run, optimizer, guard
         specs = run.specs(model)
         parameters = eqx.filter(model, trainable(model))
         moments = optimizer.specs(parameters, eqx.filter(specs, trainable(model), is_leaf=_is_spec))
-        counter: Any = PartitionSpec()
-        self.state_specs = State(specs, moments, counter)
+        same: Any = PartitionSpec()
+        self.state_specs = State(specs, moments, Guard(*(same,) * len(Guard._fields)), same)
         self.batch_specs = Batch(*(PartitionSpec(None, *run.tokens_spec),) * 4)
         mesh = run.mesh
         self.state_shardings, self.batch_shardings = jax.tree.map(
@@ -136,12 +148,16 @@ class Step:
         self.function = jax.jit(
             whole, donate_argnums=0, out_shardings=(self.state_shardings, NamedSharding(mesh, PartitionSpec()))
         )
-        state = jax.eval_shape(lambda m: State(m, optimizer.init(eqx.filter(m, trainable(m))), jnp.int32(0)), model)
+        state = jax.eval_shape(self.begin, model)
         self.arguments = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             (state, batch),
             (self.state_shardings, self.batch_shardings),
         )
+
+    def begin(self, model: LanguageModel) -> State:
+        """The state of a fresh model; under `jit` with `state_shardings`, or for shapes."""
+        return State(model, self.optimizer.init(eqx.filter(model, trainable(model))), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         run, optimizer = self._run, self.optimizer
@@ -151,11 +167,14 @@ class Step:
         leaf_specs = eqx.filter(specs, trainable(state.model), is_leaf=_is_spec)
         norm = global_norm(gradients, leaf_specs, run.live_axes)
         rate = optimizer.rate(state.step)
+        loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)
+        accepted = state.guard.accepts(loss, norm, self._guard)
+        guard = state.guard.after(accepted, loss, norm)
         parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
         micro_steps = batch.tokens.shape[0]
         load = sums.load.astype(jnp.float32)
         metrics = Metrics(
-            loss=sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32),
+            loss=loss,
             load_balance_loss=sums.load_balance_loss / micro_steps,
             z_loss=sums.z_loss / micro_steps,
             gradient_norm=norm,
@@ -164,9 +183,12 @@ class Step:
             max_violation=(load.max(1) / (jnp.maximum(load.sum(1), 1) / load.shape[1])).max() - 1,
             dropped=sums.dropped,
             load=sums.load,
+            skipped=guard.skipped,
+            skipped_in_a_row=guard.in_a_row,
         )
         model = eqx.combine(parameters, buffers).after_step(sums.load)
-        return State(model, moments, state.step + 1), metrics
+        model, moments = chosen(accepted, (model, moments), (state.model, state.optimizer))
+        return State(model, moments, guard, state.step + 1), metrics
 
     def compile(self) -> "jax.stages.Compiled":
         """The compiled step, for whatever platform the mesh is of."""

@@ -1,4 +1,4 @@
-"""Training batches: shuffled, resumable, the same whatever the number of processes. Validation batches: in order."""
+"""Training batches: shuffled, resumable, the same whatever rows of them are read. Validation batches: in order."""
 
 import itertools
 import json
@@ -59,18 +59,17 @@ def test_an_epoch_smaller_than_a_batch(source):
     assert set(batch.tokens[:, 0].tolist()) == {0, 40}
 
 
-def joined(shares):
-    return [[np.concatenate(parts) for parts in zip(*step, strict=True)] for step in zip(*shares, strict=True)]
+def of(rows, batches):
+    return [[array[rows] for array in batch] for batch in batches]
 
 
-def test_processes_share_the_batch_of_one(source):
+@pytest.mark.parametrize("rows", [[0, 1, 2], [3, 4, 5], [1, 4], [5], [0, 1, 2, 3, 4, 5]])
+def test_some_rows_of_a_batch(source, rows):
+    rows = np.array(rows)
     whole = take(train_batches(source, seq_len=4, batch_size=6, seed=1), 5)
-    for count in (2, 3, 6):
-        shares = [
-            take(train_batches(source, seq_len=4, batch_size=6, seed=1, process_index=i, process_count=count), 5)
-            for i in range(count)
-        ]
-        same(whole, joined(shares))
+    same(of(rows, whole), take(train_batches(source, seq_len=4, batch_size=6, seed=1, rows=rows), 5))
+    held_out = validation_batches(source, seq_len=4, batch_size=6, limit=5)
+    same(of(rows, held_out), validation_batches(source, seq_len=4, batch_size=6, limit=5, rows=rows))
 
 
 def test_place_is_saved_as_json_and_returned_to(source):
@@ -86,9 +85,9 @@ def test_place_is_saved_as_json_and_returned_to(source):
     batches.set_state(state)
     same(rest, take(batches, 4))
     # A job may go on with other processes than it began with.
-    half = train_batches(source, seq_len=4, batch_size=3, seed=0, process_index=2, process_count=3)
-    half.set_state(state)
-    same([[array[2:] for array in batch] for batch in rest], take(half, 4))
+    last = train_batches(source, seq_len=4, batch_size=3, seed=0, rows=np.array([2]))
+    last.set_state(state)
+    same(of([2], rest), take(last, 4))
 
 
 def test_mapped_files_are_read_ahead_with_the_same_result(source, tmp_path):
@@ -112,22 +111,13 @@ def test_validation_in_order_with_padding(source):
     assert np.concatenate([batch.tokens[:, 0] for batch in few]).tolist() == [0, 8, 16, 0]
 
 
-def test_validation_is_shared_by_processes(source):
-    whole = list(validation_batches(source, seq_len=4, batch_size=4, limit=5))
-    shares = [
-        list(validation_batches(source, seq_len=4, batch_size=4, limit=5, process_index=i, process_count=2))
-        for i in range(2)
-    ]
-    same(whole, joined(shares))
-
-
-@pytest.mark.parametrize(("size", "count", "near"), [(6, 4, 8), (3, 8, 8), (0, 1, 1), (-4, 2, 2)])
-def test_batch_size_that_processes_do_not_divide(source, size, count, near):
-    message = rf"^batch_size={size} does not split over {count} process.*{count}, such as batch_size={near}$"
+@pytest.mark.parametrize("size", [0, -4])
+def test_batches_of_nothing_are_refused(source, size):
+    message = f"^batch_size={size} must be at least 1$"
     with pytest.raises(UserError, match=message):
-        train_batches(source, seq_len=4, batch_size=size, seed=0, process_count=count)
-    with pytest.raises(UserError, match=f"^batch_size={size} "):
-        validation_batches(source, seq_len=4, batch_size=size, limit=0, process_count=count)
+        train_batches(source, seq_len=4, batch_size=size, seed=0)
+    with pytest.raises(UserError, match=message):
+        validation_batches(source, seq_len=4, batch_size=size, limit=0)
 
 
 @pytest.mark.parametrize("too_large", [1000, 2**31 + 5])

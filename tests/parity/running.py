@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,6 @@ import oracle_mixtral
 from compiling import fast_options
 from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 
-from moezoo.axes import trainable
 from moezoo.data import Batch
 from moezoo.models import MixtralConfig
 from moezoo.settings import SGD, Constant
@@ -78,10 +76,10 @@ class Running:
     def begin(self) -> State:
         """The state before the first step, in new arrays."""
         # Through NumPy: a copy on devices may share memory with the original, and the step deletes what it is given.
-        shardings, optimizer = self.step.state_shardings, self._optimizer
+        shardings = self.step.state_shardings
         fresh = jax.device_put(jax.tree.map(np.asarray, self._start), shardings.model)
-        init = jax.jit(lambda m: optimizer.init(eqx.filter(m, trainable(m))), out_shardings=shardings.optimizer)
-        return State(fresh, init(fresh), jax.device_put(np.int32(0), shardings.step))
+        rest = jax.jit(lambda m: self.step.begin(m)[1:], out_shardings=tuple(shardings[1:]))
+        return State(fresh, *rest(fresh))
 
     def batch(self, number: int) -> Batch:
         """The batch of a step, cut in micro-steps, on the devices."""

@@ -18,7 +18,8 @@ import moezoo
 from moezoo.data import Batch, Source, load
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Ragged, Ring
 from moezoo.settings import TrainConfig
-from moezoo.train.evaluate import Evaluator, to_devices
+from moezoo.train.evaluate import Evaluator
+from moezoo.train.feed import Feed
 
 NEW = 4
 # Bounded as training may be: neither validation nor generation drops anything.
@@ -84,7 +85,9 @@ def see(way: Way) -> Seen:
     run, wanted = way.run, greedy(way.family)
     there = moezoo.place(model(way.family), run)
     evaluator = Evaluator(there, *unread(), run)
-    whole = to_devices(Batch(**batch(0)), evaluator._batch_sharding)
+    assert run.mesh is not None
+    feed = Feed(jax.sharding.NamedSharding(run.mesh, run.tokens_spec), batch(0)["tokens"].shape)
+    whole = feed(Batch(**batch(0)))
     sums = evaluator._sums.lower(there, whole).compile(compiler_options=fast_options())
     nats, tokens, dropped = jax.device_get(sums(there, whole))
     assert dropped == 0

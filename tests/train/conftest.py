@@ -1,27 +1,21 @@
 """A run small enough to be repeated."""
 
+import jax
 import pytest
 
-# Small in every size; the data has a known structure, so that twenty steps show that something is learned.
-TINY = (
-    "model.vocab=32",
-    "model.embed=32",
-    "model.layers=2",
-    "model.head_dim=8",
-    "model.expert_mlp=16",
-    "data=synthetic",
-    "data.vocab=32",
-    "data.documents=200",
-    "data.document_length=100",
-    "data.eval_sequences=16",
-    "seq_len=16",
-    "optimizer.learning_rate=0.01",
-    "schedule.warmup_steps=2",
-    "log_every=1",
-)
+from moezoo.endurance import TINY
+
+
+@pytest.fixture
+def shared_cache(monkeypatch, pytestconfig):
+    """Processes of their own compile what no earlier one has, and with less care: they run it once."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir(f"jax-{jax.__version__}-processes")))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
-    """Overrides of a tiny run."""
-    return TINY
+    """Overrides of a tiny run, of which twenty steps show that something is learned."""
+    return (*TINY, "optimizer.learning_rate=0.01", "schedule.warmup_steps=2", "log_every=1")

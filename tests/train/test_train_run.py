@@ -12,9 +12,9 @@ import pytest
 import moezoo
 from moezoo.compose import compose_mapping, to_yaml
 from moezoo.settings import AdamW, Cosine
-from moezoo.train.loop import _made
 from moezoo.train.metrics import read_metrics
 from moezoo.train.optimizer import learning_rate
+from moezoo.train.run import _made
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_metrics_rows(run):
     assert rows == run.history
     assert [row["step"] for row in rows] == list(range(1, 13))
     wanted = {"step", "loss", "load_balance_loss", "z_loss", "tokens_per_second", "grad_norm", "learning_rate"}
-    wanted |= {"max_violation", "dropped"}
+    wanted |= {"max_violation", "dropped", "skipped"}
     for row in rows:
         assert set(row) == wanted | ({"val_loss"} if row["step"] in (8, 12) else set())
     assert abs(rows[0]["loss"] - np.log(32)) < 0.1  # a fresh model knows nothing
@@ -165,9 +165,11 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
 
 def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(compose_mapping(*tiny)))
-    with pytest.raises(moezoo.UserError, match=r"already holds a run; name another folder$"):
+    with pytest.raises(
+        moezoo.UserError, match=r"already holds a run; name another folder, or remove it, as it saved no checkpoint$"
+    ):
         moezoo.train(moezoo.compose(*tiny, "steps=2", f"run_dir={tmp_path}"))
-    with pytest.raises(moezoo.UserError, match="holds no checkpoint"):
+    with pytest.raises(moezoo.UserError, match="no checkpoint there"):
         moezoo.train(moezoo.compose(*tiny, "steps=2", f"resume={tmp_path}"))
 
 

@@ -73,9 +73,13 @@ class ExpertGroup:
         """Experts a device."""
         return self.experts // self.size
 
-    def most_rows(self, tokens: int, k: int) -> int:
-        """Rows that one device's experts can need of all the group's tokens: each goes to an expert at most once."""
-        return self.size * tokens * min(k, self.local)
+    def room(self, tokens: int, k: int, factor: float | None) -> int:
+        """Rows that one device's experts can need of all the group's tokens, each of which goes to one at most once.
+
+        With a `factor` no more than that many times a device's own assignments.
+        """
+        most = self.size * tokens * min(k, self.local)
+        return most if factor is None else min(most, math.ceil(factor * tokens * k))
 
     def move(self, collective: str, numbers: int, dtype: DTypeLike) -> Move:
         """A collective over the group."""

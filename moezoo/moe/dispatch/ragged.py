@@ -1,7 +1,6 @@
 """`ragged`: only routed rows move, each to the device of its expert and back."""
 
 import dataclasses
-import math
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -41,8 +40,7 @@ class Ragged(Dispatch):
         """All that can come, or what `buffer_factor` says; this device's assignments where it is alone."""
         if not group.axes:
             return tokens * min(k, group.experts)
-        most = group.most_rows(tokens, k)
-        return most if self.buffer_factor is None else min(most, math.ceil(self.buffer_factor * tokens * k))
+        return group.room(tokens, k, self.buffer_factor)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
         """Counts, then rows there and back, and again: weights' gradients need what came back."""

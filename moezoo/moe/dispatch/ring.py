@@ -1,7 +1,6 @@
 """`ring`: tokens move to all devices of the group, partial sums move back."""
 
 import dataclasses
-import math
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -37,8 +36,7 @@ class Ring(Dispatch):
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """All that the group's tokens can need here, or what `buffer_factor` says."""
-        most = group.most_rows(tokens, k)
-        return most if self.buffer_factor is None else min(most, math.ceil(self.buffer_factor * tokens * k))
+        return group.room(tokens, k, self.buffer_factor)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
         """Tokens and routing to everybody, partial sums back; recomputed, the layer's result is not asked for."""

@@ -1,0 +1,36 @@
+"""From rows of data to arrays on devices, each process reading only what its own devices hold."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Integer
+
+from moezoo.data import Batch
+
+
+class Feed:
+    """The way of batches [..., batch, seq] onto devices that lie as `sharding` says.
+
+    `rows`: those of each batch that this process needs, in order; whole, also where its devices split the sequence.
+    """
+
+    def __init__(self, sharding: Sharding, shape: tuple[int, ...]):
+        self._sharding, self._shape = sharding, shape
+        here = [index[-2] for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
+        self.rows: Integer[np.ndarray, " rows"] = np.unique(
+            np.concatenate([np.arange(shape[-2])[rows] for rows in here])
+        )
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`rows` of a batch, NumPy arrays [..., rows, seq], as global arrays."""
+
+        def place(x: np.ndarray) -> jax.Array:
+            def part(index: Any) -> np.ndarray:
+                wanted = np.arange(self._shape[-2])[index[-2]]
+                return x[(*index[:-2], np.searchsorted(self.rows, wanted), slice(None))][..., index[-1]]
+
+            return jax.make_array_from_callback(self._shape, self._sharding, part)
+
+        return Batch(*map(place, batch))
