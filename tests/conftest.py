@@ -4,7 +4,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # jax 0.10 sizes the CPU's thread pool by NPROC; with few threads, collectives of several steps can wait forever.
-os.environ.setdefault("NPROC", "16")
+os.environ["NPROC"] = "64"
 # Should that happen all the same, end the test instead of hanging.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=120"
 # Programs run for moments: translate them to machine code with less care, which leaves what they compute alone.
@@ -33,8 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no process waits for it at the end."""
+    """What takes longest comes first, so that no process waits for it at the end; whole products take their time."""
     items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from moezoo.train.setup import execution, make_step
 checkpoint = sys.modules["moezoo.train.checkpoint"]  # `moezoo.train` is the function
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
+SECONDS = 300  # far above what anything here takes, far below forever
 COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=0", "steps=12", "schedule=constant")
 
 
@@ -126,21 +127,27 @@ def test_kills_signals_and_flipped_bits(tmp_path, shared_cache, capsys):
     assert "WRONG" not in out
 
 
-def test_a_full_disk(tiny, whole, tmp_path, shared_cache):
-    """A file system of its own with room for one checkpoint: the second one ends the run, and the first is whole."""
-    size = sum(path.stat().st_size for path in (whole.folder / "checkpoints" / "8").rglob("*"))
-    train = shlex.join([sys.executable, str(TRAIN), *tiny, *COMMON, "run_dir=disk/a"])
-    mount = f"mkdir disk && mount -t tmpfs -o size={size * 5 // 3} none disk"
-    script = f"{mount} && {{ {train}; code=$?; cp -r disk/a .; exit $code; }}"
+def test_a_full_disk(copy, whole, tmp_path, shared_cache):
+    """A file system of its own that has no room for another checkpoint: it ends the run, and the one before is whole."""
+    shutil.rmtree(copy / "checkpoints" / "12")
+    train = shlex.join([sys.executable, str(TRAIN), "resume=disk/copy"])
+    # 64 kB for what else a run writes; a checkpoint is larger.
+    fill = "cp -r copy disk && head -c $(($(stat -f -c '%a * %S' disk) - 65536)) /dev/zero > disk/full"
+    mount = f"mkdir disk && mount -t tmpfs -o size=16m none disk && {fill}"
+    script = f"{mount} && {{ {train}; code=$?; cp -r disk/copy after; exit $code; }}"
     done = subprocess.run(
-        ["unshare", "--mount", "--map-root-user", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True
+        ["unshare", "--mount", "--map-root-user", "bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 2, done
-    checkpoints = f"{tmp_path}/disk/a/checkpoints"
+    checkpoints = f"{tmp_path}/disk/copy/checkpoints"
     told = f"error: {checkpoints}: a checkpoint could not be written (no space left on the disk); the last good one is"
-    assert done.stderr == f"{told} step 4\n"
-    assert steps(tmp_path / "a" / "checkpoints") == [4]
-    same(moezoo.train(moezoo.compose(f"resume={tmp_path}/a")), whole)
+    assert done.stderr == f"{told} step 8\n"
+    assert steps(tmp_path / "after" / "checkpoints") == [8]
+    same(moezoo.train(moezoo.compose(f"resume={tmp_path}/after")), whole)
 
 
 def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
