@@ -18,7 +18,7 @@ from moezoo.train.checkpoint import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=6", "steps=8", "schedule=constant")
-SECONDS = 120  # far above what anything here takes, far below forever
+SECONDS = 600  # far above what anything here takes, far below forever
 
 
 def rows(folder):
@@ -43,7 +43,7 @@ def start(tmp_path, shared_cache):
     running = []
 
     def process(number, how, arguments, folder):
-        here = (f"distributed={how}", "distributed.heartbeat_seconds=10", "distributed.start_seconds=60")
+        here = (f"distributed={how}", "distributed.heartbeat_seconds=10", "distributed.start_seconds=300")
         slurm = {}
         if how == "manual":
             here += (f"distributed.coordinator=localhost:{port}", "distributed.processes=2")

@@ -27,7 +27,7 @@ from moezoo.train.setup import execution, make_step
 checkpoint = sys.modules["moezoo.train.checkpoint"]  # `moezoo.train` is the function
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
-SECONDS = 300  # far above what anything here takes, far below forever
+SECONDS = 600  # far above what anything here takes, far below forever
 COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=0", "steps=12", "schedule=constant")
 
 
@@ -128,7 +128,7 @@ def test_kills_signals_and_flipped_bits(tmp_path, shared_cache, capsys):
 
 
 def test_a_full_disk(copy, whole, tmp_path, shared_cache):
-    """A file system of its own that has no room for another checkpoint: it ends the run, and the one before is whole."""
+    """A file system of its own without room for another checkpoint: it ends the run, and the one before is whole."""
     shutil.rmtree(copy / "checkpoints" / "12")
     train = shlex.join([sys.executable, str(TRAIN), "resume=disk/copy"])
     # 64 kB for what else a run writes; a checkpoint is larger.
