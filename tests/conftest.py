@@ -1,19 +1,24 @@
 """Every test runs strictly, on 8 virtual CPU devices, with shapes and dtypes of all annotations checked."""
 
+import importlib.metadata
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# jax 0.10 sizes the CPU's thread pool by NPROC; with few threads, collectives of several steps can wait forever.
-os.environ["NPROC"] = "64"
-# Should that happen all the same, end the test instead of hanging.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=120"
-# Programs run for moments: translate them to machine code with less care, which leaves what they compute alone.
-os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+# jax 0.10 sizes the CPU's thread pool by NPROC; with few threads, collectives of several steps can wait forever.
+os.environ["NPROC"] = "64"
+# Should that happen all the same, end the test instead of hanging.
+flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
+# Programs run for moments: translate them to machine code with less care, which leaves what they compute alone.
+flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no such choice
+    flags += ["--xla_cpu_use_fusion_emitters=false"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

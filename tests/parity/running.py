@@ -9,7 +9,6 @@ import numpy as np
 import oracle
 import oracle_deepseek
 import oracle_mixtral
-from compiling import fast_options
 from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 
 from moezoo.data import Batch
@@ -70,7 +69,7 @@ class Running:
         self._micro_steps, self._start = case.microbatches, start
         self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, start)
         self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches))
-        self._compiled = self.step.function.lower(*self.step.arguments).compile(compiler_options=fast_options())
+        self._compiled = self.step.function.lower(*self.step.arguments).compile()
         self.state = self.begin()
 
     def begin(self) -> State:
@@ -88,7 +87,7 @@ class Running:
 
     def __call__(self, number: int) -> Metrics:
         """One step."""
-        self.state, metrics = self._compiled(self.state, self.batch(number))
+        self.state, metrics = jax.block_until_ready(self._compiled(self.state, self.batch(number)))
         return jax.device_get(metrics)
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from compiling import fast_options
 from cover import LENGTH, MESHES, Family, batch, fits, model, rules
 from running import expected
 from table import leave
@@ -67,7 +66,7 @@ def greedy(family: Family) -> np.ndarray:
     """Prompts and their continuations: the whole text runs again for every token, on one device."""
     tokens = np.pad(batch(0)["tokens"][:4, :3], ((0, 0), (0, NEW)))
     tokens[:, :3] += tokens[:, :3] == 0  # a token of its own where the row is padding
-    read = jax.jit(lambda model, tokens: model(tokens).logits, compiler_options=fast_options())
+    read = jax.jit(lambda model, tokens: model(tokens).logits)
     for at in range(3, 3 + NEW):
         tokens[:, at] = np.asarray(read(model(family), tokens))[:, at - 1].argmax(-1)
     return tokens
@@ -88,8 +87,7 @@ def see(way: Way) -> Seen:
     assert run.mesh is not None
     feed = Feed(jax.sharding.NamedSharding(run.mesh, run.tokens_spec), batch(0)["tokens"].shape)
     whole = feed(Batch(**batch(0)))
-    sums = evaluator._sums.lower(there, whole).compile(compiler_options=fast_options())
-    nats, tokens, dropped = jax.device_get(sums(there, whole))
+    nats, tokens, dropped = jax.device_get(evaluator._sums(there, whole))
     assert dropped == 0
     assert tokens == (batch(0)["labels"] >= 0).sum()
     loss = expected(way.family, "batch", 1).outcomes[0].loss

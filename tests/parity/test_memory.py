@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cover import Case, config
-from running import RATE, STEPS, fast_options, shapes
+from running import RATE, STEPS, shapes
 
 from moezoo.jaxprs import equations
 from moezoo.models import model_shapes
@@ -66,7 +66,7 @@ def test_compiled_step_holds_few_gathered_layers(case):
     """What XLA sets aside beside arguments and results."""
     found = large(case)
     lowered = found.step.function.lower(*found.step.arguments)
-    analysis: Any = lowered.compile(compiler_options=fast_options()).memory_analysis()
+    analysis: Any = lowered.compile().memory_analysis()
     temporary = analysis.temp_size_in_bytes
     # Needed at a time: one layer's three gathered weights and the gradients of them before they are scattered, and
     # transposed copies for the products; the gradient itself, an eighth of all layers; activations are small. With

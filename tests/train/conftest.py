@@ -8,11 +8,10 @@ from moezoo.endurance import TINY
 
 @pytest.fixture
 def shared_cache(monkeypatch, pytestconfig):
-    """Processes of their own compile what no earlier one has, and with less care: they run it once."""
+    """Processes of their own compile what no earlier one has."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir(f"jax-{jax.__version__}-processes")))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 
 @pytest.fixture(scope="session")
