@@ -1,1 +1,6 @@
-"""Kernels: a folder each, with one `api` and one file a backend."""
+"""Kernels: a folder each, with one `api` and one file per backend.
+
+`moezoo.kernels.grouped_matmul` is the function.
+"""
+
+from moezoo.kernels.grouped_matmul import grouped_matmul as grouped_matmul

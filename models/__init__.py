@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from moezoo.hub import Hub
 from moezoo.models import deepseek_hub, mixtral_hub
+from moezoo.models.base import Hub, LanguageModel
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
-from moezoo.nn.language_model import LanguageModel
 
 ModelConfig = MixtralConfig | DeepSeekConfig
 
@@ -30,7 +29,7 @@ FAMILIES = {
 }
 
 
-def build(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
+def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
     """A model of the family that `config` belongs to."""
     for family in FAMILIES.values():
         if isinstance(config, family.config):
@@ -40,7 +39,7 @@ def build(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> Lan
 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
     """The model with shapes for arrays: costs no memory and starts no device."""
-    return jax.eval_shape(lambda: build(config, key=jax.random.key(0), dtype=dtype))
+    return jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=dtype))
 
 
 __all__ = [
@@ -51,6 +50,6 @@ __all__ = [
     "Mixtral",
     "MixtralConfig",
     "ModelConfig",
-    "build",
+    "build_model",
     "model_shapes",
 ]

@@ -13,18 +13,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moezoo.axes import Stack
 from moezoo.errors import UserError
-from moezoo.execution import Execution
-from moezoo.moe.block import Experts, MoE
+from moezoo.models.base import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attended, Context
 from moezoo.nn.cache import Past
-from moezoo.nn.language_model import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rope import Pairs, Yarn
+from moezoo.parallel.axes import Stack
+from moezoo.parallel.execution import Execution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ class DeepSeekConfig:
             groups=self.groups,
             kept_groups=self.kept_groups,
             group_score=self.group_score,
-            weights=self.expert_weights,
+            gates=self.expert_weights,
             scale=self.expert_scale,
             bias=self.choice_bias,
         )
@@ -180,10 +181,10 @@ class _Attending(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None
     ) -> Attended:
         with jax.named_scope("attention"):
-            y, kept = self.attention(self.norm(x), context, run, past)
+            y, kept = self.attention(self.norm(x), context, execution, past)
             return Attended(x + y, kept)
 
 
@@ -202,10 +203,10 @@ class DenseLayer(eqx.Module):
         self.mlp = MLP(c.embed, c.mlp, out_std=(2 * c.layers) ** -0.5, dtype=dtype, key=for_mlp)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> LayerOutput:
         """The layer's activations and latents; it routes nothing."""
-        x, kept = self.attending(x, context, run, past)
+        x, kept = self.attending(x, context, execution, past)
         with jax.named_scope("mlp"):
             return LayerOutput(x + self.mlp(self.mlp_norm(x)), None, kept)
 
@@ -232,13 +233,13 @@ class MoELayer(eqx.Module):
         self.shared = MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> LayerOutput:
         """The layer's activations, routing sums and latents."""
-        x, kept = self.attending(x, context, run, past)
+        x, kept = self.attending(x, context, execution, past)
         normed = self.moe_norm(x)
         with jax.named_scope("moe"):
-            y, shared, sums = self.moe(normed, context.queries.segment > 0, run, self.shared)
+            y, shared, sums = self.moe(normed, context.queries.segment > 0, execution, self.shared)
         return LayerOutput(x + (y if shared is None else y + shared), sums, kept)
 
 
@@ -255,10 +256,10 @@ class DeepSeek(LanguageModel):
         for_embedding, for_dense, for_moe, for_head = jax.random.split(key, 4)
         self.config = c
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        runs = [(DenseLayer, c.dense_layers, for_dense), (MoELayer, c.layers - c.dense_layers, for_moe)]
+        kinds = [(DenseLayer, c.dense_layers, for_dense), (MoELayer, c.layers - c.dense_layers, for_moe)]
         self.stacks = tuple(
             Stack(jax.vmap(lambda k, kind=kind: kind(c, dtype=dtype, key=k))(jax.random.split(one, count)), count)
-            for kind, count, one in runs
+            for kind, count, one in kinds
             if count
         )
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
@@ -266,7 +267,7 @@ class DeepSeek(LanguageModel):
     def after_step(self, load: Int[Array, "layer experts"]) -> "DeepSeek":
         """With the routers' choice bias moved towards balance."""
         routers = lambda m: m.stacks[-1].layer.moe.router  # noqa: E731
-        return eqx.tree_at(routers, self, routers(self).rebalanced(load, self.config.bias_rate))
+        return eqx.tree_at(routers, self, routers(self).rebalance(load, self.config.bias_rate))
 
 
 # Our arrays and the tensors of a Hugging Face folder; a tuple is several that lie there as one.

@@ -6,7 +6,7 @@ from typing import Any
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.hub import check_activation, rope_of, setting, setting_or
+from moezoo.models.config_json import check_activation, get_or, read_rope, require
 from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.deepseek import NAMES as NAMES
 from moezoo.models.deepseek import DeepSeekConfig
@@ -19,7 +19,7 @@ MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 _NEXT_TOKEN = ("eh_proj", "enorm", "hnorm", "shared_head")
 
 
-def passed_over(left: set[str], expected: set[str]) -> set[str]:
+def find_unused(left: set[str], expected: set[str]) -> set[str]:
     """Layers after the last that are for predicting several tokens at once."""
     layer_of = {name: m[1] for name in left | expected if (m := re.match(r"model\.layers\.(\d+)\.", name))}
     known = {layer_of[name] for name in expected if name in layer_of}
@@ -39,7 +39,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         raise UserError(f"config.json: topk_method {method}; this version has greedy and group_limited_greedy")
     grouped = sigmoid or method == "group_limited_greedy"
     groups, kept = (8, 4) if sigmoid else (1, 1)  # where nothing is said
-    rope = rope_of(mapping)
+    rope = read_rope(mapping)
     kind = rope["rope_type"]
     if kind not in ("default", "yarn"):
         raise UserError(f"config.json: rope_type {kind}; this family has default and yarn")
@@ -49,28 +49,28 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     extended: dict[str, Any] = {}
     if kind == "yarn":
         extended = {
-            "yarn_factor": setting(rope, "factor"),
-            "yarn_length": setting(rope, "original_max_position_embeddings"),
+            "yarn_factor": require(rope, "factor"),
+            "yarn_length": require(rope, "original_max_position_embeddings"),
             "yarn_beta_fast": rope.get("beta_fast") or 32,
             "yarn_beta_slow": rope.get("beta_slow") or 1,
             "yarn_mscale": rope.get("mscale") or 0,
             "yarn_mscale_all": rope.get("mscale_all_dim") or 0,
         }
     settings = dict(
-        vocab=setting(mapping, "vocab_size"),
-        embed=setting(mapping, "hidden_size"),
-        layers=setting(mapping, "num_hidden_layers"),
-        dense_layers=setting(mapping, "first_k_dense_replace"),
-        heads=setting(mapping, "num_attention_heads"),
+        vocab=require(mapping, "vocab_size"),
+        embed=require(mapping, "hidden_size"),
+        layers=require(mapping, "num_hidden_layers"),
+        dense_layers=require(mapping, "first_k_dense_replace"),
+        heads=require(mapping, "num_attention_heads"),
         q_lora=mapping.get("q_lora_rank"),
-        kv_lora=setting(mapping, "kv_lora_rank"),
-        nope_dim=setting(mapping, "qk_nope_head_dim"),
-        rope_dim=setting(mapping, "qk_rope_head_dim"),
-        value_dim=setting(mapping, "v_head_dim"),
-        mlp=setting(mapping, "intermediate_size"),
-        expert_mlp=setting(mapping, "moe_intermediate_size"),
-        experts=setting(mapping, "n_routed_experts"),
-        experts_per_token=setting(mapping, "num_experts_per_tok"),
+        kv_lora=require(mapping, "kv_lora_rank"),
+        nope_dim=require(mapping, "qk_nope_head_dim"),
+        rope_dim=require(mapping, "qk_rope_head_dim"),
+        value_dim=require(mapping, "v_head_dim"),
+        mlp=require(mapping, "intermediate_size"),
+        expert_mlp=require(mapping, "moe_intermediate_size"),
+        experts=require(mapping, "n_routed_experts"),
+        experts_per_token=require(mapping, "num_experts_per_tok"),
         shared_experts=mapping.get("n_shared_experts") or 0,
         score="sigmoid" if sigmoid else "softmax",
         groups=(mapping.get("n_group") or groups) if grouped else 1,
@@ -78,20 +78,20 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         group_score="sum_of_top2" if sigmoid else "max",
         # The second version has the key too and does not heed it.
         expert_weights="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
-        expert_scale=setting_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
+        expert_scale=get_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
         choice_bias="learned" if sigmoid else "none",
-        rope_base=setting_or(rope, "rope_theta", 1e4),
+        rope_base=get_or(rope, "rope_theta", 1e4),
         # Of the third version alone.
         rope_pairs="interleaved" if mapping.get("rope_interleave", True) or not sigmoid else "halves",
         max_length=mapping.get("max_position_embeddings") or (4096 if sigmoid else 2048),
-        norm_eps=setting(mapping, "rms_norm_eps"),
-        init_std=setting_or(mapping, "initializer_range", 0.02),
+        norm_eps=require(mapping, "rms_norm_eps"),
+        init_std=get_or(mapping, "initializer_range", 0.02),
         **extended,
     )
     return convert(DeepSeekConfig, settings, "config.json: model")
 
 
-def hub_config(config: DeepSeekConfig) -> dict[str, Any]:
+def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
     """The keys that transformers reads. Raises `UserError` for a router that neither version has."""
     c = config
     third = c.score == "sigmoid"

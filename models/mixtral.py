@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.axes import Stack
 from moezoo.errors import UserError
-from moezoo.execution import Execution
-from moezoo.moe.block import Experts, MoE
+from moezoo.models.base import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention, Context
 from moezoo.nn.cache import Past
-from moezoo.nn.language_model import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
 from moezoo.nn.norm import RMSNorm
+from moezoo.parallel.axes import Stack
+from moezoo.parallel.execution import Execution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +118,14 @@ class Layer(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> LayerOutput:
         """The layer's activations, routing sums, keys and values."""
         with jax.named_scope("attention"):
-            y, kept = self.attention(self.attention_norm(x), context, run, past)
+            y, kept = self.attention(self.attention_norm(x), context, execution, past)
             x = x + y
         with jax.named_scope("moe"):
-            y, _, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, run)
+            y, _, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, execution)
         return LayerOutput(x + y, sums, kept)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.hub import check_activation, rope_of, setting, setting_or
+from moezoo.models.config_json import check_activation, get_or, read_rope, require
 from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.mixtral import NAMES as NAMES
 from moezoo.models.mixtral import MixtralConfig
@@ -13,7 +13,7 @@ from moezoo.models.mixtral import MixtralConfig
 MODEL_TYPES = ("mixtral",)
 
 
-def passed_over(left: set[str], expected: set[str]) -> set[str]:
+def find_unused(left: set[str], expected: set[str]) -> set[str]:
     """None are."""
     del left, expected
     return set()
@@ -24,31 +24,31 @@ def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
     if mapping.get("tie_word_embeddings"):
         raise UserError("config.json: tie_word_embeddings is true; this family's embeddings are untied")
     check_activation(mapping)
-    rope = rope_of(mapping)
+    rope = read_rope(mapping)
     if rope["rope_type"] != "default":
         raise UserError(f"config.json: rope_type {rope['rope_type']}; this family has the default alone")
-    heads = setting(mapping, "num_attention_heads")
+    heads = require(mapping, "num_attention_heads")
     settings = dict(
-        vocab=setting(mapping, "vocab_size"),
-        embed=setting(mapping, "hidden_size"),
-        layers=setting(mapping, "num_hidden_layers"),
+        vocab=require(mapping, "vocab_size"),
+        embed=require(mapping, "hidden_size"),
+        layers=require(mapping, "num_hidden_layers"),
         heads=heads,
-        kv_heads=setting(mapping, "num_key_value_heads"),
-        head_dim=mapping.get("head_dim") or setting(mapping, "hidden_size") // heads,
-        expert_mlp=setting(mapping, "intermediate_size"),
-        experts=setting(mapping, "num_local_experts"),
-        experts_per_token=setting(mapping, "num_experts_per_tok"),
+        kv_heads=require(mapping, "num_key_value_heads"),
+        head_dim=mapping.get("head_dim") or require(mapping, "hidden_size") // heads,
+        expert_mlp=require(mapping, "intermediate_size"),
+        experts=require(mapping, "num_local_experts"),
+        experts_per_token=require(mapping, "num_experts_per_tok"),
         window=mapping.get("sliding_window"),
-        rope_base=setting_or(rope, "rope_theta", 1e6),
+        rope_base=get_or(rope, "rope_theta", 1e6),
         max_length=mapping.get("max_position_embeddings") or 131072,
-        norm_eps=setting(mapping, "rms_norm_eps"),
-        load_balance=setting_or(mapping, "router_aux_loss_coef", 0.001),
-        init_std=setting_or(mapping, "initializer_range", 0.02),
+        norm_eps=require(mapping, "rms_norm_eps"),
+        load_balance=get_or(mapping, "router_aux_loss_coef", 0.001),
+        init_std=get_or(mapping, "initializer_range", 0.02),
     )
     return convert(MixtralConfig, settings, "config.json: model")
 
 
-def hub_config(config: MixtralConfig) -> dict[str, Any]:
+def config_to_hub(config: MixtralConfig) -> dict[str, Any]:
     """The keys that transformers reads."""
     c = config
     return {

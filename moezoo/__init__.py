@@ -6,19 +6,19 @@ out = run.model(tokens)                              # out.logits, out.routing
 """
 
 from moezoo import data, kernels, models, moe
-from moezoo.compose import compose
+from moezoo.config.build import build_execution as execution
+from moezoo.config.compose import compose
 from moezoo.errors import UserError
-from moezoo.execution import Execution, place
-from moezoo.generation import generate
-from moezoo.mesh import MeshShape, cpu_devices, make_mesh
-from moezoo.models import build
-from moezoo.pretrained import from_pretrained, save_pretrained
-from moezoo.rules import Rules
-from moezoo.train.evaluate import Evaluation, evaluate
-from moezoo.train.run import Run, train
-from moezoo.train.saved import load_run, saved_config
-from moezoo.train.setup import execution
-from moezoo.train.signals import Stopped
+from moezoo.generation.generate import generate
+from moezoo.hub.folders import from_pretrained, save_pretrained
+from moezoo.models import build_model
+from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
+from moezoo.parallel.rules import Rules
+from moezoo.training.evaluate import Evaluation, evaluate
+from moezoo.training.saved import load_run, saved_config
+from moezoo.training.signals import Stopped
+from moezoo.training.train import Run, train
 
 __all__ = [
     "Evaluation",
@@ -28,7 +28,7 @@ __all__ = [
     "Run",
     "Stopped",
     "UserError",
-    "build",
+    "build_model",
     "compose",
     "cpu_devices",
     "data",

@@ -9,10 +9,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moezoo.collectives import GROUPED_MATMUL, vary_like
 from moezoo.errors import UserError, nearest
 from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
 from moezoo.kernels.grouped_matmul.backend import Backend
+from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
 _BACKENDS: dict[str, Backend] = {"reference": reference, "blocked": blocked, "ragged_dot": ragged_dot}
@@ -32,7 +32,7 @@ def grouped_matmul(
     weights: Float[Array, "groups inputs outputs"],
     group_sizes: Int[Array, " groups"],
     *,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "rows outputs"]:
     """Multiply each run of rows by its group's matrix.
 

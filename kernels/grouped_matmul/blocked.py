@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.collectives import vary_like
+from moezoo.parallel.collectives import vary_like
 
 _BLOCKS = (256, 128, 32)
 

@@ -3,5 +3,5 @@
 from moezoo.kernels.permute.api import Plan as Plan
 from moezoo.kernels.permute.api import permute as permute
 from moezoo.kernels.permute.api import plan as plan
-from moezoo.kernels.permute.api import plan_by_place as plan_by_place
+from moezoo.kernels.permute.api import plan_with_capacity as plan_with_capacity
 from moezoo.kernels.permute.api import unpermute as unpermute

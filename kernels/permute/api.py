@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moezoo.collectives import vary_like
+from moezoo.parallel.collectives import vary_like
 
 
 class Plan(NamedTuple):
@@ -27,45 +27,45 @@ class Plan(NamedTuple):
     dropped: Int[Array, ""]
 
 
-def plan(experts: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int, room: int | None = None) -> Plan:
+def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int, room: int | None = None) -> Plan:
     """Sort assignments by expert, keeping the `count` experts from `first` on; any other expert is not here.
 
     A token's experts differ, so it needs at most min(K, count) rows: R = T * min(K, count) never overflows. With less
     `room` than that, R = `room` and what comes last is dropped: of the highest experts, the last tokens.
     """
-    tokens, k = experts.shape
+    tokens, k = expert_ids.shape
     rows = tokens * min(k, count)
     bounded = room is not None and room < rows
     rows = room if bounded else rows
-    local = experts.reshape(-1) - first
+    local = expert_ids.reshape(-1) - first
     key = jnp.where((local >= 0) & (local < count), local, count)
     order = _stable_argsort(key, count + 1)
     index = jnp.arange(key.size, dtype=jnp.int32)
-    place = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
+    sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     sizes, dropped = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
     if bounded:
         before, wanted = jnp.cumsum(sizes) - sizes, sizes.sum()
         sizes = jnp.clip(rows - before, 0, sizes)
         dropped = wanted - sizes.sum()
-    row = jnp.where((key < count) & (place < rows), place, rows).reshape(tokens, k)
+    row = jnp.where((key < count) & (sorted_index < rows), sorted_index, rows).reshape(tokens, k)
     source = jnp.where(index[:rows] < sizes.sum(), order[:rows], key.size)
     return Plan(source, row, sizes, dropped)
 
 
-def plan_by_place(experts: Int[Array, "tokens k"], count: int, capacity: int) -> Plan:
-    """A place of its own for every assignment: `capacity` rows for each of `count` experts, R = count * capacity.
+def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity: int) -> Plan:
+    """A row of its own for every assignment: `capacity` rows for each of `count` experts, R = count * capacity.
 
-    An expert's places are taken by first choices in the order of tokens, then by second ones, and so on; what finds
+    An expert's rows are taken by first choices in the order of tokens, then by second ones, and so on; what finds
     none is dropped. Every group has `capacity` rows, used or not.
     """
-    tokens, k = experts.shape
-    key = experts.T.reshape(-1)  # by choice, then by token
+    tokens, k = expert_ids.shape
+    key = expert_ids.T.reshape(-1)  # by choice, then by token
     order = _stable_argsort(key, count + 1)
     index = jnp.arange(key.size, dtype=jnp.int32)
-    place = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
+    sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     sizes = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
     first = jnp.cumsum(sizes) - sizes
-    rank = place - jnp.take(first, key, mode="clip")
+    rank = sorted_index - jnp.take(first, key, mode="clip")  # among the assignments of its expert
     fits = (key < count) & (rank < capacity)
     rows = count * capacity
     row = jnp.where(fits, key * capacity + rank, rows).reshape(k, tokens).T
@@ -74,7 +74,7 @@ def plan_by_place(experts: Int[Array, "tokens k"], count: int, capacity: int) ->
     nth = jnp.take(order, first[:, None] + rank, mode="clip")
     assignment = nth % tokens * k + nth // tokens
     source = jnp.where(rank < sizes[:, None], assignment, key.size).reshape(-1)
-    # T places are enough, as a token's experts differ; then this is known before anything is counted.
+    # T rows are enough, as a token's experts differ; then this is known before anything is counted.
     dropped = ((key < count) & ~fits).sum(dtype=jnp.int32) if capacity < tokens else jnp.zeros((), jnp.int32)
     return Plan(source, row, vary_like(jnp.full((count,), capacity, jnp.int32), source), dropped)
 
@@ -117,26 +117,26 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 @jax.custom_vjp
 def _unpermute(
-    rows: Float[Array, "rows embed"], weights: Float[Array, "tokens k"], plan: Plan
+    rows: Float[Array, "rows embed"], gates: Float[Array, "tokens k"], plan: Plan
 ) -> Float[Array, "tokens embed"]:
-    total = weights[:, 0, None] * _take(rows, plan.row[:, 0]).astype(jnp.float32)
-    for choice in range(1, weights.shape[1]):
-        total += weights[:, choice, None] * _take(rows, plan.row[:, choice]).astype(jnp.float32)
+    total = gates[:, 0, None] * _take(rows, plan.row[:, 0]).astype(jnp.float32)
+    for choice in range(1, gates.shape[1]):
+        total += gates[:, choice, None] * _take(rows, plan.row[:, choice]).astype(jnp.float32)
     return total.astype(rows.dtype)
 
 
-def _unpermute_forward(rows, weights, plan):
-    return _unpermute(rows, weights, plan), (rows, weights, plan)
+def _unpermute_forward(rows, gates, plan):
+    return _unpermute(rows, gates, plan), (rows, gates, plan)
 
 
 def _unpermute_backward(residuals, cotangent):
-    rows, weights, plan = residuals
-    k = weights.shape[1]
-    weight = jnp.take(weights.reshape(-1), plan.source, mode="fill", fill_value=0)
+    rows, gates, plan = residuals
+    k = gates.shape[1]
+    gate = jnp.take(gates.reshape(-1), plan.source, mode="fill", fill_value=0)
     by_row = jnp.take(cotangent, plan.source // k, axis=0, mode="clip").astype(jnp.float32)
     by_token = cotangent.astype(jnp.float32)
-    by_weight = [(by_token * _take(rows, plan.row[:, c]).astype(jnp.float32)).sum(1) for c in range(k)]
-    return (weight[:, None] * by_row).astype(rows.dtype), jnp.stack(by_weight, axis=1).astype(weights.dtype), None
+    by_gate = [(by_token * _take(rows, plan.row[:, c]).astype(jnp.float32)).sum(1) for c in range(k)]
+    return (gate[:, None] * by_row).astype(rows.dtype), jnp.stack(by_gate, axis=1).astype(gates.dtype), None
 
 
 _unpermute.defvjp(_unpermute_forward, _unpermute_backward)
@@ -148,11 +148,11 @@ def permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "r
 
 
 def unpermute(
-    rows: Float[Array, "rows embed"], weights: Float[Array, "tokens k"], plan: Plan
+    rows: Float[Array, "rows embed"], gates: Float[Array, "tokens k"], plan: Plan
 ) -> Float[Array, "tokens embed"]:
-    """Each token's sum over its rows here, weighted (float32), in the order of its choices; zero without rows."""
+    """Each token's sum over its rows here times their gates, float32, in the order of its choices; else zero."""
     return _unpermute(
-        vary_like(rows, weights, plan.source),
-        vary_like(weights, rows, plan.source),
-        jax.tree.map(lambda x: vary_like(x, rows, weights), plan),
+        vary_like(rows, gates, plan.source),
+        vary_like(gates, rows, plan.source),
+        jax.tree.map(lambda x: vary_like(x, rows, gates), plan),
     )

@@ -19,7 +19,7 @@ class Candidate(NamedTuple):
     peak_bytes: dict[Pass, int | None]
 
 
-def compiled(
+def compile_passes(
     function: Callable[..., Any], differentiable: Sequence[Any], rest: Sequence[Any], cotangent: Any
 ) -> Candidate:
     """A function of `differentiable` and `rest` (which gets no gradient), compiled in all three passes.
@@ -28,17 +28,17 @@ def compiled(
     """
     differentiable, rest = tuple(differentiable), tuple(rest)
 
-    def linearised(differentiable: tuple, rest: tuple) -> Any:
+    def linearize(differentiable: tuple, rest: tuple) -> Any:
         return jax.vjp(lambda *d: function(*d, *rest), *differentiable)
 
     def both(differentiable: tuple, rest: tuple, cotangent: Any) -> Any:
-        value, pull = linearised(differentiable, rest)
+        value, pull = linearize(differentiable, rest)
         return value, pull(cotangent)
 
     def forward(differentiable: tuple, rest: tuple) -> Any:
         return function(*differentiable, *rest)
 
-    _, pull = jax.jit(linearised)(differentiable, rest)
+    _, pull = jax.jit(linearize)(differentiable, rest)
     programs: dict[Pass, tuple[Any, tuple]] = {
         "forward": (forward, (differentiable, rest)),
         "backward": (lambda pull, cotangent: pull(cotangent), (pull, cotangent)),

@@ -14,12 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moezoo.absent import absent_devices
 from moezoo.bench.shapes import SHAPES, Shape
-from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import grouped_matmul
-from moezoo.moe.block import Experts, MoE
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.parallel.absent import absent_devices
+from moezoo.parallel.execution import Execution
 
 
 class Compiled(NamedTuple):
@@ -77,8 +78,8 @@ def _layer(shape: Shape, dtype: Any) -> _Program:
 
     block = jax.eval_shape(make, jax.random.key(0))
     x, valid = jax.ShapeDtypeStruct((1, t, d), dtype), jax.ShapeDtypeStruct((1, t), jnp.bool)
-    run = Execution(dtype=dtype)
-    return _Program(lambda p, valid: p[1](p[0], valid, run)[0], (x, block), valid, x)
+    execution = Execution(dtype=dtype)
+    return _Program(lambda p, valid: p[1](p[0], valid, execution)[0], (x, block), valid, x)
 
 
 def _compile(target: str, device: Any, part: str, name: str, program: _Program) -> Compiled:

@@ -11,12 +11,13 @@ import numpy as np
 from jax import lax
 
 from moezoo.bench import torch_peers
-from moezoo.bench.candidates import Candidate, compiled
+from moezoo.bench.candidates import Candidate, compile_passes
 from moezoo.bench.shapes import Shape
-from moezoo.execution import Execution
 from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
-from moezoo.moe.block import Experts, MoE
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.parallel.execution import Execution
 
 Routing = Literal["uniform", "zipf"]
 
@@ -55,20 +56,20 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     t, d, f, e, k = shape
     x, w, c = normal(0, dtype, (t * k, d), (e, d, f), (t * k, f))
     sizes = group_sizes(shape, routing)
-    yield MATMUL, partial(compiled, jnp.matmul, (x, w[0]), (), c)
+    yield MATMUL, partial(compile_passes, jnp.matmul, (x, w[0]), (), c)
     if t * k % e == 0:
-        yield BATCHED, partial(compiled, jnp.matmul, (x.reshape(e, -1, d), w), (), c.reshape(e, -1, f))
+        yield BATCHED, partial(compile_passes, jnp.matmul, (x.reshape(e, -1, d), w), (), c.reshape(e, -1, f))
     on_device = jnp.asarray(sizes)
     own = default_implementation(jax.default_backend())
-    yield f"moezoo {own}", partial(compiled, grouped_matmul, (x, w), (on_device,), c)
-    ragged = partial(compiled, lax.ragged_dot, (x, w), (on_device,), c)
+    yield f"moezoo {own}", partial(compile_passes, grouped_matmul, (x, w), (on_device,), c)
+    ragged = partial(compile_passes, lax.ragged_dot, (x, w), (on_device,), c)
     yield "xla ragged_dot", _TOO_LARGE if _expands(shape, dtype) else ragged
 
     def loop(x: jax.Array, w: jax.Array) -> jax.Array:
         parts = jnp.split(x, np.cumsum(sizes)[:-1].tolist())
         return jnp.concatenate([part @ w[i] for i, part in enumerate(parts)])
 
-    yield "loop over experts", partial(compiled, loop, (x, w), (), c)
+    yield "loop over experts", partial(compile_passes, loop, (x, w), (), c)
     yield from torch_peers.products(x, w, on_device, c)
 
 
@@ -82,10 +83,13 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     def products(rows: jax.Array, hidden: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array):
         return rows @ gate, rows @ up, hidden @ down
 
-    yield MATMUL, partial(compiled, products, (rows, hidden, *(m[0] for m in matrices)), (), (hidden, hidden, back))
+    yield (
+        MATMUL,
+        partial(compile_passes, products, (rows, hidden, *(m[0] for m in matrices)), (), (hidden, hidden, back)),
+    )
     if t * k % e == 0:
         rows, hidden, back = (x.reshape(e, -1, x.shape[1]) for x in (rows, hidden, back))
-        yield BATCHED, partial(compiled, products, (rows, hidden, *matrices), (), (hidden, hidden, back))
+        yield BATCHED, partial(compile_passes, products, (rows, hidden, *matrices), (), (hidden, hidden, back))
 
     # A number that all tokens have in common, and a router that turns it into each expert's share.
     router = Router(d, e, Choice(k), dtype=jnp.dtype(dtype), key=jax.random.key(3))
@@ -94,14 +98,14 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     x = x.at[..., 0].set(1)
     block, valid = MoE(router, experts), jnp.ones((1, t), bool)
 
-    def run(backend: Implementation) -> Candidate:
+    def with_backend(backend: Implementation) -> Candidate:
         execution = Execution(dtype=dtype, grouped_matmul=backend)
-        return compiled(lambda x, block, valid: block(x, valid, execution)[0], (x, block), (valid,), c)
+        return compile_passes(lambda x, block, valid: block(x, valid, execution)[0], (x, block), (valid,), c)
 
     own = default_implementation(jax.default_backend())
-    yield f"moezoo {own}", partial(run, own)
+    yield f"moezoo {own}", partial(with_backend, own)
     if own != "ragged_dot":
-        yield "moezoo ragged_dot", _TOO_LARGE if _expands(shape, dtype) else partial(run, "ragged_dot")
+        yield "moezoo ragged_dot", _TOO_LARGE if _expands(shape, dtype) else partial(with_backend, "ragged_dot")
     yield from torch_peers.layers(x, block, c)
 
 

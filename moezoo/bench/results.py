@@ -14,8 +14,8 @@ from moezoo.bench.candidates import WORK, Candidate, Pass
 from moezoo.bench.parts import BATCHED, MATMUL
 from moezoo.bench.timing import Timing, measure
 
-Row = TypedDict(
-    "Row",
+Measurement = TypedDict(
+    "Measurement",
     {
         "part": str,
         "shape": dict[str, int],
@@ -34,7 +34,7 @@ Row = TypedDict(
 )
 
 
-def row(
+def make_measurement(
     *,
     part: str,
     shape: dict[str, int],
@@ -47,7 +47,7 @@ def row(
     matmul: float | None,
     batched: float | None,
     peak: int | None,
-) -> Row:
+) -> Measurement:
     """One result; `matmul` and `batched` are the yardsticks' speeds in FLOPs a millisecond."""
     speed = flops / timing.ms
     return {
@@ -78,14 +78,14 @@ def compare(
     forward_flops: float,
     seconds: float,
     samples: int,
-) -> Iterator[Row]:
+) -> Iterator[Measurement]:
     """Time every pass of every candidate by turns; shares are of the yardsticks' speed in the same pass."""
     for name in passes:
         timings = measure({who: c.calls[name] for who, c in candidates.items()}, seconds=seconds, samples=samples)
         flops = forward_flops * WORK[name]
         yardsticks = [flops / timings[y].ms if y in timings else None for y in (MATMUL, BATCHED)]
         for who, timing in timings.items():
-            yield row(
+            yield make_measurement(
                 part=part,
                 shape=shape,
                 implementation=who,
@@ -105,7 +105,7 @@ def to_json(results: Sequence[Any]) -> str:
     return "[\n" + ",\n".join(json.dumps(row) for row in results) + "\n]"
 
 
-def print_table(results: list[Row], console: Console) -> None:
+def print_table(results: list[Measurement], console: Console) -> None:
     """A table a shape, routing and pass."""
     for case in dict.fromkeys(_case(row) for row in results):
         table = Table(
@@ -136,7 +136,7 @@ def print_table(results: list[Row], console: Console) -> None:
         console.print(table)
 
 
-def _case(row: Row) -> str:
+def _case(row: Measurement) -> str:
     sizes = " ".join(f"{letter}={size}" for letter, size in row["shape"].items())
     return f"{row['part']}, {sizes}, {row['routing']}, {row['dtype']}, {row['pass']}"
 
@@ -145,7 +145,7 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def picture(results: list[Row], path: Path) -> None:
+def picture(results: list[Measurement], path: Path) -> None:
     """Speed of every implementation: a panel a pass, a group of bars a shape and routing."""
     from matplotlib.figure import Figure
 

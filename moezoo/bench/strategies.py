@@ -13,22 +13,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moezoo.analysis.cost import communication, expert_rows
 from moezoo.bench.candidates import peak_bytes
-from moezoo.compose import compose
-from moezoo.cost import communication, expert_rows
+from moezoo.config.build import build_execution
+from moezoo.config.compose import compose
+from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
-from moezoo.execution import Execution
-from moezoo.mesh import MeshShape, prepare
-from moezoo.settings import TrainConfig
-from moezoo.train.feed import Feed
-from moezoo.train.setup import execution, initial_state, make_step
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import MeshShape, prepare
+from moezoo.training.build import build_state, build_step
+from moezoo.training.feed import Feed
 
 # Updates whose time does not count: allocations, and what else only the first have.
 _WARM_UP = 2
 
 
-class Row(TypedDict):
+class StrategyRow(TypedDict):
     """One strategy on one mesh.
 
     `loss`: cross-entropy of the last batch in nats a token, before its update; `perplexity` its exponential. `ms` and
@@ -60,13 +61,13 @@ class _Running:
     """A compiled step, its state so far, and what its updates showed."""
 
     def __init__(self, cfg: TrainConfig):
-        self.run = execution(cfg)
+        self.execution = build_execution(cfg)
         # An axis of -1 has its size now.
-        self.cfg = cfg = dataclasses.replace(cfg, mesh=MeshShape(**self.run.sizes))
-        self._step = make_step(cfg, self.run)
+        self.cfg = cfg = dataclasses.replace(cfg, mesh=MeshShape(**self.execution.sizes))
+        self._step = build_step(cfg, self.execution)
         self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
         self._compiled = self._step.compile()
-        self._state = initial_state(cfg, self.run, self._step)
+        self._state = build_state(cfg, self.execution, self._step)
         self.peak = peak_bytes(self._compiled)
         self.loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
         self.seconds: list[float] = []
@@ -85,8 +86,8 @@ class _Running:
 
 
 def strategies(
-    dispatches: Sequence[str], meshes: Sequence[str], settings: str, updates: int, tell: Callable[[str], None]
-) -> list[Row]:
+    dispatches: Sequence[str], meshes: Sequence[str], settings: str, updates: int, log: Callable[[str], None]
+) -> list[StrategyRow]:
     """Compose each strategy with each mesh and `settings`, and train all of them on the same batches, by turns.
 
     A strategy or mesh is an entry of its group, and overrides after it if need be: "ragged dispatch.chunks=2".
@@ -103,7 +104,7 @@ def strategies(
     ]
     prepare(max(cfg.mesh.devices for cfg in configs))
     for cfg, (_, dispatch) in zip(configs, names, strict=True):
-        execution(cfg)
+        build_execution(cfg)
         for key in ("batch_size", "seq_len", "seed", "data", "model", "execution"):
             if getattr(cfg, key) != getattr(configs[0], key):
                 raise UserError(f"{dispatch}: {key} must be the same for all that are compared; set it by --settings")
@@ -111,12 +112,12 @@ def strategies(
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     running = []
     for (mesh, dispatch), cfg in zip(names, configs, strict=True):
-        tell(f"compiling {dispatch} on {mesh}")
+        log(f"compiling {dispatch} on {mesh}")
         running.append(_Running(cfg))
     micro_steps = cfg.execution.microbatches
     batches = train_batches(source, seq_len=cfg.seq_len, batch_size=cfg.batch_size // micro_steps, seed=cfg.seed)
     for number in range(updates):
-        tell(f"update {number + 1}/{updates}")
+        log(f"update {number + 1}/{updates}")
         parts = [next(batches) for _ in range(micro_steps)]
         for one in running:
             one.update(parts)
@@ -129,11 +130,11 @@ def _overrides(group: str, words: str) -> list[str]:
     return [first if "=" in first else f"{group}={first}", *rest]
 
 
-def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) -> Row:
+def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) -> StrategyRow:
     cfg = done.cfg
     seconds = done.seconds[_WARM_UP:] or done.seconds
     low, middle, high = np.percentile(seconds, (25, 50, 75)) * 1e3
-    shared = _sharing(done.run)
+    shared = _sharing(done.execution)
     return {
         "strategy": dispatch,
         "mesh": mesh,
@@ -154,12 +155,12 @@ def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) 
     }
 
 
-def _sharing(run: Execution) -> int:
+def _sharing(execution: Execution) -> int:
     """Devices over which the assignments of a batch are spread."""
-    return run.ways(tuple({*run.token_axes, *run.rules.compute.get("expert", ())}))
+    return execution.ways(tuple({*execution.token_axes, *execution.rules.compute.get("expert", ())}))
 
 
-def print_table(rows: Sequence[Row], console: Console) -> None:
+def print_table(rows: Sequence[StrategyRow], console: Console) -> None:
     """A table a mesh."""
     titles = ("strategy", "loss", "perplexity", "tokens/s", "ms", "rows", "room", "used", "dropped", "MB in", "peak MB")
     for mesh in dict.fromkeys(row["mesh"] for row in rows):
@@ -186,7 +187,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
         console.print(table)
 
 
-def picture(rows: Sequence[Row], path: Path) -> None:
+def picture(rows: Sequence[StrategyRow], path: Path) -> None:
     """Speed and use of room: a group of bars a mesh."""
     from matplotlib.figure import Figure
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from moezoo.bench.candidates import Candidate, Pass
 from moezoo.bench.timing import Call
-from moezoo.moe.block import MoE
+from moezoo.moe.mixture import MoE
 
 Named = tuple[str, Callable[[], Candidate]]
 

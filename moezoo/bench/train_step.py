@@ -10,20 +10,22 @@ import numpy as np
 
 from moezoo.bench.candidates import peak_bytes
 from moezoo.bench.parts import MATMUL, normal
-from moezoo.bench.results import Row, row
+from moezoo.bench.results import Measurement, make_measurement
 from moezoo.bench.timing import Call, measure
-from moezoo.compose import compose
+from moezoo.config.build import build_execution
+from moezoo.config.compose import compose
+from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
-from moezoo.mesh import prepare
 from moezoo.models import model_shapes
-from moezoo.settings import TrainConfig
-from moezoo.train.setup import count_parameters, execution, initial_state, make_step
-from moezoo.train.step import State
+from moezoo.parallel.axes import count_parameters
+from moezoo.parallel.mesh import prepare
+from moezoo.training.build import build_state, build_step
+from moezoo.training.step import State
 
 
 def train_steps(
-    settings: Sequence[str], dtype: str | None, seconds: float, samples: int, tell: Callable[[str], None]
-) -> Iterator[Row]:
+    settings: Sequence[str], dtype: str | None, seconds: float, samples: int, log: Callable[[str], None]
+) -> Iterator[Measurement]:
     """Time the step that each of `settings` (overrides in one string) composes, by turns.
 
     Its yardstick is one product of as many rows as the step has assignments, on one device, however many share the
@@ -38,7 +40,7 @@ def train_steps(
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for words, cfg in same.items():
-            tell(f"compiling {words}")
+            log(f"compiling {words}")
             calls[words], peaks[words] = _step(cfg)
         t, d, f, _, k = sizes
         x, w = normal(0, kind, (t * k, d), (d, f))
@@ -47,7 +49,7 @@ def train_steps(
         timings = measure(calls, seconds=seconds, samples=samples)
         flops = {words: _flops(cfg) for words, cfg in same.items()} | {MATMUL: 2.0 * t * k * d * f}
         for who, timing in timings.items():
-            yield row(
+            yield make_measurement(
                 part="train_step",
                 shape=dict(zip(("T", "d", "f", "E", "K"), sizes, strict=True)),
                 implementation=who if who == MATMUL else f"moezoo {who}",
@@ -81,8 +83,8 @@ def _flops(cfg: TrainConfig) -> float:
 
 
 def _step(cfg: TrainConfig) -> tuple[Call, int | None]:
-    run = execution(cfg)
-    step = make_step(cfg, run)
+    execution = build_execution(cfg)
+    step = build_step(cfg, execution)
     compiled = step.compile()
     rng = np.random.default_rng(0)
     shape = step.arguments[1].tokens.shape
@@ -90,7 +92,7 @@ def _step(cfg: TrainConfig) -> tuple[Call, int | None]:
     positions = np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), shape)
     whole = Batch(tokens[..., :-1], tokens[..., 1:], np.ones(shape, np.int32), positions)
     batch = jax.device_put(whole, step.batch_shardings)
-    state: list[State] = [initial_state(cfg, run, step)]
+    state: list[State] = [build_state(cfg, execution, step)]
 
     def call() -> Any:
         # A step gives up the state it was given.

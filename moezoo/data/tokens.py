@@ -23,7 +23,7 @@ from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line, text_tokenizer
 from moezoo.errors import UserError
 
-_MAKE = "make it with scripts/tokenize.py"
+_MAKE = "make it with scripts/prepare_data.py"
 
 
 def load_tokens(settings: Tokens, *, vocab: int) -> Source:
@@ -32,7 +32,9 @@ def load_tokens(settings: Tokens, *, vocab: int) -> Source:
     Raises `UserError` for files that are missing, damaged, of another dtype, or do not belong together.
     """
     if settings.path is None:
-        raise UserError("data.path is required for data=tokens; pass data.path=FILE.npy, made with scripts/tokenize.py")
+        raise UserError(
+            "data.path is required for data=tokens; pass data.path=FILE.npy, made with scripts/prepare_data.py"
+        )
     path = Path(settings.path).expanduser()
     corpus, metadata = _read_tokens(path, key="data.path")
     needed = metadata["vocab"]
@@ -60,19 +62,19 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     """
     target = Path(out).expanduser()
     if target.suffix != ".npy":
-        raise UserError(f"{out} does not end in .npy; give such a name for the tokens")
+        raise UserError(f"out={out} does not end in .npy; give such a name for the tokens")
     for file in _beside(target):
         if file.exists():
             raise UserError(f"{file} already exists; remove it or write to another name")
-    paths = find_documents(path, key="PATH")
-    coder = text_tokenizer(tokenizer, key="--tokenizer")
+    paths = find_documents(path, key="path")
+    coder = text_tokenizer(tokenizer, key="tokenizer")
     dtype = np.dtype(np.uint16 if coder.vocab <= 2**16 else np.uint32)
-    texts = read_documents(paths, path, key="PATH")
+    texts = read_documents(paths, path, key="path")
     copied = None if tokenizer is None else Path(tokenizer).expanduser()
     try:
         metadata = _write(target, (document_ids(coder, text, dtype) for _, text in texts), dtype, coder.vocab, copied)
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); give another place") from error
+        raise UserError(f"out={out} cannot be written ({error.strerror}); give another place") from error
     return f"{target}: {metadata['tokens']:,} {metadata['unit']}s in {metadata['documents']:,} documents, {dtype}"
 
 

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, and how much each counts."""
+"""The router: which experts a token goes to, and the gate of each."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.axes import Buffer, Weight
-from moezoo.collectives import varying
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
+from moezoo.parallel.axes import Buffer, Weight
+from moezoo.parallel.collectives import varying
 
 # Who chooses: the router; or, to measure speed, chance or turns, whatever the router has learned.
 RoutedBy = Literal["learned", "random", "balanced"]
@@ -28,12 +28,12 @@ class Routed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How K experts a token are chosen and weighed.
+    """How each token's K experts are chosen, and how their gates follow from the scores.
 
     - `score`: of each expert, `softmax` over all or `sigmoid` of each by itself, float32;
     - `groups`, `kept_groups`, `group_score`: experts in `groups` equal runs, of which the best `kept_groups` take part;
       a group is as good as its best expert (`max`) or its two best together (`sum_of_top2`);
-    - `weights`: the chosen scores themselves, or `renormalised` to sum to one; times `scale`;
+    - `gates`: the chosen scores themselves, or `renormalised` to sum to one; times `scale`;
     - `bias`: whether a choice bias is added to the scores for the choice alone (Wang et al., 2024).
 
     The default is Mixtral's (Jiang et al., 2024, section 2.1).
@@ -44,7 +44,7 @@ class Choice:
     groups: int = 1
     kept_groups: int = 1
     group_score: Literal["max", "sum_of_top2"] = "max"
-    weights: Literal["renormalised", "scores"] = "renormalised"
+    gates: Literal["renormalised", "scores"] = "renormalised"
     scale: float = 1.0
     bias: Literal["none", "learned"] = "none"
 
@@ -56,9 +56,9 @@ class Router(eqx.Module):
     bias: Buffer[Array, "router"] | None
     choice: Choice = eqx.field(static=True)
 
-    def __init__(self, embed: int, experts: int, choice: Choice, *, dtype: jnp.dtype, key: Array):
-        self.weight = normal(key, (embed, experts), embed**-0.5, dtype)
-        self.bias = jnp.zeros((experts,), jnp.float32) if choice.bias == "learned" else None
+    def __init__(self, embed: int, num_experts: int, choice: Choice, *, dtype: jnp.dtype, key: Array):
+        self.weight = normal(key, (embed, num_experts), embed**-0.5, dtype)
+        self.bias = jnp.zeros((num_experts,), jnp.float32) if choice.bias == "learned" else None
         self.choice = choice
 
     def __call__(
@@ -66,9 +66,9 @@ class Router(eqx.Module):
     ) -> Routed:
         """Route tokens; scores are float32. Where not `valid` (padding) a token goes nowhere and is not counted.
 
-        With `routing` other than `learned` scores weigh the experts but do not choose them.
+        With `routing` other than `learned` scores give the gates but do not choose the experts.
         """
-        c, experts = self.choice, self.weight.shape[1]
+        c, num_experts = self.choice, self.weight.shape[1]
         logits = project(x, self.weight, dtype=jnp.float32)
         if c.score == "softmax":
             scores = probabilities = jax.nn.softmax(logits)
@@ -78,21 +78,21 @@ class Router(eqx.Module):
         # Which experts are chosen has no gradient; how much they count has. Picking by comparison instead of by index
         # keeps a scatter-add out of the backward pass.
         if routing == "learned":
-            chosen = self._choose(jax.lax.stop_gradient(scores), self.bias)
+            expert_ids = self._choose(jax.lax.stop_gradient(scores), self.bias)
         elif routing == "random":
-            chosen = self._choose(self._noise(scores), None)
+            expert_ids = self._choose(self._noise(scores), None)
         else:
-            chosen = self._round_robin(*x.shape[:2])
-        is_chosen = jax.nn.one_hot(chosen, experts, dtype=jnp.bool)  # [B, S, K, E]
-        weights = jnp.where(is_chosen, scores[..., None, :], 0).sum(-1)
-        if c.weights == "renormalised":
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        weights = weights * c.scale
+            expert_ids = self._round_robin(*x.shape[:2])
+        is_chosen = jax.nn.one_hot(expert_ids, num_experts, dtype=jnp.bool)  # [B, S, K, E]
+        gates = jnp.where(is_chosen, scores[..., None, :], 0).sum(-1)
+        if c.gates == "renormalised":
+            gates = gates / (gates.sum(-1, keepdims=True) + 1e-20)
+        gates = gates * c.scale
 
         counted = valid[..., None]
         assignment = Assignment(
-            jnp.where(counted, chosen, experts).reshape(-1, c.k),
-            jnp.where(counted, weights, 0).reshape(-1, c.k),
+            jnp.where(counted, expert_ids, num_experts).reshape(-1, c.k),
+            jnp.where(counted, gates, 0).reshape(-1, c.k),
         )
         sums = LayerSums(
             counts=(is_chosen & counted[..., None]).sum((1, 2), dtype=jnp.int32),
@@ -134,7 +134,7 @@ class Router(eqx.Module):
         expert = (token // c.groups + nth // c.kept_groups * (size // each)) % size
         return (group * size + expert).reshape(batch, seq, c.k)
 
-    def rebalanced(self, load: Int[Array, "*layer experts"], rate: float) -> "Router":
+    def rebalance(self, load: Int[Array, "*layer experts"], rate: float) -> "Router":
         """With the choice bias moved by `rate` towards experts with less than the mean load of a step.
 
         bias_e + rate * sign(mean - load_e), from counts over all devices, so that it is the same on every mesh; a load
@@ -142,10 +142,10 @@ class Router(eqx.Module):
         """
         if self.bias is None:
             return self
-        experts = load.shape[-1]
+        num_experts = load.shape[-1]
         total = load.sum(-1, keepdims=True, dtype=jnp.int32)
-        # sign(total - experts * load) without a product that int32 could not hold.
-        below = load < -(-total // experts)
-        above = load > total // experts
+        # sign(total - num_experts * load) without a product that int32 could not hold.
+        below = load < -(-total // num_experts)
+        above = load > total // num_experts
         step = below.astype(jnp.float32) - above.astype(jnp.float32)
         return eqx.tree_at(lambda r: r.bias, self, self.bias + rate * step)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.collectives import MeshAxes, sum_over_devices, vary
+from moezoo.parallel.collectives import MeshAxes, sum_over_devices, vary
 
 
 class LayerSums(NamedTuple):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moezoo.collectives import GATHERED_TOKENS, MeshAxes, vary, vary_like, varying
+from moezoo.parallel.collectives import GATHERED_TOKENS, MeshAxes, vary, vary_like, varying
 
 
 class Transfer(NamedTuple):
@@ -45,9 +45,9 @@ def exchange(rows: Float[Array, "sent embed"], transfer: Transfer, room: int, ax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _exchange(rows, transfer, room, axes):
-    emulated = functools.partial(_emulated, room=room, axes=axes)
+    emulation = functools.partial(_emulate, room=room, axes=axes)
     real = functools.partial(_ragged_all_to_all, room=room, axes=axes)
-    return lax.platform_dependent(rows, transfer, cpu=emulated, default=real)
+    return lax.platform_dependent(rows, transfer, cpu=emulation, default=real)
 
 
 def _exchange_forward(rows, transfer, room, axes):
@@ -71,7 +71,7 @@ def _ragged_all_to_all(rows: Array, transfer: Transfer, *, room: int, axes: Mesh
     return lax.ragged_all_to_all(rows, output, transfer.start[me], sent, transfer.land[me], received, axis_name=axes)
 
 
-def _emulated(rows: Array, transfer: Transfer, *, room: int, axes: MeshAxes) -> Array:
+def _emulate(rows: Array, transfer: Transfer, *, room: int, axes: MeshAxes) -> Array:
     me = lax.axis_index(axes)
     everything = lax.all_gather(rows, axes)  # [P, sent, embed]
     slot = jnp.arange(room, dtype=jnp.int32)[:, None]

@@ -8,37 +8,37 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.axes import Weight
-from moezoo.collectives import gather, gather_tokens
-from moezoo.execution import Execution
 from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.rope import frequencies, rotate
+from moezoo.parallel.axes import Weight
+from moezoo.parallel.collectives import gather, gather_tokens
+from moezoo.parallel.execution import Execution
 
 # Queries scored at once: bounds the scores held to [batch, heads, this, seq].
 _QUERY_CHUNK = 512
 _MASKED = -1e30  # finite: a row with nothing to see becomes uniform instead of NaN
 
 
-class Place(NamedTuple):
-    """Where each token stands: `position` in its document, `segment` the document's number in its row, 0 = padding."""
+class TokenPositions(NamedTuple):
+    """Each token's `position` in its document, and its `segment`: the document's number in its row, 0 for padding."""
 
     position: Int[Array, "batch seq"]
     segment: Int[Array, "batch seq"]
 
 
 class Context(NamedTuple):
-    """What a layer's attention is told besides activations: places of this device's tokens, and of all keys."""
+    """What a layer's attention needs besides activations: the positions of this device's tokens, and of all keys."""
 
-    queries: Place
-    keys: Place
+    queries: TokenPositions
+    keys: TokenPositions
 
 
-def place_keys(place: Place, run: Execution) -> Context:
-    """Gather places over the axes that split the sequence; once a forward pass, as they are the same for all layers."""
-    axes = run.sequence_axes
-    keys = Place(*(gather(p, axes, 1, tokens=run.token_axes) for p in place))
-    return Context(place, keys)
+def gather_positions(queries: TokenPositions, execution: Execution) -> Context:
+    """Gather positions over the axes that split the sequence: once per forward pass, as all layers share them."""
+    axes = execution.sequence_axes
+    keys = TokenPositions(*(gather(p, axes, 1, tokens=execution.token_axes) for p in queries))
+    return Context(queries, keys)
 
 
 def attend(
@@ -65,14 +65,16 @@ def attend(
         return rearrange(padded, "b (n c) ... -> n b c ...", c=_QUERY_CHUNK)
 
     @jax.checkpoint  # scores are recomputed, not kept
-    def one(chunk: tuple[Array, Place]) -> Array:
+    def one(chunk: tuple[Array, TokenPositions]) -> Array:
         return _attend(*chunk, k, v, context.keys, scale, window)
 
-    result = jax.lax.map(one, (chunks(q), Place(*map(chunks, context.queries))))
+    result = jax.lax.map(one, (chunks(q), TokenPositions(*map(chunks, context.queries))))
     return rearrange(result, "n b c ... -> b (n c) ...")[:, :length]
 
 
-def _attend(q: Array, queries: Place, k: Array, v: Array, keys: Place, scale: float, window: int | None) -> Array:
+def _attend(
+    q: Array, queries: TokenPositions, k: Array, v: Array, keys: TokenPositions, scale: float, window: int | None
+) -> Array:
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
     distance = queries.position[:, :, None] - keys.position[:, None, :]
     seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
@@ -129,7 +131,7 @@ class Attention(eqx.Module):
         self.window = window
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> Attended:
         """Attend, to what is `past` too. Where the sequence is split, keys and values are gathered, queries stay."""
         frequency = frequencies(self.query.shape[-1], self.rope_base)
@@ -138,9 +140,9 @@ class Attention(eqx.Module):
         v = project(x, self.value)
         kept: PyTree = KeyValue(k, v)
         if past is None:
-            k, v = (gather_tokens(y, run.sequence_axes, 1, tokens=run.token_axes) for y in (k, v))
+            k, v = (gather_tokens(y, execution.sequence_axes, 1, tokens=execution.token_axes) for y in (k, v))
         else:
-            (k, v), kept = past.extended(kept)
+            (k, v), kept = past.append(kept)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
         y = attend(q, k, v, context, scale=q.shape[-1] ** -0.5, window=self.window)
         return Attended(project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2), kept)

@@ -18,7 +18,7 @@ class Past(NamedTuple):
     layer: Int[Array, ""]
     slot: Int[Array, ""]
 
-    def extended(self, fresh: PyTree) -> tuple[PyTree, "Past"]:
+    def append(self, fresh: PyTree) -> tuple[PyTree, "Past"]:
         """This layer's part [batch, slots, ...] with a token's `fresh` [batch, 1, ...] in its slot, and all of it."""
 
         def write(kept: Array, one: Array) -> Array:

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.axes import Weight
-from moezoo.collectives import gather_tokens
-from moezoo.execution import Execution
 from moezoo.nn.attention import Attended, Context, attend
 from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rope import Pairs, Yarn, frequencies, rotate
+from moezoo.parallel.axes import Weight
+from moezoo.parallel.collectives import gather_tokens
+from moezoo.parallel.execution import Execution
 
 _NORM_EPS = 1e-6  # of the norms of the latents, whatever the model's others have
 
@@ -90,16 +90,18 @@ class LatentAttention(eqx.Module):
         self.out = normal(keys[5], (heads, value, embed), out_std * (heads * value) ** -0.5, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, run: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> Attended:
         """Attend, to what is `past` too. Where the sequence is split, the latents are gathered: few bytes a token."""
         plain, turned = self._queries(x, context)
         kept: PyTree = self.latents(x, context)
         if past is None:
-            latents = Latents(*(gather_tokens(y, run.sequence_axes, 1, tokens=run.token_axes) for y in kept))
+            latents = Latents(
+                *(gather_tokens(y, execution.sequence_axes, 1, tokens=execution.token_axes) for y in kept)
+            )
             y = self._attend(plain, turned, latents, context)
         else:
-            latents, kept = past.extended(kept)
+            latents, kept = past.append(kept)
             y = self._attend_to_latents(plain, turned, latents, context)
         return Attended(project(y, self.out, inputs=2), kept)
 

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.axes import Weight
 from moezoo.nn.linear import normal, project
+from moezoo.parallel.axes import Weight
 
 
 class MLP(eqx.Module):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.axes import Scale
+from moezoo.parallel.axes import Scale
 
 
 class RMSNorm(eqx.Module):

@@ -10,12 +10,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moezoo
-from moezoo.absent import ABSENT, absent_devices
 from moezoo.bench.compiling import compile_all, largest_array
 from moezoo.bench.shapes import ACCELERATOR
 from moezoo.errors import UserError
 from moezoo.models import MixtralConfig, model_shapes
 from moezoo.moe.dispatch import Ragged
+from moezoo.parallel.absent import ABSENT, absent_devices
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def test_ragged_is_the_real_exchange(kind, shape):
         both = {"expert": ("context", "expert")}
         store = {"embed": ("fsdp", "context", "expert"), "expert_embed": ("fsdp",), **both}
         rules = moezoo.Rules("cp_as_ep", store, both, ("data", "fsdp", "expert"), ("context",))
-    run = moezoo.Execution(mesh, rules, "ragged")
+    execution = moezoo.Execution(mesh, rules, Ragged())
     shapes = model_shapes(MixtralConfig(embed=256, layers=2))
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    model = jax.tree.map(placed, shapes, run.shardings(shapes))
-    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=NamedSharding(mesh, run.tokens_spec))
-    step = jax.jit(jax.grad(lambda m, t: m(t, run=run).logits.sum()))
+    model = jax.tree.map(placed, shapes, execution.shardings(shapes))
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=NamedSharding(mesh, execution.tokens_spec))
+    step = jax.jit(jax.grad(lambda m, t: m(t, execution=execution).logits.sum()))
     text = step.lower(model, tokens).compile().as_text()
     assert text is not None
     assert len(re.findall(r"= .* ragged-all-to-all(-start)?\(", text)) >= 6
@@ -100,9 +100,9 @@ def test_devices_work_while_rows_travel():
     sizes = cfg.mesh.sizes
     devices = np.array(absent_devices("v5p")).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    run = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
+    execution = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
     model = model_shapes(cfg.model)
-    layer, specs = model.stacks[-1].layer, run.specs(model).stacks[-1].layer
+    layer, specs = model.stacks[-1].layer, execution.specs(model).stacks[-1].layer
     pair = (layer.moe, layer.shared)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pair)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -110,11 +110,11 @@ def test_devices_work_while_rows_travel():
     x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
 
     def local(pair, x, valid):
-        moe, shared = run.whole(pair)
-        routed, beside, _ = moe(x, valid, run, shared)
+        moe, shared = execution.whole(pair)
+        routed, beside, _ = moe(x, valid, execution, shared)
         return routed + beside
 
-    split = run.tokens_spec
+    split = execution.tokens_spec
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
     arguments = jax.tree.map(placed, (one, x, valid), (specs, split, split))
     whole = jax.shard_map(local, mesh=mesh, in_specs=(specs, split, split), out_specs=split)

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moezoo.bench import command, parts, timing
+from moezoo.bench import parts, timing
 from moezoo.bench.shapes import SHAPES, Shape
+from moezoo.cli.bench import COMMAND
+from moezoo.cli.command import execute
 
 KEYS = [
     "part",
@@ -32,8 +34,9 @@ QUICK = ["--seconds", "0.001", "--samples", "2"]
 
 def bench(capsys, *arguments):
     """Exit code, and what was printed to either stream."""
-    code = command.main(arguments)
-    return code, *capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        execute(COMMAND, arguments, "moezoo bench")
+    return caught.value.code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize(("part", "products"), [("grouped_matmul", 1), ("moe_layer", 3)])

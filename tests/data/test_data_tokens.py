@@ -13,7 +13,7 @@ import pytest
 from moezoo.data import Tokens, load, tokenize_files, train_batches
 from moezoo.errors import UserError
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "tokenize.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def metadata(**changes):
         ),
         (
             save(np.array([0, 900]), ".offsets.npy"),
-            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; make it with scripts/tokenize.py again",
+            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; make it with scripts/prepare_data.py again",
         ),
         (save(np.array([1, 420]), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 1 to 420"),
         (save(np.zeros(0, np.int64), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 0 to 0"),
@@ -193,9 +193,9 @@ def test_whole_or_not_at_all(texts, tmp_path, monkeypatch):
         tokenize_files(str(texts), str(tmp_path / "none" / "out.npy"))
     with pytest.raises(UserError, match=r"^out does not end in .npy; give such a name for the tokens$"):
         tokenize_files(str(texts), "out")
-    with pytest.raises(UserError, match=r"^PATH=none does not exist; give a text file or a folder of them$"):
+    with pytest.raises(UserError, match=r"^path=none does not exist; give a text file or a folder of them$"):
         tokenize_files("none", str(tmp_path / "out.npy"))
-    with pytest.raises(UserError, match=r"^--tokenizer=none is not a file; "):
+    with pytest.raises(UserError, match=r"^tokenizer=none is not a file; "):
         tokenize_files(str(texts), str(tmp_path / "out.npy"), "none")
 
 
@@ -215,11 +215,10 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_script(texts, tmp_path):
-    """It runs at all only because it hides itself from the standard library, which has a module of that name."""
     out = str(tmp_path / "out.npy")
-    first = run_script(str(texts), out)
+    first = run_script(f"path={texts}", f"out={out}")
     assert (first.returncode, first.stderr) == (0, "")
     assert first.stdout == f"{out}: 420 bytes in 40 documents, uint16\n"
-    second = run_script(str(texts), out)
+    second = run_script(f"path={texts}", f"out={out}")
     assert (second.returncode, second.stdout) == (2, "")
     assert second.stderr == f"error: {out} already exists; remove it or write to another name\n"

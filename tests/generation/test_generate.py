@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import moezoo
-from moezoo import generation
-from moezoo.models import DeepSeekConfig, MixtralConfig, build
-from moezoo.nn.attention import Place
+from moezoo.generation import generate as generation
+from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
+from moezoo.moe.dispatch import STRATEGIES
+from moezoo.nn.attention import TokenPositions
 
 VOCAB = 40
 SMALL: dict[str, Any] = {
@@ -48,7 +49,7 @@ NEW = 9
 @functools.cache
 def model(name):
     """Every array random, so that no part of a layer is what it starts as."""
-    fresh = build(CONFIGS[name], key=jax.random.key(1))
+    fresh = build_model(CONFIGS[name], key=jax.random.key(1))
     rng = np.random.default_rng(2)
     noise = lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape) * (x.ndim < 3), x.dtype)  # noqa: E731
     return jax.tree.map(lambda x: x + noise(x), fresh)
@@ -91,18 +92,18 @@ def test_greedy_equals_running_the_whole_text_again(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
-    width, slots, run = IDS.shape[1], model(name).slots(IDS.shape[1] + NEW), moezoo.Execution()
+    width, slots, execution = IDS.shape[1], model(name).slots(IDS.shape[1] + NEW), moezoo.Execution()
     segments, positions = places(np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True))
 
     @jax.jit
     def read(model, tokens, segments, positions):
-        at = Place(positions[:, :width], segments[:, :width])
-        first, cache = generation.prefill(model, tokens[:, :width], at, slots, run)
+        at = TokenPositions(positions[:, :width], segments[:, :width])
+        first, cache = generation.prefill(model, tokens[:, :width], at, slots, execution)
 
         def one(cache, column):
-            here = Place(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
+            here = TokenPositions(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
             token = jax.lax.dynamic_slice_in_dim(tokens, column, 1, 1)
-            logits, cache = generation.decode(model, token, here, column % slots, cache, run)
+            logits, cache = generation.decode(model, token, here, column % slots, cache, execution)
             return cache, logits
 
         _, rest = jax.lax.scan(one, cache, jnp.arange(width, width + NEW - 1))
@@ -117,18 +118,18 @@ def test_what_is_kept():
     """Mixtral's window and DeepSeek's latents bound it: no key or value of a head, no token beyond a window."""
     for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8, 4})):
         assert model(name).slots(14) == slots
-        at: Any = Place(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
-        read = functools.partial(generation.prefill, slots=slots, run=moezoo.Execution())
+        at: Any = TokenPositions(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
+        read = functools.partial(generation.prefill, slots=slots, execution=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.kept)
         assert {int(np.prod(x.shape[3:])) for x in kept} == numbers
         assert {x.shape[1:3] for x in kept} == {(4, slots)}
 
 
-def execution(mesh, strategy, rules="fsdp_ep"):
-    """Rules by name."""
+def make_execution(mesh, strategy, rules="fsdp_ep"):
+    """Rules and strategy by name."""
     layout = moezoo.compose(f"rules={rules}").rules
-    return moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(**mesh)), layout, strategy)
+    return moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(**mesh)), layout, STRATEGIES[strategy]())
 
 
 MESHES = [
@@ -148,18 +149,18 @@ MESHES = [
 def test_meshes_give_the_same(name, mesh, strategy, rules):
     """Four rows, of which a mesh takes as many ways as divide them, and a single one."""
     wanted, _ = naive(name)
-    run = execution(mesh, strategy, rules)
-    there = moezoo.place(model(name), run)
-    found = moezoo.generate(there, IDS, mask=MASK, max_new_tokens=NEW, run=run)
+    execution = make_execution(mesh, strategy, rules)
+    there = moezoo.place(model(name), execution)
+    found = moezoo.generate(there, IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
     np.testing.assert_array_equal(found, wanted)
     # From wherever the model is.
-    found = moezoo.generate(model(name), IDS[:1], max_new_tokens=NEW, run=run)
+    found = moezoo.generate(model(name), IDS[:1], max_new_tokens=NEW, execution=execution)
     np.testing.assert_array_equal(found, wanted[:1])
 
 
 def test_rows_over_what_divides_them():
-    run = execution({"fsdp": 2, "expert": 2, "context": 2}, "ring")
-    over = {rows: run.for_rows(rows).batch_axes for rows in (1, 2, 3, 4, 6, 8)}
+    execution = make_execution({"fsdp": 2, "expert": 2, "context": 2}, "ring")
+    over = {rows: execution.for_rows(rows).batch_axes for rows in (1, 2, 3, 4, 6, 8)}
     assert over == {
         1: (),
         2: ("fsdp",),
@@ -168,7 +169,7 @@ def test_rows_over_what_divides_them():
         6: ("fsdp",),
         8: ("fsdp", "expert", "context"),
     }
-    assert run.for_rows(8).sequence_axes == ()
+    assert execution.for_rows(8).sequence_axes == ()
 
 
 def test_stops_where_every_row_has_ended():
@@ -186,8 +187,8 @@ def test_stops_where_every_row_has_ended():
     for row, end, greedy in zip(found[:, 5:], ends, new, strict=True):
         np.testing.assert_array_equal(row[: end + 1], greedy[: end + 1])
         assert (row[end + 1 :] == stops[0]).all()
-    run = execution({"fsdp": 2, "expert": 4}, "ring")
-    split = moezoo.generate(model("mixtral"), IDS, mask=MASK, max_new_tokens=NEW, eos_token_id=stops, run=run)
+    eight = make_execution({"fsdp": 2, "expert": 4}, "ring")
+    split = moezoo.generate(model("mixtral"), IDS, mask=MASK, max_new_tokens=NEW, eos_token_id=stops, execution=eight)
     np.testing.assert_array_equal(split, found)
     # One that never comes changes nothing.
     absent = next(t for t in range(VOCAB) if t not in new)
@@ -200,7 +201,9 @@ def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
     drawn = functools.partial(moezoo.generate, model("mixtral"), same, max_new_tokens=NEW, temperature=1.5, top_p=0.95)
     one = drawn(key=jax.random.key(0))
     np.testing.assert_array_equal(drawn(key=jax.random.key(0)), one)
-    np.testing.assert_array_equal(drawn(key=jax.random.key(0), run=execution({"fsdp": 2, "expert": 4}, "ring")), one)
+    np.testing.assert_array_equal(
+        drawn(key=jax.random.key(0), execution=make_execution({"fsdp": 2, "expert": 4}, "ring")), one
+    )
     assert (drawn(key=jax.random.key(1)) != one).any()
     assert len({tuple(row) for row in one.tolist()}) == 4
 
@@ -208,7 +211,7 @@ def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
 def test_any_kind_of_key_draws_the_same_on_a_mesh():
     drawn = functools.partial(moezoo.generate, model("mixtral"), IDS, max_new_tokens=4, temperature=1.0)
     for key in (jax.random.key(0, impl="rbg"), jax.random.PRNGKey(0)):
-        np.testing.assert_array_equal(drawn(key=key, run=execution({"expert": 4}, "ring")), drawn(key=key))
+        np.testing.assert_array_equal(drawn(key=key, execution=make_execution({"expert": 4}, "ring")), drawn(key=key))
     with pytest.raises(moezoo.UserError, match=r"^key is not one random key; write key=jax.random.key\(SEED\)$"):
         drawn(key=jax.random.split(jax.random.key(0)))
 

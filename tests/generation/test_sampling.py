@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moezoo.sampling import Sampling
+from moezoo.generation.sampling import Sampling
 
 VOCAB, DRAWS = 7, 4096
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import moezoo
-from moezoo.hub import arrays_by_path, tensors
+from moezoo.hub.tensors import arrays_by_path, tensors
 from moezoo.models import FAMILIES
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
@@ -46,16 +46,16 @@ def results_of_transformers(theirs: Any, tokens: np.ndarray) -> Results:
     return Results(out.logits.detach().numpy(), out.loss.item(), _gradients_of_transformers(theirs))
 
 
-def results(model: Any, tokens: np.ndarray, run: moezoo.Execution) -> Results:
-    """Ours, as `run` says."""
+def results(model: Any, tokens: np.ndarray, execution: moezoo.Execution) -> Results:
+    """Ours, as `execution` says."""
 
     def loss(model):
-        logits = model(tokens, run=run).logits
+        logits = model(tokens, execution=execution).logits
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(tokens[:, 1:, None]), axis=-1)
         return -picked.mean(), logits
 
-    if run.mesh is not None:
-        model = moezoo.place(model, run)
+    if execution.mesh is not None:
+        model = moezoo.place(model, execution)
     function = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, logits), gradients = function(model)
     return Results(np.asarray(logits), float(value), _by_name(gradients, model))

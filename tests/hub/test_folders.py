@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import moezoo
-import moezoo.pretrained
+from moezoo.hub import folders
 from moezoo.models import DeepSeekConfig, MixtralConfig
 
 MIXTRAL = MixtralConfig(vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4)
@@ -24,7 +24,7 @@ DEEPSEEK = DeepSeekConfig(
 @pytest.fixture(scope="module", params=[MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
 def saved(request, tmp_path_factory):
     """A model and a good folder of it."""
-    model = moezoo.build(request.param, key=jax.random.key(0))
+    model = moezoo.build_model(request.param, key=jax.random.key(0))
     folder = tmp_path_factory.mktemp("saved") / "good"
     moezoo.save_pretrained(model, folder)
     return model, folder
@@ -42,7 +42,7 @@ def equal(a, b):
 
 def test_files_of_an_index(saved, tmp_path, monkeypatch):
     model, _ = saved
-    monkeypatch.setattr(moezoo.pretrained, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(folders, "_SHARD_BYTES", 2000)
     moezoo.save_pretrained(model, tmp_path / "many")
     names = sorted(p.name for p in (tmp_path / "many").iterdir())
     assert len(names) > 3
@@ -69,8 +69,8 @@ def test_dtype_is_as_stored_unless_given(saved, tmp_path):
 
 def test_lands_on_a_mesh(saved):
     model, folder = saved
-    run = moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(expert=4)), moezoo.compose().rules)
-    split: Any = moezoo.from_pretrained(folder, run)
+    execution = moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(expert=4)), moezoo.compose().rules)
+    split: Any = moezoo.from_pretrained(folder, execution)
     assert equal(split, model)
     assert split.stacks[-1].layer.moe.experts.gate.sharding.spec[1] == "expert"
 
@@ -86,7 +86,7 @@ def test_older_keys_of_rotary_positions(damaged, saved):
 
 
 def test_layers_of_multi_token_prediction_are_told(tmp_path):
-    model = moezoo.build(DEEPSEEK, key=jax.random.key(0))
+    model = moezoo.build_model(DEEPSEEK, key=jax.random.key(0))
     moezoo.save_pretrained(model, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file(load_file(file) | {"model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)}, file)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import CONFIGS, random_model
 
 import moezoo
-from moezoo import parity
+from moezoo.hub import parity
 from moezoo.moe.router import Choice
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
@@ -139,7 +139,7 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
         "v2 groups",
         setting(
             lambda m: third(m).moe.router,
-            choice=Choice(2, groups=4, kept_groups=2, weights="scores", scale=1.0),
+            choice=Choice(2, groups=4, kept_groups=2, gates="scores", scale=1.0),
         ),
         "model.layers.1.mlp.gate",
     ),
@@ -193,12 +193,12 @@ def test_what_is_not_finite_diverges(folders, monkeypatch):
 
 
 def test_tokens_that_go_elsewhere_are_counted():
-    row = parity.Row("model.layers.1.mlp.gate", "stacks[0].layer.moe.router", 0.5, 1e-7, rerouted=1)
+    row = parity.ModuleDifference("model.layers.1.mlp.gate", "stacks[0].layer.moe.router", 0.5, 1e-7, rerouted=1)
     line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].layer.moe.router), 5.0e-01 relative, "
     line += "expected at most 1e-04; {} of 100 tokens go to other experts"
-    one = parity.Parity((row,), 1e-4, 100)
+    one = parity.Comparison((row,), 1e-4, 100)
     assert one.verdict == line.format(1) + ", which a tie of two can do: try another seed"
-    many = parity.Parity((dataclasses.replace(row, rerouted=50),), 1e-4, 100)
+    many = parity.Comparison((dataclasses.replace(row, rerouted=50),), 1e-4, 100)
     assert many.verdict == line.format(50)
 
 

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from against import load, torch
-from test_transformers_meshes import DEFAULT, PRODUCT, execution, split_evenly
+from test_transformers_meshes import DEFAULT, PRODUCT, make_execution, split_evenly
 from tiny import CONFIGS, random_model
 
 import moezoo
@@ -64,5 +64,5 @@ def test_greedy_tokens(case):
 )
 def test_greedy_tokens_on_a_mesh(case, mesh, strategy):
     model, theirs = case
-    found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, run=execution(mesh, strategy))
+    found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, execution=make_execution(mesh, strategy))
     np.testing.assert_array_equal(found, continued(theirs))

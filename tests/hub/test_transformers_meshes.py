@@ -22,7 +22,7 @@ PRODUCT = [(name, *way) for name in CONFIGS for way in WAYS]
 TOKENS = np.random.default_rng(3).integers(0, 40, (8, 8)).astype(np.int32)
 
 
-def execution(mesh, strategy):
+def make_execution(mesh, strategy):
     """How a case runs: nothing is dropped."""
     rules = moezoo.compose("rules=fsdp_ep").rules
     return moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules, STRATEGIES[strategy]().exact())
@@ -51,4 +51,4 @@ def case(request, tmp_path_factory):
 )
 def test_logits_loss_and_gradients(case, mesh, strategy):
     model, theirs = case
-    agree(results(model, TOKENS, execution(mesh, strategy)), theirs)
+    agree(results(model, TOKENS, make_execution(mesh, strategy)), theirs)

@@ -51,7 +51,7 @@ CONFIGS = {
 
 def random_model(config):
     """A model whose every array is random: norms are not one, biases not zero."""
-    model = jax.jit(lambda: moezoo.build(config, key=jax.random.key(1)))()  # one program, not hundreds
+    model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(1)))()  # one program, not hundreds
     rng = np.random.default_rng(2)
     leaves, structure = jax.tree.flatten(model)
     noisy = [np.asarray(x) + (0.1 + 0.1 * (x.ndim < 3)) * rng.standard_normal(x.shape, np.float32) for x in leaves]

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-import moezoo.kernels.grouped_matmul.blocked as blocked_module
 from moezoo.bench.compiling import largest_array
 from moezoo.errors import UserError
-from moezoo.jaxprs import equations
 from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
+from moezoo.kernels.grouped_matmul import blocked as blocked_module
+from moezoo.parallel.traces import equations
 
 GROUPS, INPUTS, OUTPUTS = 4, 5, 3
 # (rows, rows a block of the blocked backend): fewer than one block, blocks of one size, blocks of two with a rest.
@@ -230,8 +230,7 @@ def test_on_a_mesh(implementation, over):
 def test_unknown_implementation():
     x, weights, _ = operands(4)
     with pytest.raises(UserError, match=r"^grouped_matmul: no implementation 'block'; did you mean 'blocked'\?$"):
-        # Under the run-time type checker of these tests the annotation would speak first.
-        inspect.unwrap(grouped_matmul)(x, weights, jnp.zeros(4, jnp.int32), implementation="block")  # type: ignore
+        grouped_matmul(x, weights, jnp.zeros(4, jnp.int32), implementation="block")
 
 
 def test_none_is_settled_by_the_platform_compiled_for():

@@ -18,11 +18,11 @@ QUICK = {"xla_backend_optimization_level": 0}
 PRECISION = {"rtol": 0, "atol": 8 * 4 * 2.0**-24}
 
 
-def there_and_back(experts, tokens, rows, weights, by_rows, by_tokens, *, first, count):
+def there_and_back(experts, tokens, rows, gates, by_rows, by_tokens, *, first, count):
     """Everything at once, so that each shape compiles once: the plan, both permutations, and all their gradients."""
     the_plan = plan(experts, first, count)
     permuted, pull = jax.vjp(lambda t: permute(t, the_plan), tokens)
-    unpermuted, pull_back = jax.vjp(lambda r, w: unpermute(r, w, the_plan), rows, weights)
+    unpermuted, pull_back = jax.vjp(lambda r, w: unpermute(r, w, the_plan), rows, gates)
     return the_plan, permuted, *pull(by_rows), unpermuted, *pull_back(by_tokens)
 
 
@@ -30,7 +30,7 @@ compiled = jax.jit(there_and_back, static_argnames="count", compiler_options=QUI
 
 
 def operands(k, count, seed=0):
-    """Random tokens, rows, weights, and what flows back to rows and to tokens."""
+    """Random tokens, rows, gates, and what flows back to rows and to tokens."""
     rng, rows = np.random.default_rng(seed), TOKENS * min(k, count)
     shapes = (TOKENS, EMBED), (rows, EMBED), (TOKENS, k), (rows, EMBED), (TOKENS, EMBED)
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
@@ -61,8 +61,8 @@ def test_equals_loops(k, count):
     @settings(max_examples=20)
     @given(experts=choices(k), first=st.integers(0, EXPERTS - count), seed=st.integers(0, 9))
     def compare(experts, first, seed):
-        tokens, rows, weights, by_rows, by_tokens = operands(k, count, seed)
-        results = compiled(experts, tokens, rows, weights, by_rows, by_tokens, first=first, count=count)
+        tokens, rows, gates, by_rows, by_tokens = operands(k, count, seed)
+        results = compiled(experts, tokens, rows, gates, by_rows, by_tokens, first=first, count=count)
         got, permuted, token_gradient, unpermuted, row_gradient, weight_gradient = results
         source, row, sizes = loop_plan(experts, first, count)
 
@@ -76,8 +76,8 @@ def test_equals_loops(k, count):
         for r, (t, c) in enumerate(source):
             np.testing.assert_array_equal(permuted[r], tokens[t])
             wanted[0][t] += by_rows[r]
-            wanted[1][t] += weights[t, c] * rows[r]
-            wanted[2][r] = weights[t, c] * by_tokens[t]
+            wanted[1][t] += gates[t, c] * rows[r]
+            wanted[2][r] = gates[t, c] * by_tokens[t]
             wanted[3][t, c] = by_tokens[t] @ rows[r]
         results = token_gradient, unpermuted, row_gradient, weight_gradient
         for result, want in zip(results, wanted, strict=True):
@@ -87,10 +87,10 @@ def test_equals_loops(k, count):
     compare()
 
 
-def forward_and_back(the_plan, tokens, rows, weights, by_rows, by_tokens):
+def forward_and_back(the_plan, tokens, rows, gates, by_rows, by_tokens):
     """Both permutations and their gradients, without the sort."""
     permuted, pull = jax.vjp(lambda t: permute(t, the_plan), tokens)
-    unpermuted, pull_back = jax.vjp(lambda r, w: unpermute(r, w, the_plan), rows, weights)
+    unpermuted, pull_back = jax.vjp(lambda r, w: unpermute(r, w, the_plan), rows, gates)
     return permuted, *pull(by_rows), unpermuted, *pull_back(by_tokens)
 
 
@@ -109,10 +109,10 @@ def test_gathers_both_ways():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_are_in_the_order_of_choices_and_in_float32(dtype):
-    """The same bits every time. With weights of one every product is exact, so order and precision are all there is."""
+    """The same bits every time. With gates of one every product is exact, so order and precision are all there is."""
     the_plan = whole_plan()
-    tokens, rows, weights, by_rows, by_tokens = (jnp.asarray(x, dtype) for x in operands(EXPERTS, EXPERTS))
-    ones = jnp.ones_like(weights, dtype=jnp.float32)
+    tokens, rows, gates, by_rows, by_tokens = (jnp.asarray(x, dtype) for x in operands(EXPERTS, EXPERTS))
+    ones = jnp.ones_like(gates, dtype=jnp.float32)
     total = by_token = np.zeros((TOKENS, EMBED), np.float32)
     for choice in range(EXPERTS):
         total = total + np.asarray(rows, np.float32)[the_plan.row[:, choice]]
@@ -136,23 +136,23 @@ def test_both_sorts_are_stable(keys):
         np.testing.assert_array_equal(stable_argsort(key, bound), np.argsort(key, kind="stable"))
 
 
-@pytest.mark.parametrize("split", ["experts", "tokens", "weights"])
+@pytest.mark.parametrize("split", ["experts", "tokens", "gates"])
 def test_results_vary_wherever_an_operand_does(split):
     """A result typed as the same on all devices while it is not makes gradients silently wrong."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     experts = np.tile(np.arange(2, dtype=np.int32), (2, TOKENS, 1))
-    tokens, rows, weights, *_ = (np.tile(x, (2, 1, 1)) for x in operands(2, 2))
+    tokens, rows, gates, *_ = (np.tile(x, (2, 1, 1)) for x in operands(2, 2))
     seen = {}
 
-    def local(experts, tokens, rows, weights):
+    def local(experts, tokens, rows, gates):
         the_plan = plan(experts[0], 0, 2)
         permuted = permute(tokens[0], the_plan)
-        unpermuted = unpermute(rows[0], weights[0], the_plan)
+        unpermuted = unpermute(rows[0], gates[0], the_plan)
         seen.update(permuted=jax.typeof(permuted).mat.varying, unpermuted=jax.typeof(unpermuted).mat.varying)
 
     specs = tuple(
-        PartitionSpec("x") if name == split else PartitionSpec() for name in ("experts", "tokens", "rows", "weights")
+        PartitionSpec("x") if name == split else PartitionSpec() for name in ("experts", "tokens", "rows", "gates")
     )
-    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=None), experts, tokens, rows, weights)
-    wanted = {"experts": ("permuted", "unpermuted"), "tokens": ("permuted",), "weights": ("unpermuted",)}[split]
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=None), experts, tokens, rows, gates)
+    wanted = {"experts": ("permuted", "unpermuted"), "tokens": ("permuted",), "gates": ("unpermuted",)}[split]
     assert [name for name, axes in seen.items() if axes == {"x"}] == list(wanted)

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from moezoo.execution import Execution
-from moezoo.jaxprs import equations
-from moezoo.moe.block import Experts, MoE
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.traces import equations
 
 
 def test_nothing_is_added_by_scatter():

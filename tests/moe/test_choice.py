@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import moezoo
+from moezoo.moe.dispatch import Ring
 from moezoo.moe.router import Choice, Router
 
 BATCH, SEQ, EMBED, EXPERTS = 2, 6, 5, 8
@@ -17,7 +18,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def loop(scores, bias, choice):
-    """A token's experts and weights, from its scores."""
+    """A token's experts and gates, from its scores."""
     eligible = list(range(EXPERTS))
     if choice.groups > 1:
         size = EXPERTS // choice.groups
@@ -30,15 +31,15 @@ def loop(scores, bias, choice):
         kept = sorted(range(choice.groups), key=goodness, reverse=True)[: choice.kept_groups]
         eligible = [e for e in eligible if e // size in kept]
     chosen = sorted(eligible, key=lambda e: -(scores + bias)[e])[: choice.k]
-    weights = scores[chosen]
-    if choice.weights == "renormalised":
-        weights = weights / weights.sum()
-    return chosen, weights * choice.scale
+    gates = scores[chosen]
+    if choice.gates == "renormalised":
+        gates = gates / gates.sum()
+    return chosen, gates * choice.scale
 
 
 CHOICES = [
-    Choice(3, score, groups, 2, group_score, weights, 2.5, bias)  # type: ignore[arg-type]
-    for score, (groups, group_score), weights, bias in itertools.product(
+    Choice(3, score, groups, 2, group_score, gates, 2.5, bias)  # type: ignore[arg-type]
+    for score, (groups, group_score), gates, bias in itertools.product(
         ("softmax", "sigmoid"),
         ((1, "max"), (4, "max"), (4, "sum_of_top2")),
         ("renormalised", "scores"),
@@ -51,7 +52,7 @@ CHOICES = [
 def test_equals_a_loop_over_tokens(choice):
     rng = np.random.default_rng(3)
     x, weight = rng.standard_normal((BATCH, SEQ, EMBED)), rng.standard_normal((EMBED, EXPERTS))
-    # Large enough to change choices, so that weights made of biased scores would show.
+    # Large enough to change choices, so that gates made of biased scores would show.
     bias = rng.standard_normal(EXPERTS).astype(np.float32) * (choice.bias == "learned")
     router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     assert (router.bias is None) == (choice.bias == "none")
@@ -66,27 +67,27 @@ def test_equals_a_loop_over_tokens(choice):
     x, weight = np.asarray(x, np.float32).astype(np.float64), np.asarray(weight, np.float32).astype(np.float64)
     counts, probabilities = np.zeros((BATCH, EXPERTS), int), np.zeros((BATCH, EXPERTS))
     for b, s in np.ndindex(BATCH, SEQ):
-        experts, weights = np.asarray(assignment.experts)[b * SEQ + s], np.asarray(assignment.weights)[b * SEQ + s]
+        experts, gates = np.asarray(assignment.expert_ids)[b * SEQ + s], np.asarray(assignment.gates)[b * SEQ + s]
         if not valid[b, s]:
             assert (experts == EXPERTS).all()
-            assert not weights.any()
+            assert not gates.any()
             continue
         logits = x[b, s] @ weight
         scores = np.exp(logits) / np.exp(logits).sum() if choice.score == "softmax" else 1 / (1 + np.exp(-logits))
         wanted, shares = loop(scores, bias, choice)
         np.testing.assert_array_equal(experts, wanted)
-        np.testing.assert_allclose(weights, shares, rtol=0, atol=choice.scale * PRECISION)
+        np.testing.assert_allclose(gates, shares, rtol=0, atol=choice.scale * PRECISION)
         counts[b, wanted] += 1
         probabilities[b] += scores / scores.sum()
     np.testing.assert_array_equal(sums.counts, counts)
     np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
 
 
-def test_the_bias_has_no_gradient_and_the_weights_have():
+def test_the_bias_has_no_gradient_and_the_gates_have():
     choice = Choice(2, score="sigmoid", bias="learned")
     router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x, valid = jax.random.normal(jax.random.key(1), (BATCH, SEQ, EMBED)), jnp.ones((BATCH, SEQ), bool)
-    gradient = jax.grad(lambda r: (r(x, valid).assignment.weights[:, 0] ** 2).sum())(router)
+    gradient = jax.grad(lambda r: (r(x, valid).assignment.gates[:, 0] ** 2).sum())(router)
     assert not np.asarray(gradient.bias).any()
     assert np.asarray(gradient.weight).any()
 
@@ -98,14 +99,14 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
     router = Router(EMBED, 4, Choice(1, bias="learned"), dtype=jnp.dtype("float32"), key=jax.random.key(0))
     start = np.arange(4 * layers, dtype=np.float32).reshape(layers, 4)
     router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(start))
-    moved = jax.jit(lambda r, c: r.rebalanced(c, 0.25).bias)(router, jnp.asarray(load, jnp.int32))
+    moved = jax.jit(lambda r, c: r.rebalance(c, 0.25).bias)(router, jnp.asarray(load, jnp.int32))
     wanted = [[np.sign(sum(row) - 4 * c) for c in row] for row in load]
     np.testing.assert_array_equal(moved, start + 0.25 * np.asarray(wanted, np.float32))
 
 
 def test_without_a_bias_nothing_moves():
     router = Router(EMBED, 4, Choice(1), dtype=jnp.dtype("float32"), key=jax.random.key(0))
-    assert router.rebalanced(jnp.ones((1, 4), jnp.int32), 0.1) is router
+    assert router.rebalance(jnp.ones((1, 4), jnp.int32), 0.1) is router
 
 
 FORCED = [
@@ -123,10 +124,10 @@ def test_forced_routing_keeps_to_the_rules_of_the_choice(choice, routing):
     router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * EXPERTS, EMBED)), jnp.float32)
     valid = jnp.ones(x.shape[:2], bool)
-    (experts, weights), sums = router(x, valid, routing)
+    (experts, gates), sums = router(x, valid, routing)
     scores = np.asarray(x.reshape(-1, EMBED) @ router.weight, np.float64)
     scores = 1 / (1 + np.exp(-scores)) if choice.score == "sigmoid" else np.exp(scores)
-    for row, weight, score in zip(np.asarray(experts), np.asarray(weights), scores, strict=True):
+    for row, weight, score in zip(np.asarray(experts), np.asarray(gates), scores, strict=True):
         assert len(set(row)) == choice.k
         assert len(set(row // (EXPERTS // choice.groups))) <= choice.kept_groups
         np.testing.assert_allclose(weight, choice.scale * score[row] / score[row].sum(), rtol=1e-5)
@@ -137,18 +138,18 @@ def test_forced_routing_keeps_to_the_rules_of_the_choice(choice, routing):
     elif choice.k < EXPERTS:
         assert 0 < load.min() < load.max()
         other = eqx.tree_at(lambda r: r.weight, router, router.weight + 1)
-        assert (other(x, valid, routing).assignment.experts != experts).any()
+        assert (other(x, valid, routing).assignment.expert_ids != experts).any()
 
 
 def test_forced_routing_on_a_mesh():
     """Each device draws for its own tokens, and takes turns of its own."""
     cfg = moezoo.compose("mesh=fsdp2_ep4", "model.embed=16", "model.layers=1")
-    model = moezoo.build(cfg.model, key=jax.random.key(0))
+    model = moezoo.build_model(cfg.model, key=jax.random.key(0))
     tokens = np.zeros((8, 8), np.int32)  # all alike, so that only a device's number can tell draws apart
     loads = {}
     for routing in ("balanced", "random"):
-        run = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, "ring", routing=routing)  # type: ignore[arg-type]
-        loads[routing] = moezoo.place(model, run)(tokens, run=run).routing.load
+        execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, Ring(), routing=routing)  # type: ignore[arg-type]
+        loads[routing] = moezoo.place(model, execution)(tokens, execution=execution).routing.load
     assert (loads["balanced"] == 16).all()
     # One draw of eight tokens on all eight devices would give multiples of eight.
     assert (loads["random"] % 8).any()

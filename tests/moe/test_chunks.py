@@ -12,13 +12,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from moezoo import Execution, Rules
-from moezoo.collectives import psum, varying
 from moezoo.errors import UserError
-from moezoo.jaxprs import count_collectives, equations
-from moezoo.moe.block import Experts, MoE
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Dispatch, Ragged, Ring
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.mlp import MLP
+from moezoo.parallel.collectives import psum, varying
+from moezoo.parallel.traces import count_collectives, equations
 
 EXPERTS, EMBED, ROWS, LENGTH = 8, 6, 4, 7
 F32 = jnp.dtype("float32")
@@ -42,37 +43,37 @@ def block() -> tuple[MoE, MLP]:
     return moe, MLP(EMBED, 9, out_std=1.0, dtype=F32, key=keys[2])
 
 
-def execution(strategy: Dispatch, split: bool) -> Execution:
+def make_execution(strategy: Dispatch, split: bool) -> Execution:
     """Two devices with tokens of their own times two that share experts, and tokens too unless `split`."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     rules = Rules("r", {"expert": ("expert",)}, {"expert": ("expert",)}, ("fsdp", "expert")[: 1 + split], ())
     return Execution(mesh, rules, strategy)
 
 
-def layer(run: Execution) -> Any:
+def layer(execution: Execution) -> Any:
     """`(block, shared, x, valid, cotangent) -> Results` on the whole mesh."""
 
     def local(moe: MoE, shared: MLP, x: Any, valid: Any, cotangent: Any) -> Results:
         def objective(moe: MoE, shared: MLP, x: Any) -> Any:
-            routed, beside, sums = moe(x, valid, run, shared)
+            routed, beside, sums = moe(x, valid, execution, shared)
             assert beside is not None
             return (routed + beside**2, (routed, beside, sums.dropped))
 
         _, pull, (routed, beside, dropped) = jax.vjp(objective, moe, shared, x, has_aux=True)
         return Results(routed, beside, psum(dropped, tuple(sorted(varying(dropped)))), pull(cotangent))
 
-    split, whole = run.tokens_spec, PartitionSpec()
+    split, whole = execution.tokens_spec, PartitionSpec()
     moe, shared = block()
-    specs = run.specs(moe), run.specs(shared)
+    specs = execution.specs(moe), execution.specs(shared)
     specs_like: Any = Results  # of what it holds
     out = specs_like(split, split, whole, (*specs, split))
-    return jax.shard_map(local, mesh=run.mesh, in_specs=(*specs, split, split, split), out_specs=out)
+    return jax.shard_map(local, mesh=execution.mesh, in_specs=(*specs, split, split, split), out_specs=out)
 
 
 @functools.cache
 def compiled(strategy: Dispatch, split: bool) -> Any:
     """The layer as a program; tiny ones gain nothing from an optimised backend."""
-    return jax.jit(layer(execution(strategy, split)), compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(layer(make_execution(strategy, split)), compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
@@ -101,11 +102,11 @@ def test_same_numbers(name, split, chunks):
 @pytest.mark.parametrize("strategy", [Capacity(0.5), Ragged(0.3), Ring(0.3)], ids=lambda s: type(s).__name__)
 def test_a_bound_is_one_of_each_chunk(strategy):
     """Cutting a batch in chunks drops what running its parts one after the other does."""
-    run, cut = compiled(strategy, True), compiled(dataclasses.replace(strategy, chunks=2), True)
+    whole_chunk, cut = compiled(strategy, True), compiled(dataclasses.replace(strategy, chunks=2), True)
     x, cotangent = np.random.default_rng(2).standard_normal((2, ROWS, 8, EMBED), np.float32)
     valid = np.ones((ROWS, 8), bool)
     first, second = (
-        run(*block(), x[:, part], valid[:, part], cotangent[:, part]) for part in (slice(0, 4), slice(4, 8))
+        whole_chunk(*block(), x[:, part], valid[:, part], cotangent[:, part]) for part in (slice(0, 4), slice(4, 8))
     )
     both = cut(*block(), x, valid, cotangent)
     assert both.dropped == first.dropped + second.dropped > 0
@@ -121,15 +122,15 @@ FORWARD = {
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_weights_are_gathered_once_and_chunks_travel_by_themselves(name):
-    run = execution(STRATEGIES[name](chunks=3), True)
+    execution = make_execution(STRATEGIES[name](chunks=3), True)
     shapes = jax.eval_shape(lambda: (*block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
 
     def local(moe: MoE, shared: MLP, x: Any, valid: Any) -> Any:
-        return moe(x, valid, run, shared)[:2]
+        return moe(x, valid, execution, shared)[:2]
 
-    split, (moe, shared) = run.tokens_spec, block()
-    specs = (run.specs(moe), run.specs(shared), split, split)
-    program = jax.make_jaxpr(jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=split))(*shapes)
+    split, (moe, shared) = execution.tokens_spec, block()
+    specs = (execution.specs(moe), execution.specs(shared), split, split)
+    program = jax.make_jaxpr(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=split))(*shapes)
     once = FORWARD.get(name)
     expected = {("all_gather", ("expert",)): 3} if once is None else {key: 3 * n for key, n in once.items()}
     assert count_collectives(program) == Counter(expected)
@@ -138,16 +139,16 @@ def test_weights_are_gathered_once_and_chunks_travel_by_themselves(name):
 @pytest.mark.parametrize("name", FORWARD)
 def test_what_runs_beside_does_between_sending_and_results(name):
     """In the program's order, and for compilers, which have their own: results wait for it."""
-    run = execution(STRATEGIES[name](), True)
+    execution = make_execution(STRATEGIES[name](), True)
     shapes = jax.eval_shape(lambda: (*block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
     wide = 9  # the shared MLP's width, which nothing else has
 
     def local(moe: MoE, shared: MLP, x: Any, valid: Any) -> Any:
-        return moe(x, valid, run, shared)[:2]
+        return moe(x, valid, execution, shared)[:2]
 
-    split, (moe, shared) = run.tokens_spec, block()
-    specs = (run.specs(moe), run.specs(shared), split, split)
-    program = jax.make_jaxpr(jax.shard_map(local, mesh=run.mesh, in_specs=specs, out_specs=split))(*shapes)
+    split, (moe, shared) = execution.tokens_spec, block()
+    specs = (execution.specs(moe), execution.specs(shared), split, split)
+    program = jax.make_jaxpr(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=split))(*shapes)
     order = []
     for equation, *_ in equations(program, "tpu"):
         kind = equation.primitive.name

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from moezoo.collectives import psum, varying
-from moezoo.moe.block import Experts
 from moezoo.moe.dispatch import STRATEGIES, Assignment, Dispatch, ExpertGroup, Replicated
+from moezoo.moe.experts import Experts
+from moezoo.parallel.collectives import psum, varying
 
 EMBED, MLP = 4, 3
 # Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
@@ -74,7 +74,7 @@ CORNERS = [Case(name, 4, "split", 4, 4, 4) for name in STRATEGIES]
 CORNERS += [Case(name, 4, "replicated", 1, 4, 4) for name in STRATEGIES]
 
 
-def expert_layer(case, tokens, experts, weights, mlp):
+def expert_layer(case, tokens, experts, gates, mlp):
     """What the MoE block does between router and residual stream: what comes back, and (drops, rows in use)."""
     axes = LAYOUTS[case.group].axes
     group = ExpertGroup(axes, case.group, case.experts)
@@ -82,7 +82,7 @@ def expert_layer(case, tokens, experts, weights, mlp):
     if not set(axes) <= varying(tokens):
         strategy = Replicated(strategy)
     whole = strategy.experts(mlp, group)
-    there = strategy.dispatch(tokens, Assignment(experts, weights), group)
+    there = strategy.dispatch(tokens, Assignment(experts, gates), group)
     back = strategy.combine(whole(there.rows, there.group_sizes, "reference"), there.state, group)
     dropped = psum(there.dropped, tuple(sorted(varying(there.dropped))))
     return back, (dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
@@ -90,12 +90,12 @@ def expert_layer(case, tokens, experts, weights, mlp):
 
 @functools.cache
 def compiled(case):
-    """Output, counts and the gradients of tokens, weights and expert weights, as one program for the case's mesh."""
+    """Output, counts and the gradients of tokens, gates and expert weights, as one program for the case's mesh."""
     shape, axes = LAYOUTS[case.group]
 
-    def local(tokens, experts, weights, mlp, cotangent):
+    def local(tokens, experts, gates, mlp, cotangent):
         layer = functools.partial(expert_layer, case)
-        output, pull, counts = jax.vjp(lambda t, w, m: layer(t, experts, w, m), tokens, weights, mlp, has_aux=True)
+        output, pull, counts = jax.vjp(lambda t, w, m: layer(t, experts, w, m), tokens, gates, mlp, has_aux=True)
         # Types say which axes a value is the same on: the mesh's batch axes only for what tokens hold.
         assert varying(output) == set(case.batch_axes)
         return output, counts, *pull(cotangent)
@@ -114,11 +114,11 @@ def compiled(case):
     return jax.jit(mapped, compiler_options=QUICK)
 
 
-def loop(tokens, experts, weights, mlp, cotangent):
+def loop(tokens, experts, gates, mlp, cotangent):
     """The layer by its definition, and its gradients by the chain rule, in float64."""
-    tokens, weights, cotangent = (np.asarray(x, np.float64) for x in (tokens, weights, cotangent))
+    tokens, gates, cotangent = (np.asarray(x, np.float64) for x in (tokens, gates, cotangent))
     gate, up, down = (np.asarray(x, np.float64) for x in (mlp.gate, mlp.up, mlp.down))
-    output, by_tokens, by_weights = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros_like(weights)
+    output, by_tokens, by_gates = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros_like(gates)
     by_gate, by_up, by_down = np.zeros_like(gate), np.zeros_like(up), np.zeros_like(down)
     for (t, c), e in np.ndenumerate(experts):
         if e == len(gate):
@@ -126,17 +126,17 @@ def loop(tokens, experts, weights, mlp, cotangent):
         x, g, u = tokens[t], tokens[t] @ gate[e], tokens[t] @ up[e]
         sigmoid = 1 / (1 + np.exp(-g))
         hidden = g * sigmoid * u
-        output[t] += weights[t, c] * (hidden @ down[e])
+        output[t] += gates[t, c] * (hidden @ down[e])
 
-        by_weights[t, c] = cotangent[t] @ (hidden @ down[e])
-        back = weights[t, c] * cotangent[t]
+        by_gates[t, c] = cotangent[t] @ (hidden @ down[e])
+        back = gates[t, c] * cotangent[t]
         by_hidden = down[e] @ back
         by_g, by_u = by_hidden * u * sigmoid * (1 + g * (1 - sigmoid)), by_hidden * g * sigmoid
         by_down[e] += np.outer(hidden, back)
         by_gate[e] += np.outer(x, by_g)
         by_up[e] += np.outer(x, by_u)
         by_tokens[t] += gate[e] @ by_g + up[e] @ by_u
-    return output, by_tokens, by_weights, by_gate, by_up, by_down
+    return output, by_tokens, by_gates, by_gate, by_up, by_down
 
 
 @functools.cache
@@ -160,14 +160,14 @@ def compare(case, allowed, padding, seed, drops=None):
     rng = np.random.default_rng(seed + 100)
     experts = assign(case, [e % case.experts for e in allowed], padding, seed)
     tokens, cotangent = rng.standard_normal((2, case.tokens, EMBED), np.float32)
-    weights = rng.standard_normal(experts.shape, np.float32)
-    output, (dropped, used), by_tokens, by_weights, by_mlp = compiled(case)(
-        tokens, experts, weights, mlp(case.experts), cotangent
+    gates = rng.standard_normal(experts.shape, np.float32)
+    output, (dropped, used), by_tokens, by_gates, by_mlp = compiled(case)(
+        tokens, experts, gates, mlp(case.experts), cotangent
     )
-    results = output, by_tokens, by_weights, by_mlp.gate, by_mlp.up, by_mlp.down
+    results = output, by_tokens, by_gates, by_mlp.gate, by_mlp.up, by_mlp.down
     lost = np.zeros(experts.shape, bool) if drops is None else drops(case, experts)
     asked, experts = (experts < case.experts).sum(), np.where(lost, case.experts, experts)
-    wanted = loop(tokens, experts, weights, mlp(case.experts), cotangent)
+    wanted = loop(tokens, experts, gates, mlp(case.experts), cotangent)
     for result, want in zip(results, wanted, strict=True):
         # A chain of three products and a sum over at most 26 tokens: some 50 roundings to float32, relative to the
         # largest entries that were summed.
@@ -178,7 +178,7 @@ def compare(case, allowed, padding, seed, drops=None):
     # A choice that goes nowhere takes no row, nor does what fills up a share of tokens; `dense` runs all
     # on all, `capacity` all places.
     assert used == (experts < case.experts).sum() or case.strategy in ("capacity", "dense")
-    return output, by_tokens, by_weights
+    return output, by_tokens, by_gates
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.placed}-{case.group}")

@@ -22,8 +22,8 @@ def router_of(weight, k, dtype=jnp.float32):
 
 
 def _route(weight, x, valid, k):
-    (experts, weights), sums = router_of(weight, k, x.dtype)(x, valid)
-    return experts, weights, sums
+    (experts, gates), sums = router_of(weight, k, x.dtype)(x, valid)
+    return experts, gates, sums
 
 
 # Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
@@ -40,44 +40,44 @@ def inputs(seed=0):
 
 
 def loop(x, weight, valid, k):
-    """Chosen experts and their weights, token by token, and the layer's sums."""
+    """Chosen experts and their gates, token by token, and the layer's sums."""
     x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     experts = weight.shape[1]
-    chosen, weights = np.full((BATCH * SEQ, k), experts), np.zeros((BATCH * SEQ, k))
+    chosen, gates = np.full((BATCH * SEQ, k), experts), np.zeros((BATCH * SEQ, k))
     counts, probabilities, z = np.zeros((BATCH, experts), int), np.zeros((BATCH, experts)), 0.0
     for b, s in np.argwhere(valid):
         logits = (x[b, s][:, None] * weight).sum(0)  # tied columns tie to the bit
         scores = np.exp(logits) / np.exp(logits).sum()
         best = sorted(range(experts), key=lambda e: (-scores[e], e))[:k]
-        chosen[b * SEQ + s], weights[b * SEQ + s] = best, scores[best] / scores[best].sum()
+        chosen[b * SEQ + s], gates[b * SEQ + s] = best, scores[best] / scores[best].sum()
         counts[b, best] += 1
         probabilities[b] += scores
         z += np.log(np.exp(logits).sum()) ** 2
-    return chosen, weights, counts, probabilities, z
+    return chosen, gates, counts, probabilities, z
 
 
 @pytest.mark.parametrize("k", [1, 2, EXPERTS])
 def test_equals_a_loop_over_tokens(k):
     x, weight, valid = inputs()
-    experts, weights, sums = route(weight, x, valid, k)
-    wanted_experts, wanted_weights, counts, probabilities, z = loop(x, weight, valid, k)
+    experts, gates, sums = route(weight, x, valid, k)
+    wanted_experts, wanted_gates, counts, probabilities, z = loop(x, weight, valid, k)
     np.testing.assert_array_equal(experts, wanted_experts)
     np.testing.assert_array_equal(sums.counts, counts)
     np.testing.assert_array_equal(sums.tokens, valid.sum(1))
     assert sums.dropped == 0
-    np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=PRECISION)
+    np.testing.assert_allclose(gates, wanted_gates, rtol=0, atol=PRECISION)
     np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
     np.testing.assert_allclose(sums.z, z, rtol=PRECISION)
 
 
 def test_padding_goes_nowhere():
     x, weight, valid = inputs()
-    experts, weights, _ = route(weight, x, valid, 2)
+    experts, gates, _ = route(weight, x, valid, 2)
     assert (np.asarray(experts)[~valid.reshape(-1)] == EXPERTS).all()
-    assert not np.asarray(weights)[~valid.reshape(-1)].any()
-    experts, weights, sums = route(weight, x, np.zeros_like(valid), 2)
+    assert not np.asarray(gates)[~valid.reshape(-1)].any()
+    experts, gates, sums = route(weight, x, np.zeros_like(valid), 2)
     assert (np.asarray(experts) == EXPERTS).all()
-    for total in (weights, sums.counts, sums.probabilities, sums.tokens, sums.z):
+    for total in (gates, sums.counts, sums.probabilities, sums.tokens, sums.z):
         assert not np.asarray(total).any()
 
 
@@ -89,9 +89,9 @@ def test_ties_go_to_the_lower_index():
     experts = np.asarray(experts)
     np.testing.assert_array_equal(experts, loop(x, weight, valid, 2)[0])
     assert (experts == [1, 4]).all(axis=1).any()  # the case is there
-    experts, weights, _ = route(weight, np.zeros_like(x), np.ones_like(valid), 4)
+    experts, gates, _ = route(weight, np.zeros_like(x), np.ones_like(valid), 4)
     np.testing.assert_array_equal(experts, np.tile(np.arange(4), (BATCH * SEQ, 1)))
-    np.testing.assert_array_equal(weights, np.full((BATCH * SEQ, 4), 0.25))
+    np.testing.assert_array_equal(gates, np.full((BATCH * SEQ, 4), 0.25))
 
 
 def test_scores_are_float32_whatever_the_activations():
@@ -99,35 +99,35 @@ def test_scores_are_float32_whatever_the_activations():
     x, weight, _ = inputs()
     x, valid = jnp.asarray(x, jnp.bfloat16), np.ones((BATCH, SEQ), bool)
     weight = np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)
-    experts, weights, sums = route(weight, x, valid, 2)
-    wanted_experts, wanted_weights, _, probabilities, z = loop(x, weight, valid, 2)
+    experts, gates, sums = route(weight, x, valid, 2)
+    wanted_experts, wanted_gates, _, probabilities, z = loop(x, weight, valid, 2)
     np.testing.assert_array_equal(experts, wanted_experts)
-    np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=PRECISION)
+    np.testing.assert_allclose(gates, wanted_gates, rtol=0, atol=PRECISION)
     np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
     np.testing.assert_allclose(sums.z, z, rtol=PRECISION)
-    assert weights.dtype == sums.probabilities.dtype == sums.z.dtype == jnp.float32
+    assert gates.dtype == sums.probabilities.dtype == sums.z.dtype == jnp.float32
 
 
-def loss(parts, of_weights, of_probabilities):
-    """Every differentiable result, weighed so that no gradient cancels (weights of a token sum to one)."""
-    weights, probabilities, z = parts
-    return (weights * of_weights).sum() + (probabilities * of_probabilities).sum() + z
+def loss(parts, of_gates, of_probabilities):
+    """Every differentiable result, weighed so that no gradient cancels (gates of a token sum to one)."""
+    gates, probabilities, z = parts
+    return (gates * of_gates).sum() + (probabilities * of_probabilities).sum() + z
 
 
 def test_gradients_equal_finite_differences():
     x, weight, valid = inputs()
     rng = np.random.default_rng(1)
-    of_weights, of_probabilities = rng.standard_normal((BATCH * SEQ, 2)), rng.standard_normal((BATCH, EXPERTS))
-    constants = of_weights.astype(np.float32), of_probabilities.astype(np.float32)
+    of_gates, of_probabilities = rng.standard_normal((BATCH * SEQ, 2)), rng.standard_normal((BATCH, EXPERTS))
+    constants = of_gates.astype(np.float32), of_probabilities.astype(np.float32)
 
     def through_router(x, weight):
-        (_, weights), sums = router_of(weight, 2)(x, jnp.asarray(valid))
-        return loss((weights, sums.probabilities, sums.z), *constants)
+        (_, gates), sums = router_of(weight, 2)(x, jnp.asarray(valid))
+        return loss((gates, sums.probabilities, sums.z), *constants)
 
     def through_loop(x, weight):
-        chosen, weights, _, probabilities, z = loop(x, weight, valid, 2)
+        chosen, gates, _, probabilities, z = loop(x, weight, valid, 2)
         assert (chosen == loop(*inputs()[:2], valid, 2)[0]).all()  # no choice flips under the difference
-        return loss((weights, probabilities, z), *constants)
+        return loss((gates, probabilities, z), *constants)
 
     gradients = jax.jit(jax.grad(through_router, argnums=(0, 1)), compiler_options=QUICK)(x, weight)
     for argument, gradient in enumerate(gradients):
@@ -143,12 +143,12 @@ def test_gradients_equal_finite_differences():
     assert not np.asarray(gradients[0])[~valid].any()
 
 
-def test_the_weights_of_an_assignment_reach_the_router():
+def test_the_gates_of_an_assignment_reach_the_router():
     """With a hand-written sort it is easy to lose this gradient, and training goes on without it."""
     x, weight, valid = inputs()
 
     def first_choice(weight):
-        return router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid)).assignment.weights[:, 0].sum()
+        return router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid)).assignment.gates[:, 0].sum()
 
     gradient = np.asarray(jax.jit(jax.grad(first_choice), compiler_options=QUICK)(weight))
     chosen = np.unique(loop(x, weight, valid, 2)[0][valid.reshape(-1)])
@@ -160,8 +160,8 @@ def test_no_scatter_in_the_backward_pass():
     x, weight, valid = inputs()
 
     def total(weight):
-        (_, weights), sums = router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid))
-        return loss((weights, sums.probabilities, sums.z), jnp.float32(1), jnp.float32(1))
+        (_, gates), sums = router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid))
+        return loss((gates, sums.probabilities, sums.z), jnp.float32(1), jnp.float32(1))
 
     program = str(jax.make_jaxpr(jax.grad(total))(weight))
     assert "top_k" in program
@@ -173,8 +173,8 @@ def test_counts_are_not_doubled_under_rematerialisation():
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def layer(x, weight):
-        (_, weights), sums = router_of(weight, 2)(x, jnp.asarray(valid))
-        return x * weights.sum(), sums
+        (_, gates), sums = router_of(weight, 2)(x, jnp.asarray(valid))
+        return x * gates.sum(), sums
 
     def total(weight):
         x_out, sums = jax.lax.scan(layer, jnp.asarray(x), weight)

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from moezoo.collectives import sum_over_devices
 from moezoo.moe.routing import LayerSums, RoutingConfig, reduce_routing
+from moezoo.parallel.collectives import sum_over_devices
 
 LAYERS, BATCH, EXPERTS, K = 2, 8, 4, 2
 ALPHA, BETA = 0.01, 0.001

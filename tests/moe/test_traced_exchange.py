@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import moezoo
-from moezoo.jaxprs import count_collectives, equations
 from moezoo.models import model_shapes
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.parallel.traces import count_collectives, equations
 
 PRESETS = ("mixtral_8x7b", "mixtral_8x22b", "deepseek_v3")
 OVER = ("expert",)
@@ -28,28 +28,28 @@ EXCHANGED = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     cfg = moezoo.compose(f"model={preset}", "mesh=ep8")
-    run = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, strategy)
+    execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]())
     # The batch has not taken the expert axis from the experts: they stay where they are stored.
-    assert "expert" in run.batch_axes
-    assert run.expert_group(cfg.model.experts).axes == OVER
+    assert "expert" in execution.batch_axes
+    assert execution.expert_group(cfg.model.experts).axes == OVER
     stack = model_shapes(cfg.model).stacks[-1]
     moe = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack.layer.moe)
     x = jax.ShapeDtypeStruct((8, 256, cfg.model.embed), jnp.float32)
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 
     def local(moe, x, valid):
-        return moe(x, valid, run)[0]
+        return moe(x, valid, execution)[0]
 
-    rules, split = run.rules, run.tokens_spec
+    rules, split = execution.rules, execution.tokens_spec
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), moe)
     kept = jax.sharding.PartitionSpec(rules.compute["expert"])
     experts = jax.tree.map(lambda _: kept, moe.experts)
     specs = type(moe)(specs.router, experts)
-    layer = jax.shard_map(local, mesh=run.mesh, in_specs=(specs, split, split), out_specs=split)
+    layer = jax.shard_map(local, mesh=execution.mesh, in_specs=(specs, split, split), out_specs=split)
     program = jax.make_jaxpr(layer)(moe, x, valid)
     assert count_collectives(program) == Counter(EXCHANGED[strategy])
     # No expert's weights are anywhere but where they are stored, unless weights move.
     weights = moe.experts.gate.size
     largest = max(getattr(v.aval, "size", 0) for e in equations(program, "tpu") for v in e.equation.outvars)
-    if run.strategy.moves == "tokens":
+    if STRATEGIES[strategy].moves == "tokens":
         assert largest < max(weights, 8 * x.size)

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import moezoo.nn.attention as attention
-from moezoo.execution import Execution
-from moezoo.mesh import MeshShape, make_mesh
-from moezoo.nn.attention import Attention, Context, Place, attend, place_keys
+from moezoo.nn.attention import Attention, Context, TokenPositions, attend, gather_positions
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rope import frequencies, rotate
-from moezoo.rules import Rules
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import MeshShape, make_mesh
+from moezoo.parallel.rules import Rules
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
 GROUP = HEADS // KV_HEADS
@@ -26,7 +26,7 @@ PRECISION = 50 * 2.0**-24
 # Documents of 5, 4 and 3 tokens; and one of 8 with padding (segment 0) behind it.
 SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32)
 POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
-PLACE = Place(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+PLACE = TokenPositions(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 
 def projections(seed=0):
@@ -134,7 +134,7 @@ def test_no_attention_across_documents_or_ahead():
 def test_a_query_that_sees_nothing_stays_finite():
     """As when padding's segment is on no key at all."""
     q, k, v, _ = map(jnp.asarray, projections())
-    alone = Place(PLACE.position, PLACE.segment + 10)
+    alone = TokenPositions(PLACE.position, PLACE.segment + 10)
     context = Context(alone, PLACE)
     run = jax.value_and_grad(lambda q: attend(q, k, v, context, scale=1.0, window=None).sum())
     for result in jax.jit(run, compiler_options=QUICK)(q):
@@ -164,17 +164,17 @@ def complex_rotation(x, positions, base):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def layer_and_gradients(run, layer, x, place, cotangent):
+def layer_and_gradients(execution, layer, x, positions, cotangent):
     """The layer's value and gradients by its weights and input."""
-    value, pull = jax.vjp(lambda layer, x: layer(x, place_keys(place, run), run).y, layer, x)
+    value, pull = jax.vjp(lambda layer, x: layer(x, gather_positions(positions, execution), execution).y, layer, x)
     return value, *pull(cotangent)
 
 
 @functools.cache
 def on_one_device():
     """The layer without a mesh."""
-    run = functools.partial(layer_and_gradients, Execution())
-    return jax.jit(run, compiler_options=QUICK)(block(), *inputs())
+    program = functools.partial(layer_and_gradients, Execution())
+    return jax.jit(program, compiler_options=QUICK)(block(), *inputs())
 
 
 def inputs():
@@ -193,11 +193,11 @@ def test_the_layer_equals_a_loop():
 def test_a_split_sequence_changes_nothing(shape):
     """Keys and values are gathered over the axes that split the sequence; gradients come back summed."""
     rules = Rules("mine", {}, {}, ("data",), ("context",))
-    run = Execution(mesh=make_mesh(shape), rules=rules)
-    split, whole = run.tokens_spec, PartitionSpec()
+    execution = Execution(mesh=make_mesh(shape), rules=rules)
+    split, whole = execution.tokens_spec, PartitionSpec()
     mapped = jax.shard_map(
-        functools.partial(layer_and_gradients, run),
-        mesh=run.mesh,
+        functools.partial(layer_and_gradients, execution),
+        mesh=execution.mesh,
         in_specs=(whole, split, split, split),
         out_specs=(split, whole, split),
     )

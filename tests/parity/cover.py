@@ -13,7 +13,7 @@ import numpy as np
 
 import moezoo
 from moezoo.data import Batch
-from moezoo.models import DeepSeekConfig, MixtralConfig, build
+from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
 
 Balance = Literal["batch", "sequence"]
@@ -49,7 +49,7 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
 @functools.cache
 def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
     """A tiny model with every array told apart from what it starts as: norms are not one, one expert is not used."""
-    fresh = build(config(family, balance), key=jax.random.key(3))
+    fresh = build_model(config(family, balance), key=jax.random.key(3))
     rng = np.random.default_rng(4)
     leaves, structure = jax.tree.flatten(fresh)
     noisy = [np.asarray(x) + 0.2 * rng.standard_normal(x.shape).astype(np.float32) * (x.ndim < 3) for x in leaves]
@@ -146,7 +146,7 @@ def fits(mesh: str, layout: str) -> bool:
     sizes = MESHES[mesh].sizes
     many = {axis for axis, size in sizes.items() if size > 1}
     special = {"replicated": {"expert"}, "shard_exp_on_fsdp": {"expert", "fsdp"}, "cp_as_ep": {"context"}}
-    return layout != "router_on_data" and many <= rules()[layout].named and special.get(layout, set()) <= many
+    return layout != "router_on_data" and many <= rules()[layout].mesh_axes and special.get(layout, set()) <= many
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Place:
+class Visibility:
     """Where each token of a row stands: the number of its document, and its position in it."""
 
     segments: np.ndarray
@@ -108,7 +108,7 @@ class Family(abc.ABC):
     losses: Losses
 
     @abc.abstractmethod
-    def layers(self, p: Split, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+    def layers(self, p: Split, x: Value, visibility: Visibility) -> tuple[Value, list[Routing]]:
         """One row [tokens, D] through all layers, and the routing of those that have experts."""
 
     def after_step(self, load: np.ndarray) -> "Family":
@@ -175,7 +175,7 @@ def _row(p: Split, row: dict[str, np.ndarray], family: Family) -> tuple[Value, l
     real = row["segments"] > 0
     tokens, labels, segments, positions = (row[k][real] for k in ("tokens", "labels", "segments", "positions"))
     x = stack([p("embedding", int(token)) for token in tokens])
-    x, routing = family.layers(p, x, Place(segments, positions))
+    x, routing = family.layers(p, x, Visibility(segments, positions))
     nats = value(0)
     for i, label in enumerate(labels.tolist()):
         if label >= 0:

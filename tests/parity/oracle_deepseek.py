@@ -9,7 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from oracle import Family, Losses, Parameters, Place, Routing, Split, attend, best, experts, norm, rotate, swiglu
+from oracle import (
+    Family,
+    Losses,
+    Parameters,
+    Routing,
+    Split,
+    Visibility,
+    attend,
+    best,
+    experts,
+    norm,
+    rotate,
+    swiglu,
+)
 from tape import Value, exp, total_of, value
 
 _LATENT_EPS = 1e-6  # of the latents' norms, in all released models
@@ -132,11 +145,11 @@ class DeepSeek(Family):
     norm_eps: float
     losses: Losses
 
-    def layers(self, p: Split, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+    def layers(self, p: Split, x: Value, visibility: Visibility) -> tuple[Value, list[Routing]]:
         """The dense ones, then those with experts."""
         routing = []
         for layer in range(p.shape("out")[0]):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
+            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), visibility)
             h = norm(x, p("mlp_norm", layer), self.norm_eps)
             if layer < self.dense_layers:
                 x = x + swiglu(h, p("dense_gate", layer), p("dense_up", layer), p("dense_down", layer))
@@ -159,27 +172,27 @@ class DeepSeek(Family):
                 bias[layer, e] += self.bias_rate * ((missing > 0) - (missing < 0))
         return replace(self, bias=bias)
 
-    def _rotate(self, x: Value, place: Place) -> Value:
+    def _rotate(self, x: Value, visibility: Visibility) -> Value:
         size = x.data.shape[1]
-        return self.rope.magnitude * rotate(x, place.positions, self.rope.frequencies(size), self.rope.pairs(size))
+        return self.rope.magnitude * rotate(x, visibility.positions, self.rope.frequencies(size), self.rope.pairs(size))
 
-    def _attention(self, p: Split, layer: int, x: Value, place: Place) -> Value:
+    def _attention(self, p: Split, layer: int, x: Value, visibility: Visibility) -> Value:
         """One row, head by head; keys and values of all heads come from one latent, and one rotated key serves all."""
         latent_size = p.shape("kv_norm")[1]
         down = x @ p("kv_down", layer)
         latent = norm(down[:, :latent_size], p("kv_norm", layer), _LATENT_EPS)
-        shared_key = self._rotate(down[:, latent_size:], place)
+        shared_key = self._rotate(down[:, latent_size:], visibility)
         if "query" in p.whole:
             source, to_query = x, "query"
         else:
             source, to_query = norm(x @ p("query_down", layer), p("query_norm", layer), _LATENT_EPS), "query_up"
         heads, size = p.shape(to_query)[2:]
-        seen, result = place.seen, value(0)
+        seen, result = visibility.seen, value(0)
         for head in range(heads):
             q = source @ p(to_query, layer, slice(None), head)
             key = latent @ p("key_up", layer, slice(None), head)
             v = latent @ p("value_up", layer, slice(None), head)
-            scores = q[:, : self.nope_dim] @ key.T + self._rotate(q[:, self.nope_dim :], place) @ shared_key.T
+            scores = q[:, : self.nope_dim] @ key.T + self._rotate(q[:, self.nope_dim :], visibility) @ shared_key.T
             weighed = attend(scores * (self.rope.score_factor / math.sqrt(size)), seen, v)
             result = result + weighed @ p("out", layer, head)
         return result

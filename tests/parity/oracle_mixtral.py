@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from oracle import Family, Losses, Parameters, Place, Routing, Split, attend, best, experts, norm, rotate
+from oracle import Family, Losses, Parameters, Routing, Split, Visibility, attend, best, experts, norm, rotate
 from tape import Value, exp, total_of, value
 
 
@@ -40,31 +40,31 @@ class Mixtral(Family):
     window: int | None
     losses: Losses
 
-    def layers(self, p: Split, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+    def layers(self, p: Split, x: Value, visibility: Visibility) -> tuple[Value, list[Routing]]:
         """All alike."""
         routing = []
         for layer in range(p.shape("query")[0]):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
+            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), visibility)
             y, one = experts(p, layer, norm(x, p("moe_norm", layer), self.norm_eps), self._route)
             x = x + y
             routing.append(one)
         return x, routing
 
-    def _attention(self, p: Split, layer: int, x: Value, place: Place) -> Value:
+    def _attention(self, p: Split, layer: int, x: Value, visibility: Visibility) -> Value:
         """One row, head by head."""
         _, _, heads, size = p.shape("query")
         kv_heads = p.shape("key")[2]
         half = size // 2
         pairs = [(i, i + half) for i in range(half)]
         frequencies = [self.rope_base ** (-2 * i / size) for i in range(half)]
-        seen = place.seen
+        seen = visibility.seen
         if self.window is not None:
-            seen &= place.positions[:, None] - place.positions[None, :] < self.window
+            seen &= visibility.positions[:, None] - visibility.positions[None, :] < self.window
         result = value(0)
         for head in range(heads):
             shared = head * kv_heads // heads
-            q = rotate(x @ p("query", layer, slice(None), head), place.positions, frequencies, pairs)
-            k = rotate(x @ p("key", layer, slice(None), shared), place.positions, frequencies, pairs)
+            q = rotate(x @ p("query", layer, slice(None), head), visibility.positions, frequencies, pairs)
+            k = rotate(x @ p("key", layer, slice(None), shared), visibility.positions, frequencies, pairs)
             v = x @ p("value", layer, slice(None), shared)
             result = result + attend(q @ k.T / math.sqrt(size), seen, v) @ p("out", layer, head)
         return result

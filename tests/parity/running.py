@@ -13,9 +13,8 @@ from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 
 from moezoo.data import Batch
 from moezoo.models import MixtralConfig
-from moezoo.settings import SGD, Constant
-from moezoo.train.optimizer import Optimizer
-from moezoo.train.step import Metrics, State, Step
+from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.training.step import Metrics, State, Step
 
 STEPS, RATE = 3, 0.1
 

@@ -19,15 +19,15 @@ from running import RATE, STEPS, shapes
 
 import moezoo
 from moezoo import Execution
-from moezoo.cost import communication
-from moezoo.jaxprs import collectives, count_collectives, equations
+from moezoo.analysis.cost import communication
+from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.models import model_shapes
 from moezoo.moe.dispatch import STRATEGIES
-from moezoo.settings import SGD, Constant, ExecutionSettings, TrainConfig
-from moezoo.traffic import Table
-from moezoo.train.loss import cross_entropy
-from moezoo.train.optimizer import Optimizer
-from moezoo.train.step import Step
+from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.traces import collective_traffic, count_collectives, equations
+from moezoo.parallel.traffic import TrafficTable
+from moezoo.training.loss import cross_entropy
+from moezoo.training.step import Step
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def traced(case: Case, **changes: int) -> Any:
     """The traced step."""
     model = model_shapes(config(case.family, case.balance, **changes))
     optimizer = Optimizer(SGD(RATE), Constant(), STEPS, model)
-    return Step(model, optimizer, case.execution, shapes(case.microbatches)).jaxpr()
+    return Step(model, optimizer, case.execution, shapes(case.microbatches)).traced.jaxpr
 
 
 @functools.cache
@@ -50,14 +50,14 @@ def settings(case: Case) -> TrainConfig:
         model=config(case.family, case.balance),
         mesh=MESHES[case.mesh],
         rules=rules()[case.rules],
-        dispatch=case.execution.strategy,
+        dispatch=case.execution.dispatch,
         batch_size=ROWS,
         seq_len=LENGTH,
         execution=ExecutionSettings(remat=case.remat, microbatches=case.microbatches),  # type: ignore[arg-type]
     )
 
 
-def predicted(case: Case) -> Table:
+def predicted(case: Case) -> TrafficTable:
     """What the formula says."""
     return communication(settings(case))
 
@@ -65,18 +65,18 @@ def predicted(case: Case) -> Table:
 @pytest.mark.parametrize("case", [*cover(), *BESIDE], ids=str)
 def test_traffic_is_that_of_the_rules(case):
     # `collectives` refuses loops without a known end that hold one, so there is none.
-    assert collectives(traced(case)) == predicted(case)
+    assert collective_traffic(traced(case)) == predicted(case)
 
 
 @pytest.mark.full
 def test_traffic_of_the_whole_product():
-    wrong = [str(case) for case in product() if collectives(traced.__wrapped__(case)) != predicted(case)]
+    wrong = [str(case) for case in product() if collective_traffic(traced.__wrapped__(case)) != predicted(case)]
     assert not wrong
 
 
 def test_one_device_exchanges_nothing():
     case = Case("ring", "single", "fsdp_ep", "full", 2, "batch")
-    assert collectives(traced(case)) == predicted(case) == {}
+    assert collective_traffic(traced(case)) == predicted(case) == {}
 
 
 def test_mixtral_on_fsdp2_ep4_in_figures():
@@ -109,7 +109,7 @@ def test_experts_add_nothing_by_scatter(strategy):
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
 
     def objective(moe: Any, x: Any, valid: Any) -> Any:
-        y, _, sums = moe(x, valid, Execution(dispatch=strategy))
+        y, _, sums = moe(x, valid, Execution(dispatch=STRATEGIES[strategy]()))
         return (y**2).sum() + sums.probabilities.sum() + sums.z
 
     program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(one, x, valid)

@@ -14,11 +14,11 @@ from running import expected
 from table import leave
 
 import moezoo
+from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source, load
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Ragged, Ring
-from moezoo.settings import TrainConfig
-from moezoo.train.evaluate import Evaluator
-from moezoo.train.feed import Feed
+from moezoo.training.evaluate import Evaluator
+from moezoo.training.feed import Feed
 
 NEW = 4
 # Bounded as training may be: neither validation nor generation drops anything.
@@ -34,9 +34,9 @@ class Way(NamedTuple):
     rules: str
 
     @property
-    def run(self) -> moezoo.Execution:
+    def execution(self) -> moezoo.Execution:
         """The execution."""
-        strategy = BOUNDED.get(self.strategy, self.strategy)
+        strategy = BOUNDED.get(self.strategy) or STRATEGIES[self.strategy]()
         return moezoo.Execution(moezoo.make_mesh(MESHES[self.mesh]), rules()[self.rules], strategy)
 
 
@@ -81,17 +81,17 @@ def unread() -> tuple[Source, TrainConfig]:
 
 def see(way: Way) -> Seen:
     """Validate and generate."""
-    run, wanted = way.run, greedy(way.family)
-    there = moezoo.place(model(way.family), run)
-    evaluator = Evaluator(there, *unread(), run)
-    assert run.mesh is not None
-    feed = Feed(jax.sharding.NamedSharding(run.mesh, run.tokens_spec), batch(0)["tokens"].shape)
+    execution, wanted = way.execution, greedy(way.family)
+    there = moezoo.place(model(way.family), execution)
+    evaluator = Evaluator(there, *unread(), execution)
+    assert execution.mesh is not None
+    feed = Feed(jax.sharding.NamedSharding(execution.mesh, execution.tokens_spec), batch(0)["tokens"].shape)
     whole = feed(Batch(**batch(0)))
     nats, tokens, dropped = jax.device_get(evaluator._sums(there, whole))
     assert dropped == 0
     assert tokens == (batch(0)["labels"] >= 0).sum()
     loss = expected(way.family, "batch", 1).outcomes[0].loss
-    found = np.asarray(moezoo.generate(there, wanted[:, :3], max_new_tokens=NEW, run=run))
+    found = np.asarray(moezoo.generate(there, wanted[:, :3], max_new_tokens=NEW, execution=execution))
     return Seen(abs(float(nats) / int(tokens) - loss) / loss, int((found[:, 3:] == wanted[:, 3:]).sum()))
 
 

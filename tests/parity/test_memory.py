@@ -8,11 +8,10 @@ import pytest
 from cover import Case, config
 from running import RATE, STEPS, shapes
 
-from moezoo.jaxprs import equations
 from moezoo.models import model_shapes
-from moezoo.settings import SGD, Constant
-from moezoo.train.optimizer import Optimizer
-from moezoo.train.step import Step
+from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.traces import equations
+from moezoo.training.step import Step
 
 # Weights are large and tokens few: whatever is large is a weight. Each device has two rows of eight tokens.
 LAYERS, EMBED, MLP, EXPERTS = 8, 64, 256, 8
@@ -48,7 +47,7 @@ def test_no_scan_returns_gathered_weights(case):
     """What a layer leaves for the backward pass, the scan over layers returns stacked: no weight may be among it."""
     found = large(case)
     kept = []
-    for equation, *_ in equations(found.step.jaxpr()):
+    for equation, *_ in equations(found.step.traced.jaxpr):
         if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
             body = equation.params["jaxpr"]
             results: Any = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)

@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from running import STEPS, Running, parameters_of, worst
 
 import moezoo
-from moezoo.models import build
-from moezoo.settings import AdamW, Cosine
-from moezoo.train.optimizer import Optimizer
-from moezoo.train.setup import initial_model
-from moezoo.train.step import check_layout
+from moezoo.models import build_model
+from moezoo.optim import AdamW, Cosine, Optimizer
+from moezoo.training.build import build_model_on_mesh
+from moezoo.training.step import check_shardings
 
 CASE = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch")
 
@@ -42,9 +41,9 @@ def test_the_same_step_twice_is_bit_equal(running):
 @functools.cache
 def initial(mesh: str, layout: str, dispatch: str) -> list[bytes]:
     """A fresh model's arrays, born on a mesh."""
-    run = Case(dispatch, mesh, layout, "full", 1, "batch").execution
+    execution = Case(dispatch, mesh, layout, "full", 1, "batch").execution
     small = ("model.vocab=40", "model.embed=16", "model.layers=2", "model.expert_mlp=12")
-    return bits(initial_model(moezoo.compose(*small, f"dispatch={dispatch}"), run))
+    return bits(build_model_on_mesh(moezoo.compose(*small, f"dispatch={dispatch}"), execution))
 
 
 # Compiling takes seconds for each layout, so that most are left to the run of the whole product.
@@ -68,7 +67,7 @@ def test_initial_parameters_depend_on_the_seed_only(mesh, layout):
 
 def test_micro_steps_do_not_change_the_cross_entropy():
     """Nor its gradient: without routing losses one step of 16 rows and two micro-steps of 8 are the same."""
-    start = build(config(load_balance=0.0, z_loss=0.0), key=jax.random.key(1))
+    start = build_model(config(load_balance=0.0, z_loss=0.0), key=jax.random.key(1))
     metrics, gradients = [], []
     for micro_steps in (1, 2):
         running = Running(Case("ring", "ep8", "fsdp_ep", "full", micro_steps, "batch"), start=start)
@@ -95,7 +94,7 @@ def test_a_step_is_compiled_once(running, caplog):
         caplog.clear()
         state, _ = running.step.function(state, running.batch(1))
         assert not compiled()
-    check_layout(state, running.step.state_shardings)
+    check_shardings(state, running.step.state_shardings)
 
 
 def test_a_step_deletes_the_state_it_was_given(running):
@@ -107,7 +106,7 @@ def test_a_step_deletes_the_state_it_was_given(running):
 
 def test_an_array_that_lies_otherwise_is_refused(running):
     state = running.begin()
-    check_layout(state, running.step.state_shardings)
+    check_shardings(state, running.step.state_shardings)
     mesh = CASE.execution.mesh
     assert mesh is not None
     moved = jax.device_put(np.asarray(state.model.embedding.weight), NamedSharding(mesh, PartitionSpec("fsdp")))
@@ -115,7 +114,7 @@ def test_an_array_that_lies_otherwise_is_refused(running):
     assert layout.spec == PartitionSpec(None, ("fsdp", "expert"))
     replaced = jax.tree.map(lambda x: moved if x is state.model.embedding.weight else x, state)
     with pytest.raises(ValueError, match=r"embedding\.weight lies as .*'fsdp'.*, expected .*'fsdp', 'expert'"):
-        check_layout(replaced, running.step.state_shardings)
+        check_shardings(replaced, running.step.state_shardings)
     # The compiled step itself moves nothing either.
     running.state = replaced
     with pytest.raises(ValueError, match="sharding"):

@@ -13,9 +13,8 @@ from oracle_deepseek import DeepSeek
 from running import STEPS, Running, expected, observe, oracle_family, parameters_of, worst
 from table import leave
 
-from moezoo.axes import trainable
-from moezoo.settings import AdamW, Cosine
-from moezoo.train.optimizer import Optimizer
+from moezoo.optim import AdamW, Cosine, Optimizer
+from moezoo.parallel.axes import trainable
 
 # float32 rounds at 6e-8. Sums here have at most some hundred terms, in a chain of about forty operations forward and
 # back, which adds up to some 1e-6 of an array's largest value; what is wrong is wrong by far more than ten times that.

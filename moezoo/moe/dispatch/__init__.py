@@ -1,16 +1,17 @@
-"""How tokens meet experts: one file a strategy, one contract in `base`."""
+"""How tokens meet experts: a file per strategy; the contract is in `moezoo.parallel.dispatch`."""
 
-from moezoo.moe.dispatch.base import Assignment as Assignment
-from moezoo.moe.dispatch.base import Dispatch as Dispatch
-from moezoo.moe.dispatch.base import Dispatched as Dispatched
-from moezoo.moe.dispatch.base import ExpertGroup as ExpertGroup
-from moezoo.moe.dispatch.base import Sizes as Sizes
 from moezoo.moe.dispatch.capacity import Capacity as Capacity
 from moezoo.moe.dispatch.dense import Dense as Dense
 from moezoo.moe.dispatch.gather import Gather as Gather
 from moezoo.moe.dispatch.ragged import Ragged as Ragged
 from moezoo.moe.dispatch.replicated import Replicated as Replicated
+from moezoo.moe.dispatch.resolve import resolve as resolve
 from moezoo.moe.dispatch.ring import Ring as Ring
+from moezoo.parallel.dispatch import Assignment as Assignment
+from moezoo.parallel.dispatch import Dispatch as Dispatch
+from moezoo.parallel.dispatch import Dispatched as Dispatched
+from moezoo.parallel.dispatch import ExpertGroup as ExpertGroup
+from moezoo.parallel.dispatch import Sizes as Sizes
 
 STRATEGIES: dict[str, type[Dispatch]] = {
     "capacity": Capacity,

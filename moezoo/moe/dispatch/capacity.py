@@ -2,20 +2,16 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.kernels.permute import Plan, permute, plan_by_place, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.traffic import Moves
-
-
-class _State(NamedTuple):
-    plan: Plan
-    weights: Float[Array, "tokens k"]
+from moezoo.kernels.permute import permute, plan_with_capacity, unpermute
+from moezoo.moe.dispatch.state import SortState
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.parallel.traffic import Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +29,17 @@ class Capacity(Dispatch):
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """The group's buffers for this device's experts: as many as its own for the group's."""
-        return group.experts * self._places(tokens, k, group)
+        return group.num_experts * self._capacity(tokens, k, group)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
         """Buffers there and back, and again: weights' gradients need what came back."""
         once = group.move("all_to_all", self.rows(sizes.tokens, sizes.k, group) * sizes.embed, sizes.dtype)
         return Moves((once, once), (once, once), (once, once))
 
-    def _places(self, tokens: int, k: int, group: ExpertGroup) -> int:
+    def _capacity(self, tokens: int, k: int, group: ExpertGroup) -> int:
         if self.capacity_factor is None:
             return tokens
-        return min(tokens, math.ceil(self.capacity_factor * tokens * k / group.experts))
+        return min(tokens, math.ceil(self.capacity_factor * tokens * k / group.num_experts))
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """This device's own."""
@@ -51,19 +47,19 @@ class Capacity(Dispatch):
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Fill a buffer for each expert and send it there."""
-        count, k = assignment.experts.shape
-        sort = plan_by_place(assignment.experts, group.experts, self._places(count, k, group))
+        count, k = assignment.expert_ids.shape
+        sort = plan_with_capacity(assignment.expert_ids, group.num_experts, self._capacity(count, k, group))
         rows = _swap(permute(tokens, sort), group)
-        rows = rearrange(rows, "(p e c) d -> (e p c) d", p=group.size, e=group.local)
-        sizes = sort.group_sizes[: group.local] * group.size
-        return Dispatched(rows, sizes, sort.dropped, _State(sort, assignment.weights))
+        rows = rearrange(rows, "(p e c) d -> (e p c) d", p=group.size, e=group.num_local)
+        sizes = sort.group_sizes[: group.num_local] * group.size
+        return Dispatched(rows, sizes, sort.dropped, SortState(sort, assignment.gates))
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+        self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Send results back to where their tokens came from, and sum each token's."""
-        rows = rearrange(rows, "(e p c) d -> (p e c) d", p=group.size, e=group.local)
-        return unpermute(_swap(rows, group), state.weights, state.plan)
+        rows = rearrange(rows, "(e p c) d -> (p e c) d", p=group.size, e=group.num_local)
+        return unpermute(_swap(rows, group), state.gates, state.plan)
 
 
 def _swap(rows: Float[Array, "rows embed"], group: ExpertGroup) -> Float[Array, "rows embed"]:

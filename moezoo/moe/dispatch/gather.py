@@ -1,19 +1,15 @@
 """`gather`: weights move, tokens stay."""
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.traffic import Moves
-
-
-class _State(NamedTuple):
-    plan: Plan
-    weights: Float[Array, "tokens k"]
+from moezoo.kernels.permute import permute, plan, unpermute
+from moezoo.moe.dispatch.state import SortState
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.parallel.traffic import Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +24,11 @@ class Gather(Dispatch):
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """This device's assignments."""
-        return tokens * min(k, group.experts)
+        return tokens * min(k, group.num_experts)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
         """Weights."""
-        return group.exchanged_experts(sizes)
+        return group.expert_moves(sizes)
 
     def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
         """All experts."""
@@ -40,12 +36,12 @@ class Gather(Dispatch):
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Sort this device's assignments by expert: T * K rows."""
-        sort = plan(assignment.experts, 0, group.experts)
-        state = _State(sort, assignment.weights)
+        sort = plan(assignment.expert_ids, 0, group.num_experts)
+        state = SortState(sort, assignment.gates)
         return Dispatched(permute(tokens, sort), sort.group_sizes, jnp.zeros((), jnp.int32), state)
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+        self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Undo the sort and sum over choices."""
-        return unpermute(rows, state.weights, state.plan)
+        return unpermute(rows, state.gates, state.plan)

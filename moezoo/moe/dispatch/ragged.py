@@ -8,14 +8,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.moe.transport import Transfer, exchange
-from moezoo.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.parallel.traffic import Moves
 
 
 class _State(NamedTuple):
     sort: Plan  # here, assignments by expert
-    weights: Float[Array, "tokens k"]
+    gates: Float[Array, "tokens k"]
     transfer: Transfer | None
     there: Plan | None  # at the experts, what all devices sent by expert
 
@@ -39,13 +39,13 @@ class Ragged(Dispatch):
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """All that can come, or what `buffer_factor` says; this device's assignments where it is alone."""
         if not group.axes:
-            return tokens * min(k, group.experts)
+            return tokens * min(k, group.num_experts)
         return group.room(tokens, k, self.buffer_factor)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
         """Counts, then rows there and back, and again: weights' gradients need what came back."""
-        rows = min(sizes.tokens * min(sizes.k, group.experts), self.rows(sizes.tokens, sizes.k, group))
-        counts = group.move("all_gather", group.experts, jnp.int32)
+        rows = min(sizes.tokens * min(sizes.k, group.num_experts), self.rows(sizes.tokens, sizes.k, group))
+        counts = group.move("all_gather", group.num_experts, jnp.int32)
         once = group.move("ragged_all_to_all", rows * sizes.embed, sizes.dtype)
         return Moves((counts, once, once), (counts, once, once), (once, once))
 
@@ -55,23 +55,23 @@ class Ragged(Dispatch):
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Send each assignment's token to its expert's device, and sort there what has come."""
-        experts, weights = assignment
-        sort = plan(experts, 0, group.experts)
+        expert_ids, gates = assignment
+        sort = plan(expert_ids, 0, group.num_experts)
         rows, none = permute(tokens, sort), jnp.zeros((), jnp.int32)
         if not group.axes:
-            return Dispatched(rows, sort.group_sizes, none, _State(sort, weights, None, None))
-        count, k = weights.shape
+            return Dispatched(rows, sort.group_sizes, none, _State(sort, gates, None, None))
+        count, k = gates.shape
         room = self.rows(count, k, group)
         # [P, E]: how many rows everybody has for every expert. From it all that a transfer needs follows.
         counts = lax.all_gather(sort.group_sizes, group.axes)
         transfer, sizes, lost = _transfer(counts, group, room)
         received = exchange(rows, transfer, room, group.axes)
-        there = plan(_expert_of_row(sizes, room), 0, group.local)
+        there = plan(_expert_of_row(sizes, room), 0, group.num_local)
         return Dispatched(
             permute(received, there),
             there.group_sizes,
             lost if self.can_drop(count, k, group) else none,
-            _State(sort, weights, transfer, there),
+            _State(sort, gates, transfer, there),
         )
 
     def combine(
@@ -83,7 +83,7 @@ class Ragged(Dispatch):
             ones = jnp.ones((rows.shape[0], 1), jnp.float32)
             as_received = unpermute(rows, ones, state.there)
             rows = exchange(as_received, state.transfer.back(), state.sort.source.shape[0], group.axes)
-        return unpermute(rows, state.weights, state.sort)
+        return unpermute(rows, state.gates, state.sort)
 
 
 def _transfer(
@@ -93,7 +93,7 @@ def _transfer(
 
     Those that find none are the last, so that where the others lie does not depend on them.
     """
-    wanted = counts.reshape(group.size, group.size, group.local)  # [sender, receiver, expert there]
+    wanted = counts.reshape(group.size, group.size, group.num_local)  # [sender, receiver, expert there]
     sizes = wanted.sum(2)
     before = jnp.cumsum(sizes, axis=0) - sizes  # rows from earlier senders
     fitting = jnp.clip(room - before, 0, sizes)

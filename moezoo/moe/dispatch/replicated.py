@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.collectives import varying
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.traffic import Moves
+from moezoo.parallel.collectives import varying
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.parallel.traffic import Moves
 
 
 class _State(NamedTuple):
@@ -40,8 +40,8 @@ class Replicated(Dispatch):
         drops = (dropped,) if self.strategy.can_drop(share.tokens, sizes.k, group) else ()
         padded = share.tokens * group.size
         tokens = group.move("psum", padded * sizes.embed, sizes.dtype)
-        weights = group.move("psum", padded * sizes.k, jnp.float32)
-        return self.strategy.exchanges(share, group) + Moves((joined, *drops), (), (tokens, weights))
+        gates = group.move("psum", padded * sizes.k, jnp.float32)
+        return self.strategy.exchanges(share, group) + Moves((joined, *drops), (), (tokens, gates))
 
     @staticmethod
     def _share(tokens: int, group: ExpertGroup) -> int:
@@ -60,7 +60,7 @@ class Replicated(Dispatch):
             padded = jnp.pad(x, ((0, share * group.size - total), (0, 0)), constant_values=fill)
             return lax.dynamic_slice_in_dim(padded, group.index() * share, share)
 
-        split = Assignment(mine(assignment.experts, group.experts), mine(assignment.weights, 0))
+        split = Assignment(mine(assignment.expert_ids, group.num_experts), mine(assignment.gates, 0))
         there = self.strategy.dispatch(mine(tokens, 0), split, group)
         # A strategy that may drop counts its own share; one that cannot returns a constant, which needs no sum.
         dropped = lax.psum(there.dropped, group.axes) if varying(there.dropped) & set(group.axes) else there.dropped

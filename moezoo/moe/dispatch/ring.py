@@ -1,21 +1,17 @@
 """`ring`: tokens move to all devices of the group, partial sums move back."""
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.collectives import gather_tokens
-from moezoo.kernels.permute import Plan, permute, plan, unpermute
-from moezoo.moe.dispatch.base import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.traffic import Moves
-
-
-class _State(NamedTuple):
-    plan: Plan
-    weights: Float[Array, "group_tokens k"]
+from moezoo.kernels.permute import permute, plan, unpermute
+from moezoo.moe.dispatch.state import SortState
+from moezoo.parallel.collectives import gather_tokens
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
+from moezoo.parallel.traffic import Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +47,20 @@ class Ring(Dispatch):
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Gather the group's tokens and routing, and keep the assignments to this device's experts."""
-        experts, weights = assignment
-        count, k = weights.shape
+        expert_ids, gates = assignment
+        count, k = gates.shape
         room = self.rows(count, k, group)
         if group.axes:
-            # Experts ride along with their weights in one collective; a float32 holds a number below 2**24 exactly.
-            routing = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=1)
+            # Expert ids travel with their gates in one collective; a float32 holds a number below 2**24 exactly.
+            routing = jnp.concatenate([gates, expert_ids.astype(gates.dtype)], axis=1)
             tokens, routing = (gather_tokens(x, group.axes, 0, tokens=group.axes) for x in (tokens, routing))
-            weights, experts = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
-        sort = plan(experts, group.index() * group.local, group.local, room)
-        return Dispatched(permute(tokens, sort), sort.group_sizes, sort.dropped, _State(sort, weights))
+            gates, expert_ids = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
+        sort = plan(expert_ids, group.index() * group.num_local, group.num_local, room)
+        return Dispatched(permute(tokens, sort), sort.group_sizes, sort.dropped, SortState(sort, gates))
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+        self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Sum each token's rows here, then over the group, each device keeping its own tokens."""
-        partial = unpermute(rows, state.weights, state.plan)
+        partial = unpermute(rows, state.gates, state.plan)
         return lax.psum_scatter(partial, group.axes, scatter_dimension=0, tiled=True) if group.axes else partial

@@ -1,0 +1,215 @@
+"""What every family's model is: `embed`, `trunk`, `head`, and the call that composes them, on a mesh or on none.
+
+Also the type of what a family says of its Hugging Face folders.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.errors import UserError
+from moezoo.moe.routing import LayerSums, Routing, RoutingConfig, reduce_routing
+from moezoo.nn.attention import TokenPositions, gather_positions
+from moezoo.nn.linear import normal, project
+from moezoo.nn.norm import RMSNorm
+from moezoo.parallel.axes import Embedding, Stack, Weight
+from moezoo.parallel.execution import Execution
+
+
+class TokenEmbedding(eqx.Module):
+    """A vector for each token."""
+
+    weight: Embedding[Array, "vocab embed"]
+
+    def __init__(self, vocab: int, embed: int, *, std: float, dtype: jnp.dtype, key: Array):
+        self.weight = normal(key, (vocab, embed), std, dtype)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        """Look tokens up."""
+        return jnp.take(self.weight, tokens, axis=0, mode="clip")
+
+
+class Unembedding(eqx.Module):
+    """The last norm and the projection to logits."""
+
+    norm: RMSNorm
+    weight: Weight[Array, "embed -> vocab"]
+
+    def __init__(self, embed: int, vocab: int, *, epsilon: float, std: float, dtype: jnp.dtype, key: Array):
+        self.norm = RMSNorm(embed, epsilon, dtype=dtype)
+        self.weight = normal(key, (embed, vocab), std, dtype)
+
+    def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
+        """Logits, float32."""
+        return project(self.norm(hidden), self.weight, dtype=jnp.float32)
+
+
+class Output(NamedTuple):
+    """`logits` [batch, seq, vocab] float32 and what is told of `routing`, layer by layer."""
+
+    logits: Float[Array, "batch seq vocab"]
+    routing: Routing
+
+
+class LayerOutput(NamedTuple):
+    """A layer's activations; its routing sums, None where it routes nothing; what its attention keeps."""
+
+    x: Float[Array, "batch seq embed"]
+    sums: LayerSums | None
+    kept: PyTree
+
+
+class TrunkOutput(NamedTuple):
+    """Activations after the last layer, and each MoE layer's routing sums over this device's tokens."""
+
+    hidden: Float[Array, "batch seq embed"]
+    sums: LayerSums
+
+
+class LanguageModel(eqx.Module):
+    """A family's model: a token embedding, runs of layers, an unembedding; its only leaves are arrays.
+
+    A layer is called as `layer(x, context, execution, past=None)` with its weights whole and returns a `LayerOutput`.
+    """
+
+    embedding: eqx.AbstractVar[TokenEmbedding]
+    stacks: eqx.AbstractVar[tuple[Stack, ...]]
+    unembedding: eqx.AbstractVar[Unembedding]
+    config: eqx.AbstractVar[Any]
+
+    @property
+    def routing_config(self) -> RoutingConfig:
+        """Coefficients of the routing losses."""
+        c = self.config
+        return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.unembedding.weight.shape[-1]
+
+    def slots(self, length: int) -> int:
+        """Of how many tokens of a text of that length the layers keep something: what later ones may look back on."""
+        return length
+
+    def after_step(self, load: Int[Array, "layer experts"]) -> "LanguageModel":
+        """The model with its buffers moved by a training step's `load`, over all devices and micro-steps.
+
+        A family without such buffers has nothing to do.
+        """
+        del load
+        return self
+
+    def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
+        """Tokens to activations."""
+        return execution.whole(self.embedding)(tokens)
+
+    def trunk(
+        self, x: Float[Array, "batch seq embed"], token_positions: TokenPositions, execution: Execution
+    ) -> TrunkOutput:
+        """All layers: one scan a run of layers; weights are gathered inside, where a layer is about to run."""
+        context = gather_positions(token_positions, execution)
+
+        def step(x: Array, layer: Any) -> tuple[Array, LayerSums | None]:
+            out = execution.whole(layer)(x, context, execution)
+            return out.x, out.sums
+
+        sums = []
+        for stack in self.stacks:
+            x, one = jax.lax.scan(execution.checkpoint(step), x, stack.layer)
+            if one is not None:
+                sums.append(one)
+        return TrunkOutput(x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums))
+
+    def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
+        """Activations to logits."""
+        return execution.whole(self.unembedding)(hidden)
+
+    def __call__(
+        self,
+        tokens: Int[Array | np.ndarray, "batch seq"],
+        *,
+        segments: Int[Array | np.ndarray, "batch seq"] | None = None,
+        positions: Int[Array | np.ndarray, "batch seq"] | None = None,
+        execution: Execution | None = None,
+    ) -> Output:
+        """Logits and routing of whole arrays of tokens, computed as `execution` says (default: one device).
+
+        `segments` numbers the documents of a row from 1, 0 being padding; default: each row is one document.
+        `positions` counts within a document; default: from the start of the row. Raises `UserError` when tokens are
+        not integers [batch, seq], or the mesh splits the batch or the sequence into parts that are not whole.
+        """
+        execution = execution or Execution()
+        if jnp.ndim(tokens) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+            raise UserError(
+                f"tokens are {jnp.result_type(tokens)}{list(jnp.shape(tokens))}, expected integers [batch, seq]; "
+                "for one sequence write tokens[None]"
+            )
+        tokens = jnp.asarray(tokens, jnp.int32)
+        check_tokens(tokens.shape[0], tokens.shape[1], execution)
+        segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        positions = jnp.asarray(positions, jnp.int32)
+
+        def local(model: LanguageModel, tokens: Array, token_positions: TokenPositions) -> Output:
+            hidden, sums = model.trunk(model.embed(tokens, execution), token_positions, execution)
+            routing, _ = reduce_routing(sums, model.routing_config, execution.batch_axes, execution.sequence_axes, ())
+            return Output(model.head(hidden, execution), routing)
+
+        token_positions = TokenPositions(positions, segments)
+        if execution.mesh is None:
+            return local(self, tokens, token_positions)
+        split: Any = execution.tokens_spec
+        specs = (execution.specs(self), split, TokenPositions(split, split))
+        replicated: Any = PartitionSpec()
+        out = Output(split, replicated)
+        return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=out)(self, tokens, token_positions)
+
+
+def check_tokens(
+    batch: int, length: int, execution: Execution, *, batch_key: str = "batch", micro_steps: int = 1
+) -> None:
+    """Raise `UserError` unless the mesh splits each micro-step's rows of `length` tokens evenly."""
+    for key, size, axes, parts in (
+        (batch_key, batch, execution.batch_axes, micro_steps),
+        ("seq_len", length, execution.sequence_axes, 1),
+    ):
+        ways = parts * execution.ways(axes)
+        if size % ways:
+            factors = [f"execution.microbatches={parts}"] if parts > 1 else []
+            factors += [f"mesh.{axis}={execution.sizes[axis]}" for axis in axes]
+            raise UserError(
+                f"{key}={size} is not divisible by {ways} ({' x '.join(factors)}); make it a multiple of {ways}"
+            )
+
+
+# What ours is called, or several that lie there as one, joined along their last dimension; and what it is called there.
+Names = Mapping[str | tuple[str, ...], str]
+
+
+@runtime_checkable
+class Hub(Protocol):
+    """What a family's file provides."""
+
+    MODEL_TYPES: tuple[str, ...]
+    NAMES: Names
+    LAYER_NAMES: Names
+
+    def find_unused(self, left: set[str], expected: set[str]) -> set[str]:
+        """Of the tensors that no parameter has, those to leave alone."""
+        ...
+
+    def config_from_hub(self, mapping: Mapping[str, Any]) -> Any:
+        """The family's configuration of a config.json. Raises `UserError` for settings that the family cannot have."""
+        ...
+
+    def config_to_hub(self, config: Any) -> dict[str, Any]:
+        """The other way round, without the dtype."""
+        ...

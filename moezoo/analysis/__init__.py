@@ -1,0 +1,1 @@
+"""What is known before a run: what a step's collectives bring a device, by formula."""

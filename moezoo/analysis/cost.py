@@ -1,0 +1,230 @@
+"""What a training step costs before there is one: the bytes its collectives bring a device, in closed form.
+
+Sizes alone decide: a parameter's annotation and the rules say what is gathered and reduced, the strategy says what a
+layer exchanges (`Dispatch.exchanges`), and the rest is a few sums. Nothing is traced and no device is asked.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from moezoo.config.build import build_execution
+from moezoo.config.compose import compose
+from moezoo.config.settings import TrainConfig
+from moezoo.errors import UserError
+from moezoo.models import model_shapes
+from moezoo.moe.dispatch import Dispatch, Gather, Sizes, resolve
+from moezoo.moe.mixture import MoE, chunk_sizes
+from moezoo.parallel.axes import Axes, Role, axes_of
+from moezoo.parallel.collectives import MeshAxes, split_by_tokens
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import MeshShape, abstract_mesh
+from moezoo.parallel.rules import Rules
+from moezoo.parallel.traffic import Move, Moves, TrafficTable
+
+
+def communication(
+    config: TrainConfig,
+    mesh: MeshShape | str | None = None,
+    rules: Rules | str | None = None,
+    dispatch: Dispatch | str | None = None,
+) -> TrafficTable:
+    """How often each collective of a training step runs, and the bytes that one device receives by it.
+
+    By collective and mesh axes; `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch`, or names of them,
+    take the place of those of `config`; the name of the strategy that it has changes none of its options. What a
+    collective brings is defined in `moezoo.parallel.traffic.received_bytes`; for `ragged`, of routed rows evenly
+    spread. Counts are those of the program, before a compiler joins or splits collectives.
+
+    Raises `UserError` where they do not fit together, and for a mesh axis of -1.
+    """
+    config = _instead(config, mesh, rules, dispatch)
+    execution = build_execution(config, abstract_mesh(config.mesh))
+    model, micro_steps, table = model_shapes(config.model), config.execution.microbatches, TrafficTable()
+
+    def add(moves: Iterable[Move], times: int) -> None:
+        for move in moves:
+            if move.axes:
+                table.add(move.collective, move.axes, times, move.received_bytes)
+
+    def both(moves: Moves, times: int, *, again: bool) -> None:
+        add(moves.of_a_step(again=again), times * micro_steps)
+
+    kept = config.execution.remat == "none"  # nothing is computed twice, and only weights are gathered twice
+    rows = config.batch_size // micro_steps // execution.ways(execution.batch_axes)
+    length = config.seq_len // execution.ways(execution.sequence_axes)
+    both(_weights(model.embedding, execution), 1, again=False)
+    both(_weights(model.unembedding, execution), 1, again=True)
+    both(_places(rows * length, execution), 1, again=False)
+    routing_layers = 0
+    for stack in model.stacks:
+        both(_weights(stack, execution), stack.count, again=True)
+        both(_keys(config.model.kept_dims, rows * length, execution), stack.count, again=not kept)
+        if hasattr(stack.layer, "moe"):
+            routing_layers += stack.count
+            both(_experts(stack.layer.moe, rows * length, execution), stack.count, again=not kept)
+    add(_statistics(config, routing_layers, rows, execution), micro_steps)
+    # Once a step: the number of predicted tokens, gradients of what is not stored over all axes of tokens, the norm.
+    add(
+        [
+            _move("psum", execution.token_axes, 1, jnp.int32, execution),
+            _move("psum", execution.live_axes, 1, jnp.float32, execution),
+        ],
+        1,
+    )
+    add(_gradient_sums(model, execution), 1)
+    return table
+
+
+def break_even(
+    config: TrainConfig,
+    mesh: MeshShape | str | None = None,
+    rules: Rules | str | None = None,
+    dispatch: Dispatch | str | None = None,
+) -> float:
+    """Tokens a device and micro-step at which `dispatch` brings as many bytes as moving experts' weights would.
+
+    With fewer, move tokens; with more, `gather`; infinite where tokens cost `gather` no less. Of layers with experts
+    alone, forward and backward, rematerialised as `config` says. Raises `UserError` for a mesh on which nothing moves,
+    and for a strategy that moves weights.
+    """
+    config = _instead(config, mesh, rules, dispatch)
+    execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
+    moe = next(stack.layer.moe for stack in model_shapes(config.model).stacks if hasattr(stack.layer, "moe"))
+    if config.dispatch.moves == "weights" or not execution.expert_group(config.model.experts).axes:
+        raise UserError(
+            "nothing to compare: tokens move to experts with dispatch=ring, ragged or capacity, on a mesh that splits "
+            "experts, such as mesh.expert=8"
+        )
+
+    def brought(strategy: Dispatch, tokens: int) -> int:
+        moves = _experts(moe, tokens, dataclasses.replace(execution, dispatch=strategy))
+        return sum(move.received_bytes for move in moves.of_a_step(again=execution.remat != "none"))
+
+    def line(strategy: Dispatch) -> tuple[float, float]:
+        """What is brought whatever the number of tokens, and for each; numbers so large that rounding does not show."""
+        some, more = brought(strategy, 2**18), brought(strategy, 2**19)
+        return float(2 * some - more), (more - some) / 2**18
+
+    weights, token_of_gather = line(Gather())
+    fixed, token = line(config.dispatch)
+    # Tokens that are the same on all devices cost `gather` something too: results are joined.
+    return (weights - fixed) / (token - token_of_gather) if token > token_of_gather else math.inf
+
+
+def expert_rows(config: TrainConfig) -> int:
+    """Rows that a device has room for in a layer with experts and a micro-step, used or not."""
+    execution = build_execution(config, abstract_mesh(config.mesh))
+    group = execution.expert_group(config.model.experts)
+    rows = config.batch_size // config.execution.microbatches // execution.ways(execution.batch_axes)
+    tokens = rows * (config.seq_len // execution.ways(execution.sequence_axes))
+    k, strategy = config.model.experts_per_token, resolve(execution.dispatch, group, execution.token_axes)
+    return sum(strategy.rows(chunk, k, group) for chunk in chunk_sizes(tokens, strategy.chunks))
+
+
+def _instead(
+    config: TrainConfig, mesh: MeshShape | str | None, rules: Rules | str | None, dispatch: Dispatch | str | None
+) -> TrainConfig:
+    if not isinstance(config, TrainConfig):
+        raise UserError(f"expected a configuration, as moezoo.compose(...) returns it, got {type(config).__name__}")
+    named: dict[str, Any] = {"mesh": mesh, "rules": rules, "dispatch": dispatch}
+    for key, value in named.items():
+        if isinstance(value, str):
+            named[key] = getattr(compose(f"{key}={value}"), key)
+    if isinstance(dispatch, str) and type(named["dispatch"]) is type(config.dispatch):
+        named["dispatch"] = None
+    return dataclasses.replace(config, **{key: value for key, value in named.items() if value is not None})
+
+
+def _move(collective: str, axes: MeshAxes, numbers: int, dtype: DTypeLike, execution: Execution) -> Move:
+    return Move(collective, axes, execution.ways(axes), numbers, dtype)
+
+
+def _leaves(module: PyTree) -> Iterable[tuple[Axes, tuple[int, ...]]]:
+    for leaf, axes in zip(
+        jax.tree.leaves(module), jax.tree.leaves(axes_of(module), is_leaf=lambda x: isinstance(x, Axes)), strict=True
+    ):
+        yield axes, leaf.shape
+
+
+def _local_size(axes: Axes, shape: tuple[int, ...], execution: Execution) -> int:
+    """Numbers of a parameter on one device."""
+    return math.prod(shape) // execution.ways(
+        tuple(a for dim in execution.rules.stored_axes(axes, execution.sizes) for a in dim)
+    )
+
+
+def _weights(module: PyTree, execution: Execution) -> Moves:
+    """Of making a module's weights whole (`Execution.whole`), or one layer's of a stack: gathers, and again, and back.
+
+    Axes that split tokens and axes that do not take one gather each, minor ones first; only the former sum gradients.
+    """
+    forward, backward = [], []
+    for axes, shape in _leaves(module):
+        numbers = _local_size(axes, shape, execution) // (shape[0] if "layer" in axes.names else 1)
+        for dim in execution.rules.gathered_axes(axes, execution.sizes):
+            for split, part in reversed(split_by_tokens(dim, execution.token_axes)):
+                gathered = _move("all_gather", part, numbers, execution.dtype, execution)
+                forward.append(gathered)
+                backward += [gathered.back(execution.reduce_dtype)] if split else []
+                numbers *= gathered.ways
+    return Moves(tuple(forward), tuple(forward), tuple(backward))
+
+
+def _places(tokens: int, execution: Execution) -> Moves:
+    """Of the whole sequence, positions and segments."""
+    return Moves((_move("all_gather", execution.sequence_axes, tokens, jnp.int32, execution),) * 2)
+
+
+def _keys(dims: tuple[int, ...], tokens: int, execution: Execution) -> Moves:
+    """Of the whole sequence, what attention looks back on."""
+    gathered = tuple(
+        _move("all_gather", execution.sequence_axes, tokens * dim, execution.dtype, execution) for dim in dims
+    )
+    return Moves(gathered, gathered, tuple(move.back() for move in gathered))
+
+
+def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
+    """Of a layer's dispatch, chunk by chunk; weights that move do so once."""
+    *_, embed, num_experts = moe.router.weight.shape
+    group, moves = execution.expert_group(num_experts), Moves()
+    if not group.axes:
+        return moves
+    strategy = resolve(execution.dispatch, group, execution.token_axes)
+    weights = tuple(math.prod(x.shape[2:]) for x in jax.tree.leaves(moe.experts))
+    for chunk in chunk_sizes(tokens, strategy.chunks):
+        sizes = Sizes(chunk, moe.router.choice.k, embed, weights, execution.dtype)
+        moves += strategy.exchanges(sizes, group)
+        weights = ()
+    return moves
+
+
+def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
+    """The sums of losses and routing over devices (`reduce_routing`), in which an integer travels as two numbers."""
+    experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
+    if config.model.load_balance_over == "batch":
+        each = 2 * experts + experts + 2 + 1 + 2  # load, probabilities, tokens, z, drops
+        return [_move("psum", batch + sequence, layers * each + 1, jnp.float32, execution)]
+    by_row = rows * (2 * experts + experts + 2) + 1 + 2
+    each = 1 + 2 + 2 * experts + 2 + 1 + 2  # balance, rows, load, tokens, z, drops
+    return [
+        _move("psum", sequence, layers * by_row + 1, jnp.float32, execution),
+        _move("psum", batch, layers * each + 1, jnp.float32, execution),
+    ]
+
+
+def _gradient_sums(model: PyTree, execution: Execution) -> list[Move]:
+    """Gradients' sums over axes that split tokens and do not store the parameter."""
+    moves = []
+    for axes, shape in _leaves(model):
+        stored = {a for dim in execution.rules.stored_axes(axes, execution.sizes) for a in dim}
+        rest = tuple(sorted(set(execution.token_axes) - stored))
+        if rest and axes.role is not Role.BUFFER:
+            moves.append(_move("psum", rest, _local_size(axes, shape, execution), execution.reduce_dtype, execution))
+    return moves

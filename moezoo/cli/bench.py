@@ -1,0 +1,244 @@
+"""`moezoo bench`: measure a part of moezoo beside what else could do the same work."""
+
+import argparse
+import datetime
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moezoo.errors import UserError, nearest
+from moezoo.moe.dispatch import STRATEGIES
+
+_KERNEL = ("shapes", "routing", "passes", "dtype", "only", "seconds", "samples", "json", "out")
+# Every part, and the options it takes.
+PARTS = {
+    "grouped_matmul": _KERNEL,
+    "moe_layer": _KERNEL,
+    "train_step": ("steps", "dtype", "seconds", "samples", "json", "out"),
+    "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
+    "compile": ("shapes", "absent", "dtype"),
+}
+# A training step in one word each: overrides of `moezoo.compose`.
+STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
+MESHES = ("single", "fsdp8", "ep8", "fsdp2_ep4", "fsdp4_ep2")
+# What an option that is not given stands for; others are a part's own affair.
+_DEFAULTS = {
+    "routing": ["uniform", "zipf"],
+    "passes": ["forward", "backward", "both"],
+    "steps": list(STEPS),
+    "dispatch": list(STRATEGIES),
+    "mesh": list(MESHES),
+    "settings": "",
+    "updates": 20,
+    "absent": ["h200", "v5p"],
+    "seconds": 5.0,
+    "samples": 15,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, as all commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists what there is")
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """All that can be set."""
+    parser = _Parser(
+        prog=prog,
+        description="Measure a part of moezoo beside what else could do the same work, by turns in one run.",
+        epilog="What each figure means is in docs/benchmarks.md.",
+    )
+    parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
+
+    def several(name: str, metavar: str, text: str) -> None:
+        parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
+
+    several("shapes", "NAME", "names of moezoo.bench.shapes, or laptop, accelerator")
+    several("routing", "NAME", "uniform, zipf (default: both)")
+    several("passes", "NAME", "forward, backward, both (default: all)")
+    parser.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on a CPU, else bfloat16)")
+    several("only", "WORD", "implementations whose name holds one of these words")
+    several("steps", "OVERRIDES", f"train_step: what to compose (default: {', '.join(map(repr, STEPS))})")
+    several("dispatch", "NAME", "strategies: which, and overrides in the same word if need be (default: all)")
+    several("mesh", "NAME", f"strategies: on which meshes (default: {', '.join(MESHES)})")
+    parser.add_argument("--settings", metavar="OVERRIDES", help="strategies: what else to compose, for all of them")
+    parser.add_argument("--updates", type=int, metavar="N", help="strategies: of the parameters (default: 20)")
+    several("absent", "KIND", "compile: for what (default: h200 v5p)")
+    parser.add_argument("--seconds", type=float, help="time for each implementation and pass (default: 5)")
+    parser.add_argument("--samples", type=int, help="samples of each at most (default: 15)")
+    parser.add_argument("--json", action="store_const", const=True, help="print the rows as JSON and nothing else")
+    parser.add_argument("--out", metavar="FOLDER", help="where rows and picture go (default: a new one under runs/)")
+    return parser
+
+
+def _take(options: argparse.Namespace) -> None:
+    """Refuse what the part does not take, and fill in what was not given."""
+    taken = PARTS[options.part]
+    for name, value in vars(options).items():
+        if name not in ("part", *taken) and value is not None:
+            raise UserError(f"--{name} is not of {options.part}, which takes {' '.join(f'--{t}' for t in taken)}")
+    for name, default in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
+def _check(options: argparse.Namespace) -> None:
+    from moezoo.bench.shapes import SHAPES
+
+    _check_known("--routing", options.routing, ("uniform", "zipf"))
+    _check_known("--passes", options.passes, ("forward", "backward", "both"))
+    _check_known("--dtype", [options.dtype] if options.dtype else [], ("float32", "bfloat16"))
+    _check_known("--shapes", options.shapes or [], (*SHAPES, "laptop", "accelerator"))
+    for name in ("seconds", "samples", "updates"):
+        if getattr(options, name) <= 0:
+            raise UserError(f"--{name} {getattr(options, name)}: must be more than 0")
+    if options.out:
+        try:
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+            if any(Path(options.out).iterdir()):
+                raise UserError(f"--out {options.out} is not empty; name a new folder")
+        except FileExistsError:
+            raise UserError(f"--out {options.out} is a file; name a new folder") from None
+        except OSError as error:
+            raise UserError(f"--out {options.out}: cannot be made ({error.strerror}); name another folder") from error
+
+
+def _check_known(what: str, names: Sequence[str], valid: Collection[str]) -> None:
+    for name in names:
+        if name not in valid:
+            raise UserError(f"{what} {name}: not known; {nearest(name, valid)}")
+
+
+def _results(options: argparse.Namespace) -> Iterator[Any]:
+    if options.part == "train_step":
+        from moezoo.bench.train_step import train_steps
+
+        yield from train_steps(options.steps, options.dtype, options.seconds, options.samples, _log)
+        return
+    from moezoo.bench import parts, results
+    from moezoo.bench.shapes import SHAPES
+    from moezoo.parallel.mesh import prepare
+
+    prepare(1)
+    import jax
+
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
+    make = {"grouped_matmul": parts.product, "moe_layer": parts.layer}[options.part]
+    for name in _names(options, "laptop" if on_cpu else "accelerator"):
+        shape = SHAPES[name]
+        for routing in options.routing:
+            candidates, chosen = {}, False
+            for who, candidate in make(shape, routing, dtype):
+                if who not in (parts.MATMUL, parts.BATCHED):
+                    if not any(w in who for w in options.only or [who]):
+                        continue
+                    chosen = True
+                if isinstance(candidate, str):
+                    _log(f"{name} {routing}: {who} left out: {candidate}")
+                else:
+                    candidates[who] = candidate()
+            if not chosen:
+                raise UserError(
+                    f"--only {' '.join(options.only or [])}: no implementation of {options.part} has such a name"
+                )
+            flops = shape.product_flops if options.part == "grouped_matmul" else shape.layer_flops
+            for row in results.compare(
+                candidates,
+                options.passes,
+                part=options.part,
+                shape=shape.letters,
+                routing=routing,
+                dtype=dtype,
+                forward_flops=float(flops),
+                seconds=options.seconds,
+                samples=options.samples,
+            ):
+                _log(f"{name} {routing} {row['pass']} {row['implementation']}: {row['ms']:.1f} ms")
+                yield row
+
+
+def _compile(options: argparse.Namespace) -> None:
+    from moezoo.bench import compiling
+    from moezoo.parallel.mesh import prepare
+
+    prepare(1)
+    results = []
+    for result in compiling.compile_all(options.absent, _names(options, "accelerator"), options.dtype or "bfloat16"):
+        _log(f"compiled {result.part} {result.name} for {result.target}")
+        results.append(result)
+    compiling.print_compiled(results, _console())
+
+
+def _names(options: argparse.Namespace, otherwise: str) -> list[str]:
+    from moezoo.bench.shapes import ACCELERATOR, LAPTOP
+
+    groups = {"laptop": list(LAPTOP), "accelerator": list(ACCELERATOR)}
+    return [name for word in options.shapes or [otherwise] for name in groups.get(word, [word])]
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _strategies(options: argparse.Namespace) -> None:
+    from moezoo.bench import strategies
+
+    rows = strategies.strategies(options.dispatch, options.mesh, options.settings, options.updates, _log)
+    _leave(rows, options, strategies.print_table, strategies.picture)
+
+
+def _show_results(rows: list[Any], options: argparse.Namespace) -> None:
+    from moezoo.bench import results
+
+    _leave(rows, options, results.print_table, results.picture)
+
+
+def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, picture: Any) -> None:
+    """Rows as a table or as JSON, and in a folder with a picture."""
+    from moezoo.bench.results import to_json
+
+    if options.json:
+        print(to_json(rows))
+        if not options.out:
+            return
+    else:
+        print_table(rows, _console())
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path(options.out or f"runs/bench_{options.part}_{now}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.json").write_text(to_json(rows) + "\n")
+    picture(rows, folder / "speed.png")
+    _log(f"left {folder}/rows.json and {folder}/speed.png")
+
+
+class _Bench:
+    """The command; unlike the others it takes --flags, which say what it prints and selects."""
+
+    name = "bench"
+    summary = "measure a part beside what else could do the same work"
+
+    def call(self, arguments: Sequence[str], prog: str) -> None:
+        """Run the part that the first argument names."""
+        options = make_parser(prog).parse_args(arguments)
+        _check_known("part", [options.part], PARTS)
+        _take(options)
+        _check(options)
+        if options.part == "compile":
+            _compile(options)
+        elif options.part == "strategies":
+            _strategies(options)
+        else:
+            _show_results(list(_results(options)), options)
+
+
+COMMAND = _Bench()

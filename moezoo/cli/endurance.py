@@ -1,0 +1,236 @@
+"""`moezoo endurance`: kills, signals and flipped bits at random moments of a run, and a comparison of what is left."""
+
+import dataclasses
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moezoo.cli.command import KeysCommand
+from moezoo.config import options
+from moezoo.convert import Checks, Range
+from moezoo.errors import UserError
+from moezoo.training.checkpoint import steps
+from moezoo.training.saved import load_run
+
+# A run small enough to be repeated, on eight devices, so that a checkpoint has parts of several; it prints every step.
+_RUN = (
+    "mesh=fsdp2_ep4",
+    "model.vocab=32",
+    "model.embed=32",
+    "model.layers=2",
+    "model.head_dim=8",
+    "model.expert_mlp=16",
+    "data=synthetic",
+    "data.vocab=32",
+    "data.documents=200",
+    "data.document_length=100",
+    "data.eval_sequences=16",
+    "seq_len=16",
+    "eval_every=0",
+    "log_every=1",
+)
+_TRAIN = (sys.executable, "-m", "moezoo", "train")
+_STARTING_SECONDS, _STEPS = 6.0, 15  # a kill comes at most so long after the start, or so many steps after the first
+_WHEN = ("step", "save", "start")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """So many of each, on a run that saves every `checkpoint_every` steps; `folder` must be new or empty."""
+
+    folder: str
+    kills: int = 20
+    signals: int = 2
+    flips: int = 10
+    checkpoint_every: int = 5
+    seed: int = 0
+
+
+class _Outcome(NamedTuple):
+    """One process: the step it resumed from and the last it printed, if it did; its exit code and errors."""
+
+    first: int | None
+    last: int | None
+    code: int
+    errors: str
+
+
+def endure(trial: Trial, overrides: Sequence[str], log: Callable[[str], None]) -> bool:
+    """Train to the end undisturbed and disturbed, and damage what is left; whether all was fine.
+
+    `overrides` configure the run. Every line of the table goes to `log`.
+    """
+    folder, rng = Path(trial.folder).expanduser(), random.Random(trial.seed)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"folder={trial.folder} is not empty; name a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    events = [(signal.SIGKILL, _WHEN[i % len(_WHEN)]) for i in range(trial.kills)]
+    events += [((signal.SIGTERM, signal.SIGINT)[i % 2], "step") for i in range(trial.signals)]
+    rng.shuffle(events)
+    total = (len(events) + 1) * (_STEPS + trial.checkpoint_every)
+    command = [*_TRAIN, *_RUN, *overrides, f"steps={total}"]
+    command += [f"checkpoint_every={trial.checkpoint_every}"]
+    log(_line("", "what", "when", "printed", "saved", "lost", "exit", ""))
+
+    whole, torn = folder / "undisturbed", folder / "disturbed"
+    outcome = _run([*command, f"run_dir={whole}"], lambda *_: None)
+    if outcome.code:
+        raise UserError(f"the undisturbed run ended with {outcome.code}: {outcome.errors.strip()}")
+    fine, number, saved = True, 0, 0
+    start, on = [*command, f"run_dir={torn}"], [*_TRAIN, f"resume={torn}"]
+    for number, (which, when) in enumerate(events, 1):
+        if not saved:
+            shutil.rmtree(torn, ignore_errors=True)
+        outcome = _run(on if saved else start, _make_killer(which, when, torn, rng))
+        fine &= outcome.first in (None, saved)
+        last = outcome.last or outcome.first or saved
+        saved = max([*steps(torn / "checkpoints"), 0])
+        fine &= _check_end(number, which, when, outcome, last, saved, trial, log)
+    outcome = _run(on if saved else start, lambda *_: None)
+    fine &= outcome.code == 0 and outcome.first == (saved or None) and _compare(whole, torn, log)
+
+    for i in range(trial.flips):
+        fine &= _try_flipped_bit(number + i + 1, torn, [*on, f"steps={total + 1}"], rng, log)
+    log("all as it must be" if fine else "NOT all as it must be: see above")
+    return fine
+
+
+def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
+    """Run until it ends; `killer(process, last)` is called at the start, with None, and after each printed step."""
+    first, last = None, None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        killer(process, None)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if found := re.match(r"resume .* from step (\d+)", line):
+                first = int(found[1])
+            if found := re.match(r"step (\d+)/", line):
+                last = int(found[1])
+                killer(process, last)
+        errors = process.stderr.read()
+    return _Outcome(first, last, process.returncode, errors)
+
+
+def _make_killer(which: signal.Signals, when: str, run_dir: Path, rng: random.Random) -> Callable[..., None]:
+    """Sends the signal: some time after the start, in the middle of a step, or when a save is seen to be going on."""
+    wait, pause, left = rng.uniform(0, _STARTING_SECONDS), rng.uniform(0, 0.05), rng.randrange(1, _STEPS)
+
+    def killer(process: Any, last: int | None) -> None:
+        nonlocal left
+        if last is None:
+            if when == "start":
+                time.sleep(wait)
+                process.send_signal(which)
+            return
+        left -= 1
+        if when == "save" and left <= 0:
+            _wait_for_save(process, run_dir)
+        if left == 0 or (when == "save" and left < 0):
+            time.sleep(pause)
+            process.send_signal(which)
+
+    return killer
+
+
+def _wait_for_save(process: Any, run_dir: Path) -> None:
+    """Until a save is going on, or the process is over."""
+    while process.poll() is None and not any((run_dir / "checkpoints").glob("unfinished.*")):
+        time.sleep(0.0005)
+
+
+def _check_end(
+    number: int, which: signal.Signals, when: str, outcome: _Outcome, last: int, saved: int, trial: Trial, log: Any
+) -> bool:
+    lost, killed = last - saved, which is signal.SIGKILL
+    fine = 0 <= lost <= (trial.checkpoint_every if killed else 0)
+    fine &= outcome.code == (-which if killed else 128 + which)
+    log(_line(number, which.name, when, last, saved, lost, outcome.code, _verdict(fine)))
+    return fine
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+def _compare(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:
+    """Every row and every parameter, to the bit."""
+    rows = _rows(whole) == _rows(torn)
+    models = [jax.tree.leaves(load_run(run_dir, "mesh=single")[0]) for run_dir in (whole, torn)]
+    arrays = all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(*models, strict=True))
+    log(_line("", "compared", "end", "", "", "", 0, f"{len(_rows(torn))} rows {_verdict(rows)}"))
+    log(_line("", "compared", "end", "", "", "", 0, f"{len(models[0])} arrays {_verdict(arrays)}"))
+    return rows and arrays
+
+
+def _try_flipped_bit(number: int, run_dir: Path, command: Sequence[str], rng: random.Random, log: Any) -> bool:
+    """One bit of a checkpoint; the run must not go on from it, say so in one line and name an older step."""
+    newest = run_dir / "checkpoints" / str(steps(run_dir / "checkpoints")[-1])
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    path = rng.choice(files)
+    whole = path.read_bytes()
+    at = rng.randrange(len(whole))
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+    outcome = _run(command, lambda *_: None)
+    path.write_bytes(whole)
+    one_line = outcome.errors.count("\n") == 1 and "damaged" in outcome.errors and "is whole" in outcome.errors
+    fine = outcome.code == 2 and one_line
+    log(_line(number, "bit flipped", path.relative_to(newest).parts[0], "", "", "", outcome.code, _verdict(fine)))
+    return fine
+
+
+def _verdict(fine: bool) -> str:
+    return "fine" if fine else "WRONG"
+
+
+def _line(*cells: Any) -> str:
+    widths: Iterator[int] = iter((3, 11, 18, 8, 5, 5, 5, 0))
+    return "  ".join(f"{cell!s:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+_RANGES = {
+    "kills": Range(at_least=0),
+    "signals": Range(at_least=0),
+    "flips": Range(at_least=0),
+    "checkpoint_every": Range(at_least=1),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, each line as soon as it is known; 1 where something was not as it must be."""
+    if not any(argument.startswith("folder=") for argument in arguments):
+        raise UserError("folder is missing; write folder=FOLDER with a new folder for the runs")
+    trial, overrides = options.take(Trial, arguments, Checks(ranges=_RANGES))
+    return 0 if endure(trial, overrides, lambda line: print(line, flush=True)) else 1
+
+
+COMMAND = KeysCommand(
+    "endurance",
+    "kill, stop and damage a run, and compare what is left",
+    main,
+    description="Train a tiny model twice, undisturbed and again and again killed, stopped and continued; compare\n"
+    "every row of metrics.jsonl and every parameter, to the bit; then flip bits of what it left.\n"
+    "Exit codes: 0 when all was as it must be, 1 when something was not, 2 after a mistake.",
+    keys=(
+        "folder=FOLDER        where the runs go, a new folder",
+        "kills=20             kill -9: in a step, during a save, while starting, by turns",
+        "signals=2            SIGTERM and SIGINT by turns, in a step",
+        "flips=10             bits of a checkpoint's files, one at a time",
+        "checkpoint_every=5   steps between two saves",
+        "seed=0               of the moments",
+        "other KEY=VALUE      as in moezoo train, such as mesh=ep8 dispatch=ragged",
+    ),
+    examples=("folder=/tmp/endurance", "folder=/tmp/endurance kills=3 flips=1 mesh=ep8 dispatch=ragged"),
+)

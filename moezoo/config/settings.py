@@ -1,0 +1,91 @@
+"""Everything a run is told, as frozen dataclasses; `moezoo.config.compose` fills them from the YAML groups of `conf/`.
+
+A group whose entries differ in kind (dispatch, optimizer, schedule, data, model) is a registry: the key named in
+`TAG` picks the class and the other keys are that class's fields. Nothing here computes.
+"""
+
+import dataclasses
+from typing import Literal
+
+from moezoo.data import SOURCES, DataSettings
+from moezoo.kernels.grouped_matmul import Implementation
+from moezoo.models import FAMILIES, ModelConfig
+from moezoo.moe.dispatch import STRATEGIES, Dispatch
+from moezoo.optim import SCHEDULES, SGD, UPDATE_RULES, AdamW, Constant, Cosine
+from moezoo.parallel.distributed import DISTRIBUTED, Alone, Auto, Manual
+from moezoo.parallel.mesh import MeshShape
+from moezoo.parallel.rules import Rules
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardSettings:
+    """Which steps are not taken: parameters, moments and the choice bias stay as they were, and the data goes on.
+
+    A step whose loss or gradient norm is not finite, ever; one whose `loss` or `gradient_norm` is more than so many
+    times its running mean over accepted steps, once there were 20; null asks for no such thing. After `patience`
+    skipped steps in a row the run ends.
+    """
+
+    loss: float | None = 3.0
+    gradient_norm: float | None = 10.0
+    patience: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionSettings:
+    """How the model runs beyond mesh, rules and dispatch.
+
+    `dtype` is what layers compute in and what weights are cast to before they are gathered, `param_dtype` what
+    parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what
+    a layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
+    everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
+    `grouped_matmul` names a backend of that kernel; null leaves the choice to the platform compiled for. `routing`:
+    whether the router chooses experts or, to measure speed, chance or turns do.
+    """
+
+    dtype: DType = "float32"
+    param_dtype: DType = "float32"
+    reduce_dtype: DType = "float32"
+    remat: Literal["full", "dots", "none"] = "full"
+    microbatches: int = 1
+    grouped_matmul: Implementation | None = None
+    routing: Literal["learned", "random", "balanced"] = "learned"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. `batch_size` is sequences a step over all devices together; 0 turns an `*_every` off."""
+
+    model: ModelConfig
+    mesh: MeshShape
+    rules: Rules
+    dispatch: Dispatch
+    optimizer: AdamW | SGD
+    schedule: Cosine | Constant
+    data: DataSettings
+    distributed: Alone | Auto | Manual
+    execution: ExecutionSettings
+    guard: GuardSettings
+    steps: int
+    seed: int
+    batch_size: int
+    seq_len: int
+    run_dir: str | None
+    resume: str | None
+    eval_every: int
+    checkpoint_every: int
+    checkpoint_keep: int
+    log_every: int
+
+
+# field -> (the key that picks the class, the classes by name)
+TAG: dict[str, tuple[str, dict[str, type]]] = {
+    "model": ("family", {name: family.config for name, family in FAMILIES.items()}),
+    "dispatch": ("name", STRATEGIES),
+    "optimizer": ("name", UPDATE_RULES),
+    "schedule": ("name", SCHEDULES),
+    "data": ("name", SOURCES),
+    "distributed": ("name", DISTRIBUTED),
+}

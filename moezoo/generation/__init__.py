@@ -1,0 +1,1 @@
+"""Continue texts."""

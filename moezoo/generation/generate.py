@@ -1,0 +1,265 @@
+"""Continue texts: the prompt at once, then a token at a time with what layers keep of those before."""
+
+import functools
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from moezoo.errors import UserError
+from moezoo.generation.sampling import Sampling
+from moezoo.models.base import LanguageModel
+from moezoo.nn.attention import Context, TokenPositions
+from moezoo.nn.cache import Past, fit
+from moezoo.parallel.collectives import psum, vary
+from moezoo.parallel.execution import Execution, place
+
+
+class Cache(NamedTuple):
+    """What each run of layers keeps, arrays [layer, batch, slots, ...]; and whose each slot is.
+
+    Column t of a text is in slot t modulo their number; an empty slot belongs to segment 0, as padding does.
+    """
+
+    kept: tuple[PyTree, ...]
+    keys: TokenPositions
+
+
+class Advanced(NamedTuple):
+    """Logits after the last column, and what the next one needs."""
+
+    logits: Float[Array, "batch vocab"]
+    cache: Cache
+
+
+def prefill(
+    model: LanguageModel,
+    tokens: Int[Array, "batch seq"],
+    token_positions: TokenPositions,
+    slots: int,
+    execution: Execution,
+) -> Advanced:
+    """Read a prompt, on one device of those that `execution` has; keep what fits into `slots`."""
+    x, context, kept = model.embed(tokens, execution), Context(token_positions, token_positions), []
+
+    def step(x: Array, layer: Any) -> tuple[Array, PyTree]:
+        out = execution.whole(layer)(x, context, execution)
+        return out.x, jax.tree.map(lambda leaf: fit(leaf, slots, dim=1), out.kept)
+
+    for stack in model.stacks:
+        x, one = lax.scan(step, x, stack.layer)
+        kept.append(one)
+    keys = TokenPositions(*(fit(p, slots, dim=1) for p in token_positions))
+    return Advanced(model.head(x[:, -1:], execution)[:, 0], Cache(tuple(kept), keys))
+
+
+def decode(
+    model: LanguageModel,
+    tokens: Int[Array, "batch 1"],
+    token_positions: TokenPositions,
+    slot: Int[Array, ""],
+    cache: Cache,
+    execution: Execution,
+) -> Advanced:
+    """Read one more token of each text, on one device of those that `execution` has."""
+    x, kept = model.embed(tokens, execution), []
+    keys = TokenPositions(
+        *(lax.dynamic_update_slice(p, new, (0, slot)) for p, new in zip(cache.keys, token_positions, strict=True))
+    )
+    context = Context(token_positions, keys)
+
+    def step(carry: tuple[Array, PyTree], numbered: tuple[Any, Array]) -> tuple[tuple[Array, PyTree], None]:
+        (x, arrays), (layer, number) = carry, numbered
+        out = execution.whole(layer)(x, context, execution, Past(arrays, number, slot))
+        return (out.x, out.kept.kept), None
+
+    for stack, arrays in zip(model.stacks, cache.kept, strict=True):
+        (x, arrays), _ = lax.scan(step, (x, arrays), (stack.layer, jnp.arange(stack.count)))
+        kept.append(arrays)
+    return Advanced(model.head(x, execution)[:, 0], Cache(tuple(kept), keys))
+
+
+def generate(
+    model: LanguageModel,
+    ids: Array | np.ndarray | Sequence[Any],
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None = None,
+    execution: Execution | None = None,
+    mask: Array | np.ndarray | Sequence[Any] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    vocab: int | None = None,
+    key: Array | None = None,
+) -> Int[np.ndarray, "batch longer"]:
+    """Prompts and their continuations, int32 [batch, seq + new], computed as `execution` says (default: one device).
+
+    `ids` are integers [batch, seq]; `mask` [batch, seq] is false at padding, which is on the left. Greedy unless
+    `temperature` is set, which needs `key`; that and `top_k`, `top_p`, `vocab`: `moezoo.sampling.Sampling`. Stops after
+    `max_new_tokens`, and before only where every text has had one of `eos_token_id`; after its own a text goes on with
+    the first of them.
+
+    A mesh splits the batch over as many devices as divide it; along its other axes devices do the same, but for the
+    experts' work, which they share. Compiled once for each model, batch size and rounded length; a key's draws are the
+    same on any mesh.
+
+    Raises `UserError` for prompts that are not integers [batch, seq] of the vocabulary, padding on the right, more than
+    `model.max_length` tokens, and for what cannot be drawn.
+    """
+    if execution is not None and not isinstance(execution, Execution):
+        raise UserError(
+            f"execution is a {type(execution).__name__}, expected an Execution; write execution=moezoo.execution(cfg)"
+        )
+    sampling = Sampling(float(temperature), top_k, top_p, vocab)
+    tokens, valid, stops = _checked(model, ids, mask, max_new_tokens, eos_token_id)
+    if temperature > 0 and key is None:
+        raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
+    execution = (execution or Execution()).exact.for_rows(len(tokens))
+    if execution.mesh is not None:
+        model = place(model, execution)
+
+    # Lengths rounded up, by padding on the left and by room that stays empty, are few, and so are compilations.
+    width, room = _rounded(tokens.shape[1]), _rounded(max_new_tokens)
+    wider = ((0, 0), (width - tokens.shape[1], 0))
+    out = _continue(
+        model,
+        jnp.asarray(np.pad(tokens, wider)),
+        jnp.asarray(np.pad(valid, wider)),
+        jnp.asarray(max_new_tokens, jnp.int32),
+        jnp.asarray(stops, jnp.int32),
+        _threefry(jax.random.key(0) if key is None else key),
+        room=room,
+        sampling=sampling,
+        execution=execution,
+    )
+    new, count = jax.device_get(out)
+    return np.concatenate([np.asarray(ids).astype(np.int32), new[:, : int(count)]], axis=1)
+
+
+def _threefry(key: Array) -> Array:
+    """A key of the kind that draws the same for a row whatever rows stand beside it, so that a mesh changes nothing."""
+    try:
+        bits = jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise UserError("key is not one random key; write key=jax.random.key(SEED)") from error
+    return jax.random.wrap_key_data(bits, impl="threefry2x32")
+
+
+def _checked(
+    model: LanguageModel, ids: Any, mask: Any, max_new_tokens: int, eos_token_id: Any
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Tokens and mask [batch, seq], and the tokens to stop at."""
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"model is a {type(model).__name__}, expected a model; load one with moezoo.from_pretrained")
+    try:
+        tokens = np.asarray(ids)
+    except ValueError:
+        raise UserError(
+            "ids have rows of different lengths; fill the shorter ones up on the left and say mask="
+        ) from None
+    if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
+        one = "; for one text write ids[None]" if tokens.ndim == 1 else ""
+        raise UserError(f"ids are {tokens.dtype}{list(tokens.shape)}, expected integers [batch, seq]{one}")
+    valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+    if valid.shape != tokens.shape:
+        raise UserError(f"mask is {list(valid.shape)} and ids are {list(tokens.shape)}; give both the same shape")
+    if not valid.any(1).all():
+        raise UserError(f"mask leaves no token in row {int(valid.any(1).argmin())}; a prompt has at least one")
+    if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
+        raise UserError("mask is false behind a token; padding comes before the prompt, on the left")
+    ends = np.atleast_1d(np.asarray([] if eos_token_id is None else eos_token_id))
+    if ends.size and not (ends.ndim == 1 and np.issubdtype(ends.dtype, np.integer)):
+        raise UserError(f"eos_token_id={eos_token_id} must be a token or a list of tokens")
+    stops = [int(i) for i in ends]
+    for name, some in (("ids", tokens[valid]), ("eos_token_id", np.asarray(stops, int))):
+        if (outside := some[(some < 0) | (some >= model.vocab)]).size:
+            raise UserError(f"{name} holds {outside[0]} but the model's tokens are 0 to {model.vocab - 1}")
+    if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
+    longest, limit = int(valid.sum(1).max()), model.config.max_length
+    if longest + max_new_tokens > limit:
+        raise UserError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} are more than model.max_length={limit}; "
+            + (f"set max_new_tokens to at most {limit - longest}" if longest < limit else "shorten the prompt")
+        )
+    return np.where(valid, tokens, 0).astype(np.int32), valid, stops
+
+
+def _rounded(length: int) -> int:
+    """At most a quarter more: there are four such lengths between one power of two and the next, from 64 on."""
+    step = max(16, 1 << max(length - 1, 0).bit_length() >> 3)
+    return -(-length // step) * step
+
+
+class _Going(NamedTuple):
+    """The loop's carry: so many tokens are written, the last of which was not yet read."""
+
+    count: Int[Array, ""]
+    new: Int[Array, "batch room"]
+    token: Int[Array, " batch"]
+    ended: Bool[Array, " batch"]
+    all_ended: Bool[Array, ""]
+    cache: Cache
+
+
+@functools.partial(jax.jit, static_argnames=("room", "sampling", "execution"))
+def _continue(
+    model: LanguageModel,
+    tokens: Int[Array, "batch seq"],
+    valid: Bool[Array, "batch seq"],
+    limit: Int[Array, ""],
+    stops: Int[Array, " stops"],
+    key: Array,
+    *,
+    room: int,
+    sampling: Sampling,
+    execution: Execution,
+) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
+    """New tokens, and how many columns of them were written."""
+    width = tokens.shape[1]
+    slots = model.slots(width + room)
+
+    def local(
+        model: LanguageModel, tokens: Array, valid: Array, row: Array, limit: Array, stops: Array, key: Array
+    ) -> tuple[Array, Array]:
+        lengths = valid.sum(1, dtype=jnp.int32)
+
+        def chosen(going: _Going, logits: Array) -> _Going:
+            token = sampling(logits, row, going.count, key)
+            if stops.size:
+                token = jnp.where(going.ended, stops[0], token)
+            new = lax.dynamic_update_slice(going.new, token[:, None], (0, going.count))
+            ended, all_ended = going.ended, going.all_ended
+            if stops.size:
+                ended = ended | (token[:, None] == stops[None]).any(1)
+                all_ended = psum((~ended).sum(dtype=jnp.int32), execution.token_axes) == 0
+            return _Going(going.count + 1, new, token, ended, all_ended, going.cache)
+
+        def step(going: _Going) -> _Going:
+            # A text that has ended goes on as padding, which no expert sees.
+            here = TokenPositions((lengths + going.count - 1)[:, None], (~going.ended).astype(jnp.int32)[:, None])
+            slot = (width + going.count - 1) % slots
+            advanced = decode(model, going.token[:, None], here, slot, going.cache, execution)
+            return chosen(going._replace(cache=advanced.cache), advanced.logits)
+
+        position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
+        logits, cache = prefill(model, tokens, TokenPositions(position, valid.astype(jnp.int32)), slots, execution)
+        empty = vary(jnp.zeros((len(tokens), room), jnp.int32), execution.token_axes)
+        ended = vary(jnp.zeros(len(tokens), bool), execution.token_axes)
+        start = _Going(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
+        end = lax.while_loop(lambda g: (g.count < limit) & ~g.all_ended, step, chosen(start, logits))
+        return end.new, end.count
+
+    arguments = (model, tokens, valid, jnp.arange(len(tokens)), limit, stops, key)
+    if execution.mesh is None:
+        return local(*arguments)
+    rows, everywhere = PartitionSpec(execution.batch_axes or None), PartitionSpec()
+    specs: Any = (execution.specs(model), rows, rows, rows, everywhere, everywhere, everywhere)
+    return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=(rows, everywhere))(*arguments)

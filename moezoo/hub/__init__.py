@@ -1,0 +1,1 @@
+"""Hugging Face folders, in and out, and the comparison of their models with transformers'."""

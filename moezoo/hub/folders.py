@@ -1,0 +1,286 @@
+"""Hugging Face folders in and out: safetensors, wrapped here alone. No network, no pickle, no code of theirs."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+from moezoo.convert import convert
+from moezoo.errors import UserError, nearest
+from moezoo.hub.tensors import Tensor, arrays_by_path, tensors
+from moezoo.models import FAMILIES, Family, ModelConfig, build_model
+from moezoo.models.base import LanguageModel
+from moezoo.parallel.execution import Execution
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+}
+_SHARD_BYTES = 5_000_000_000
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def from_pretrained(
+    folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | None = None
+) -> LanguageModel:
+    """The model in a Hugging Face folder: config.json, and safetensors in one file or several with an index.
+
+    Laid out as `execution` says, by default whole on one device; in `dtype`, by default as most of it is stored. Choice
+    biases are float32 always. Nothing is fetched and nothing of the folder is executed.
+
+    Raises `UserError` for an unknown architecture, and for tensors that are missing, left over, misshapen, cut short,
+    or outside the folder. Weights that are not finite are named in a warning.
+    """
+    folder = Path(folder).expanduser()
+    family, config = _family_and_config(folder)
+    files = _Files(folder)
+    stored = jnp.dtype(dtype) if dtype is not None else files.common_dtype()
+    shapes = jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=str(stored)))
+    wanted = list(tensors(shapes, family.hub))
+    _check_names(files, wanted, family, folder)
+    whole = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in arrays_by_path(shapes).items()}
+    odd = []
+    for tensor in wanted:
+        array = files.read(tensor.name, tensor.shape)
+        if not np.isfinite(array.astype(np.float32)).all():
+            odd.append(tensor.name)
+        for (path, index), part in zip(tensor.parts, tensor.from_file(array), strict=True):
+            whole[path][index] = part
+    if odd:
+        _warn(f"{folder}: not finite: {_listed(odd)}")
+    model = jax.tree.unflatten(jax.tree.structure(shapes), list(whole.values()))
+    if execution is None or execution.mesh is None:
+        return jax.device_put(model, jax.devices()[0])
+    return jax.device_put(model, execution.shardings(shapes))
+
+
+def hub_model_config(folder: str | Path) -> ModelConfig:
+    """The configuration of the model in a Hugging Face folder. Raises `UserError` as `from_pretrained` does."""
+    return _family_and_config(Path(folder).expanduser())[1]
+
+
+def end_of_text(folder: str | Path) -> list[int]:
+    """The tokens that end a text: `eos_token_id` of generation_config.json or else of config.json, if one says so."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder).expanduser() / name
+        found = _json(path, "cannot be read").get("eos_token_id") if path.exists() else None
+        if found is not None:
+            found = found if isinstance(found, list) else [found]
+            return [convert(int, token, f"{name}: eos_token_id") for token in found]
+    return []
+
+
+def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
+    """Write a folder that transformers loads: config.json and safetensors, in files of at most 5 GB with an index.
+
+    What transformers has no key for is not kept: of a run the coefficients of its losses, and how its biases move.
+
+    Raises `UserError` when the folder already holds a model, or cannot be written.
+    """
+    folder = Path(folder).expanduser()
+    if any((folder / name).exists() for name in ("config.json", _SINGLE, _INDEX)):
+        raise UserError(f"{folder} already holds a model; name another folder")
+    family = next(f for f in FAMILIES.values() if isinstance(model, f.model))
+    arrays = arrays_by_path(model)
+    plan = list(tensors(model, family.hub))
+    sizes = [_size(t, arrays) for t in plan]
+    shards: list[list[Tensor]] = [[]]
+    room = _SHARD_BYTES
+    for tensor, size in zip(plan, sizes, strict=True):
+        if size > room and shards[-1]:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(tensor)
+        room -= size
+    config = family.hub.config_to_hub(model.config)
+    config["dtype"] = str(model.embedding.weight.dtype)
+    # Otherwise transformers takes some of this vocabulary's tokens for special ones.
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = (
+            [_SINGLE]
+            if len(shards) == 1
+            else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        )
+        for name, shard in zip(names, shards, strict=True):
+            _write(folder / name, shard, arrays)
+        if len(shards) > 1:
+            where = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
+            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in names:
+            shutil.copymode(folder / "config.json", folder / name)  # the library lets nobody else read them
+    except (OSError, _safetensors_error()) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"{folder}: cannot write there ({reason}); name another folder") from error
+
+
+def _safetensors_error() -> type[Exception]:
+    """What the library raises for files that cannot be read or written."""
+    from safetensors import SafetensorError
+
+    return SafetensorError
+
+
+def _size(tensor: Tensor, arrays: Mapping[str, Any]) -> int:
+    return int(np.prod(tensor.shape)) * arrays[tensor.parts[0][0]].dtype.itemsize
+
+
+def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
+    from safetensors.numpy import save_file
+
+    values = {t.name: t.to_file([np.asarray(arrays[p][index]) for p, index in t.parts]) for t in shard}
+    save_file(values, path, metadata={"format": "pt"})  # the format that transformers asks for
+
+
+class _Files:
+    """The tensors of a folder, in one file or in those of an index."""
+
+    def __init__(self, folder: Path):
+        from safetensors import safe_open
+
+        self._folder, self._open, self._error = folder, safe_open, _safetensors_error()
+        self._handles: dict[Path, Any] = {}
+        if (folder / _INDEX).exists():
+            index = _json(folder / _INDEX, "cannot be read").get("weight_map")
+            if not isinstance(index, dict) or not index:
+                raise UserError(f"{folder / _INDEX}: no weight_map; download the folder again")
+            for name, file in index.items():
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise UserError(f"{folder / _INDEX} places {name} in '{file}', outside the folder; do not trust it")
+            self._where = {name: folder / file for name, file in index.items()}
+        elif (folder / _SINGLE).exists():
+            self._where = dict.fromkeys(self._handle(folder / _SINGLE).keys(), folder / _SINGLE)
+        else:
+            raise UserError(f"{folder}: no {_SINGLE} and no {_INDEX} there; only safetensors are read")
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._where)
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = self._open(path, framework="numpy")
+            except FileNotFoundError as error:
+                raise UserError(f"{path} is missing though the index names it; download the folder again") from error
+            except (self._error, OSError) as error:
+                reason = str(error).partition("\n")[0]
+                raise UserError(f"{path} cannot be read ({reason}); download it again") from error
+        return self._handles[path]
+
+    def common_dtype(self) -> np.dtype:
+        """The dtype of most numbers."""
+        sizes: dict[str, int] = {}
+        for name, path in self._where.items():
+            part = self._slice(path, name)
+            sizes[part.get_dtype()] = sizes.get(part.get_dtype(), 0) + int(np.prod(part.get_shape()))
+        most = max(sizes, key=lambda kind: sizes[kind])
+        if most not in _DTYPES:
+            raise UserError(f"{self._folder} stores {most}, expected one of {', '.join(_DTYPES)}; convert it first")
+        return _DTYPES[most]
+
+    def _slice(self, path: Path, name: str) -> Any:
+        try:
+            return self._handle(path).get_slice(name)
+        except self._error as error:
+            raise UserError(f"{path} has no {name} though the index says so; download the folder again") from error
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor, of that shape."""
+        part = self._slice(self._where[name], name)
+        if tuple(part.get_shape()) != shape:
+            raise UserError(
+                f"{self._folder}: {name} is {list(part.get_shape())}, expected {list(shape)} by config.json; "
+                "one of the two is another model's"
+            )
+        if part.get_dtype() not in _DTYPES:
+            raise UserError(
+                f"{self._folder}: {name} is {part.get_dtype()}, expected {', '.join(_DTYPES)}; convert it first"
+            )
+        return self._handle(self._where[name]).get_tensor(name)
+
+
+def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Path) -> None:
+    expected = {t.name for t in wanted}
+    left = files.names - expected
+    over = family.hub.find_unused(left, expected)
+    if missing := sorted(expected - files.names):
+        raise UserError(f"{folder}: {_tensors(missing)} missing: {_listed(missing)}")
+    if left := sorted(left - over):
+        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_listed(left)}")
+    if over:
+        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_listed(sorted(over))}")
+
+
+def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
+    mapping = _json(folder / "config.json", "no config.json there; name a Hugging Face model folder")
+    family = _family(mapping, folder)
+    try:
+        return family, family.hub.config_from_hub(mapping)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a table where a number should be, and the like
+        raise UserError(f"{folder}/config.json: a setting is of another type than expected ({error})") from error
+
+
+def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
+    kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
+    kind = mapping.get("model_type")
+    if kind is None:
+        raise UserError(f"{folder}/config.json says no model_type; expected one of {', '.join(sorted(kinds))}")
+    if kind not in kinds:
+        raise UserError(f"{folder}/config.json: model_type '{kind}' is not known; {nearest(str(kind), kinds)}")
+    return kinds[kind]
+
+
+def _json(path: Path, otherwise: str) -> dict[str, Any]:
+    try:
+        mapping = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path.parent}: {otherwise}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(mapping, dict):
+        raise UserError(f"{path} holds no table; download it again")
+    return mapping
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+
+
+def _listed(names: list[str]) -> str:
+    """All of them; those that differ by the numbers of layers and experts alone are told as one, with how many."""
+    alike: dict[tuple[str | None, ...], list[list[str]]] = {}
+    for name in sorted(names):
+        parts = name.split(".")
+        alike.setdefault(tuple(None if part.isdecimal() else part for part in parts), []).append(parts)
+    told = []
+    for pattern, group in alike.items():
+        columns = zip(pattern, zip(*group, strict=True), strict=True)
+        text = ".".join(_range(column) if part is None else part for part, column in columns)
+        told.append(text + (f" ({len(group)})" if len(group) > 1 else ""))
+    return ", ".join(told)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    lowest, highest = min(map(int, numbers)), max(map(int, numbers))
+    return f"{lowest}" if lowest == highest else f"{lowest}-{highest}"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,115 @@
+"""transformers' model of a Hugging Face folder, run once with every module's input and output kept.
+
+The only module, besides the benchmarks' `torch_peers`, that imports PyTorch and transformers.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moezoo.errors import UserError
+from moezoo.hub.recording import ModuleRecord
+
+# What transformers renames when it loads a folder: the part of a module's name there, and in memory.
+_RENAMED = {"block_sparse_moe": "mlp"}
+
+
+def require_peers() -> None:
+    """Raise `UserError` unless PyTorch and transformers are installed."""
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        raise UserError(f'{" and ".join(missing)} not installed; run pip install -e ".[peers]"')
+
+
+def load_peer(folder: Path) -> Any:
+    """Their model, in float32 on the CPU, from the folder alone: nothing is fetched, no code of the folder runs.
+
+    Raises `UserError` when transformers cannot load it, or leaves a weight at random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="float32",
+                attn_implementation="eager",
+                experts_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{folder}: transformers cannot load it ({reason}); there is nothing to compare with"
+        ) from error
+    model, info = loaded
+    if lacking := sorted(info["missing_keys"]):
+        raise UserError(f"{folder}: transformers does not find {len(lacking)} weights of its model: {lacking[0]}, ...")
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings and progress bars, which say nothing of the comparison."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> dict[str, ModuleRecord]:
+    """What enters and leaves each module of `names`, which are as in the folder, when the model reads `tokens`."""
+    import torch
+
+    records: dict[str, ModuleRecord] = {}
+
+    def hook(name: str) -> Any:
+        def keep(module: Any, positional: Any, named: Any, output: Any) -> None:
+            first = positional[0] if positional else named.get("hidden_states")
+            records[name] = ModuleRecord(_array(first), _output(module, output))
+
+        return keep
+
+    handles = []
+    try:
+        for name in names:
+            inside = ".".join(_RENAMED.get(part, part) for part in name.split("."))
+            handles.append(model.get_submodule(inside).register_forward_hook(hook(name), with_kwargs=True))
+        with torch.no_grad():
+            model(torch.tensor(tokens.astype(np.int64)), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return records
+
+
+def _array(x: Any) -> np.ndarray | None:
+    return None if x is None else x.detach().float().numpy().copy()
+
+
+def _output(module: Any, output: Any) -> np.ndarray:
+    """A module's result as one array; of a router each token's gate for each expert, zero if not chosen."""
+    import torch
+
+    if isinstance(output, tuple) and len(output) == 3 and hasattr(module, "top_k"):
+        logits, gates, expert_ids = output
+        output = torch.zeros_like(logits, dtype=gates.dtype).scatter(1, expert_ids, gates)
+    found = _array(output[0] if isinstance(output, tuple) else output)
+    assert found is not None
+    return found

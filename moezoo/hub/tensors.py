@@ -1,0 +1,90 @@
+"""How a family's parameters are named and laid out in a Hugging Face folder, from one literal table in its file.
+
+A matrix lies there as [outputs, inputs] with several dimensions flattened into one, an expert a tensor, a layer a
+tensor. Which dimensions of ours are inputs its annotation says, so a table holds names alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from moezoo.models.base import Hub
+from moezoo.parallel.axes import Axes, Role, parameter_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a folder, and the parts of our arrays that it holds.
+
+    `parts`: our array's path, and the index of its layer and expert where it has them; joined along the last dimension.
+    """
+
+    name: str
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    axes: Axes  # of one part, without the dimensions that are indexed
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it lies in a file."""
+        if self.axes.role is not Role.WEIGHT:
+            return self.shapes[0]
+        first, inputs = self.shapes[0], len(self.axes.inputs)
+        last = sum(shape[-1] for shape in self.shapes)
+        outputs = math.prod((*first[inputs:-1], last))
+        return outputs, math.prod(first[:inputs])
+
+    def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Our arrays as the tensor."""
+        whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        if self.axes.role is not Role.WEIGHT:
+            return whole
+        return np.ascontiguousarray(whole.reshape(self.shape[1], self.shape[0]).T)
+
+    def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """The tensor as our arrays."""
+        if self.axes.role is Role.WEIGHT:
+            first = self.shapes[0]
+            last = sum(shape[-1] for shape in self.shapes)
+            tensor = tensor.T.reshape(*first[:-1], last)
+        cuts = np.cumsum([shape[-1] for shape in self.shapes])[:-1]
+        return np.split(tensor, cuts, axis=-1)
+
+
+def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
+    """Every tensor that a folder of `model` (or its shapes) holds."""
+    table = {path.lstrip("."): (axes, shape) for path, axes, shape in parameter_table(model)}
+    for ours, theirs in hub.NAMES.items():
+        names = (ours,) if isinstance(ours, str) else ours
+        axes, _ = table[names[0]]
+        yield Tensor(theirs, tuple((n, ()) for n in names), axes, tuple(table[n][1] for n in names))
+    first = 0
+    for number, stack in enumerate(model.stacks):
+        for ours, theirs in hub.LAYER_NAMES.items():
+            names = tuple(f"stacks[{number}].layer.{n}" for n in ((ours,) if isinstance(ours, str) else ours))
+            if names[0] in table:
+                yield from _layer_tensors(theirs, names, table, first, stack.count)
+        first += stack.count
+
+
+def _layer_tensors(
+    theirs: str, names: tuple[str, ...], table: Mapping[str, Any], first: int, count: int
+) -> Iterator[Tensor]:
+    axes, shape = table[names[0]]
+    stacked = len(axes.stacked)
+    one = dataclasses.replace(axes, stacked=())
+    shapes = tuple(table[n][1][stacked:] for n in names)
+    for layer in range(count):
+        for index in np.ndindex(shape[1:stacked]):
+            name = theirs.format(layer=first + layer, **dict(zip(axes.stacked[1:], index, strict=True)))
+            yield Tensor(name, tuple((n, (layer, *index)) for n in names), one, shapes)
+
+
+def arrays_by_path(model: Any) -> dict[str, Any]:
+    """A model's arrays (or shapes) by the paths that tensors name."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}

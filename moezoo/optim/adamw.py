@@ -1,0 +1,32 @@
+"""AdamW (Loshchilov and Hutter, 2019)."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jaxtyping import PyTree
+
+from moezoo.optim.base import UpdateRule
+
+if TYPE_CHECKING:
+    import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay. Only matrices decay, never scales or embeddings."""
+
+    learning_rate: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def transform(self, decays: PyTree) -> "optax.GradientTransformation":
+        """Moments of each gradient, then the decay."""
+        import optax
+
+        return optax.chain(
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            optax.add_decayed_weights(self.weight_decay, decays),
+        )

@@ -1,0 +1,212 @@
+"""Several processes as one run: how they find each other, what they agree on, how they end.
+
+Every process runs the same program. What only one of them can know, a clock, a full disk, a signal, is told to all
+before anything is done about it: a process that leaves alone leaves the others waiting in a collective.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed as internal  # the service that processes keep in touch by has no public name
+from jax.experimental import multihost_utils
+
+from moezoo.errors import UserError
+from moezoo.parallel import mesh
+
+# How long a process that fails waits to see whether the others fail with it.
+_LEAVING_SECONDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """One process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """As many as whoever started them says: a TPU slice, Slurm, Open MPI or Kubernetes.
+
+    `heartbeat_seconds`: after so long a silence a process counts as dead and the others end. `start_seconds`: how long
+    processes wait for each other at the start.
+    """
+
+    heartbeat_seconds: int = 30
+    start_seconds: int = 300
+
+    def __post_init__(self):
+        _check_seconds(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """`processes` of them, each told which `process` it is, that meet at `coordinator`: HOST:PORT on process 0."""
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    heartbeat_seconds: int = 30
+    start_seconds: int = 300
+
+    def __post_init__(self):
+        _check_seconds(self)
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise UserError(f"distributed.coordinator={self.coordinator} must be HOST:PORT, such as localhost:8476")
+        if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
+            raise UserError(
+                f"distributed.process={self.process} must be from 0 to {self.processes - 1}, as "
+                f"distributed.processes={self.processes}"
+            )
+
+
+Distributed = Alone | Auto | Manual
+DISTRIBUTED: dict[str, type] = {"none": Alone, "auto": Auto, "manual": Manual}
+
+
+def _check_seconds(settings: Auto | Manual) -> None:
+    for name in ("heartbeat_seconds", "start_seconds"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"distributed.{name}={getattr(settings, name)} must be at least 1")
+
+
+def start(settings: Distributed, devices: int) -> None:
+    """Meet the other processes, before JAX starts; on CPUs each shows its share of `devices`.
+
+    Raises `UserError` when they cannot be found, or cannot share so many.
+    """
+    if isinstance(settings, Alone) or jax.distributed.is_initialized():
+        return
+    name = "auto" if isinstance(settings, Auto) else "manual"
+    if mesh.initialised():
+        raise UserError(f"distributed={name} comes too late: JAX has already started; train before anything else of it")
+    where: dict[str, Any] = {}
+    if isinstance(settings, Manual):
+        for field, example in (("coordinator", "HOST:PORT"), ("processes", "2"), ("process", "0")):
+            if getattr(settings, field) is None:
+                raise UserError(f"distributed=manual needs distributed.{field}; write distributed.{field}={example}")
+        where = {
+            "coordinator_address": settings.coordinator,
+            "num_processes": settings.processes,
+            "process_id": settings.process,
+            "cluster_detection_method": "deactivate",
+        }
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Signals are ours to note, and a process that is gone is noticed by its heartbeat.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            **where,
+            initialization_timeout=settings.start_seconds,
+            heartbeat_timeout_seconds=settings.heartbeat_seconds,
+            shutdown_timeout_seconds=settings.heartbeat_seconds,
+        )
+    except ValueError as error:
+        raise UserError(
+            f"distributed=auto: nothing here says which processes there are ({error}); start them by Slurm, Open MPI, "
+            "Kubernetes or on a TPU slice, or write distributed=manual"
+        ) from None
+    except RuntimeError as error:
+        raise UserError(
+            f"distributed={name}: the processes did not all meet at {internal.global_state.coordinator_address} within "
+            f"distributed.start_seconds={settings.start_seconds} ({str(error).splitlines()[0][:120]}); start all of "
+            "them, with an address and a port that they can reach and nobody else uses"
+        ) from None
+    processes = internal.global_state.num_processes
+    if devices % processes and not mesh.accelerators():
+        raise UserError(
+            f"a mesh of {devices} device{'s' * (devices > 1)} cannot be shared by {processes} processes; choose one "
+            f"of a multiple of {processes}"
+        )
+    mesh.prepare(devices // processes)
+
+
+def count() -> int:
+    """How many processes there are; does not start JAX."""
+    return internal.global_state.num_processes if jax.distributed.is_initialized() else 1
+
+
+def several() -> bool:
+    """Whether there are other processes."""
+    return count() > 1
+
+
+def name() -> str:
+    """Who tells of an error, where there are several processes."""
+    return f"process {internal.global_state.process_id}: " if several() else ""
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and tells; does not start JAX."""
+    return internal.global_state.process_id == 0
+
+
+def gather(text: str) -> list[str]:
+    """What each process gives, in the order of their numbers. All must call it, at the same place."""
+    if not several():
+        return [text]
+    own = text.encode()
+    lengths = multihost_utils.process_allgather(np.int32(len(own)))
+    width = -(-int(lengths.max()) // 1024) * 1024  # few shapes, few compilations
+    padded = np.zeros(max(width, 1), np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:length]).decode() for row, length in zip(np.asarray(rows), np.asarray(lengths), strict=True)]
+
+
+def together(task: Callable[[], Any]) -> Any:
+    """What `task` returns, where no process fails; a `UserError` of one ends all. `task` must not wait for others."""
+    result, own = None, None
+    try:
+        result = task()
+    except UserError as error:
+        own = error
+    told = gather("" if own is None else str(own))
+    if own is not None:
+        raise own
+    for process, message in enumerate(told):
+        if message:
+            raise UserError(f"process {process}: {message}")
+    return result
+
+
+def first(task: Callable[[], Any]) -> Any:
+    """What `task` returns on process 0, which must be JSON, on all."""
+    value = together(lambda: task() if is_first() else None)
+    return json.loads(gather(json.dumps(value))[0])
+
+
+def same(settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` on every process where `settings`, keys and JSON values, are not the same on all."""
+    mine, *others = map(json.loads, gather(json.dumps(settings)))
+    for process, theirs in enumerate(others, 1):
+        for key in dict.fromkeys((*mine, *theirs)):
+            if mine.get(key) != theirs.get(key):
+                raise UserError(
+                    f"processes were started differently: {key} is {mine.get(key)} on process 0 and {theirs.get(key)} "
+                    f"on process {process}; start all with the same command"
+                )
+
+
+def largest(number: int) -> int:
+    """The largest that any process gives. All must call it, at the same place."""
+    return int(multihost_utils.process_allgather(np.int32(number)).max()) if several() else number
+
+
+def leave(code: int) -> None:
+    """Before an exit with `code`: where the others are not leaving too, do not wait for them, so that they notice."""
+    if code == 0 or not several():
+        return
+    try:
+        client: Any = internal.global_state.client
+        client.wait_at_barrier("leaving", _LEAVING_SECONDS * 1000)
+    except Exception:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

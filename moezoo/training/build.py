@@ -1,0 +1,37 @@
+"""From a configuration to what trains: the step, and a state laid out for it."""
+
+import jax
+import jax.numpy as jnp
+
+from moezoo.config.settings import TrainConfig
+from moezoo.data import Batch
+from moezoo.models import build_model, model_shapes
+from moezoo.models.base import LanguageModel
+from moezoo.optim import Optimizer
+from moezoo.parallel.execution import Execution
+from moezoo.training.step import State, Step
+
+
+def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel:
+    """A fresh model, born in its layout: no device ever holds more than its share. The seed alone decides values."""
+    make = jax.jit(
+        lambda key: build_model(cfg.model, key=key, dtype=cfg.execution.param_dtype),
+        out_shardings=execution.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),
+    )
+    return make(jax.random.key(cfg.seed))
+
+
+def build_step(cfg: TrainConfig, execution: Execution) -> Step:
+    """The step of a run; nothing is compiled yet."""
+    shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
+    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, shapes)
+    micro_steps = cfg.execution.microbatches
+    tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
+    return Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard)
+
+
+def build_state(cfg: TrainConfig, execution: Execution, step: Step) -> State:
+    """The state before the first step, laid out as the step needs it."""
+    model = build_model_on_mesh(cfg, execution)
+    rest = jax.jit(lambda m: step.begin(m)[1:], out_shardings=tuple(step.state_shardings[1:]))
+    return State(model, *rest(model))

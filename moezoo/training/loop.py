@@ -1,0 +1,146 @@
+"""The steps of a run, and what is done between them."""
+
+import signal
+import time
+
+import jax
+import numpy as np
+
+from moezoo.config.settings import TrainConfig
+from moezoo.data import Source, TrainBatches
+from moezoo.errors import UserError
+from moezoo.models import model_shapes
+from moezoo.parallel import distributed
+from moezoo.parallel.execution import Execution
+from moezoo.training import report
+from moezoo.training.checkpoint import Checkpoints, steps
+from moezoo.training.evaluate import Evaluation, Evaluator
+from moezoo.training.feed import Feed
+from moezoo.training.metrics import MetricsLog, MetricsRow
+from moezoo.training.resume import describe_run, loader_state
+from moezoo.training.signals import Signals, Stopped
+from moezoo.training.step import Metrics, State, Step, check_shardings
+
+# Logged steps whose expert load the picture averages.
+_LOAD_ROWS = 10
+
+
+class Loop:
+    """Trains, logs, evaluates and saves. `loads`: assignments to each expert at the last logged steps."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        execution: Execution,
+        step: Step,
+        source: Source,
+        log: MetricsLog,
+        checkpoints: Checkpoints,
+        feed: Feed,
+    ):
+        self.cfg, self.step, self.log, self.checkpoints, self._feed = cfg, step, log, checkpoints, feed
+        self.loads: list[np.ndarray] = []
+        self._source = source
+        self._evaluator = Evaluator(model_shapes(cfg.model, cfg.execution.param_dtype), source, cfg, execution)
+
+    def train(self, state: State, batches: TrainBatches, start: int, signals: Signals) -> tuple[State, Evaluation]:
+        """Steps `start` + 1 to the last; evaluates and saves at the end, and as often as asked.
+
+        Raises `Stopped` after the step in which a signal came, saved; `UserError` when a checkpoint could not be
+        written or too many steps in a row were skipped.
+        """
+        cfg = self.cfg
+        check_shardings(state, self.step.state_shardings)
+        compiled = self.step.compile()
+        tokens, since, busy = 0, start, 0.0
+        evaluation, due = None, False
+        with report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
+            for number in range(start + 1, cfg.steps + 1):
+                self._stop_if_asked(number - 1, state, signals)
+                began = time.perf_counter()
+                micro = [next(batches) for _ in range(cfg.execution.microbatches)]
+                batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
+                state, metrics = compiled(state, batch)
+                # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
+                jax.block_until_ready(metrics)
+                busy += time.perf_counter() - began
+                # A save goes on beside one step, which nobody is told of before it is there: a run that is killed loses
+                # no more steps than lie between two saves, and an error ends it at once.
+                self.checkpoints.wait()
+                tokens += cfg.batch_size * cfg.seq_len
+                progress.step(number)
+                self._check_skipped(number, metrics, progress)
+                last = number == cfg.steps
+                evaluate = last or (cfg.eval_every > 0 and number % cfg.eval_every == 0)
+                if evaluate:
+                    evaluation = self._evaluator(state.model)
+                logged = cfg.log_every > 0 and number % cfg.log_every == 0
+                if logged or evaluate or number == 1:
+                    row = _row(number, metrics, tokens / busy, evaluation if evaluate else None)
+                    self.log.write(row)
+                    self.loads = [*self.loads, np.asarray(metrics.load)][-_LOAD_ROWS:]
+                    left = busy / (number - since) * (cfg.steps - number)
+                    progress.row(row, left, assignments=int(self.loads[-1].sum()))
+                    tokens, since, busy = 0, number, 0.0
+                due |= cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0
+                # Not while steps are skipped: what is saved then may be what they are skipped for.
+                if last or (due and not int(metrics.skipped_in_a_row)):
+                    self._save(number, state)
+                    due = False
+        self.checkpoints.wait()
+        assert evaluation is not None
+        return state, evaluation
+
+    def _stop_if_asked(self, done: int, state: State, signals: Signals) -> None:
+        """After step `done`: end, all processes after the same one, if one was told to."""
+        if number := distributed.largest(signals.number):
+            name, folder = signal.Signals(number).name, self.checkpoints.folder.parent
+            if done == 0:
+                raise Stopped(
+                    f"stopped by {name} before its first step; nothing was saved: remove {folder} and start again",
+                    number,
+                )
+            if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
+                self._save(done, state)
+                self.checkpoints.wait()
+            raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}", number)
+
+    def _save(self, number: int, state: State) -> None:
+        read = number * self.cfg.execution.microbatches
+        trees = {"model": state.model, "training": tuple(state[1:])}
+        self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source)))
+
+    def _check_skipped(self, number: int, metrics: Metrics, progress: report.Progress) -> None:
+        """Report a step that was not taken; end the run after too many."""
+        in_a_row = int(metrics.skipped_in_a_row)
+        if in_a_row == 0:
+            return
+        loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+        progress.report_skipped(number, loss, norm)
+        if in_a_row >= self.cfg.guard.patience:
+            self.checkpoints.wait()
+            have = steps(self.checkpoints.folder)
+            last = f"the last checkpoint is step {have[-1]}" if have else "there is no checkpoint"
+            raise UserError(
+                f"steps {number - in_a_row + 1} to {number} were all skipped (loss {loss:.4g}, gradient norm "
+                f"{norm:.4g}); {last}: continue from it with a lower learning rate, or with other limits in guard"
+            )
+
+
+def _row(step: int, metrics: Metrics, tokens_per_second: float, evaluation: Evaluation | None) -> MetricsRow:
+    values = jax.device_get(metrics)
+    row: MetricsRow = {
+        "step": step,
+        "loss": float(values.loss),
+        "load_balance_loss": float(values.load_balance_loss),
+        "z_loss": float(values.z_loss),
+        "tokens_per_second": tokens_per_second,
+        "grad_norm": float(values.gradient_norm),
+        "learning_rate": float(values.learning_rate),
+        "max_violation": float(values.max_violation),
+        "dropped": int(values.dropped.sum()),
+        "skipped": int(values.skipped),
+    }
+    if row["dropped"]:
+        row["dropped_by_layer"] = values.dropped.tolist()
+    return row | ({"val_loss": evaluation.loss} if evaluation is not None else {})

@@ -1,0 +1,64 @@
+"""What training minimises, of the tokens of one micro-step, inside `shard_map`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+from moezoo.data import Batch
+from moezoo.models.base import LanguageModel
+from moezoo.moe.routing import Routing, reduce_routing
+from moezoo.nn.attention import TokenPositions
+from moezoo.parallel.collectives import vary_like
+from moezoo.parallel.execution import Execution
+
+# Most logits held at once: rows of a chunk times vocabulary.
+_CHUNK_LOGITS = 2**22
+
+
+class Losses(NamedTuple):
+    """A micro-step's losses over all devices: `cross_entropy` is a sum in nats over predicted tokens."""
+
+    cross_entropy: Float[Array, ""]
+    routing: Routing
+
+
+def cross_entropy(
+    model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
+) -> Float[Array, ""]:
+    """The sum over this device's tokens of -log p(label), in nats; a label below 0 counts nothing.
+
+    Logits exist for one chunk of tokens at a time, in the backward pass too, never as [tokens, vocab].
+    """
+    rows = max(1, min(labels.size, _CHUNK_LOGITS // model.vocab))
+    pad = -labels.size % rows
+    tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
+    targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)
+    chunks = (rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows))
+
+    def whole(unembedding: Any, chunks: tuple[Array, Array]) -> Float[Array, ""]:
+        unembedding = execution.whole(unembedding)
+
+        @jax.checkpoint
+        def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+            tokens, targets = chunk
+            logits = unembedding(tokens)
+            label = jax.nn.one_hot(targets, logits.shape[-1], dtype=jnp.bool)  # all false below 0
+            nats = jax.nn.logsumexp(logits, axis=-1) - jnp.where(label, logits, 0).sum(-1)
+            return total + jnp.where(targets >= 0, nats, 0).sum(), None
+
+        return jax.lax.scan(add, vary_like(jnp.zeros(()), tokens, targets), chunks)[0]
+
+    # The gathered weight is not kept between the two passes: it is gathered again.
+    return jax.checkpoint(whole)(model.unembedding, chunks)
+
+
+def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
+    """Losses over all devices, of arrays and parameters local to this one; one sum over devices for all of them."""
+    token_positions = TokenPositions(batch.positions, batch.segments)
+    hidden, sums = model.trunk(model.embed(batch.tokens, execution), token_positions, execution)
+    nats = cross_entropy(model, hidden, batch.labels, execution)
+    routing, nats = reduce_routing(sums, model.routing_config, execution.batch_axes, execution.sequence_axes, nats)
+    return Losses(nats, routing)

@@ -1,0 +1,70 @@
+"""`metrics.jsonl`: a row a logged step, each written whole by one write."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from moezoo.errors import UserError
+
+MetricsRow = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends rows to a file and keeps them in `history`."""
+
+    def __init__(self, path: Path | None, history: list[MetricsRow]):
+        """Starts the file with the rows of `history`, replacing what is there; None for no file.
+
+        Raises `UserError`, as `write` does, when it cannot be written.
+        """
+        self.history, self._path = list(history), path
+        if path is None:
+            return
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text("".join(_line(row) for row in history))
+            os.replace(temporary, path)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise self._write_error(error) from None
+
+    def write(self, row: MetricsRow) -> None:
+        """Add a row; floats are written in full, so reading gives the same bits, and null where they are no number."""
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.history.append(row)
+        if self._path is None:
+            return
+        line = _line(row).encode()
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):  # a disk that is almost full takes a part; the rest says why
+                os.write(self._file, line[written:])
+        except OSError as error:
+            raise self._write_error(error) from None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._path is not None:
+            os.close(self._file)
+
+    def _write_error(self, error: OSError) -> UserError:
+        return UserError(f"{self._path}: cannot be written ({error.strerror}); what was saved before is whole")
+
+
+def _line(row: MetricsRow) -> str:
+    return json.dumps(row) + "\n"
+
+
+def read_metrics(path: Path, until: int) -> list[MetricsRow]:
+    """The rows of the first `until` steps; a torn one, which a killed run can leave, is left out."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= until:
+            rows.append(row)
+    return rows

@@ -1,0 +1,37 @@
+"""A sample for the end of a run: how the model continues a text it has not seen."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from moezoo.config.settings import TrainConfig
+from moezoo.data import Source, validation_batches
+from moezoo.generation.generate import generate
+from moezoo.models.base import LanguageModel
+from moezoo.parallel.execution import Execution
+
+_TEMPERATURE = 0.7
+
+
+class Sample(NamedTuple):
+    """A prompt from the validation split, and what the model wrote after it."""
+
+    prompt: str
+    continuation: str
+
+
+def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution) -> Sample:
+    """Continue the start of a validation window up to `seq_len` tokens, at temperature 0.7; the seed decides."""
+    (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
+    length = max(1, cfg.seq_len // 4)
+    ids = generate(
+        model,
+        np.asarray(batch.tokens)[:, :length],
+        max_new_tokens=max(1, cfg.seq_len - length),
+        execution=execution,
+        temperature=_TEMPERATURE,
+        vocab=source.vocab,
+        key=jax.random.key(cfg.seed),
+    )
+    return Sample(source.decode(ids[0, :length]), source.decode(ids[0, length:]))

@@ -1,0 +1,213 @@
+"""The training step: one `jax.shard_map` over the whole mesh, from a batch to new parameters.
+
+    gather -> layers -> loss -> backward (micro-step by micro-step) -> sum over devices -> norm -> update
+
+Every collective is written out: weights are gathered in their layer (`Execution.whole`), whose transpose scatters their
+gradients; tokens travel as the dispatch strategy says; statistics and loss take one sum a micro-step; gradients of
+replicated leaves one sum each; the global norm one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.config.settings import GuardSettings
+from moezoo.data import Batch
+from moezoo.models.base import LanguageModel
+from moezoo.moe.routing import Routing
+from moezoo.optim import Optimizer
+from moezoo.parallel.axes import trainable
+from moezoo.parallel.collectives import psum, vary_like
+from moezoo.parallel.execution import Execution
+from moezoo.training.gradients import global_norm, reduce_gradients
+from moezoo.training.guard import Guard, select
+from moezoo.training.loss import losses
+
+
+class State(NamedTuple):
+    """All that a step changes: the model, the optimiser's state, what the guard saw, and how many steps there were."""
+
+    model: LanguageModel
+    optimizer: Any
+    guard: Guard
+    step: Int[Array, ""]
+
+
+class Metrics(NamedTuple):
+    """Of one step, over all its tokens; losses are means of micro-steps except `loss`, which weighs every token alike.
+
+    `loss`: cross-entropy in nats a predicted token; `routing` losses with their coefficients; `gradient_norm` before
+    clipping; `learning_rate` as used; `skipped`: steps that were not taken so far, `skipped_in_a_row` those at the end.
+    """
+
+    loss: Float[Array, ""]
+    load_balance_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    max_violation: Float[Array, ""]
+    dropped: Int[Array, " layer"]
+    load: Int[Array, "layer experts"]
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
+
+
+class _Sums(NamedTuple):
+    """What micro-steps add up to."""
+
+    nats: Float[Array, ""]
+    load_balance_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    dropped: Int[Array, " layer"]
+    load: Int[Array, "layer experts"]
+
+
+def _sums(nats: Array, routing: Routing) -> _Sums:
+    return _Sums(nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped, routing.load)
+
+
+def gradients_of(
+    model: LanguageModel, batch: Batch, specs: PyTree, execution: Execution
+) -> tuple[PyTree, _Sums, Int[Array, ""]]:
+    """Gradients of the trainable part of `model`, sums of losses, and the number of predicted tokens.
+
+    Local to a device inside `shard_map`: `model` as stored, `batch` arrays [micro-steps, batch, seq]. The objective is
+    the cross-entropy a token of the whole step, plus the mean over micro-steps of the routing losses.
+    """
+    micro_steps = batch.tokens.shape[0]
+    predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
+    scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
+    # Varying from here on: gradients stay one device's own until they are summed once, below.
+    parameters, buffers = eqx.partition(execution.vary_parameters(model), trainable(model))
+
+    def objective(parameters: PyTree, micro: Batch) -> tuple[Float[Array, ""], _Sums]:
+        nats, routing = losses(eqx.combine(parameters, buffers), micro, execution)
+        sums = _sums(nats, routing)
+        return nats * scale + (sums.load_balance_loss + sums.z_loss) / micro_steps, sums
+
+    differentiate = jax.grad(objective, has_aux=True)
+    if micro_steps == 1:
+        gradients, sums = differentiate(parameters, jax.tree.map(lambda x: x[0], batch))
+    else:
+
+        def add(total: PyTree, micro: Batch) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, differentiate(parameters, micro)), None
+
+        _, sums = jax.eval_shape(differentiate, parameters, jax.tree.map(lambda x: x[0], batch))
+        zeros = (
+            jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), parameters),
+            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
+        )
+        (gradients, sums), _ = jax.lax.scan(add, zeros, batch)
+    gradients = reduce_gradients(
+        gradients, eqx.filter(specs, trainable(model), is_leaf=_is_spec), execution.reduce_dtype
+    )
+    return gradients, sums, predicted
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+class Step:
+    """A compiled training step for one model, mesh and batch shape: `state, metrics = step(state, batch)`.
+
+    The state passed in is donated. Compiled once, ahead of the first call; inputs laid out otherwise are refused
+    rather than moved.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: Optimizer,
+        execution: Execution,
+        batch: Batch,
+        guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
+    ):
+        """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
+        assert execution.mesh is not None
+        self._execution, self.optimizer, self._guard = execution, optimizer, guard
+        specs = execution.specs(model)
+        parameters = eqx.filter(model, trainable(model))
+        moments = optimizer.specs(parameters, eqx.filter(specs, trainable(model), is_leaf=_is_spec))
+        same: Any = PartitionSpec()
+        self.state_specs = State(specs, moments, Guard(*(same,) * len(Guard._fields)), same)
+        self.batch_specs = Batch(*(PartitionSpec(None, *execution.tokens_spec),) * 4)
+        mesh = execution.mesh
+        self.state_shardings, self.batch_shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), (self.state_specs, self.batch_specs), is_leaf=_is_spec
+        )
+        whole = jax.shard_map(
+            self._local,
+            mesh=mesh,
+            in_specs=(self.state_specs, self.batch_specs),
+            out_specs=(self.state_specs, PartitionSpec()),
+        )
+        self.function = jax.jit(
+            whole, donate_argnums=0, out_shardings=(self.state_shardings, NamedSharding(mesh, PartitionSpec()))
+        )
+        state = jax.eval_shape(self.begin, model)
+        self.arguments = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            (state, batch),
+            (self.state_shardings, self.batch_shardings),
+        )
+
+    def begin(self, model: LanguageModel) -> State:
+        """The state of a fresh model; under `jit` with `state_shardings`, or for shapes."""
+        return State(model, self.optimizer.init(eqx.filter(model, trainable(model))), Guard.fresh(), jnp.int32(0))
+
+    def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        execution, optimizer = self._execution, self.optimizer
+        specs = self.state_specs.model
+        gradients, sums, predicted = gradients_of(state.model, batch, specs, execution)
+        parameters, buffers = eqx.partition(state.model, trainable(state.model))
+        leaf_specs = eqx.filter(specs, trainable(state.model), is_leaf=_is_spec)
+        norm = global_norm(gradients, leaf_specs, execution.live_axes)
+        rate = optimizer.rate(state.step)
+        loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)
+        accepted = state.guard.accepts(loss, norm, self._guard)
+        guard = state.guard.after(accepted, loss, norm)
+        parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
+        micro_steps = batch.tokens.shape[0]
+        load = sums.load.astype(jnp.float32)
+        metrics = Metrics(
+            loss=loss,
+            load_balance_loss=sums.load_balance_loss / micro_steps,
+            z_loss=sums.z_loss / micro_steps,
+            gradient_norm=norm,
+            learning_rate=rate,
+            # A step without a single token has no load to speak of, and nothing else is divided by less than it is.
+            max_violation=(load.max(1) / (jnp.maximum(load.sum(1), 1) / load.shape[1])).max() - 1,
+            dropped=sums.dropped,
+            load=sums.load,
+            skipped=guard.skipped,
+            skipped_in_a_row=guard.in_a_row,
+        )
+        model = eqx.combine(parameters, buffers).after_step(sums.load)
+        model, moments = select(accepted, (model, moments), (state.model, state.optimizer))
+        return State(model, moments, guard, state.step + 1), metrics
+
+    @functools.cached_property
+    def traced(self) -> "jax.stages.Traced":
+        """The traced step; `traced.jaxpr` is what its collectives are counted in."""
+        return self.function.trace(*self.arguments)
+
+    def compile(self) -> "jax.stages.Compiled":
+        """The compiled step, for whatever platform the mesh is of."""
+        return self.traced.lower().compile()
+
+
+def check_shardings(tree: PyTree, shardings: PyTree) -> None:
+    """Refuse arrays that do not lie as `shardings` says, which JAX would move without a word."""
+
+    def leaf(path: Any, x: jax.Array, sharding: NamedSharding) -> None:
+        if not x.sharding.is_equivalent_to(sharding, x.ndim):
+            raise ValueError(f"{jax.tree_util.keystr(path)} lies as {x.sharding}, expected {sharding}")
+
+    jax.tree_util.tree_map_with_path(leaf, tree, shardings)

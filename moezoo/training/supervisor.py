@@ -1,0 +1,126 @@
+"""A process of many, watched by one that outlives it: what ends it is told in one line.
+
+Where a process of a run dies, JAX's coordination service aborts the others from C++, with a stack trace and no
+exception that could be caught. So with `distributed=auto` or `manual` a command starts itself once more and watches: it
+passes on signals and lines, holds back what the service says before it aborts, and says instead what happened and how
+to go on.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from moezoo.parallel.distributed import Alone, Auto, Distributed, Manual
+from moezoo.training.checkpoint import steps
+
+_VARIABLE = "MOEZOO_SUPERVISED"
+# A process that ended because another one did.
+LOST = 3
+
+# Where the service begins to tell that it will abort.
+_SERVICE = re.compile(r"^[EF]\d{4} \S+ +\d+ (coordination_service\w*|client|distributed\w*|add_port)\.\w+:\d+\]")
+_FATAL = "Terminating process because the JAX distributed service detected fatal errors"
+_CRASHES = (-signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+
+
+def is_wanted(settings: Distributed) -> TypeGuard[Auto | Manual]:
+    """Whether this process should only watch."""
+    return not isinstance(settings, Alone) and _VARIABLE not in os.environ
+
+
+def supervise(settings: Auto | Manual) -> int:
+    """Run this command in a process of its own and tell how it ended; what this one should exit with."""
+    alive, alive_here = os.pipe()
+    progress_here, progress = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        env={**os.environ, _VARIABLE: f"{alive},{progress}"},
+        pass_fds=(alive, progress),
+        stderr=subprocess.PIPE,
+    )
+    os.close(alive)
+    os.close(progress)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: _pass_on(child, number))
+    held = _forward_stderr(child)
+    code = child.wait()
+    with open(progress_here) as file:
+        met, _, folder = file.read().partition("\n")
+    os.close(alive_here)
+    if code in _CRASHES and held and not met:
+        where = f"at {settings.coordinator} " if isinstance(settings, Manual) else ""
+        print(
+            f"error: the processes did not all meet {where}within distributed.start_seconds={settings.start_seconds}; "
+            "start all of them, with an address and a port that they can reach and nobody else uses",
+            file=sys.stderr,
+        )
+        return 2
+    if code == -signal.SIGABRT and _FATAL in held:
+        print(f"error: {_describe_lost(held)}; {_how_to_continue(folder)}", file=sys.stderr)
+        return LOST
+    sys.stderr.write(held)
+    if code in _CRASHES:
+        name = signal.Signals(-code).name
+        memory = ", perhaps for want of memory" * (code == -signal.SIGKILL)
+        print(f"error: the process was ended by {name}{memory}; {_how_to_continue(folder)}", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def attach() -> None:
+    """In the process that is watched: end with the one that watches, however that ends."""
+    if _VARIABLE not in os.environ:
+        return
+    alive = int(os.environ[_VARIABLE].partition(",")[0])
+
+    def watch() -> None:
+        os.read(alive, 1)  # returns when the other end is closed
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=watch, name="supervisor", daemon=True).start()
+
+
+def report_progress(text: str) -> None:
+    """How far the run is, for the last line: that the processes have met; then which folder it writes."""
+    if _VARIABLE in os.environ:
+        os.write(int(os.environ[_VARIABLE].partition(",")[2]), text.encode())
+
+
+def _pass_on(child: Any, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+def _forward_stderr(child: Any) -> str:
+    """Pass on what the child writes as errors; from where the service has its say, return it instead."""
+    held: list[str] = []
+    for raw in child.stderr:
+        line = raw.decode(errors="replace")
+        if held or _SERVICE.match(line):
+            held.append(line)
+        else:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+    return "".join(held)
+
+
+def _describe_lost(held: str) -> str:
+    gone = re.search(r"stopped sending heartbeats\):\n((?:\d+\n)+)", held)
+    if gone:
+        numbers = gone.group(1).split()
+        which = f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}"
+    else:
+        which = "process 0" if "Socket closed" in held or "UNAVAILABLE" in held else "another process"
+    return f"{which} of the run ended or fell silent, so this one ends too"
+
+
+def _how_to_continue(folder: str) -> str:
+    saved = steps(Path(folder) / "checkpoints") if folder else []
+    if not saved:
+        return "nothing was saved: start all processes again"
+    return f"the last checkpoint is step {saved[-1]}: start all processes again with resume={folder}"

@@ -1,0 +1,249 @@
+"""`train`: from a configuration to a trained model and a run folder."""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moezoo.config.build import build_execution
+from moezoo.config.compose import as_mapping, run_folder, to_yaml
+from moezoo.config.settings import TrainConfig
+from moezoo.data import Source, load, train_batches, trigram_loss
+from moezoo.errors import UserError
+from moezoo.models.base import LanguageModel
+from moezoo.parallel import distributed
+from moezoo.parallel.execution import Execution
+from moezoo.training import report, supervisor
+from moezoo.training.build import build_state, build_step
+from moezoo.training.checkpoint import Checkpoints, find, read_about, remove_beyond, restore, steps
+from moezoo.training.evaluate import Evaluation
+from moezoo.training.feed import Feed
+from moezoo.training.loop import Loop
+from moezoo.training.metrics import MetricsLog, MetricsRow, read_metrics
+from moezoo.training.pictures import load_picture, loss_picture
+from moezoo.training.resume import list_changes, read_batch_count, run_settings
+from moezoo.training.sample import Sample, sample
+from moezoo.training.signals import Signals
+from moezoo.training.step import State, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What `train` returns: the model as the mesh holds it, the rows of metrics.jsonl, the folder, the last figures."""
+
+    model: LanguageModel
+    history: list[MetricsRow]
+    folder: Path
+    evaluation: Evaluation
+    sample: Sample
+
+
+class _Checkpoint(NamedTuple):
+    """The checkpoint that a run goes on from: where, after which step, what it is of."""
+
+    run_dir: Path
+    step: int
+    about: dict[str, Any]
+
+
+class _Plan(NamedTuple):
+    """All that can be refused, not refused; nothing is written and no other process was waited for."""
+
+    execution: Execution
+    source: Source
+    baseline: float | None
+    step: Step
+    folder: Path
+    batches_read: int
+    changed: list[str]
+
+
+def train(cfg: TrainConfig) -> Run:
+    """Train as `cfg` says and leave a run folder.
+
+    Everything that can be refused is refused, by one `UserError`, before anything is written. Raises `Stopped`, saved,
+    after the step in which SIGTERM or SIGINT came; `UserError` when a checkpoint cannot be written or too many steps
+    in a row were skipped. With `distributed` settings every process calls this, and all return or raise.
+    """
+    cfg = dataclasses.replace(cfg, run_dir=_expand_user(cfg.run_dir), resume=_expand_user(cfg.resume))
+    distributed.start(cfg.distributed, cfg.mesh.devices)
+    supervisor.report_progress("met\n")
+    distributed.same(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
+    before = _find_checkpoint(cfg)
+    plan = distributed.together(lambda: _plan(cfg, before))
+    execution, source, step = plan.execution, plan.source, plan.step
+
+    history, start, resumed = [], 0, []
+    if before is None:
+        state = build_state(cfg, execution, step)
+    else:
+        start, target = before.step, step.arguments[0]
+        saved = restore(before.run_dir / "checkpoints", start, before.about, model=target.model, training=target[1:])
+        state = State(saved["model"], *saved["training"])
+        history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
+        resumed = _describe_resume(before, plan)
+    report.print_lines(report.summarize(cfg, execution, step, source, plan.baseline) + resumed)
+
+    folder, log, held = _start_folder(plan.folder, cfg, start, history)
+    with held:
+        return _train(cfg, plan, state, start, folder, log)
+
+
+def _train(cfg: TrainConfig, plan: _Plan, state: State, start: int, folder: Path, log: MetricsLog) -> Run:
+    """Every step, and what is left behind."""
+    execution, source, step = plan.execution, plan.source, plan.step
+    supervisor.report_progress(str(folder))
+    feed = Feed(step.batch_shardings.tokens, step.arguments[1].tokens.shape)
+    micro = cfg.batch_size // cfg.execution.microbatches
+    batches = train_batches(
+        source, seq_len=cfg.seq_len, batch_size=micro, seed=cfg.seed, rows=feed.rows, start=plan.batches_read
+    )
+    with _writing_to(folder):
+        checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep)
+    loop = Loop(cfg, execution, step, source, log, checkpoints, feed)
+    with Signals() as signals:
+        try:
+            state, evaluation = loop.train(state, batches, start, signals)
+        finally:
+            log.close()
+            checkpoints.close()
+    text = sample(state.model, source, cfg, execution)
+    if distributed.is_first():
+        with _writing_to(folder):
+            loss_picture(log.history, folder / "loss.png", unit=source.unit, baseline=plan.baseline)
+            if loop.loads:
+                told = f"last {len(loop.loads)} logged steps"
+                load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=told)
+    report.print_results(evaluation, plan.baseline, text, folder, source.unit)
+    return Run(state.model, log.history, folder, evaluation, text)
+
+
+def _expand_user(path: str | None) -> str | None:
+    """With ~ as the user's home."""
+    return None if path is None else str(Path(path).expanduser())
+
+
+def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
+    """What is resumed, its files verified, by one process for all."""
+    if cfg.resume is None:
+        return None
+    named: str = cfg.resume
+
+    def verify() -> list[Any]:
+        folder, step = find(named, "resume")
+        if step >= cfg.steps:
+            raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
+        return [str(folder.parent), step, read_about(folder, step)]
+
+    run_dir, step, about = distributed.first(verify)
+    return _Checkpoint(Path(run_dir), step, about)
+
+
+def _plan(cfg: TrainConfig, before: _Checkpoint | None) -> _Plan:
+    folder = _folder(cfg, before)
+    changed = [] if before is None else list_changes(cfg, before.about["config"])
+    execution = build_execution(cfg)
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
+    baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
+    batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
+    return _Plan(execution, source, baseline, build_step(cfg, execution), folder, batches_read, changed)
+
+
+def _describe_resume(before: _Checkpoint, plan: _Plan) -> list[tuple[str, str]]:
+    """What the summary says of a run that goes on."""
+    later = [saved for saved in steps(plan.folder / "checkpoints") if saved > before.step]
+    where = "; what is later there is replaced" if later else ""
+    where = where if plan.folder == before.run_dir else f", into {plan.folder}"
+    lines = [("resume", f"{before.run_dir} from step {before.step}{where}")]
+    if (processes := before.about.get("processes")) != distributed.count():
+        lines.append(("changed", f"processes: {processes} before, {distributed.count()} now"))
+    return lines + [("changed", line) for line in plan.changed]
+
+
+def _folder(cfg: TrainConfig, before: _Checkpoint | None) -> Path:
+    """Where this run writes."""
+    if before is not None and (cfg.run_dir is None or Path(cfg.run_dir).resolve() == before.run_dir.resolve()):
+        return before.run_dir
+    if cfg.run_dir is None:
+        return Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder = Path(cfg.run_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
+    if run_folder(folder) != folder:
+        raise UserError(f"run_dir={cfg.run_dir}: a folder of this name is a checkpoint's; name another")
+    if any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
+        saved = steps(folder / "checkpoints")
+        then = f"continue it with resume={cfg.run_dir}" if saved else "remove it, as it saved no checkpoint"
+        raise UserError(f"run_dir={cfg.run_dir} already holds a run; name another folder, or {then}")
+    return folder
+
+
+def _start_folder(
+    folder: Path, cfg: TrainConfig, start: int, history: list[MetricsRow]
+) -> tuple[Path, MetricsLog, contextlib.ExitStack]:
+    """The folder, made, begun and held by the first process, which alone has a file behind its log.
+
+    Killed anywhere in between, a run can be continued from the same step: what is later goes first, files change whole.
+    """
+
+    held = contextlib.ExitStack()
+
+    def begin() -> str:
+        with _writing_to(folder):
+            made = _make_folder(folder, cfg)
+            held.enter_context(_lock(made))
+            remove_beyond(made / "checkpoints", start)
+            temporary = made / "config.tmp"
+            temporary.write_text(to_yaml(as_mapping(run_settings(cfg))))
+            os.replace(temporary, made / "config.yaml")
+        return str(made)
+
+    made = Path(distributed.first(begin))
+    path = made / "metrics.jsonl" if distributed.is_first() else None
+    return made, distributed.together(lambda: MetricsLog(path, history)), held
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Against a second run in the same folder, while this one lasts, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is training there; wait for its end, or stop it") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+def _make_folder(folder: Path, cfg: TrainConfig) -> Path:
+    """The folder, made; one named by the clock with a number behind it where another run took the name."""
+    if cfg.run_dir is not None or cfg.resume is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for candidate in itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2))):
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    raise AssertionError("there is always another number")
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """What cannot be written is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"run_dir={folder}: cannot write there ({error.strerror}); name another folder") from error

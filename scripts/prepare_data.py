@@ -1,0 +1,6 @@
+"""Text to token ids: `python scripts/prepare_data.py path=FOLDER out=tokens.npy`; the same as `moezoo prepare-data`."""
+
+from moezoo.cli import run_script
+
+if __name__ == "__main__":
+    run_script("prepare-data")

@@ -1,0 +1,157 @@
+"""What a step's collectives bring a device, predicted for models and slices that are not here."""
+
+import math
+
+import pytest
+
+import moezoo
+from moezoo import MeshShape, UserError
+from moezoo.analysis.cost import break_even, communication
+from moezoo.config.build import build_execution
+from moezoo.config.settings import TrainConfig
+from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import Move, TrafficTable, received_bytes
+from moezoo.training.build import build_step
+
+# Released sizes on slices of up to 1024 devices; between them every strategy, a bound, chunks, both precisions, and
+# tokens that are split and that are not.
+SLICES = [
+    "model=mixtral_8x7b mesh.fsdp=4 mesh.expert=8 mesh.context=2 dispatch=ring dispatch.buffer_factor=1.5",
+    "model=mixtral_8x22b mesh.fsdp=16 mesh.expert=8 dispatch=gather dispatch.chunks=2 execution.remat=dots",
+    "model=mixtral_8x7b mesh.data=2 mesh.expert=8 dispatch=dense execution.dtype=float32",
+    "model=deepseek_v2_lite mesh.fsdp=8 mesh.expert=8 dispatch=capacity execution.remat=none",
+    "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 dispatch=ragged dispatch.chunks=3 execution.microbatches=2",
+    "model=deepseek_v3 mesh.data=2 mesh.fsdp=16 mesh.expert=32 dispatch=ragged dispatch.buffer_factor=0.9",
+    "model=kimi_k2 mesh.fsdp=16 mesh.expert=16 mesh.context=2 dispatch=capacity dispatch.chunks=2",
+    "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=capacity rules.batch=[data,fsdp] dispatch.chunks=3",
+    "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 rules.batch=[data,fsdp]",
+    "model=mixtral_8x7b mesh.fsdp=64 rules=pure_fsdp execution.reduce_dtype=bfloat16",
+    # The router stored in parts; its choice bias is not.
+    "model=deepseek_v3 mesh.data=8 mesh.expert=8 rules.store.router=[data] rules.store.norm=[expert]",
+]
+
+
+def composed(words: str) -> TrainConfig:
+    """The configuration of a few overrides, in bfloat16 unless they say otherwise, on two rows a device."""
+    given = words.split()
+    devices = math.prod(int(word.split("=")[1]) for word in given if word.startswith("mesh."))
+    dtype = [] if "execution.dtype=float32" in given else ["execution.dtype=bfloat16"]
+    return moezoo.compose(*given, *dtype, f"batch_size={2 * devices}", "seq_len=2048")
+
+
+@pytest.mark.parametrize("words", SLICES)
+def test_equals_the_traced_step(words):
+    """Counts and bytes, to the last; nothing of it needs a device."""
+    cfg = composed(words)
+    step = build_step(cfg, build_execution(cfg, abstract_mesh(cfg.mesh)))
+    traced = collective_traffic(step.traced.jaxpr)
+    assert traced
+    assert communication(cfg) == traced
+
+
+def test_by_hand():
+    """Mixtral 8x7B on eight devices of one axis, 2 x 2048 tokens each, `ragged`, in bfloat16: the layers' exchanges."""
+    cfg = composed("model=mixtral_8x7b mesh.expert=8 dispatch=ragged")
+    tokens, embed, layers, vocab = 2 * 2048, 4096, 32, 32000
+    table = communication(cfg)
+    # Two experts a token; seven in eight rows come from elsewhere; there and back, again, and gradients both ways.
+    assert table["ragged_all_to_all", ("expert",)] == (6 * layers, 6 * layers * 2 * tokens * embed * 2 * 7 // 8)
+    # Everything but experts and norms, in bfloat16 twice and its gradient in float32; the embedding once; counts.
+    attention = 2 * embed * 4096 + 2 * embed * 1024
+    weights = 2 * layers * (attention + embed * 8) + 3 * vocab * embed
+    counts = 2 * layers * 7 * 8 * 4
+    assert table["all_gather", ("expert",)] == (2 * layers * 5 + 3 + 2 * layers, weights * 2 * 7 // 8 + counts)
+    gradients = layers * (attention + embed * 8) + 2 * vocab * embed
+    assert table["reduce_scatter", ("expert",)] == (layers * 5 + 2, gradients * 4 * 7 // 8)
+    # Norms' gradients, statistics of load, and three scalars' worth of losses.
+    sums = [2 * layers * embed + embed, layers * (3 * 8 + 5) + 1, 1, 1]
+    assert table["psum", ("expert",)].count == 6
+    assert table["psum", ("expert",)].bytes == pytest.approx(sum(sums) * 4 * 2 * 7 / 8, abs=12)
+    assert set(table) == {(kind, ("expert",)) for kind in ("ragged_all_to_all", "all_gather", "reduce_scatter", "psum")}
+
+
+def test_what_a_collective_brings():
+    assert received_bytes("all_gather", 10, 4) == 30
+    assert received_bytes("reduce_scatter", 40, 4) == received_bytes("all_to_all", 40, 4) == 30
+    assert received_bytes("ragged_all_to_all", 40, 4) == 30
+    assert received_bytes("psum", 40, 4) == 60
+    assert received_bytes("psum", 4, 8) == 8  # whole bytes
+    assert received_bytes("ppermute", 40, 4) == 40
+    move = Move("all_gather", ("a",), 4, 10, "bfloat16")
+    assert move.received_bytes == 60
+    assert move.back() == Move("reduce_scatter", ("a",), 4, 40, "bfloat16")
+    assert move.back().back() == move
+    assert move.back("float32").received_bytes == 120
+
+
+def test_takes_the_place_of_what_the_configuration_says():
+    cfg = composed("model=mixtral_8x7b mesh.expert=8")
+    other = communication(cfg, mesh=MeshShape(expert=4), rules=moezoo.compose("rules=fsdp_ep").rules, dispatch="gather")
+    assert other == communication(
+        moezoo.compose(
+            "model=mixtral_8x7b",
+            "mesh.expert=4",
+            "dispatch=gather",
+            "batch_size=16",
+            "seq_len=2048",
+            "execution.dtype=bfloat16",
+        )
+    )
+    by_name = communication(cfg, mesh="fsdp8", rules="pure_fsdp")
+    assert by_name == communication(cfg, mesh=MeshShape(fsdp=8), rules=moezoo.compose("rules=pure_fsdp").rules)
+    # The name of the strategy that the configuration has leaves its options.
+    bounded = composed("model=mixtral_8x7b mesh.expert=8 dispatch=capacity dispatch.capacity_factor=3")
+    assert communication(bounded, dispatch="capacity") == communication(bounded)
+    assert communication(bounded, dispatch="ring") == communication(cfg, dispatch="ring")
+
+
+def test_table():
+    table = TrafficTable()
+    table.add("all_gather", ("fsdp", "expert"), 2, 500)
+    table.add("psum", ("fsdp", "expert"), 1, 7000)
+    table.add("psum", ("expert", "fsdp"), 1, 1)
+    assert table.bytes == 8001
+    assert str(table).splitlines() == [
+        "collective  over         times  bytes",
+        "psum        expert fsdp      2  7,001",
+        "all_gather  fsdp expert      2  1,000",
+        "all                          4  8,001",
+    ]
+
+
+@pytest.mark.parametrize(("dispatch", "reads"), [("ring", 10 * 8), ("ragged", 12 * 2), ("capacity", 12 * 2 * 1.25)])
+def test_break_even(dispatch, reads):
+    """Three matrices of eight experts twice in bfloat16 and once in float32, against what a token costs a device.
+
+    `ring`: five passes of seven tokens in bfloat16; `ragged`: six of two rows of which seven in eight travel.
+    """
+    cfg = composed("model=mixtral_8x7b mesh.expert=8")
+    # 3 E d f (2 + 2 + 4) (P - 1) / P = T d (2 * 5 P or 2 * 6 K) (P - 1) / P; the ring's routing is small.
+    assert break_even(cfg, dispatch=dispatch) == pytest.approx(3 * 8 * 14336 * 8 / reads, rel=0.01)
+
+
+@pytest.mark.parametrize("dispatch", ["ring", "ragged"])
+def test_break_even_is_where_the_whole_step_costs_the_same(dispatch):
+    """Of tokens that are the same on the experts' devices, which cost `gather` something too."""
+    words = ("model=mixtral_8x7b", "mesh.expert=8", "rules.batch=[data,fsdp]", "execution.dtype=bfloat16")
+    tokens = round(break_even(moezoo.compose(*words), dispatch=dispatch))
+    rows = tokens // 256
+    at = moezoo.compose(*words, f"batch_size={rows}", "seq_len=256")
+    moving_tokens, moving_weights = (communication(at, dispatch=name).bytes for name in (dispatch, "gather"))
+    assert moving_tokens == pytest.approx(moving_weights, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("mesh.expert=8 dispatch=gather", "nothing to compare: tokens move to experts with dispatch=ring, ragged or"),
+        ("mesh.fsdp=8 rules=pure_fsdp dispatch=ring", "nothing to compare: "),
+        ("mesh.expert=-1", "mesh.expert=-1 takes the devices of a machine, and none is asked here; give a number"),
+    ],
+)
+def test_refuses(words, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        break_even(moezoo.compose("model=mixtral_8x7b", *words.split()))
+    with pytest.raises(UserError, match=r"^dispatch=rong: no such dispatch; did you mean 'ring'"):
+        communication(moezoo.compose("model=mixtral", "mesh=ep8"), dispatch="rong")

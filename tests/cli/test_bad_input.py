@@ -1,0 +1,101 @@
+"""Mistakes at the command line that only the whole set-up can see: one line, exit code 2, nothing written.
+
+Mistakes in the overrides alone are in `test_compose`, those in data in `data/`.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from moezoo.config.compose import compose_mapping, to_yaml
+
+TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
+
+
+def complaint(capsys, monkeypatch, script, *arguments) -> str:
+    """The one line that a script prints for these arguments."""
+    before = sorted(Path.cwd().rglob("*"))
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(script), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sorted(Path.cwd().rglob("*")) == before
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("mesh=ep8 model.experts=6", ["mesh.expert=8", "model.experts=6", "(mesh=ep8)"]),
+        ("mesh=fsdp8 model.embed=36", ["mesh.fsdp=8", "model.embed=36"]),
+        ("mesh=ep8 dispatch.chunks=500", ["dispatch.chunks=500 exceeds the 128 tokens", "micro-step", "at most 128"]),
+        ("dispatch.chunks=0", ["dispatch.chunks=0 must be at least 1"]),
+        ("mesh=ep8 batch_size=12", ["batch_size=12", "8", "mesh.expert=8"]),
+        ("mesh=fsdp2_ep4 batch_size=4", ["batch_size=4", "mesh.fsdp=2", "mesh.expert=4", "(mesh=fsdp2_ep4)"]),
+        ("mesh.expert=8 mesh.data=1 model.experts=6", ["mesh.expert=8 splits", "mesh.expert=6\n"]),
+        ("batch_size=8 execution.microbatches=3", ["batch_size=8", "execution.microbatches=3"]),
+        ("mesh=ep8 execution.microbatches=2", ["batch_size=8", "16", "execution.microbatches=2 x mesh.expert=8"]),
+        ("mesh.context=2 seq_len=127", ["seq_len=127", "mesh.context=2"]),
+        ("rules.store.heads=[fsdp] rules.store.embed=[] mesh.fsdp=8", ["mesh.fsdp=8", "model.heads=4"]),
+        ("model.heads=3", ["model.heads=3", "model.kv_heads=2"]),
+        ("model.experts_per_token=9", ["model.experts_per_token=9", "model.experts=8"]),
+        ("mesh.expert=3 batch_size=9", ["mesh.expert=3", "model.experts=8", "mesh.expert=2"]),
+        ("steps=5 schedule.warmup_steps=6", ["schedule.warmup_steps=6", "steps=5"]),
+        ("mesh.tensor=2", ["mesh.tensor=2", "fsdp_ep", "'tensor'"]),
+        ("mesh=ep8 rules=pure_fsdp", ["mesh.expert=8", "pure_fsdp"]),
+        ("mesh.expert=16", ["mesh.expert=16", "16 devices", "8"]),
+        ("mesh=ep8 rules.store.expert_embed=[expert]", ["'expert'", "'expert_embed'", "fsdp_ep"]),
+        ("rules.compute.expert=[fsdp]", ["rules.compute.expert=[fsdp]", "rules.store.expert=[expert]"]),
+        ("rules.store.embd=[fsdp]", ["rules.store.embd", "'embed'"]),
+        ("data=synthetic data.vocab=300", ["data.vocab=300", "model.vocab=256"]),
+        ("data=text", ["data.path", "data=text"]),
+        ("resume=nowhere", ["resume=nowhere"]),
+    ],
+)
+def test_one_line(capsys, monkeypatch, arguments, parts):
+    line = complaint(capsys, monkeypatch, TRAIN, *arguments.split())
+    for part in parts:
+        assert part in line
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(capsys, monkeypatch, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{i}": i for i in range(300)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("w1 w2 " * 500)
+    line = complaint(capsys, monkeypatch, TRAIN, "data=text", "data.path=text.txt", "data.tokenizer=tokenizer.json")
+    assert "300" in line
+    assert "model.vocab=256" in line
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "config.yaml", "checkpoints"])
+def test_a_folder_that_holds_a_run_stays_as_it_is(capsys, monkeypatch, tmp_path, left):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / left).write_text("precious")
+    line = complaint(capsys, monkeypatch, TRAIN, "run_dir=old")
+    assert "run_dir=old" in line
+    assert "resume=old" not in line  # there is no checkpoint to continue from
+    assert (folder / left).read_text() == "precious"
+
+
+def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text(to_yaml(compose_mapping()))
+    assert "resume=old: no checkpoint there" in complaint(capsys, monkeypatch, TRAIN, "resume=old")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [([], "run_dir is missing"), (["run_dir=nowhere"], "run_dir=nowhere"), (["mesh=ep8"], "run_dir is missing")],
+)
+def test_evaluate(capsys, monkeypatch, arguments, part):
+    assert part in complaint(capsys, monkeypatch, TRAIN.with_name("evaluate.py"), *arguments)

@@ -1,0 +1,270 @@
+import contextlib
+import copy
+import itertools
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
+from hydra.version import getbase, setbase
+
+from moezoo.config.compose import (
+    as_mapping,
+    compose,
+    compose_mapping,
+    compose_onto,
+    from_mapping,
+    read_yaml,
+    to_yaml,
+)
+from moezoo.errors import UserError
+from moezoo.moe.dispatch import Gather
+from moezoo.optim import SGD
+from moezoo.parallel.mesh import MeshShape
+
+
+@pytest.fixture(scope="module")
+def saved():
+    return compose_mapping()
+
+
+def refused(function, *arguments):
+    """The one line with which `function` refuses its arguments."""
+    with pytest.raises(UserError) as caught:
+        function(*arguments)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert caught.value.__cause__ is None  # a notebook would print it too
+    for internal in ("https://", "omegaconf", "full_key", "ConfigStore", "Traceback", "--multirun"):
+        assert internal not in message
+    return message
+
+
+# What composes
+
+
+def test_groups_then_keys_whatever_their_order():
+    cfg = compose("mesh.fsdp=2", "mesh=fsdp2_ep4", "steps=3", "dispatch=gather", "optimizer=sgd", "mesh.expert=1")
+    assert cfg.mesh == MeshShape(fsdp=2)
+    assert (cfg.steps, cfg.dispatch, cfg.optimizer) == (3, Gather(), SGD())
+
+
+def test_the_last_value_of_a_key_holds():
+    assert compose("steps=3", "steps=4").steps == 4
+
+
+def test_values_are_typed_and_replaced_not_merged():
+    cfg = compose(
+        "optimizer.learning_rate=1", "model.window=7", "rules.compute={}", 'run_dir="a=b"', "optimizer.clip_norm=null"
+    )
+    assert type(cfg.optimizer.learning_rate) is float
+    assert vars(cfg.model)["window"] == 7
+    assert cfg.rules.compute == {}
+    assert cfg.run_dir == "a=b"
+    assert cfg.optimizer.clip_norm is None
+
+
+def test_one_value_may_refer_to_another():
+    cfg = compose("run_dir=runs/${model.embed}_${seed}", "model.embed=64", "seed=5")
+    assert cfg.run_dir == "runs/64_5"
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_rules_take_new_logical_axes(saved, plus):
+    cfg = compose_onto(saved, f"{plus}rules.store.vocab=[tensor]", "rules.store.embed=[fsdp]")
+    assert cfg.rules.store["vocab"] == ("tensor",)
+    assert cfg.rules.store["embed"] == ("fsdp",)
+    assert cfg.rules.store["expert"] == ("expert",)
+
+
+def test_nothing_is_written_and_no_folder_changed_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose("mesh=ep8")
+    assert list(tmp_path.iterdir()) == []
+    assert Path.cwd() == tmp_path
+
+
+def test_inside_a_program_that_uses_hydra():
+    with hydra.initialize_config_module("moezoo.conf", job_name="theirs", version_base="1.3"):
+        setbase("1.2")
+        theirs, base = GlobalHydra.instance().hydra, getbase()
+        before = hydra.compose("train", ["steps=7"])
+        assert compose("mesh=ep8").mesh.expert == 8
+        refused(compose, "mesh=ep9")
+        assert GlobalHydra.instance().hydra is theirs
+        assert (getbase(), JobRuntime.instance().get("name")) == (base, "theirs")
+        assert hydra.compose("train", ["steps=7"]) == before
+    compose()
+
+
+def test_a_config_survives_being_saved(tmp_path):
+    cfg = compose("model.window=3", "mesh=ep8", "optimizer=sgd", "run_dir=runs/08", "rules.batch=[]")
+    (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(cfg)))
+    mapping = read_yaml(tmp_path / "config.yaml")
+    assert mapping == as_mapping(cfg)
+    assert from_mapping(mapping) == compose_onto(mapping) == cfg
+
+
+def test_overrides_on_top_of_a_saved_config():
+    mapping = compose_mapping("steps=3", "mesh=ep8", "optimizer.beta1=0.5")
+    cfg = compose_onto(mapping, "mesh=single", "dispatch=gather", "model.layers=2")
+    assert cfg == compose("steps=3", "optimizer.beta1=0.5", "dispatch=gather", "model.layers=2")
+    assert mapping == compose_mapping("steps=3", "mesh=ep8", "optimizer.beta1=0.5")
+
+
+# What is refused
+
+ASKED = [  # before anything is composed
+    (["mesh=ep9"], ["mesh=ep9", "no such mesh", "'ep8'"]),
+    (["mesh=foo"], ["mesh=foo", "valid: ep8, fsdp2_ep4, fsdp4_ep2, fsdp8, single"]),
+    (["mesh=null"], ["mesh=null", "valid: ep8"]),
+    (["mesh=3"], ["mesh=3", "valid: ep8"]),
+    (["mesh="], ["mesh=:", "valid: ep8"]),
+    (["mesh=[ep8,single]"], ["mesh=[ep8, single]", "no such mesh"]),
+    (["mesh={expert:4}"], ["mesh={expert: 4}", "no such mesh"]),
+    (["rules=fsdp_e"], ["rules=fsdp_e", "'fsdp_ep'", ".yaml"]),
+    (["mesh=ep8", "mesh=single"], ["mesh=single", "mesh=ep8", "choose one"]),
+    (["mesh=ep8,single"], ["mesh=ep8,single", "one job runs at a time", "loop"]),
+    (["steps=range(1,3)"], ["steps=range(1,3)", "one job runs at a time"]),
+    (["steps=glob(*)"], ["steps=glob(*)", "one job runs at a time"]),
+    (["rules.batch=data,fsdp"], ["rules.batch=data,fsdp", "rules.batch=[a,b]"]),
+    (["steps"], ["steps:", "found no '='", "steps=VALUE"]),
+    (["steps 5"], ["steps 5", "found no '='", "KEY=VALUE"]),
+    (["ep8"], ["ep8:", "mesh=ep8"]),
+    ([""], ["KEY=VALUE"]),
+    (["=3"], ["=3", "found nothing"]),
+    (["st eps=3"], ["st eps=3", "'st eps'"]),
+    (["hydra/launcher=x"], ["hydra/launcher=x", "'hydra/launcher'"]),
+    (["mesh@foo=ep8"], ["mesh@foo=ep8", "'mesh@foo'"]),
+    (["steps=[1"], ["steps=[1", "cannot be read", "brackets"]),
+    (["run_dir=a=b"], ["run_dir=a=b", "'run_dir=\"a=b\"'"]),
+    (["run_dir=${"], ["run_dir=${", "cannot be read"]),
+    (["steps=foo(3)"], ["steps=foo(3)", "cannot be read"]),
+    (["steps=3\nseed=4"], [r"steps=3\nseed=4", "cannot be read"]),
+    (["steps=" + "9" * 5000], ["cannot be read"]),
+    (["steps=" + "[" * 300], ["cannot be read"]),
+    (["+foo=1"], ["+foo=1", "cannot add", "foo=1"]),
+    (["+steps=5"], ["+steps=5", "cannot add", "write steps=5"]),
+    (["++steps=5"], ["++steps=5", "'++' cannot add", "write steps=5"]),
+    (["++rules.store.vocab=[fsdp]"], ["'++' cannot add", "write rules.store.vocab=[fsdp]"]),
+    (["~model"], ["~model", "nothing can be removed", "model=VALUE"]),
+    (["~model=mixtral"], ["~model=mixtral", "nothing can be removed"]),
+]
+
+SET = [  # when keys are set
+    ("modle=mixtral", ["modle", "'model'"]),
+    ("model.layer=3", ["model.layer:", "model mixtral", "'layers'"]),
+    ("step=3", ["step:", "'steps'"]),
+    ("layers=3", ["layers:", "'model.layers'"]),
+    ("nothing_like_it=3", ["nothing_like_it", "valid: batch_size, ", "steps"]),
+    ("hydra.run.dir=x", ["hydra.run.dir", "no key 'hydra'"]),
+    ("dispatch.foo=1", ["dispatch.foo", "dispatch ring", "valid: buffer_factor"]),
+    ("data.path=x", ["data.path", "data python_stdlib", "valid: eval_sequences"]),
+    ("mesh.exprt=1", ["mesh.exprt", "'expert'"]),
+    ("steps.foo=3", ["steps.foo", "steps=VALUE"]),
+    ("model.layers.foo=3", ["model.layers.foo", "model.layers=VALUE"]),
+    ("rules.store.embed.foo=3", ["rules.store.embed.foo", "rules.store.embed=VALUE"]),
+    ("execution=3", ["execution=3", "section", "execution.dtype=VALUE"]),
+    ("execution={dtype:float32}", ["execution={dtype: float32}", "section"]),
+    ("model.family=mixtral", ["model.family=mixtral", "model=NAME"]),
+    ("optimizer.name=sgd", ["optimizer.name=sgd", "optimizer=NAME"]),
+    ("steps=${nope}", ["steps=${nope}", "refers to nothing", "${KEY}"]),
+    ("steps=${steps}", ["steps=${steps}", "refers to nothing"]),
+    ("run_dir=x${oc.env:NO_SUCH_VARIABLE}", ["run_dir=x${oc.env:NO_SUCH_VARIABLE}", "refers to nothing"]),
+    ("rules.batch=[${nope}]", ["rules.batch=[${nope}]", "refers to nothing"]),
+    ("steps=???", ["steps=???", "refers to nothing"]),
+    ("steps=abc", ["steps=abc", "whole number", "found text"]),
+    ("steps=1.5", ["steps=1.5", "whole number", "found a decimal number"]),
+    ("steps=true", ["steps=true", "whole number", "found true or false"]),
+    ("steps=", ["steps=:", "whole number", "found nothing"]),
+    ("steps=[1]", ["steps=[1]", "whole number", "found a list"]),
+    ("steps=${model}", ["steps={family: mixtral", "whole number", "found names and values"]),
+    ("model.layers=null", ["model.layers=null", "whole number", "found null"]),
+    ("model.window=x", ["model.window=x", "whole number", "or null", "found text"]),
+    ("execution.dtype=float16", ["execution.dtype=float16", "float32, bfloat16"]),
+    ("execution.remat=null", ["execution.remat=null", "full, dots, none"]),
+    ("optimizer.learning_rate=nan", ["optimizer.learning_rate=nan", "no finite number"]),
+    ("run_dir=2026", ["run_dir=2026", "text, or null", "found a whole number", "quotes"]),
+    ("run_dir=", ["run_dir=:", "text", "found nothing"]),
+    ("rules.store.embed=fsdp", ["rules.store.embed=fsdp", "a list", "found text"]),
+    ("rules.batch=[1]", ["rules.batch[0]=1", "text", "found a whole number"]),
+    ("rules.store=3", ["rules.store=3", "names and their values", "found a whole number"]),
+    ("rules.store.foo=[fsdp]", ["rules.store.foo", "no such logical axis"]),
+    ("rules.store.embed=[fsd]", ["rules.store.embed", "'fsd'", "'fsdp'"]),
+    ("model.experts_per_token=9", ["model.experts_per_token=9", "model.experts=8"]),
+]
+
+RANGES = {
+    "at least 1": ["batch_size=0", "execution.microbatches=0", "mesh.expert=0"],
+    "at least 1 and at most 2147483647": ["steps=-1", "steps=0", "steps=3000000000"],
+    "at least 2": ["seq_len=1"],
+    "at least 0": [
+        "eval_every=-1",
+        "checkpoint_every=-1",
+        "log_every=-1",
+        "data.eval_sequences=-1",
+        "optimizer.weight_decay=-0.1",
+        "schedule.warmup_steps=-1",
+    ],
+    "at least 0 and at most 4294967295": ["seed=-1"],
+    "at least 0 and at most 1": ["schedule.final_ratio=1.5", "schedule.final_ratio=-0.5"],
+    "at least 0 and below 1": ["optimizer.beta1=1", "optimizer.beta2=-0.1"],
+    "above 0": ["optimizer.learning_rate=0", "optimizer.epsilon=0", "optimizer.clip_norm=0"],
+}
+SET += [(override, [override, must]) for must, overrides in RANGES.items() for override in overrides]
+
+
+@pytest.mark.parametrize(("overrides", "said"), ASKED, ids=[" ".join(overrides)[:30] for overrides, _ in ASKED])
+def test_refuses_what_cannot_be_asked(overrides, said, saved):
+    message = refused(compose, *overrides)
+    assert [part for part in said if part not in message] == []
+    assert refused(compose_onto, saved, *overrides) == message
+
+
+@pytest.mark.parametrize(("override", "said"), SET, ids=[override for override, _ in SET])
+def test_refuses_keys_and_values(override, said, saved):
+    message = refused(compose_onto, saved, override)
+    assert [part for part in said if part not in message] == []
+
+
+@pytest.mark.parametrize("override", ["model.layer=3", "steps=abc", "steps=0", "steps=${nope}", "dispatch.foo=1"])
+def test_refuses_alike_from_the_start_and_on_top(override, saved):
+    assert refused(compose, override) == refused(compose_onto, saved, override)
+
+
+def test_a_value_that_is_no_section_does_not_become_one(saved):
+    assert "steps=VALUE" in refused(compose_onto, saved, "steps={a:1}", "steps.a=2")
+    assert compose_onto(saved, "steps={a:1}", "steps=2").steps == 2
+    assert "names and their values" in refused(compose_onto, saved, "rules.store=3")
+    assert "rules.store.embed" in refused(compose_onto, saved, "rules.store=3", "rules.store.embed=[fsdp]")
+
+
+def test_refuses_keys_of_a_class_that_was_not_chosen():
+    message = refused(compose, "optimizer=sgd", "optimizer.beta1=0.5")
+    assert message == "optimizer.beta1: there is no key 'beta1' in optimizer sgd; valid: clip_norm, learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.pop("steps"), "steps is missing; set it to a whole number"),
+        (lambda m: m.update(stepps=3), "stepps: there is no key 'stepps'; did you mean 'steps'?"),
+        (lambda m: m["dispatch"].update(name="rign"), "dispatch.name=rign: no such dispatch; did you mean 'ring'?"),
+        (lambda m: m["model"].pop("family"), "model.family is missing; set it to one of deepseek, mixtral"),
+        (lambda m: m.update(model=3), "model=3: expected a section with keys, found a whole number"),
+        (lambda m: m.update(execution=None), "execution=null: expected a section with keys, found null"),
+    ],
+)
+def test_refuses_a_damaged_saved_config(change, said, saved):
+    mapping = copy.deepcopy(saved)
+    change(mapping)
+    assert refused(from_mapping, mapping).startswith(said)
+    assert refused(compose_onto, mapping, "mesh=ep8").startswith(said)
+
+
+def test_short_texts_compose_or_are_refused_in_one_line(saved):
+    pieces = ["", "steps", "=", "3", "null", "[", "'", "${", "}", ",", "+", "~", " ", "é", "\\", "???"]
+    for parts in itertools.product(["", "steps="], pieces, pieces):
+        with contextlib.suppress(UserError):
+            compose_onto(saved, "".join(parts))

@@ -1,0 +1,53 @@
+import dataclasses
+import itertools
+
+import pytest
+
+from moezoo.config.compose import CONF, compose_mapping, defaults, groups, read_yaml
+from moezoo.config.settings import TAG, ExecutionSettings, TrainConfig
+from moezoo.convert import convert
+from moezoo.parallel.mesh import AXES, MeshShape
+
+
+def test_every_folder_is_a_group_that_is_chosen():
+    assert set(groups()) == set(defaults())
+    for group, name in defaults().items():
+        assert name in groups()[group]
+
+
+@pytest.mark.parametrize("group", list(TAG))
+def test_yaml_agrees_with_the_defaults_of_the_dataclass(group):
+    tag, classes = TAG[group]
+    assert set(classes) <= set(groups()[group])
+    for option in classes:
+        mapping = read_yaml(CONF / group / f"{option}.yaml")
+        assert mapping.pop(tag) == option
+        kind = classes[option]
+        assert set(mapping) == {field.name for field in dataclasses.fields(kind)}
+        assert convert(kind, mapping, group) == kind()
+
+
+def test_train_yaml_agrees_with_execution_settings():
+    mapping = read_yaml(CONF / "train.yaml")
+    assert set(mapping["execution"]) == {field.name for field in dataclasses.fields(ExecutionSettings)}
+    assert convert(ExecutionSettings, mapping["execution"], "execution") == ExecutionSettings()
+    assert {*mapping, *groups()} - {"defaults"} == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_every_entry_of_every_group_composes():
+    for choices in itertools.zip_longest(*groups().values()):
+        chosen = {group: name for group, name in zip(groups(), choices, strict=True) if name is not None}
+        mapping = compose_mapping(*(f"{group}={name}" for group, name in chosen.items()))
+        for group, name in chosen.items():
+            assert mapping[group].items() >= read_yaml(CONF / group / f"{name}.yaml").items()
+
+
+def test_mesh_entries_say_their_sizes():
+    for option in groups()["mesh"]:
+        mapping = read_yaml(CONF / "mesh" / f"{option}.yaml")
+        assert tuple(mapping) == AXES
+        shape = convert(MeshShape, mapping, "mesh")
+        assert shape.devices == (1 if option == "single" else 8)
+        short = {"fsdp": "fsdp", "expert": "ep"}
+        name = "_".join(f"{short.get(axis, axis)}{size}" for axis, size in shape.sizes.items() if size > 1)
+        assert option == (name or "single")

@@ -1,0 +1,40 @@
+"""The released sizes: exact totals, and that a large mesh has a share of nearly all of each."""
+
+import math
+
+import pytest
+
+from moezoo.config.compose import compose
+from moezoo.models import model_shapes
+from moezoo.parallel.axes import Role, count_parameters, parameter_table
+from moezoo.parallel.rules import live
+
+# The values that the released checkpoints train: choice biases and layers of multi-token prediction not among them.
+TOTALS = {
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_630_071_296,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v2": 235_741_434_880,
+    "deepseek_v3": 671_026_404_352,
+    "kimi_k2": 1_026_408_209_408,
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_totals(name):
+    config = compose(f"model={name}").model
+    assert count_parameters(model_shapes(config), config.experts_per_token)[0] == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek", *TOTALS])
+def test_nearly_all_is_split_over_all_devices(name):
+    cfg = compose(f"model={name}", "rules=fsdp_ep")
+    sizes = {"fsdp": 2, "expert": 4, "context": 2}
+    split = total = 0
+    for _, axes, shape in parameter_table(model_shapes(cfg.model)):
+        if axes.role is Role.BUFFER:
+            continue
+        over = {a for name in axes.names for a in live(cfg.rules.store.get(name, ()), sizes)}
+        total += math.prod(shape)
+        split += math.prod(shape) * (over == set(sizes))
+    assert split / total > (0.999 if name in TOTALS else 0.99)

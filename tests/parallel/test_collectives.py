@@ -1,0 +1,124 @@
+"""Gathered weights are whole and in order, their gradients are sums in the stored layout, and both travel as told."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from moezoo.parallel.collectives import gather, gather_weight, psum, vary, vary_like, varying
+
+AXES = ("fsdp", "expert", "context")
+DEVICES = PartitionSpec(AXES)
+# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def on_mesh(function, in_specs, out_specs):
+    """`function` on 2 x 2 x 2 devices."""
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def stored(dims):
+    """The layout of a weight whose dimension i is stored over `dims[i]`."""
+    return PartitionSpec(*(axes or None for axes in dims))
+
+
+CASES = [
+    # (mesh axes of each dimension, mesh axes that split tokens)
+    ((("expert", "fsdp"), ()), AXES),
+    ((("fsdp", "expert"), ()), AXES),
+    (((), ("context", "fsdp", "expert")), AXES),
+    ((("expert",), ("fsdp", "context")), AXES),
+    # Tokens are the same along some of the axes: there the result is too.
+    ((("expert", "fsdp"), ()), ("fsdp",)),
+    ((("fsdp", "expert"), ()), ("fsdp", "context")),
+    ((("fsdp", "expert", "context"), ()), ("fsdp", "context")),
+    (((), ("context", "fsdp")), ()),
+]
+
+
+@pytest.mark.parametrize(("dims", "tokens"), CASES)
+def test_a_gathered_weight_is_whole_and_its_gradient_the_sum(dims, tokens):
+    """Blocks joined in any order but the stored one would be a permutation of rows."""
+    weight = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+    # What flows back is another array wherever tokens are others; whole numbers, so that their sum is exact.
+    cotangents = np.random.default_rng(0).integers(0, 99, (2 ** len(tokens), *weight.shape)).astype(np.float32)
+
+    def local(block, cotangent):
+        def make(block):
+            return gather_weight(vary(block, tokens), dims, tokens, "float32", "float32")
+
+        whole, pull = jax.vjp(make, block)
+        assert varying(whole) == set(tokens)
+        return whole[None], *pull(cotangent[0])
+
+    layout, by_token = stored(dims), PartitionSpec(tokens or None)
+    mapped = on_mesh(local, (layout, by_token), (by_token, layout))
+    whole, gradient = jax.jit(mapped, compiler_options=QUICK)(weight, cotangents)
+    np.testing.assert_array_equal(whole, np.broadcast_to(weight, cotangents.shape))
+    np.testing.assert_array_equal(gradient, cotangents.sum(0))
+
+
+def collectives(dtype, reduce_dtype, stored_dtype="float32", dims=(("expert", "fsdp"), ())):
+    """(element type, name) of each collective in a gathered weight's forward and backward pass."""
+
+    def local(block):
+        whole, pull = jax.vjp(lambda w: gather_weight(w, dims, AXES, dtype, reduce_dtype), block)
+        assert whole.dtype == dtype
+        (gradient,) = pull(whole)
+        return gradient
+
+    weight = jax.ShapeDtypeStruct((16, 24), stored_dtype)
+    function = on_mesh(local, stored(dims), stored(dims))
+    assert jax.eval_shape(function, weight).dtype == stored_dtype
+    return re.findall(r":(\w+)\[[^=]*= (all_gather\w*|reduce_scatter|psum\w*)\b", str(jax.make_jaxpr(function)(weight)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_a_weight_is_cast_before_it_travels(dtype, reduce_dtype):
+    """One all-gather in the computing precision forth, one reduce-scatter in the reducing precision back."""
+    short = {"float32": "f32", "bfloat16": "bf16"}
+    assert collectives(dtype, reduce_dtype) == [(short[dtype], "all_gather"), (short[reduce_dtype], "reduce_scatter")]
+    # Also where parameters are stored in less than gradients are summed in.
+    wanted = [(short[dtype], "all_gather"), (short[reduce_dtype], "reduce_scatter")]
+    assert collectives(dtype, reduce_dtype, "bfloat16") == wanted
+
+
+def test_a_whole_weight_takes_no_collective():
+    assert collectives("bfloat16", "float32", dims=((), ())) == []
+
+
+def test_a_gradient_is_summed_in_the_precision_asked_for():
+    """256 + 1 is 256 in bfloat16; summed over 8 devices in float32, ones beside it count."""
+    parts = np.asarray([256, *[1] * 7], np.float32)
+
+    def local(block, part):
+        _, pull = jax.vjp(lambda w: gather_weight(w, (AXES,), AXES, "bfloat16", "float32"), block)
+        (gradient,) = pull(vary_like(jnp.full((8,), part[0], jnp.bfloat16), part))
+        return gradient
+
+    gradient = jax.jit(on_mesh(local, (DEVICES, DEVICES), DEVICES))(np.zeros(8, np.float32), parts)
+    np.testing.assert_array_equal(gradient, np.full(8, 263))
+
+
+def test_types():
+    """What varies, and that casts can be repeated."""
+
+    def local(split, same):
+        assert varying(split) == {"expert"}
+        assert varying(same) == set()
+        assert varying(vary(split, ("expert", "fsdp"))) == {"expert", "fsdp"}
+        assert varying(vary_like(same, split, vary(same, ("context",)))) == {"expert", "context"}
+        assert varying(psum(split, ("expert",))) == set()
+        assert varying(psum(split, ())) == {"expert"}
+        assert varying(gather(split, ("expert",), 0, tokens=("expert",))) == {"expert"}
+        assert varying(gather(split, ("expert",), 0, tokens=())) == set()
+        return psum(same, ("fsdp", "expert"))
+
+    total = on_mesh(local, (PartitionSpec("expert"), PartitionSpec()), PartitionSpec())(jnp.ones(2), jnp.ones(2))
+    np.testing.assert_array_equal(total, [4, 4])  # the same value on each of four devices counts four times

@@ -1,0 +1,98 @@
+"""How processes find each other: what is refused before any is asked. tests/train/test_processes.py starts some."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import moezoo
+from moezoo.data import Batch
+from moezoo.errors import UserError
+from moezoo.parallel import distributed
+from moezoo.parallel.distributed import Alone, Auto, Manual
+from moezoo.parallel.mesh import mesh_of
+from moezoo.training.feed import Feed
+
+FULL = ("distributed=manual", "distributed.coordinator=localhost:8476", "distributed.processes=2")
+
+
+def test_alone_unless_said():
+    assert moezoo.compose().distributed == Alone()
+    assert moezoo.compose("distributed=auto", "distributed.heartbeat_seconds=60").distributed == Auto(60, 300)
+    manual = moezoo.compose(*FULL, "distributed.process=1").distributed
+    assert manual == Manual("localhost:8476", 2, 1, 30, 300)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("distributed.process=2", r"^distributed.process=2 must be from 0 to 1, as distributed.processes=2$"),
+        ("distributed.process=-1", r"^distributed.process=-1 must be from 0 to 1"),
+        ("distributed.coordinator=node", r"^distributed.coordinator=node must be HOST:PORT, such as localhost:8476$"),
+        ("distributed.coordinator=host:port", r"must be HOST:PORT"),
+        ("distributed.coordinator=host:99999", r"must be HOST:PORT"),
+        ("distributed.heartbeat_seconds=0", r"^distributed.heartbeat_seconds=0 must be at least 1$"),
+    ],
+)
+def test_what_cannot_be_is_refused(override, told):
+    with pytest.raises(UserError, match=told):
+        moezoo.compose(*FULL, override)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("moezoo.mesh.initialised", lambda: False)
+    for settings, missing in ((Manual(), "coordinator=HOST:PORT"), (Manual("a:1", 2), "process=0")):
+        with pytest.raises(UserError, match=rf"^distributed=manual needs .*; write distributed.{missing}$"):
+            distributed.start(settings, 8)
+
+
+def test_comes_too_late():
+    jax.devices()
+    with pytest.raises(UserError, match=r"^distributed=auto comes too late: JAX has already started; train before"):
+        moezoo.train(moezoo.compose("distributed=auto", "mesh=ep8"))
+
+
+def test_one_process_agrees_with_itself():
+    assert distributed.is_first()
+    assert not distributed.several()
+    assert distributed.gather("ü") == ["ü"]
+    assert distributed.largest(15) == 15
+    assert distributed.first(lambda: [1, {"a": None}]) == [1, {"a": None}]
+    distributed.same({"seed": 1})
+    with pytest.raises(UserError, match=r"^no$"):
+        distributed.together(lambda: (_ for _ in ()).throw(UserError("no")))
+
+
+def test_several_processes_take_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    told = r"^mesh.expert=4 takes 4 of 8 devices, and with 2 processes it must take all; choose a larger mesh"
+    with pytest.raises(UserError, match=told):
+        mesh_of(moezoo.MeshShape(expert=4), jax.devices())
+    assert mesh_of(moezoo.MeshShape(expert=8), jax.devices()).size == 8
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec("expert", "fsdp"), PartitionSpec()])
+@pytest.mark.parametrize("devices", [(0, 1, 2, 3), (1, 6), (0, 1, 2, 3, 4, 5, 6, 7)])
+def test_a_process_reads_the_rows_of_its_devices(spec, devices, monkeypatch):
+    """In whatever order devices lie; what it puts on them is what lay there of the whole batch."""
+    mesh = mesh_of(moezoo.MeshShape(fsdp=2, expert=4), jax.devices())
+    sharding, shape = NamedSharding(mesh, PartitionSpec(None, *spec)), (2, 8, 6)
+    whole = np.arange(2 * 8 * 6, dtype=np.int32).reshape(shape)
+    all_there = {device.id: index for device, index in sharding.devices_indices_map(shape).items()}
+    here = {jax.devices()[i]: all_there[i] for i in devices}
+    with monkeypatch.context() as patch:
+        patch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: here)
+        feed = Feed(sharding, shape)
+    wanted = sorted({row for index in here.values() for row in range(8)[index[1]]})
+    assert feed.rows.tolist() == wanted
+
+    placed = {}
+
+    def put(shape, sharding, part):
+        placed.update({str(index): part(index) for index in here.values()})
+        return jax.numpy.zeros(())
+
+    monkeypatch.setattr(jax, "make_array_from_callback", put)
+    feed(Batch(*(whole[:, feed.rows],) * 4))
+    for index in here.values():
+        np.testing.assert_array_equal(placed[str(index)], whole[index])
