@@ -14,7 +14,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
+from moezoo.models.base import (
+    LanguageModel,
+    LayerOutput,
+    TokenEmbedding,
+    Unembedding,
+    check_not_negative,
+    check_positive,
+    check_rotary,
+)
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -77,23 +85,11 @@ class DeepSeekConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
-        positive = ("vocab", "embed", "layers", "heads", "kv_lora", "nope_dim", "rope_dim", "value_dim", "expert_mlp")
-        positive += (
-            "experts",
-            "experts_per_token",
-            "groups",
-            "kept_groups",
-            "expert_scale",
-            "rope_base",
-            "max_length",
-            "norm_eps",
-        )
-        for name in (*positive, "yarn_length", "yarn_beta_fast", "yarn_beta_slow", "init_std"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")
-        for name in ("dense_layers", "shared_experts", "bias_rate", "load_balance", "z_loss"):
-            if getattr(self, name) < 0:
-                raise UserError(f"model.{name}={getattr(self, name)} must not be negative; 0 turns it off")
+        check_positive(self, "vocab", "embed", "layers", "heads", "kv_lora", "nope_dim", "rope_dim", "value_dim")
+        check_positive(self, "expert_mlp", "experts", "experts_per_token", "groups", "kept_groups", "expert_scale")
+        check_positive(self, "rope_base", "max_length", "norm_eps", "yarn_length", "yarn_beta_fast", "yarn_beta_slow")
+        check_positive(self, "init_std")
+        check_not_negative(self, "dense_layers", "shared_experts", "bias_rate", "load_balance", "z_loss")
         if self.q_lora is not None and self.q_lora < 1:
             raise UserError(f"model.q_lora={self.q_lora} must be at least 1, or null for queries without a latent")
         if self.dense_layers and self.mlp < 1:
@@ -103,8 +99,7 @@ class DeepSeekConfig:
                 f"model.dense_layers={self.dense_layers} leaves no layer of model.layers={self.layers} with experts; "
                 f"set it below {self.layers}"
             )
-        if self.rope_dim % 2:
-            raise UserError(f"model.rope_dim={self.rope_dim} must be even: rotary positions turn pairs")
+        check_rotary(self, "rope_dim")
         if self.yarn_factor < 1:
             raise UserError(f"model.yarn_factor={self.yarn_factor} must be at least 1; 1 is no extension")
         if self.experts % self.groups:

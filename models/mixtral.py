@@ -14,7 +14,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
+from moezoo.models.base import (
+    LanguageModel,
+    LayerOutput,
+    TokenEmbedding,
+    Unembedding,
+    check_not_negative,
+    check_positive,
+    check_rotary,
+)
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -54,13 +62,9 @@ class MixtralConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
-        positive = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "expert_mlp", "experts")
-        for name in (*positive, "experts_per_token", "rope_base", "max_length", "norm_eps", "init_std"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"model.{name}={getattr(self, name)} must be greater than 0")
-        for name in ("load_balance", "z_loss"):
-            if getattr(self, name) < 0:
-                raise UserError(f"model.{name}={getattr(self, name)} must not be negative; 0 turns it off")
+        check_positive(self, "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "expert_mlp", "experts")
+        check_positive(self, "experts_per_token", "rope_base", "max_length", "norm_eps", "init_std")
+        check_not_negative(self, "load_balance", "z_loss")
         if self.window is not None and self.window < 1:
             raise UserError(f"model.window={self.window} must be at least 1, or null for no window")
         if self.experts_per_token > self.experts:
@@ -73,8 +77,7 @@ class MixtralConfig:
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
                 f"every key-value head serves as many heads, so choose a multiple of {self.kv_heads}"
             )
-        if self.head_dim % 2:
-            raise UserError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
+        check_rotary(self, "head_dim")
 
     @property
     def kept_dims(self) -> tuple[int, ...]:

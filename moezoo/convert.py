@@ -72,9 +72,9 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
         if valid is not None and not valid.holds(value):
             raise UserError(f"{key}={show(value)} must be {valid}")
         return inner(value)
-    found = show(value) if origin is typing.Literal else _found(value)
+    found = show(value) if origin is typing.Literal else _describe_value(value)
     quote = "; quotes inside quotes make it text: '\"...\"'" if inner is str and isinstance(value, int | float) else ""
-    raise UserError(f"{key}={show(value)}: expected {_expected(kind)}, found {found}{quote}")
+    raise UserError(f"{key}={show(value)}: expected {_describe_type(kind)}, found {found}{quote}")
 
 
 def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
@@ -116,7 +116,7 @@ def show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _expected(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     """What a value of `kind` looks like, in words."""
     inner, optional = _optional(kind)
     origin, arguments = typing.get_origin(inner), typing.get_args(inner)
@@ -140,7 +140,7 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
         homes = [f"{name}.{top}" for name, part in mapping.items() if isinstance(part, dict) and top in part]
         if homes and not below:
             raise UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
-        raise _unknown(key, top, "", fields)
+        raise _unknown_key_error(key, top, "", fields)
     tag = checks.tags[top][0] if top in checks.tags else None
     if tag is None and not dataclasses.is_dataclass(fields[top]):
         if below:
@@ -149,7 +149,7 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
         return
     section = mapping.get(top)
     if not isinstance(section, dict):
-        raise UserError(f"{top}={show(section)}: expected a section with keys, found {_found(section)}")
+        raise UserError(f"{top}={show(section)}: expected a section with keys, found {_describe_value(section)}")
     if not below:
         raise UserError(
             f"{key}={show(value)}: {top} is a section; set its keys, such as {top}.{next(iter(section))}=VALUE"
@@ -159,7 +159,7 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
         raise UserError(f"{key}={show(value)}: {top} is chosen together with its keys; write {top}=NAME")
     named, known = _class_of(section, top, checks) if tag else ("", fields[top])
     if name not in types_of(known):
-        raise _unknown(key, name, f"{top} {named}", types_of(known))
+        raise _unknown_key_error(key, name, f"{top} {named}", types_of(known))
     table = section.setdefault(name, {}) if inner and is_table(types_of(known)[name]) else None
     if not inner:
         section[name] = value
@@ -183,7 +183,7 @@ def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str
 
 def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
     if not isinstance(value, Mapping):
-        raise UserError(f"{key}={show(value)}: expected a section with keys, found {_found(value)}")
+        raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
     section, named = dict(value), ""
     if key in checks.tags:
         named, kind = _class_of(section, key, checks)
@@ -191,15 +191,15 @@ def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
     hints = types_of(kind)
     for name in section:
         if name not in hints:
-            raise _unknown(_join(key, show(name)), name, f"{key} {named}".strip(), hints)
+            raise _unknown_key_error(_join(key, show(name)), name, f"{key} {named}".strip(), hints)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in section:
-            raise UserError(f"{_join(key, field.name)} is missing; set it to {_expected(hints[field.name])}")
+            raise UserError(f"{_join(key, field.name)} is missing; set it to {_describe_type(hints[field.name])}")
     return kind(**{name: convert(hints[name], item, _join(key, name), checks) for name, item in section.items()})
 
 
-def _unknown(key: str, name: Any, section: str, valid: Mapping[str, Any]) -> UserError:
+def _unknown_key_error(key: str, name: Any, section: str, valid: Mapping[str, Any]) -> UserError:
     """The error for the dotted `key`, whose part `name` its section (empty at the top) does not have."""
     where = f" in {section.rstrip()}" if section else ""
     hint = nearest(show(name), valid) if valid else "it takes none"
@@ -225,7 +225,7 @@ def _join(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def _found(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if value is None or value == "":
         return "null" if value is None else "nothing"
     if isinstance(value, float) and not math.isfinite(value):

@@ -42,15 +42,15 @@ def test_top_level_folders_are_linked_inside_the_package(name):
 def test_importing_starts_no_device_and_no_other_framework():
     loaded = python(
         "import sys, moezoo\n"
-        "from moezoo.mesh import initialised\n"
-        "print(initialised(), [m for m in ('torch', 'transformers', 'tensorflow', 'matplotlib') if m in sys.modules])"
+        "from moezoo.parallel.mesh import has_started\n"
+        "print(has_started(), [m for m in ('torch', 'transformers', 'tensorflow', 'matplotlib') if m in sys.modules])"
     )
     assert loaded == "False []"
 
 
 def test_composing_starts_no_device():
-    code = "import moezoo\nfrom moezoo.mesh import initialised\nmoezoo.compose('mesh=ep8')\nprint(initialised())"
-    assert python(code) == "False"
+    started = "from moezoo.parallel.mesh import has_started; print(has_started())"
+    assert python(f"import moezoo; moezoo.compose('mesh=ep8'); {started}") == "False"
 
 
 def test_a_mesh_shows_as_many_cpu_devices_as_it_needs():

@@ -19,7 +19,8 @@ from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
-from moezoo.moe.dispatch import Dispatch, Gather, Sizes, resolve
+from moezoo.moe.dispatch import Dispatch, Gather, Sizes
+from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.mixture import MoE, chunk_sizes
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import MeshAxes, split_by_tokens

@@ -1,7 +1,5 @@
 """What programs for absent devices need: compiled there, not run."""
 
-import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,12 +35,6 @@ class Compiled(NamedTuple):
     temporaries: int
     dense: int
     text: str
-
-
-def largest_array(text: str) -> int:
-    """Numbers in the largest array that a compiled program names."""
-    shapes = re.findall(r"\b[a-z]\w*\[([\d,]+)\]", text)
-    return max(math.prod(map(int, dims.split(","))) for dims in set(shapes))
 
 
 def compile_all(targets: Sequence[str], names: Sequence[str], dtype: Any) -> Iterator[Compiled]:

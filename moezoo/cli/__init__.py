@@ -15,14 +15,11 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-class _Moezoo:
-    """The console command: the first argument names the command."""
-
-    name = "moezoo"
-    summary = "Mixture-of-Experts language models in JAX"
+class _ListOfCommands(Command):
+    """What `moezoo` does where its first argument names no command."""
 
     def call(self, arguments: Sequence[str], prog: str) -> int:
-        """List the commands, or refuse one that does not exist."""
+        """Print the commands, or refuse one that does not exist."""
         if not arguments or arguments[0] in ("--help", "-h"):
             lines = [f"  {command.name:<14}{command.summary}" for command in COMMANDS.values()]
             usage = f"usage: {prog} COMMAND [ARGUMENT ...]"
@@ -36,7 +33,7 @@ def main() -> NoReturn:
     name, *arguments = sys.argv[1:] or [""]
     if name in COMMANDS:
         execute(COMMANDS[name], arguments, f"moezoo {name}")
-    execute(_Moezoo(), sys.argv[1:], "moezoo")
+    execute(_ListOfCommands("moezoo", ""), sys.argv[1:], "moezoo")
 
 
 def run_script(name: str) -> NoReturn:

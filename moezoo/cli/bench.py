@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moezoo.cli.command import Command
 from moezoo.errors import UserError, nearest
 from moezoo.moe.dispatch import STRATEGIES
 
@@ -221,11 +222,8 @@ def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, pictu
     _log(f"left {folder}/rows.json and {folder}/speed.png")
 
 
-class _Bench:
-    """The command; unlike the others it takes --flags, which say what it prints and selects."""
-
-    name = "bench"
-    summary = "measure a part beside what else could do the same work"
+class _Bench(Command):
+    """Unlike the other commands it takes --flags, which say what it prints and selects."""
 
     def call(self, arguments: Sequence[str], prog: str) -> None:
         """Run the part that the first argument names."""
@@ -241,4 +239,4 @@ class _Bench:
             _show_results(list(_results(options)), options)
 
 
-COMMAND = _Bench()
+COMMAND = _Bench("bench", "measure a part beside what else could do the same work")

@@ -1,5 +1,6 @@
 """What every command does besides its work: --help, --cfg job, one line for a mistake, exit codes."""
 
+import abc
 import dataclasses
 import errno
 import os
@@ -9,7 +10,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from moezoo.config.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
 from moezoo.config.settings import TrainConfig
@@ -23,30 +24,26 @@ _TAGS = ("name", "family")
 Task = Callable[[Sequence[str]], int | None]
 
 
-class Command(Protocol):
-    """A command of moezoo: `moezoo NAME ARGUMENT ...`, or the script of its name."""
+@dataclasses.dataclass(frozen=True)
+class Command(abc.ABC):
+    """A command of moezoo: `moezoo NAME ARGUMENT ...`, or the script of its name; `summary` is its line of help."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    summary: str
 
-    @property
-    def summary(self) -> str: ...
-
+    @abc.abstractmethod
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
         """Do it; the exit code, None for 0. `prog` is how the user called the command."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class ConfiguredCommand:
+class ConfiguredCommand(Command):
     """A command that composes a configuration from its KEY=VALUE arguments.
 
     `task` gets the arguments. `--help` prints `description`, all groups and keys, and how to call the command with
     `examples`; `--cfg job` prints the configuration that `configure(*arguments)` returns.
     """
 
-    name: str
-    summary: str
     task: Task
     description: str
     configure: Callable[..., TrainConfig] = compose
@@ -65,14 +62,12 @@ class ConfiguredCommand:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeysCommand:
+class KeysCommand(Command):
     """A command with KEY=VALUE arguments of its own, a line of help each in `keys`, and no configuration.
 
     `task` gets the arguments and reads them with `moezoo.config.options`.
     """
 
-    name: str
-    summary: str
     task: Task
     description: str
     keys: tuple[str, ...]

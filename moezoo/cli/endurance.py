@@ -26,16 +26,11 @@ from moezoo.training.saved import load_run
 # A run small enough to be repeated, on eight devices, so that a checkpoint has parts of several; it prints every step.
 _RUN = (
     "mesh=fsdp2_ep4",
-    "model.vocab=32",
-    "model.embed=32",
     "model.layers=2",
-    "model.head_dim=8",
-    "model.expert_mlp=16",
+    "model.embed=32",
+    "model.expert_mlp=32",
     "data=synthetic",
-    "data.vocab=32",
     "data.documents=200",
-    "data.document_length=100",
-    "data.eval_sequences=16",
     "seq_len=16",
     "eval_every=0",
     "log_every=1",

@@ -100,10 +100,10 @@ def continuations(arguments: Sequence[str]) -> list[str]:
         key=jax.random.key(cfg.seed),
     )
     rows = [row[length - len(text) :] for row, text in zip(longer, texts, strict=True)]
-    return [loaded.tokenizer.decode(_cut(row, len(text), stops)) for row, text in zip(rows, texts, strict=True)]
+    return [loaded.tokenizer.decode(_until_stop(row, len(text), stops)) for row, text in zip(rows, texts, strict=True)]
 
 
-def _cut(ids: np.ndarray, prompt: int, stops: list[int]) -> np.ndarray:
+def _until_stop(ids: np.ndarray, prompt: int, stops: list[int]) -> np.ndarray:
     """Up to the first token that ends a text, which is not shown."""
     ends = np.flatnonzero(np.isin(ids[prompt:], stops))
     return ids[: prompt + ends[0]] if len(ends) else ids

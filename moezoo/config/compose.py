@@ -108,11 +108,6 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     return read_yaml(saved)
 
 
-def compose_mapping(*overrides: str) -> dict[str, Any]:
-    """`compose` as plain dicts, lists, numbers and text."""
-    return as_mapping(compose(*overrides))
-
-
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
     """The configuration that `mapping` holds. Raises `UserError` for keys, types and numbers that cannot be."""
     return convert(TrainConfig, mapping, "", _CHECKS)
@@ -223,7 +218,7 @@ def _compose_groups(choices: Mapping[str, str]) -> dict[str, Any]:
     rules = choices.get("rules", "")
     own = rules if _is_path(rules) else None
     names = {**choices, "rules": _OWN_RULES} if own else choices
-    with _stored(own) if own else contextlib.nullcontext(), _hydra():
+    with _store_rules(own) if own else contextlib.nullcontext(), _hydra():
         try:
             cfg = hydra.compose("train", [f"{group}={name}" for group, name in names.items()])
             mapping: Any = OmegaConf.to_container(cfg, resolve=False)
@@ -242,7 +237,7 @@ def _compose_groups(choices: Mapping[str, str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _stored(own: str) -> Iterator[None]:
+def _store_rules(own: str) -> Iterator[None]:
     """A user's own rules file among the group's entries, for as long as Hydra composes."""
     node = {"name": Path(own).stem, **read_yaml(own, "rules")}
     under, known = node.get("defaults", []), groups()["rules"]

@@ -1,6 +1,6 @@
 """Data: a corpus of documents, split in two, and read in windows. NumPy only; nothing here starts JAX."""
 
-from moezoo.data.batches import TrainBatches, train_batches, validation_batches
+from moezoo.data.batches import train_batches, validation_batches
 from moezoo.data.corpus import Corpus
 from moezoo.data.loading import load
 from moezoo.data.settings import SOURCES, DataSettings, PythonStdlib, Synthetic, Text, Tokens
@@ -19,7 +19,6 @@ __all__ = [
     "Synthetic",
     "Text",
     "Tokens",
-    "TrainBatches",
     "load",
     "tokenize_files",
     "train_batches",

@@ -15,24 +15,6 @@ from moezoo.errors import UserError
 _ENDLESS = 2**62
 
 
-class TrainBatches(Iterator[Batch]):
-    """An endless iterator of training batches whose place can be saved and returned to."""
-
-    def __init__(self, batches: Any):
-        self._batches = batches
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
-
-    def get_state(self) -> dict[str, int]:
-        """How many batches have been read, as JSON holds it; the same whatever rows of them."""
-        return self._batches.get_state()
-
-    def set_state(self, state: dict[str, int]) -> None:
-        """Go to where `get_state` was called, whatever rows were read there, at the same batch size."""
-        self._batches.set_state(state)
-
-
 def train_batches(
     source: Source,
     *,
@@ -41,7 +23,7 @@ def train_batches(
     seed: int,
     rows: Integer[np.ndarray, " rows"] | None = None,
     start: int = 0,
-) -> TrainBatches:
+) -> Iterator[Batch]:
     """Batches of all training windows in an order that `seed` gives and that is another in every epoch.
 
     Of each batch of `batch_size` rows only `rows` are read and returned, those that a process needs; None for all. An
@@ -63,7 +45,7 @@ def train_batches(
     # Reading from memory takes a fraction of a step; a file may lie on a slow disk and is read ahead.
     ahead = 4 if isinstance(source.train.tokens, np.memmap) else 0
     options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
-    batches = TrainBatches(iter(order.batch(batch_size).map(read).to_iter_dataset(options)))
+    batches: Any = iter(order.batch(batch_size).map(read).to_iter_dataset(options))
     batches.set_state({"next_index": start})
     return batches
 

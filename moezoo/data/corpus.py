@@ -67,13 +67,13 @@ def dtype_for(vocab: int) -> np.dtype:
     return np.dtype(np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32)
 
 
-def held_out_by_name(names: Sequence[str]) -> Bool[np.ndarray, "documents"]:
+def select_held_out_by_name(names: Sequence[str]) -> Bool[np.ndarray, "documents"]:
     """Which documents are for validation: a name's fate does not depend on what other documents there are."""
     hashes = [int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest(), 16) for name in names]
     return np.array([value % HELD_OUT == 0 for value in hashes], bool)
 
 
-def held_out_by_index(documents: int) -> Bool[np.ndarray, "documents"]:
+def select_held_out_by_index(documents: int) -> Bool[np.ndarray, "documents"]:
     """Which of so many nameless documents are for validation, by splitmix64 (Steele et al., 2014) of their number.
 
     There may be many millions, too many for a cryptographic hash of each.

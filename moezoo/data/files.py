@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moezoo.data.corpus import Corpus, Split, concatenate, dtype_for, held_out_by_name, hold_out
+from moezoo.data.corpus import Corpus, Split, concatenate, dtype_for, hold_out, select_held_out_by_name
 from moezoo.data.settings import Text
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes, Tokenizer, document_ids, text_tokenizer
@@ -41,7 +41,7 @@ def load_python_stdlib(*, vocab: int) -> Source:
     names = [path.relative_to(root).as_posix() for path in paths]
     # Every interpreter has a library of its own, so losses compare only where this line and the hash agree.
     version = f"{platform.python_implementation()} {platform.python_version()}"
-    split = hold_out(corpus, held_out_by_name(names), names)
+    split = hold_out(corpus, select_held_out_by_name(names), names)
     return make_source("python_stdlib", split, Bytes(), vocab=256, sha256=_digest(corpus), python=version)
 
 
@@ -61,7 +61,7 @@ def load_text(settings: Text, *, vocab: int) -> Source:
     paths = find_documents(path, key="data.path")
     if own is None:
         read = _read(paths, path, tokenizer, key="data.path")
-        split = hold_out(read.corpus, held_out_by_name(read.names), read.names)
+        split = hold_out(read.corpus, select_held_out_by_name(read.names), read.names)
     else:
         apart = find_documents(own, key="data.validation")
         # Validation files may lie in a subfolder of the training ones, and must not be trained on.

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from moezoo.data.corpus import Corpus, dtype_for, held_out_by_index, hold_out
+from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_index
 from moezoo.data.settings import Synthetic
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
@@ -26,6 +26,6 @@ def load_synthetic(settings: Synthetic, *, seed: int, vocab: int) -> Source:
         choice = random.integers(settings.successors, size=settings.documents)
         tokens[:, step] = successors[tokens[:, step - 1], choice]
     offsets = np.arange(settings.documents + 1, dtype=np.int64) * settings.document_length
-    split = hold_out(Corpus.whole(tokens.reshape(-1), offsets), held_out_by_index(settings.documents))
+    split = hold_out(Corpus.whole(tokens.reshape(-1), offsets), select_held_out_by_index(settings.documents))
     floor = f"ln {settings.successors} = {math.log(settings.successors):.4f} nats a token, the lowest loss possible"
     return make_source("synthetic", split, Numbers(settings.vocab), vocab=settings.vocab, entropy=floor)

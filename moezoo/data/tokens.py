@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from moezoo.data.corpus import Corpus, Split, held_out_by_index, hold_out
+from moezoo.data.corpus import Corpus, Split, hold_out, select_held_out_by_index
 from moezoo.data.files import find_documents, read_documents
 from moezoo.data.settings import Tokens
 from moezoo.data.source import Source, make_source, require_vocab
@@ -40,7 +40,7 @@ def load_tokens(settings: Tokens, *, vocab: int) -> Source:
     needed = metadata["vocab"]
     require_vocab(f"data.path={path} has a vocabulary of {needed} tokens", needed, vocab)
     if settings.validation is None:
-        split = hold_out(corpus, held_out_by_index(corpus.documents))
+        split = hold_out(corpus, select_held_out_by_index(corpus.documents))
     else:
         other = Path(settings.validation).expanduser()
         validation, its_metadata = _read_tokens(other, key="data.validation")

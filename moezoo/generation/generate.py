@@ -102,9 +102,9 @@ def generate(
     """Prompts and their continuations, int32 [batch, seq + new], computed as `execution` says (default: one device).
 
     `ids` are integers [batch, seq]; `mask` [batch, seq] is false at padding, which is on the left. Greedy unless
-    `temperature` is set, which needs `key`; that and `top_k`, `top_p`, `vocab`: `moezoo.sampling.Sampling`. Stops after
-    `max_new_tokens`, and before only where every text has had one of `eos_token_id`; after its own a text goes on with
-    the first of them.
+    `temperature` is set, which needs `key`; for that and for `top_k`, `top_p` and `vocab` see
+    `moezoo.generation.sampling.Sampling`. Stops after `max_new_tokens`, and before only where every text has had one of
+    `eos_token_id`; after its own a text goes on with the first of them.
 
     A mesh splits the batch over as many devices as divide it; along its other axes devices do the same, but for the
     experts' work, which they share. Compiled once for each model, batch size and rounded length; a key's draws are the
@@ -118,7 +118,7 @@ def generate(
             f"execution is a {type(execution).__name__}, expected an Execution; write execution=moezoo.execution(cfg)"
         )
     sampling = Sampling(float(temperature), top_k, top_p, vocab)
-    tokens, valid, stops = _checked(model, ids, mask, max_new_tokens, eos_token_id)
+    tokens, valid, stops = _check_prompts(model, ids, mask, max_new_tokens, eos_token_id)
     if temperature > 0 and key is None:
         raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
     execution = (execution or Execution()).exact.for_rows(len(tokens))
@@ -126,7 +126,7 @@ def generate(
         model = place(model, execution)
 
     # Lengths rounded up, by padding on the left and by room that stays empty, are few, and so are compilations.
-    width, room = _rounded(tokens.shape[1]), _rounded(max_new_tokens)
+    width, room = _round_up(tokens.shape[1]), _round_up(max_new_tokens)
     wider = ((0, 0), (width - tokens.shape[1], 0))
     out = _continue(
         model,
@@ -152,7 +152,7 @@ def _threefry(key: Array) -> Array:
     return jax.random.wrap_key_data(bits, impl="threefry2x32")
 
 
-def _checked(
+def _check_prompts(
     model: LanguageModel, ids: Any, mask: Any, max_new_tokens: int, eos_token_id: Any
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Tokens and mask [batch, seq], and the tokens to stop at."""
@@ -192,13 +192,13 @@ def _checked(
     return np.where(valid, tokens, 0).astype(np.int32), valid, stops
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     """At most a quarter more: there are four such lengths between one power of two and the next, from 64 on."""
     step = max(16, 1 << max(length - 1, 0).bit_length() >> 3)
     return -(-length // step) * step
 
 
-class _Going(NamedTuple):
+class _Loop(NamedTuple):
     """The loop's carry: so many tokens are written, the last of which was not yet read."""
 
     count: Int[Array, ""]
@@ -231,30 +231,30 @@ def _continue(
     ) -> tuple[Array, Array]:
         lengths = valid.sum(1, dtype=jnp.int32)
 
-        def chosen(going: _Going, logits: Array) -> _Going:
-            token = sampling(logits, row, going.count, key)
+        def append_choice(loop: _Loop, logits: Array) -> _Loop:
+            token = sampling(logits, row, loop.count, key)
             if stops.size:
-                token = jnp.where(going.ended, stops[0], token)
-            new = lax.dynamic_update_slice(going.new, token[:, None], (0, going.count))
-            ended, all_ended = going.ended, going.all_ended
+                token = jnp.where(loop.ended, stops[0], token)
+            new = lax.dynamic_update_slice(loop.new, token[:, None], (0, loop.count))
+            ended, all_ended = loop.ended, loop.all_ended
             if stops.size:
                 ended = ended | (token[:, None] == stops[None]).any(1)
                 all_ended = psum((~ended).sum(dtype=jnp.int32), execution.token_axes) == 0
-            return _Going(going.count + 1, new, token, ended, all_ended, going.cache)
+            return _Loop(loop.count + 1, new, token, ended, all_ended, loop.cache)
 
-        def step(going: _Going) -> _Going:
+        def step(loop: _Loop) -> _Loop:
             # A text that has ended goes on as padding, which no expert sees.
-            here = TokenPositions((lengths + going.count - 1)[:, None], (~going.ended).astype(jnp.int32)[:, None])
-            slot = (width + going.count - 1) % slots
-            advanced = decode(model, going.token[:, None], here, slot, going.cache, execution)
-            return chosen(going._replace(cache=advanced.cache), advanced.logits)
+            here = TokenPositions((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
+            slot = (width + loop.count - 1) % slots
+            advanced = decode(model, loop.token[:, None], here, slot, loop.cache, execution)
+            return append_choice(loop._replace(cache=advanced.cache), advanced.logits)
 
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
         logits, cache = prefill(model, tokens, TokenPositions(position, valid.astype(jnp.int32)), slots, execution)
         empty = vary(jnp.zeros((len(tokens), room), jnp.int32), execution.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), execution.token_axes)
-        start = _Going(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
-        end = lax.while_loop(lambda g: (g.count < limit) & ~g.all_ended, step, chosen(start, logits))
+        start = _Loop(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
+        end = lax.while_loop(lambda g: (g.count < limit) & ~g.all_ended, step, append_choice(start, logits))
         return end.new, end.count
 
     arguments = (model, tokens, valid, jnp.arange(len(tokens)), limit, stops, key)

@@ -57,7 +57,7 @@ def from_pretrained(
         for (path, index), part in zip(tensor.parts, tensor.from_file(array), strict=True):
             whole[path][index] = part
     if odd:
-        _warn(f"{folder}: not finite: {_listed(odd)}")
+        _warn(f"{folder}: not finite: {_list_names(odd)}")
     model = jax.tree.unflatten(jax.tree.structure(shapes), list(whole.values()))
     if execution is None or execution.mesh is None:
         return jax.device_put(model, jax.devices()[0])
@@ -219,11 +219,11 @@ def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Pa
     left = files.names - expected
     over = family.hub.find_unused(left, expected)
     if missing := sorted(expected - files.names):
-        raise UserError(f"{folder}: {_tensors(missing)} missing: {_listed(missing)}")
+        raise UserError(f"{folder}: {_tensors(missing)} missing: {_list_names(missing)}")
     if left := sorted(left - over):
-        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_listed(left)}")
+        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_list_names(left)}")
     if over:
-        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_listed(sorted(over))}")
+        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_list_names(sorted(over))}")
 
 
 def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
@@ -263,18 +263,18 @@ def _tensors(names: list[str]) -> str:
     return f"{len(names)} tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
-def _listed(names: list[str]) -> str:
-    """All of them; those that differ by the numbers of layers and experts alone are told as one, with how many."""
+def _list_names(names: list[str]) -> str:
+    """All of them; those that differ by the numbers of layers and experts alone are shown as one, with how many."""
     alike: dict[tuple[str | None, ...], list[list[str]]] = {}
     for name in sorted(names):
         parts = name.split(".")
         alike.setdefault(tuple(None if part.isdecimal() else part for part in parts), []).append(parts)
-    told = []
+    shown = []
     for pattern, group in alike.items():
         columns = zip(pattern, zip(*group, strict=True), strict=True)
         text = ".".join(_range(column) if part is None else part for part, column in columns)
-        told.append(text + (f" ({len(group)})" if len(group) > 1 else ""))
-    return ", ".join(told)
+        shown.append(text + (f" ({len(group)})" if len(group) > 1 else ""))
+    return ", ".join(shown)
 
 
 def _range(numbers: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from moezoo.moe.dispatch import Assignment, Dispatched, resolve
+from moezoo.moe.dispatch import Assignment, Dispatched
+from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.moe.routing import LayerSums

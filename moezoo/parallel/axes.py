@@ -6,7 +6,7 @@
 reads: one matrix an expert, from `expert_embed` to `expert_mlp`, stored as an array [expert, expert_embed, expert_mlp].
 Axes before the comma number independent matrices; the arrow parts inputs from outputs. Each alias is jaxtyping's
 `Float[Array, "expert expert_embed expert_mlp"]` underneath, so a run-time type checker still checks the shape. From the
-same string come the layout (`moezoo.rules`), fan-in, the decay mask and the parameter table.
+same string come the layout (`moezoo.parallel.rules`), the decay mask and the parameter table.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class Stack(eqx.Module):
 
 
 @functools.cache
-def _declared(kind: type) -> dict[str, Axes]:
+def _declared_axes(kind: type) -> dict[str, Axes]:
     """Field name -> Axes of the annotated fields of a module class; an optional field's annotation is looked into."""
 
     def find(hint: Any) -> Axes | None:
@@ -124,7 +124,7 @@ def _declared(kind: type) -> dict[str, Axes]:
 def _walk(node: Any, path: str, stacked: tuple[str, ...]) -> Iterator[tuple[str, Axes]]:
     if isinstance(node, eqx.Module):
         inside = (*stacked, "layer") if isinstance(node, Stack) else stacked
-        declared = _declared(type(node))
+        declared = _declared_axes(type(node))
         for field in dataclasses.fields(node):
             if (axes := declared.get(field.name)) is not None:
                 yield f"{path}.{field.name}", dataclasses.replace(axes, stacked=inside + axes.stacked)

@@ -84,7 +84,7 @@ def start(settings: Distributed, devices: int) -> None:
     if isinstance(settings, Alone) or jax.distributed.is_initialized():
         return
     name = "auto" if isinstance(settings, Auto) else "manual"
-    if mesh.initialised():
+    if mesh.has_started():
         raise UserError(f"distributed={name} comes too late: JAX has already started; train before anything else of it")
     where: dict[str, Any] = {}
     if isinstance(settings, Manual):

@@ -47,7 +47,7 @@ class MeshShape:
         return math.prod(size for size in self.sizes.values() if size != -1)
 
 
-def initialised() -> bool:
+def has_started() -> bool:
     """Whether JAX has started its devices, after which their number is fixed."""
     return xla_bridge.backends_are_initialized()
 
@@ -66,7 +66,7 @@ def cpu_devices(count: int) -> None:
     """
     if count < 1:
         raise UserError(f"cpu_devices({count}): must be at least 1")
-    if initialised():
+    if has_started():
         have = jax.local_device_count("cpu")
         if have != count:
             raise UserError(
@@ -80,7 +80,7 @@ def cpu_devices(count: int) -> None:
 
 def prepare(wanted: int) -> None:
     """Before JAX starts: `wanted` CPU devices, and no search for accelerators on a machine without a driver."""
-    if initialised():
+    if has_started():
         return
     settings: Any = jax.config  # its attributes are made at run time
     if not settings.jax_platforms and not accelerators():

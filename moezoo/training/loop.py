@@ -2,12 +2,13 @@
 
 import signal
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from moezoo.config.settings import TrainConfig
-from moezoo.data import Source, TrainBatches
+from moezoo.data import Batch, Source
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.parallel import distributed
@@ -43,7 +44,7 @@ class Loop:
         self._source = source
         self._evaluator = Evaluator(model_shapes(cfg.model, cfg.execution.param_dtype), source, cfg, execution)
 
-    def train(self, state: State, batches: TrainBatches, start: int, signals: Signals) -> tuple[State, Evaluation]:
+    def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
         """Steps `start` + 1 to the last; evaluates and saves at the end, and as often as asked.
 
         Raises `Stopped` after the step in which a signal came, saved; `UserError` when a checkpoint could not be

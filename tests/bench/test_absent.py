@@ -4,13 +4,14 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import auto_mesh
+from programs import largest_array
 
 import moezoo
-from moezoo.bench.compiling import compile_all, largest_array
+from moezoo.bench.compiling import compile_all
 from moezoo.bench.shapes import ACCELERATOR
 from moezoo.errors import UserError
 from moezoo.models import MixtralConfig, model_shapes
@@ -37,7 +38,7 @@ def test_says_what_to_install(monkeypatch):
     def missing(**_):
         raise NotImplementedError("topology not implemented for cuda\nand more")
 
-    monkeypatch.setattr("moezoo.absent.topologies.get_topology_desc", missing)
+    monkeypatch.setattr("moezoo.parallel.absent.topologies.get_topology_desc", missing)
     with pytest.raises(
         UserError, match=r"^cannot compile for v5p here \(topology not implemented for cuda\); pip inst"
     ):
@@ -74,8 +75,7 @@ def test_no_row_is_copied_for_every_expert(kind):
 def test_ragged_is_the_real_exchange(kind, shape):
     """Two a layer forward, again where the layer is recomputed, and backward: in a loop over layers, six in all."""
     sizes = moezoo.MeshShape(**shape).sizes
-    devices = np.array(absent_devices(kind)).reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    mesh = auto_mesh(absent_devices(kind), **sizes)
     rules = moezoo.compose("rules=fsdp_ep").rules
     if "context" in shape:  # experts over two axes
         both = {"expert": ("context", "expert")}
@@ -97,9 +97,7 @@ def test_ragged_is_the_real_exchange(kind, shape):
 def test_devices_work_while_rows_travel():
     """In the compiled program's order: shared experts between sending and results, products while results travel."""
     cfg = moezoo.compose("model=deepseek_v2_lite", "mesh=ep8")
-    sizes = cfg.mesh.sizes
-    devices = np.array(absent_devices("v5p")).reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    mesh = auto_mesh(absent_devices("v5p"), **cfg.mesh.sizes)
     execution = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
     model = model_shapes(cfg.model)
     layer, specs = model.stacks[-1].layer, execution.specs(model).stacks[-1].layer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moezoo.config.compose import compose_mapping, to_yaml
+from moezoo.config.compose import as_mapping, compose, to_yaml
 
 TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
 
@@ -89,7 +89,7 @@ def test_a_folder_that_holds_a_run_stays_as_it_is(capsys, monkeypatch, tmp_path,
 
 def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.yaml").write_text(to_yaml(compose_mapping()))
+    (tmp_path / "old" / "config.yaml").write_text(to_yaml(as_mapping(compose())))
     assert "resume=old: no checkpoint there" in complaint(capsys, monkeypatch, TRAIN, "resume=old")
 
 

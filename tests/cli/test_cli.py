@@ -7,7 +7,7 @@ import pytest
 
 from moezoo import cli
 from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
-from moezoo.config.compose import compose_mapping, compose_onto, defaults, groups, read_yaml
+from moezoo.config.compose import as_mapping, compose, compose_onto, defaults, groups, read_yaml
 from moezoo.config.options import read
 from moezoo.convert import Checks, Range
 from moezoo.errors import UserError
@@ -28,7 +28,7 @@ def call(capsys):
 
 @pytest.fixture(scope="module")
 def saved():
-    return compose_mapping()
+    return as_mapping(compose())
 
 
 def test_overrides_reach_the_task(call):
@@ -113,14 +113,15 @@ def test_refuses_in_one_line(call, arguments, said):
 
 
 SCRIPT = """
-from moezoo import cli
-from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
-from moezoo.parallel.mesh import initialised
+import sys
+
+from moezoo.cli.command import ConfiguredCommand, execute
+from moezoo.parallel.mesh import has_started
 
 try:
-    run(print, description="Counts sheep.")
+    execute(ConfiguredCommand("count", "count sheep", print, description="Counts sheep."), sys.argv[1:], "count")
 finally:
-    assert not initialised()
+    assert not has_started()
 """
 
 

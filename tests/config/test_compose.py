@@ -9,15 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobRuntime
 from hydra.version import getbase, setbase
 
-from moezoo.config.compose import (
-    as_mapping,
-    compose,
-    compose_mapping,
-    compose_onto,
-    from_mapping,
-    read_yaml,
-    to_yaml,
-)
+from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, read_yaml, to_yaml
 from moezoo.errors import UserError
 from moezoo.moe.dispatch import Gather
 from moezoo.optim import SGD
@@ -26,7 +18,7 @@ from moezoo.parallel.mesh import MeshShape
 
 @pytest.fixture(scope="module")
 def saved():
-    return compose_mapping()
+    return as_mapping(compose())
 
 
 def refused(function, *arguments):
@@ -107,10 +99,10 @@ def test_a_config_survives_being_saved(tmp_path):
 
 
 def test_overrides_on_top_of_a_saved_config():
-    mapping = compose_mapping("steps=3", "mesh=ep8", "optimizer.beta1=0.5")
+    mapping = as_mapping(compose("steps=3", "mesh=ep8", "optimizer.beta1=0.5"))
     cfg = compose_onto(mapping, "mesh=single", "dispatch=gather", "model.layers=2")
     assert cfg == compose("steps=3", "optimizer.beta1=0.5", "dispatch=gather", "model.layers=2")
-    assert mapping == compose_mapping("steps=3", "mesh=ep8", "optimizer.beta1=0.5")
+    assert mapping == as_mapping(compose("steps=3", "mesh=ep8", "optimizer.beta1=0.5"))
 
 
 # What is refused

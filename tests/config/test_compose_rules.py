@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from moezoo.config.compose import compose, compose_mapping, compose_onto
+from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.errors import UserError
 
 WHOLE = {"store": "{embed: [fsdp]}", "compute": "{}", "batch": "[fsdp]", "sequence": "[]"}
@@ -34,7 +34,7 @@ def test_own_rules_by_either_path(mine):
     assert cfg.rules.name == "mine"
     assert cfg.rules.store == {"embed": ("fsdp",)}
     assert compose(f"rules={mine}") == compose("rules=./mine.yaml") == cfg
-    assert compose_onto(compose_mapping(), "rules=mine.yaml") == cfg
+    assert compose_onto(as_mapping(compose()), "rules=mine.yaml") == cfg
     assert compose("rules=mine.yaml", "rules.batch=[data]", "+rules.store.vocab=[fsdp]").rules == dataclasses.replace(
         cfg.rules, batch=("data",), store={"embed": ("fsdp",), "vocab": ("fsdp",)}
     )

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from moezoo.config.compose import CONF, compose_mapping, defaults, groups, read_yaml
+from moezoo.config.compose import CONF, as_mapping, compose, defaults, groups, read_yaml
 from moezoo.config.settings import TAG, ExecutionSettings, TrainConfig
 from moezoo.convert import convert
 from moezoo.parallel.mesh import AXES, MeshShape
@@ -37,7 +37,7 @@ def test_train_yaml_agrees_with_execution_settings():
 def test_every_entry_of_every_group_composes():
     for choices in itertools.zip_longest(*groups().values()):
         chosen = {group: name for group, name in zip(groups(), choices, strict=True) if name is not None}
-        mapping = compose_mapping(*(f"{group}={name}" for group, name in chosen.items()))
+        mapping = as_mapping(compose(*(f"{group}={name}" for group, name in chosen.items())))
         for group, name in chosen.items():
             assert mapping[group].items() >= read_yaml(CONF / group / f"{name}.yaml").items()
 

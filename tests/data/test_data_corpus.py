@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moezoo.data.corpus import Corpus, concatenate, dtype_for, held_out_by_index, held_out_by_name, hold_out
+from moezoo.data.corpus import (
+    Corpus,
+    concatenate,
+    dtype_for,
+    hold_out,
+    select_held_out_by_index,
+    select_held_out_by_name,
+)
 
 documents = st.lists(st.lists(st.integers(0, 255), max_size=4), max_size=8)
 
@@ -52,19 +59,19 @@ def test_smallest_dtype(vocab, dtype):
 
 
 def test_one_document_in_twenty_whatever_the_others():
-    by_index = held_out_by_index(20_000)
+    by_index = select_held_out_by_index(20_000)
     assert abs(by_index.mean() - 1 / 20) < 0.005
-    np.testing.assert_array_equal(by_index[:100], held_out_by_index(100))
-    assert held_out_by_index(0).shape == (0,)
+    np.testing.assert_array_equal(by_index[:100], select_held_out_by_index(100))
+    assert select_held_out_by_index(0).shape == (0,)
 
     names = [f"folder/{i}.py" for i in range(4000)]
-    by_name = held_out_by_name(names)
+    by_name = select_held_out_by_name(names)
     assert abs(by_name.mean() - 1 / 20) < 0.01
-    np.testing.assert_array_equal(by_name[7:], held_out_by_name(names[7:]))
+    np.testing.assert_array_equal(by_name[7:], select_held_out_by_name(names[7:]))
     # Pinned: a changed hash would quietly move documents from training to validation.
     assert np.flatnonzero(by_name)[:3].tolist() == [12, 15, 47]
     assert np.flatnonzero(by_index)[:3].tolist() == [1, 7, 23]
-    held_out_by_name(["not\udcff unicode"])  # as the names of files may be
+    select_held_out_by_name(["not\udcff unicode"])  # as the names of files may be
 
 
 def test_hold_out_whole_documents():

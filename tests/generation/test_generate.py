@@ -223,7 +223,7 @@ def test_lengths_that_round_alike_are_compiled_once():
         moezoo.generate(model("window"), np.ones((2, width), np.int32), max_new_tokens=new)
     assert compiled._cache_size() == before + 1
     lengths = [1, 16, 17, 128, 129, 1100]
-    assert [generation._rounded(n) for n in lengths] == [16, 16, 32, 128, 160, 1280]
+    assert [generation._round_up(n) for n in lengths] == [16, 16, 32, 128, 160, 1280]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
+from programs import largest_array
 
-from moezoo.bench.compiling import largest_array
 from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
 from moezoo.kernels.grouped_matmul import blocked as blocked_module
@@ -191,7 +192,7 @@ def test_on_a_mesh(implementation, over):
     The result varies wherever an operand does: typed as the same on all devices while it is not, it would make
     gradients silently wrong. An operand that is the same on several devices gets the sum of their gradients.
     """
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = auto_mesh(a=2, b=2)
     anywhere = "".join(sorted(set("".join(over))))
     rows, sizes = 12, [[(0, 5, 2, 4), (3, 0, 0, 1)], [(12, 0, 0, 0), (1, 1, 1, 1)]]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
 
 from moezoo.kernels.permute import permute, plan, unpermute
 from moezoo.kernels.permute.api import _stable_argsort
@@ -139,7 +140,7 @@ def test_both_sorts_are_stable(keys):
 @pytest.mark.parametrize("split", ["experts", "tokens", "gates"])
 def test_results_vary_wherever_an_operand_does(split):
     """A result typed as the same on all devices while it is not makes gradients silently wrong."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = auto_mesh(x=2)
     experts = np.tile(np.arange(2, dtype=np.int32), (2, TOKENS, 1))
     tokens, rows, gates, *_ = (np.tile(x, (2, 1, 1)) for x in operands(2, 2))
     seen = {}

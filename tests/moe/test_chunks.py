@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
 
 from moezoo import Execution, Rules
 from moezoo.errors import UserError
@@ -45,7 +46,7 @@ def block() -> tuple[MoE, MLP]:
 
 def make_execution(strategy: Dispatch, split: bool) -> Execution:
     """Two devices with tokens of their own times two that share experts, and tokens too unless `split`."""
-    mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = auto_mesh(fsdp=2, expert=2)
     rules = Rules("r", {"expert": ("expert",)}, {"expert": ("expert",)}, ("fsdp", "expert")[: 1 + split], ())
     return Execution(mesh, rules, strategy)
 

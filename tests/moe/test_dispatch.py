@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
 
 from moezoo.moe.dispatch import STRATEGIES, Assignment, Dispatch, ExpertGroup, Replicated
 from moezoo.moe.experts import Experts
@@ -102,12 +103,7 @@ def compiled(case):
 
     if not shape:
         return jax.jit(local, compiler_options=QUICK)
-    mesh = jax.make_mesh(
-        tuple(shape.values()),
-        tuple(shape),
-        axis_types=(AxisType.Auto,) * len(shape),
-        devices=jax.devices()[: int(np.prod([*shape.values()]))],
-    )
+    mesh = auto_mesh(**shape)
     split, owned = PartitionSpec(case.batch_axes or None), PartitionSpec(axes)
     outs = (split, PartitionSpec(), split, split, owned)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, split, split, owned, split), out_specs=outs)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
 
 from moezoo.moe.routing import LayerSums, RoutingConfig, reduce_routing
 from moezoo.parallel.collectives import sum_over_devices
@@ -170,7 +171,7 @@ MESHES = {
 def test_the_same_on_any_mesh_by_one_reduction(name, over):
     """Values and gradients; a second reduction only where rows are split and the balance is by row."""
     shape, batch_axes, sequence_axes = MESHES[name]
-    mesh = jax.make_mesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape))
+    mesh = auto_mesh(**shape)
     parts = 4 if sequence_axes else 1
     pieces = random_sums(parts)
     whole = [x.sum(0, dtype=x.dtype) for x in pieces]
@@ -240,7 +241,7 @@ WHOLE = st.lists(st.integers(0, 2**24 - 1), min_size=8, max_size=8)
 @functools.cache
 def summed():
     """`sum_over_devices` of integers and a float, compiled once."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = auto_mesh(a=2, b=4)
     everywhere = PartitionSpec(("a", "b"))
     mapped = jax.shard_map(
         lambda tree: sum_over_devices(tree, ("a", "b")), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec()

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
 
 from moezoo.parallel.collectives import gather, gather_weight, psum, vary, vary_like, varying
 
@@ -18,7 +19,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 def on_mesh(function, in_specs, out_specs):
     """`function` on 2 x 2 x 2 devices."""
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = auto_mesh(fsdp=2, expert=2, context=2)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 

@@ -40,7 +40,7 @@ def test_what_cannot_be_is_refused(override, told):
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("moezoo.mesh.initialised", lambda: False)
+    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
     for settings, missing in ((Manual(), "coordinator=HOST:PORT"), (Manual("a:1", 2), "process=0")):
         with pytest.raises(UserError, match=rf"^distributed=manual needs .*; write distributed.{missing}$"):
             distributed.start(settings, 8)

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from moezoo.errors import UserError
-from moezoo.parallel.mesh import AXES, MeshShape, cpu_devices, initialised, make_mesh, mesh_of
+from moezoo.parallel.mesh import AXES, MeshShape, cpu_devices, has_started, make_mesh, mesh_of
 
 
 def refuses(said, function, *arguments, **options):
@@ -75,7 +75,7 @@ def test_too_few_cpu_devices_says_how_to_have_more():
 
 def test_cpu_devices_too_late():
     assert jax.device_count() == 8
-    assert initialised()
+    assert has_started()
     cpu_devices(8)  # what there is already
     refuses(
         "cpu_devices(4) comes too late: JAX has already started with 8 CPU devices; call it before anything else of "

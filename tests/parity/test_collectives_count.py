@@ -1,6 +1,6 @@
 """The step's collectives, as the traced program has them, are what the rules and the strategy say: no more, no less.
 
-`moezoo.cost.communication` is the promise that a reader can predict every collective; it is kept in counts and bytes.
+`moezoo.analysis.cost` is the promise that a reader can predict every collective; it is kept in counts and bytes.
 """
 
 import functools
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from cover import BESIDE, LENGTH, MESHES, ROWS, Case, config, cover, product, rules
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
 from running import RATE, STEPS, shapes
 
 import moezoo
@@ -136,7 +137,7 @@ def test_logits_never_exist_as_a_whole():
 
 def count(function: Any) -> Counter:
     """Collectives of a function of one array that is split over two axes."""
-    mesh, split = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), PartitionSpec(("a", "b"))
+    mesh, split = auto_mesh(a=2, b=4), PartitionSpec(("a", "b"))
     whole = jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split)
     return count_collectives(jax.make_jaxpr(whole)(jnp.ones((16, 4))))
 

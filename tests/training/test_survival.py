@@ -20,12 +20,10 @@ import moezoo
 from moezoo.cli.endurance import Trial, endure
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
-from moezoo.training import report
+from moezoo.training import checkpoint, report
 from moezoo.training.build import build_step
 from moezoo.training.checkpoint import FORMAT, read_about, restore, steps
 from moezoo.training.metrics import MetricsLog, read_metrics
-
-checkpoint = sys.modules["moezoo.train.checkpoint"]  # `moezoo.train` is the function
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 SECONDS = 600  # far above what anything here takes, far below forever

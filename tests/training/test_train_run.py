@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import moezoo
-from moezoo.config.compose import compose_mapping, to_yaml
+from moezoo.config.compose import as_mapping, compose, to_yaml
 from moezoo.moe.dispatch import Gather
 from moezoo.optim import Cosine
 from moezoo.training.metrics import read_metrics
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
-    (tmp_path / "config.yaml").write_text(to_yaml(compose_mapping(*tiny)))
+    (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(compose(*tiny))))
     with pytest.raises(
         moezoo.UserError, match=r"already holds a run; name another folder, or remove it, as it saved no checkpoint$"
     ):

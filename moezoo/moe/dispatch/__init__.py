@@ -5,7 +5,6 @@ from moezoo.moe.dispatch.dense import Dense as Dense
 from moezoo.moe.dispatch.gather import Gather as Gather
 from moezoo.moe.dispatch.ragged import Ragged as Ragged
 from moezoo.moe.dispatch.replicated import Replicated as Replicated
-from moezoo.moe.dispatch.resolve import resolve as resolve
 from moezoo.moe.dispatch.ring import Ring as Ring
 from moezoo.parallel.dispatch import Assignment as Assignment
 from moezoo.parallel.dispatch import Dispatch as Dispatch
