@@ -17,7 +17,7 @@ from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.moe.routing import LayerSums
-from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like, varying
+from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like, varying_axes
 from moezoo.parallel.execution import Execution
 
 
@@ -52,7 +52,7 @@ class MoE(eqx.Module):
         tokens = rearrange(x, "b s d -> (b s) d")
         # Every part of an assignment varies as the tokens do, so that strategies see one type.
         assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)
-        strategy = resolve(execution.dispatch, group, varying(tokens))
+        strategy = resolve(execution.dispatch, group, varying_axes(tokens))
         with jax.named_scope("dispatch"):
             experts = strategy.experts(self.experts, group)  # once for all chunks
 

@@ -13,7 +13,7 @@ from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
 from moezoo.parallel.axes import Buffer, Weight
-from moezoo.parallel.collectives import varying
+from moezoo.parallel.collectives import varying_axes
 
 # Who chooses: the router; or, to measure speed, chance or turns, whatever the router has learned.
 RoutedBy = Literal["learned", "random", "balanced"]
@@ -121,7 +121,7 @@ class Router(eqx.Module):
         # Several weights of the layer: one, rounded to bfloat16, another layer may have too.
         for weight in self.weight.reshape(-1)[:4].astype(jnp.float32):
             key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(weight, jnp.uint32))
-        if axes := tuple(sorted(varying(scores))):
+        if axes := tuple(sorted(varying_axes(scores))):
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))
         return jax.random.uniform(key, scores.shape)
 

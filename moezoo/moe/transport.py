@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moezoo.parallel.collectives import GATHERED_TOKENS, MeshAxes, vary, vary_like, varying
+from moezoo.parallel.collectives import GATHERED_TOKENS, MeshAxes, vary, vary_like, varying_axes
 
 
 class Transfer(NamedTuple):
@@ -38,7 +38,7 @@ def exchange(rows: Float[Array, "sent embed"], transfer: Transfer, room: int, ax
     """
     # What arrives differs by device, whatever JAX's own typing of the collective says; so must what goes into the rule.
     # Arguments vary alike: a custom gradient must return the types that it was given.
-    everywhere = sorted(set(axes) | varying(rows) | varying(transfer.size))
+    everywhere = sorted(set(axes) | varying_axes(rows) | varying_axes(transfer.size))
     transfer = Transfer(*(vary(x, everywhere) for x in transfer))
     return checkpoint_name(_exchange(vary(rows, everywhere), transfer, room, axes), GATHERED_TOKENS)
 

@@ -171,6 +171,6 @@ def count_parameters(module: PyTree, experts_per_token: int) -> tuple[int, int]:
     return total, active
 
 
-def trainable(module: PyTree) -> PyTree:
+def trainable_mask(module: PyTree) -> PyTree:
     """A tree of booleans: false at buffers, which no gradient or optimiser touches."""
     return jax.tree.map(lambda axes: axes.role is not Role.BUFFER, axes_of(module))

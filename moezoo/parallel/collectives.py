@@ -25,20 +25,20 @@ GATHERED_TOKENS = "gathered_tokens"
 GROUPED_MATMUL = "grouped_matmul"
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes that `x` varies over."""
     return jax.typeof(x).mat.varying
 
 
 def vary(x: Array, axes: Sequence[str]) -> Array:
     """`x`, typed as varying over `axes` too (a cast of an axis that already varies would be an error)."""
-    new = tuple(a for a in axes if a not in varying(x))
+    new = tuple(a for a in axes if a not in varying_axes(x))
     return lax.pcast(x, new, to="varying") if new else x
 
 
 def vary_like(x: Array, *others: Array) -> Array:
     """`x`, typed as varying wherever one of `others` does: for the initial carry of a scan."""
-    return vary(x, sorted(frozenset().union(*(varying(o) for o in others))))
+    return vary(x, sorted(frozenset().union(*(varying_axes(o) for o in others))))
 
 
 def psum(x: Array, axes: MeshAxes) -> Array:

@@ -182,7 +182,7 @@ def first(task: Callable[[], Any]) -> Any:
     return json.loads(gather(json.dumps(value))[0])
 
 
-def same(settings: Mapping[str, Any]) -> None:
+def check_same(settings: Mapping[str, Any]) -> None:
     """Raise `UserError` on every process where `settings`, keys and JSON values, are not the same on all."""
     mine, *others = map(json.loads, gather(json.dumps(settings)))
     for process, theirs in enumerate(others, 1):

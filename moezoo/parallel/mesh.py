@@ -74,14 +74,28 @@ def cpu_devices(count: int) -> None:
                 f"device{'s' * (have != 1)}; call it before anything else of JAX (restart the notebook's kernel first)"
             )
         return
+    _order_cached_programs()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def _order_cached_programs() -> None:
+    """Keep XLA's CPU compiler of jax 0.10 from a scheduler whose programs, loaded from a cache, may be wrong.
+
+    With a compilation cache on disk, a step of `dispatch=ragged dispatch.chunks=2` loaded from it returned other losses
+    at every run, now and then NaN; compiled afresh, or without this scheduler, always the same one.
+    """
+    settings: Any = jax.config  # its attributes are made at run time
+    flag, flags = "--xla_cpu_enable_concurrency_optimized_scheduler", os.environ.get("XLA_FLAGS", "")
+    if settings.jax_compilation_cache_dir and jax.__version__.startswith("0.10.") and flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}=false".strip()
 
 
 def prepare(wanted: int) -> None:
     """Before JAX starts: `wanted` CPU devices, and no search for accelerators on a machine without a driver."""
     if has_started():
         return
+    _order_cached_programs()
     settings: Any = jax.config  # its attributes are made at run time
     if not settings.jax_platforms and not accelerators():
         jax.config.update("jax_platforms", "cpu")

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from moezoo.config.compose import run_folder
 from moezoo.errors import UserError
@@ -41,6 +40,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int):
+        import orbax.checkpoint as ocp
+
         _silence_orbax()
         self.folder, self._keep = folder.absolute(), keep
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -56,6 +57,8 @@ class Checkpoints:
 
         Waits for the save before it. Raises `UserError` if that one failed.
         """
+        import orbax.checkpoint as ocp
+
         self.wait()
         if step == self._last:
             return
@@ -223,6 +226,8 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
 
     Raises `UserError` when the checkpoint holds another model's arrays.
     """
+    import orbax.checkpoint as ocp  # half of what importing moezoo would cost
+
     _silence_orbax()
     for name, target in targets.items():
         _compare(about["arrays"].get(name, {}), _describe_arrays(target), step)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.parallel.collectives import MeshAxes, psum, vary, varying
+from moezoo.parallel.collectives import MeshAxes, psum, vary, varying_axes
 
 
 def _storage_axes(spec: PartitionSpec) -> MeshAxes:
@@ -32,7 +32,7 @@ def reduce_gradients(gradients: PyTree, specs: PyTree, dtype: DTypeLike) -> PyTr
     """
 
     def leaf(gradient: Array, stored: MeshAxes) -> Array:
-        axes = tuple(sorted(varying(gradient) - set(stored)))
+        axes = tuple(sorted(varying_axes(gradient) - set(stored)))
         return psum(gradient.astype(dtype), axes).astype(gradient.dtype) if axes else gradient
 
     leaves = [leaf(*pair) for pair in _with_specs(gradients, specs)]

@@ -21,7 +21,7 @@ from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.moe.routing import Routing
 from moezoo.optim import Optimizer
-from moezoo.parallel.axes import trainable
+from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
 from moezoo.training.gradients import global_norm, reduce_gradients
@@ -83,7 +83,7 @@ def gradients_of(
     predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
     # Varying from here on: gradients stay one device's own until they are summed once, below.
-    parameters, buffers = eqx.partition(execution.vary_parameters(model), trainable(model))
+    parameters, buffers = eqx.partition(execution.vary_parameters(model), trainable_mask(model))
 
     def objective(parameters: PyTree, micro: Batch) -> tuple[Float[Array, ""], _Sums]:
         nats, routing = losses(eqx.combine(parameters, buffers), micro, execution)
@@ -105,7 +105,7 @@ def gradients_of(
         )
         (gradients, sums), _ = jax.lax.scan(add, zeros, batch)
     gradients = reduce_gradients(
-        gradients, eqx.filter(specs, trainable(model), is_leaf=_is_spec), execution.reduce_dtype
+        gradients, eqx.filter(specs, trainable_mask(model), is_leaf=_is_spec), execution.reduce_dtype
     )
     return gradients, sums, predicted
 
@@ -133,8 +133,8 @@ class Step:
         assert execution.mesh is not None
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
         specs = execution.specs(model)
-        parameters = eqx.filter(model, trainable(model))
-        moments = optimizer.specs(parameters, eqx.filter(specs, trainable(model), is_leaf=_is_spec))
+        parameters = eqx.filter(model, trainable_mask(model))
+        moments = optimizer.specs(parameters, eqx.filter(specs, trainable_mask(model), is_leaf=_is_spec))
         same: Any = PartitionSpec()
         self.state_specs = State(specs, moments, Guard(*(same,) * len(Guard._fields)), same)
         self.batch_specs = Batch(*(PartitionSpec(None, *execution.tokens_spec),) * 4)
@@ -160,14 +160,14 @@ class Step:
 
     def begin(self, model: LanguageModel) -> State:
         """The state of a fresh model; under `jit` with `state_shardings`, or for shapes."""
-        return State(model, self.optimizer.init(eqx.filter(model, trainable(model))), Guard.fresh(), jnp.int32(0))
+        return State(model, self.optimizer.init(eqx.filter(model, trainable_mask(model))), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         execution, optimizer = self._execution, self.optimizer
         specs = self.state_specs.model
         gradients, sums, predicted = gradients_of(state.model, batch, specs, execution)
-        parameters, buffers = eqx.partition(state.model, trainable(state.model))
-        leaf_specs = eqx.filter(specs, trainable(state.model), is_leaf=_is_spec)
+        parameters, buffers = eqx.partition(state.model, trainable_mask(state.model))
+        leaf_specs = eqx.filter(specs, trainable_mask(state.model), is_leaf=_is_spec)
         norm = global_norm(gradients, leaf_specs, execution.live_axes)
         rate = optimizer.rate(state.step)
         loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)

@@ -75,7 +75,7 @@ def train(cfg: TrainConfig) -> Run:
     cfg = dataclasses.replace(cfg, run_dir=_expand_user(cfg.run_dir), resume=_expand_user(cfg.resume))
     distributed.start(cfg.distributed, cfg.mesh.devices)
     supervisor.report_progress("met\n")
-    distributed.same(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
+    distributed.check_same(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
     before = _find_checkpoint(cfg)
     plan = distributed.together(lambda: _plan(cfg, before))
     execution, source, step = plan.execution, plan.source, plan.step

@@ -11,7 +11,7 @@ import pytest
 
 from moezoo.config.compose import as_mapping, compose, to_yaml
 
-TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
+TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 
 
 def complaint(capsys, monkeypatch, script, *arguments) -> str:

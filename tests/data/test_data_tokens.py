@@ -191,7 +191,7 @@ def test_whole_or_not_at_all(texts, tmp_path, monkeypatch):
     assert names(tmp_path) == []
     with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\); give another place$"):
         tokenize_files(str(texts), str(tmp_path / "none" / "out.npy"))
-    with pytest.raises(UserError, match=r"^out does not end in .npy; give such a name for the tokens$"):
+    with pytest.raises(UserError, match=r"^out=out does not end in .npy; give such a name for the tokens$"):
         tokenize_files(str(texts), "out")
     with pytest.raises(UserError, match=r"^path=none does not exist; give a text file or a folder of them$"):
         tokenize_files("none", str(tmp_path / "out.npy"))

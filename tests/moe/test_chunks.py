@@ -19,7 +19,7 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.mlp import MLP
-from moezoo.parallel.collectives import psum, varying
+from moezoo.parallel.collectives import psum, varying_axes
 from moezoo.parallel.traces import count_collectives, equations
 
 EXPERTS, EMBED, ROWS, LENGTH = 8, 6, 4, 7
@@ -61,7 +61,7 @@ def layer(execution: Execution) -> Any:
             return (routed + beside**2, (routed, beside, sums.dropped))
 
         _, pull, (routed, beside, dropped) = jax.vjp(objective, moe, shared, x, has_aux=True)
-        return Results(routed, beside, psum(dropped, tuple(sorted(varying(dropped)))), pull(cotangent))
+        return Results(routed, beside, psum(dropped, tuple(sorted(varying_axes(dropped)))), pull(cotangent))
 
     split, whole = execution.tokens_spec, PartitionSpec()
     moe, shared = block()

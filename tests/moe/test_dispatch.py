@@ -14,7 +14,7 @@ from meshes import auto_mesh
 
 from moezoo.moe.dispatch import STRATEGIES, Assignment, Dispatch, ExpertGroup, Replicated
 from moezoo.moe.experts import Experts
-from moezoo.parallel.collectives import psum, varying
+from moezoo.parallel.collectives import psum, varying_axes
 
 EMBED, MLP = 4, 3
 # Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
@@ -80,12 +80,12 @@ def expert_layer(case, tokens, experts, gates, mlp):
     axes = LAYOUTS[case.group].axes
     group = ExpertGroup(axes, case.group, case.experts)
     strategy = case.dispatch
-    if not set(axes) <= varying(tokens):
+    if not set(axes) <= varying_axes(tokens):
         strategy = Replicated(strategy)
     whole = strategy.experts(mlp, group)
     there = strategy.dispatch(tokens, Assignment(experts, gates), group)
     back = strategy.combine(whole(there.rows, there.group_sizes, "reference"), there.state, group)
-    dropped = psum(there.dropped, tuple(sorted(varying(there.dropped))))
+    dropped = psum(there.dropped, tuple(sorted(varying_axes(there.dropped))))
     return back, (dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
 
 
@@ -98,7 +98,7 @@ def compiled(case):
         layer = functools.partial(expert_layer, case)
         output, pull, counts = jax.vjp(lambda t, w, m: layer(t, experts, w, m), tokens, gates, mlp, has_aux=True)
         # Types say which axes a value is the same on: the mesh's batch axes only for what tokens hold.
-        assert varying(output) == set(case.batch_axes)
+        assert varying_axes(output) == set(case.batch_axes)
         return output, counts, *pull(cotangent)
 
     if not shape:

@@ -19,7 +19,7 @@ from moezoo.parallel.axes import (
     Weight,
     axes_of,
     parameter_table,
-    trainable,
+    trainable_mask,
 )
 
 
@@ -87,7 +87,7 @@ def is_axes(x):
 
 
 def test_buffers_are_not_trained():
-    tree = trainable(outer(shift=jnp.ones(3)))
+    tree = trainable_mask(outer(shift=jnp.ones(3)))
     assert tree.choice is False
     assert jax.tree.leaves(tree).count(False) == 1
 
@@ -136,4 +136,4 @@ def test_parameter_table_of_mixtral():
         (".unembedding.norm.scale", scale, ("norm",), (12,)),
         (".unembedding.weight", weight, ("embed", "vocab"), (12, 11)),
     ]
-    assert all(jax.tree.leaves(trainable(model)))
+    assert all(jax.tree.leaves(trainable_mask(model)))

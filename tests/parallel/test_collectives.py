@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
-from moezoo.parallel.collectives import gather, gather_weight, psum, vary, vary_like, varying
+from moezoo.parallel.collectives import gather, gather_weight, psum, vary, vary_like, varying_axes
 
 AXES = ("fsdp", "expert", "context")
 DEVICES = PartitionSpec(AXES)
@@ -54,7 +54,7 @@ def test_a_gathered_weight_is_whole_and_its_gradient_the_sum(dims, tokens):
             return gather_weight(vary(block, tokens), dims, tokens, "float32", "float32")
 
         whole, pull = jax.vjp(make, block)
-        assert varying(whole) == set(tokens)
+        assert varying_axes(whole) == set(tokens)
         return whole[None], *pull(cotangent[0])
 
     layout, by_token = stored(dims), PartitionSpec(tokens or None)
@@ -111,14 +111,14 @@ def test_types():
     """What varies, and that casts can be repeated."""
 
     def local(split, same):
-        assert varying(split) == {"expert"}
-        assert varying(same) == set()
-        assert varying(vary(split, ("expert", "fsdp"))) == {"expert", "fsdp"}
-        assert varying(vary_like(same, split, vary(same, ("context",)))) == {"expert", "context"}
-        assert varying(psum(split, ("expert",))) == set()
-        assert varying(psum(split, ())) == {"expert"}
-        assert varying(gather(split, ("expert",), 0, tokens=("expert",))) == {"expert"}
-        assert varying(gather(split, ("expert",), 0, tokens=())) == set()
+        assert varying_axes(split) == {"expert"}
+        assert varying_axes(same) == set()
+        assert varying_axes(vary(split, ("expert", "fsdp"))) == {"expert", "fsdp"}
+        assert varying_axes(vary_like(same, split, vary(same, ("context",)))) == {"expert", "context"}
+        assert varying_axes(psum(split, ("expert",))) == set()
+        assert varying_axes(psum(split, ())) == {"expert"}
+        assert varying_axes(gather(split, ("expert",), 0, tokens=("expert",))) == {"expert"}
+        assert varying_axes(gather(split, ("expert",), 0, tokens=())) == set()
         return psum(same, ("fsdp", "expert"))
 
     total = on_mesh(local, (PartitionSpec("expert"), PartitionSpec()), PartitionSpec())(jnp.ones(2), jnp.ones(2))

@@ -58,7 +58,7 @@ def test_one_process_agrees_with_itself():
     assert distributed.gather("ü") == ["ü"]
     assert distributed.largest(15) == 15
     assert distributed.first(lambda: [1, {"a": None}]) == [1, {"a": None}]
-    distributed.same({"seed": 1})
+    distributed.check_same({"seed": 1})
     with pytest.raises(UserError, match=r"^no$"):
         distributed.together(lambda: (_ for _ in ()).throw(UserError("no")))
 

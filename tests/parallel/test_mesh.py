@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from moezoo.errors import UserError
-from moezoo.parallel.mesh import AXES, MeshShape, cpu_devices, has_started, make_mesh, mesh_of
+from moezoo.parallel.mesh import AXES, MeshShape, cpu_devices, has_started, make_mesh, mesh_of, prepare
 
 
 def refuses(said, function, *arguments, **options):
@@ -101,3 +101,14 @@ def test_eight_cpu_devices_in_a_fresh_process(first):
     command = [sys.executable, "-c", f"import moezoo; {first}; import jax; print(jax.device_count('cpu'))"]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["8"]
+
+
+@pytest.mark.parametrize("chosen", ["", "--xla_cpu_enable_concurrency_optimized_scheduler=true"])
+def test_programs_from_a_cache_run_in_order(monkeypatch, chosen):
+    """With jax 0.10, whose cached programs else compute other numbers; the suite has a cache. A user's choice stays."""
+    monkeypatch.setenv("XLA_FLAGS", chosen)
+    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    prepare(8)
+    added = "--xla_cpu_enable_concurrency_optimized_scheduler=false" * jax.__version__.startswith("0.10.")
+    assert os.environ["XLA_FLAGS"] == (chosen or added)

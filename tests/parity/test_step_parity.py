@@ -14,7 +14,7 @@ from running import STEPS, Running, expected, observe, oracle_family, parameters
 from table import leave
 
 from moezoo.optim import AdamW, Cosine, Optimizer
-from moezoo.parallel.axes import trainable
+from moezoo.parallel.axes import trainable_mask
 
 # float32 rounds at 6e-8. Sums here have at most some hundred terms, in a chain of about forty operations forward and
 # back, which adds up to some 1e-6 of an array's largest value; what is wrong is wrong by far more than ten times that.
@@ -103,7 +103,7 @@ def test_oracle_sees_every_setting_of_deepseek():
 def test_every_array_but_the_bias_is_trained_and_compared(family):
     """Neither the optimiser nor the comparison leaves one out."""
     whole = model(family)
-    parameters, buffers = eqx.partition(whole, trainable(whole))
+    parameters, buffers = eqx.partition(whole, trainable_mask(whole))
     assert sum(x.size for x in parameters_of(family, whole).values()) == sum(
         x.size for x in jax.tree.leaves(parameters)
     )

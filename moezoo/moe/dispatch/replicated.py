@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.parallel.collectives import varying
+from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
 
@@ -63,7 +63,8 @@ class Replicated(Dispatch):
         split = Assignment(mine(assignment.expert_ids, group.num_experts), mine(assignment.gates, 0))
         there = self.strategy.dispatch(mine(tokens, 0), split, group)
         # A strategy that may drop counts its own share; one that cannot returns a constant, which needs no sum.
-        dropped = lax.psum(there.dropped, group.axes) if varying(there.dropped) & set(group.axes) else there.dropped
+        differs = bool(varying_axes(there.dropped) & set(group.axes))
+        dropped = lax.psum(there.dropped, group.axes) if differs else there.dropped
         return there._replace(dropped=dropped, state=_State(there.state, tokens[:, :0]))
 
     def combine(
