@@ -2,8 +2,6 @@
 
 import ast
 import graphlib
-import importlib
-import pkgutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +32,8 @@ ORDER = (
 LINE = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
 # A function named as its package.
 HIDES = {"moezoo.kernels.grouped_matmul"}
+# The folders at the top are linked into the package; imported by themselves they would be second copies.
+OURS = {"moezoo", "models", "kernels", "conf"}
 
 Graph = Mapping[str, set[str]]
 
@@ -50,19 +50,31 @@ def sources() -> dict[str, str]:
 
 
 def imports(code: Mapping[str, str]) -> Graph:
-    """Module -> the modules of ours that it names in an import, wherever in its source that stands."""
+    """Module -> the modules of ours that it imports, wherever in its source that stands.
 
-    def named(node: ast.AST) -> Iterable[str]:
+    Only the ways of importing that can be followed are allowed, so that no arrow stays unseen.
+    """
+
+    def named(module: str, node: ast.AST) -> Iterable[str]:
+        where = f"{module}, line {getattr(node, 'lineno', '')}"
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are written out in full"
             for alias in node.names:
-                inside = f"{node.module}.{alias.name}"
-                yield inside if inside in code else str(node.module)
+                assert alias.name.split(".")[0] not in OURS, f"{where}: write from {alias.name} import ..."
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            assert node.level == 0, f"{where}: write the whole name of what is imported"
+            assert origin.split(".")[0] not in OURS - {"moezoo"}, f"{where}: import moezoo.{origin}"
+            if origin.split(".")[0] == "moezoo":
+                assert origin in code, f"{where}: there is no module {origin}"
+                yield from (f"{origin}.{a.name}" if f"{origin}.{a.name}" in code else origin for a in node.names)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).split(".")[-1]
+            assert called not in ("import_module", "__import__"), f"{where}: import by a statement"
+        elif isinstance(node, ast.Attribute):
+            assert ast.unparse(node) != "sys.modules", f"{where}: import by a statement"
 
     return {
-        module: {name for node in ast.walk(ast.parse(text)) for name in named(node) if name in code}
+        module: {name for node in ast.walk(ast.parse(text)) for name in named(module, node)}
         for module, text in code.items()
     }
 
@@ -105,14 +117,14 @@ def test_there_are_no_circles(code):
     ("module", "line", "arrow"),
     [
         ("moezoo.parallel.rules", "from moezoo.nn import rope", "moezoo.parallel.rules -> moezoo.nn.rope"),
-        ("moezoo.nn.rope", "    import moezoo.training.step", "moezoo.nn.rope -> moezoo.training.step"),
+        ("moezoo.nn.rope", "from moezoo.training import step", "moezoo.nn.rope -> moezoo.training.step"),
         ("moezoo.optim.sgd", "from moezoo.data import Batch", "moezoo.optim.sgd -> moezoo.data"),
         ("moezoo.config.build", "from moezoo import Execution", "moezoo.config.build -> moezoo"),
     ],
 )
 def test_a_planted_arrow_is_found(code, module, line, arrow):
     """Also in a function, between packages of one line, and to the package itself."""
-    planted = {**code, module: f"{code[module]}\ndef later():\n    {line.strip()}\n"}
+    planted = {**code, module: f"{code[module]}\ndef later():\n    {line}\n"}
     assert wrong_arrows(imports(planted)) == [arrow]
 
 
@@ -122,20 +134,49 @@ def test_a_planted_circle_is_found(code):
         test_there_are_no_circles(planted)
 
 
-def hidden(package: ModuleType) -> set[str]:
-    """Modules of a package that its name of theirs does not give."""
-    inside = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    return {
-        f"{package.__name__}.{name}"
-        for name in inside & set(vars(package))
-        if not isinstance(getattr(package, name), ModuleType)
-    }
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import moezoo.training.step",
+        "import moezoo.training.step as step",
+        "from ..training import step",
+        "from models import mixtral",
+        "from moezoo.conf import train",
+        "importlib.import_module('moezoo.training.step')",
+        "__import__('moezoo.cli')",
+        "sys.modules['moezoo.training.step']",
+    ],
+)
+def test_imports_that_cannot_be_followed_are_refused(code, line):
+    with pytest.raises(AssertionError, match=r"^moezoo.nn.rope, line \d+: "):
+        imports({**code, "moezoo.nn.rope": f"{code['moezoo.nn.rope']}\n{line}\n"})
+
+
+def hidden(code: Mapping[str, str]) -> set[str]:
+    """Modules under whose name their package's source binds something else, by import, definition or assignment."""
+    found = set()
+    for module, text in code.items():
+        for node in ast.parse(text).body:
+            bound = []
+            if isinstance(node, ast.ImportFrom):  # a module imported under its own name hides nothing
+                bound = [a.asname or a.name for a in node.names if f"{node.module}.{a.name}" not in code]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                bound = [node.name]
+            elif isinstance(node, ast.Assign):
+                bound = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found |= {f"{module}.{name}" for name in bound} & set(code)
+    return found
 
 
 def test_no_name_hides_a_module(code):
-    packages = [importlib.import_module(name) for name in code if any(other.startswith(f"{name}.") for other in code)]
-    assert set().union(*map(hidden, packages)) == HIDES
-    assert {name for name in moezoo.__all__ if f"moezoo.{name}" in code} == {"data", "kernels", "models", "moe"}
+    assert hidden(code) == HIDES
+    for name in moezoo.__all__:
+        assert f"moezoo.{name}" not in code or isinstance(getattr(moezoo, name), ModuleType)
+
+
+@pytest.mark.parametrize("line", ["def rules(): ...", "from moezoo.errors import UserError as rules", "rules = 1"])
+def test_a_planted_name_is_found(code, line):
+    assert hidden({**code, "moezoo.parallel": line}) == HIDES | {"moezoo.parallel.rules"}
 
 
 def test_the_exception():

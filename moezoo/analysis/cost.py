@@ -62,7 +62,7 @@ def communication(
     length = config.seq_len // execution.ways(execution.sequence_axes)
     both(_weights(model.embedding, execution), 1, again=False)
     both(_weights(model.unembedding, execution), 1, again=True)
-    both(_places(rows * length, execution), 1, again=False)
+    both(_positions(rows * length, execution), 1, again=False)
     routing_layers = 0
     for stack in model.stacks:
         both(_weights(stack, execution), stack.count, again=True)
@@ -104,13 +104,13 @@ def break_even(
             "experts, such as mesh.expert=8"
         )
 
-    def brought(strategy: Dispatch, tokens: int) -> int:
+    def count_bytes(strategy: Dispatch, tokens: int) -> int:
         moves = _experts(moe, tokens, dataclasses.replace(execution, dispatch=strategy))
         return sum(move.received_bytes for move in moves.of_a_step(again=execution.remat != "none"))
 
     def line(strategy: Dispatch) -> tuple[float, float]:
         """What is brought whatever the number of tokens, and for each; numbers so large that rounding does not show."""
-        some, more = brought(strategy, 2**18), brought(strategy, 2**19)
+        some, more = count_bytes(strategy, 2**18), count_bytes(strategy, 2**19)
         return float(2 * some - more), (more - some) / 2**18
 
     weights, token_of_gather = line(Gather())
@@ -178,7 +178,7 @@ def _weights(module: PyTree, execution: Execution) -> Moves:
     return Moves(tuple(forward), tuple(forward), tuple(backward))
 
 
-def _places(tokens: int, execution: Execution) -> Moves:
+def _positions(tokens: int, execution: Execution) -> Moves:
     """Of the whole sequence, positions and segments."""
     return Moves((_move("all_gather", execution.sequence_axes, tokens, jnp.int32, execution),) * 2)
 
@@ -208,12 +208,12 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
     """The sums of losses and routing over devices (`reduce_routing`), in which an integer travels as two numbers."""
-    experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
+    num_experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
     if config.model.load_balance_over == "batch":
-        each = 2 * experts + experts + 2 + 1 + 2  # load, probabilities, tokens, z, drops
+        each = 2 * num_experts + num_experts + 2 + 1 + 2  # load, probabilities, tokens, z, drops
         return [_move("psum", batch + sequence, layers * each + 1, jnp.float32, execution)]
-    by_row = rows * (2 * experts + experts + 2) + 1 + 2
-    each = 1 + 2 + 2 * experts + 2 + 1 + 2  # balance, rows, load, tokens, z, drops
+    by_row = rows * (2 * num_experts + num_experts + 2) + 1 + 2
+    each = 1 + 2 + 2 * num_experts + 2 + 1 + 2  # balance, rows, load, tokens, z, drops
     return [
         _move("psum", sequence, layers * by_row + 1, jnp.float32, execution),
         _move("psum", batch, layers * each + 1, jnp.float32, execution),

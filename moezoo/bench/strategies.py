@@ -35,7 +35,7 @@ class StrategyRow(TypedDict):
     `loss`: cross-entropy of the last batch in nats a token, before its update; `perplexity` its exponential. `ms` and
     `ms_spread`: median and interquartile range of an update, the first two left out; no range of three or fewer. Of a
     device, a layer with experts and a micro-step, on average over all updates: `rows` that hold an assignment, `room`
-    for rows. `dropped`: the share of assignments without a place. `received_bytes` of an update's collectives, by
+    for rows. `dropped`: the share of assignments without room. `received_bytes` of an update's collectives, by
     formula, and `peak_bytes`, on one device.
     """
 
@@ -85,7 +85,7 @@ class _Running:
         self.layers = len(metrics.load)
 
 
-def strategies(
+def compare_strategies(
     dispatches: Sequence[str], meshes: Sequence[str], settings: str, updates: int, log: Callable[[str], None]
 ) -> list[StrategyRow]:
     """Compose each strategy with each mesh and `settings`, and train all of them on the same batches, by turns.

@@ -40,7 +40,7 @@ def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
 
-    def make(experts: str) -> Candidate:
+    def make(implementation: str) -> Candidate:
         import torch
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -49,7 +49,7 @@ def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
         e, d, f = block.experts.gate.shape
         sizes: dict[str, Any] = {"hidden_size": d, "intermediate_size": f, "num_local_experts": e}
         config = MixtralConfig(**sizes, num_experts_per_tok=block.router.choice.k)
-        config._experts_implementation = experts
+        config._experts_implementation = implementation
         arrays = (block.experts.gate, block.experts.up, block.experts.down, block.router.weight)
         gate, up, down, router = (_tensor(a, device) for a in arrays)
         theirs: Any = MixtralSparseMoeBlock(config).to(device=device, dtype=gate.dtype)
@@ -60,8 +60,8 @@ def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
         inputs = [_tensor(x, device), *theirs.parameters()]
         return _candidate(lambda x, *_: theirs(x), inputs, _tensor(cotangent, device), device)
 
-    for experts in ("eager", "grouped_mm"):
-        yield f"transformers {experts}", partial(make, experts)
+    for implementation in ("eager", "grouped_mm"):
+        yield f"transformers {implementation}", partial(make, implementation)
 
 
 def _device() -> Any:

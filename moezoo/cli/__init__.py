@@ -1,5 +1,6 @@
 """The command line: `moezoo COMMAND ...`, and the scripts of the same names."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,25 +16,29 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-class _ListOfCommands(Command):
+@dataclasses.dataclass(frozen=True)
+class _ListCommands(Command):
     """What `moezoo` does where its first argument names no command."""
 
     def call(self, arguments: Sequence[str], prog: str) -> int:
-        """Print the commands, or refuse one that does not exist."""
-        if not arguments or arguments[0] in ("--help", "-h"):
+        """Print the commands, or refuse an argument that is none."""
+        first = arguments[0] if arguments else "--help"
+        if first in ("--help", "-h"):
             lines = [f"  {command.name:<14}{command.summary}" for command in COMMANDS.values()]
             usage = f"usage: {prog} COMMAND [ARGUMENT ...]"
             print("\n".join([usage, "", "Commands:", *lines, "", f"{prog} COMMAND --help lists what can be set."]))
             return 0
-        raise UserError(f"{prog} {show(arguments[0])}: no such command; {nearest(arguments[0], COMMANDS)}")
+        if first.startswith("-"):
+            raise UserError(f"{show(first)}: no such option; valid: --help, or a command: {', '.join(COMMANDS)}")
+        raise UserError(f"{prog} {show(first)}: no such command; {nearest(first, COMMANDS)}")
 
 
 def main() -> NoReturn:
     """What the console command `moezoo` runs."""
-    name, *arguments = sys.argv[1:] or [""]
-    if name in COMMANDS:
-        execute(COMMANDS[name], arguments, f"moezoo {name}")
-    execute(_ListOfCommands("moezoo", ""), sys.argv[1:], "moezoo")
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in COMMANDS:
+        execute(COMMANDS[arguments[0]], arguments[1:], f"moezoo {arguments[0]}")
+    execute(_ListCommands("moezoo", "list the commands"), arguments, "moezoo")
 
 
 def run_script(name: str) -> NoReturn:

@@ -7,9 +7,16 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+from rich.console import Console
+
+from moezoo.bench import compiling, parts, results, strategies
+from moezoo.bench.shapes import ACCELERATOR, LAPTOP, SHAPES
+from moezoo.bench.train_step import train_steps
 from moezoo.cli.command import Command
 from moezoo.errors import UserError, nearest
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.parallel.mesh import prepare
 
 _KERNEL = ("shapes", "routing", "passes", "dtype", "only", "seconds", "samples", "json", "out")
 # Every part, and the options it takes.
@@ -87,8 +94,6 @@ def _take(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from moezoo.bench.shapes import SHAPES
-
     _check_known("--routing", options.routing, ("uniform", "zipf"))
     _check_known("--passes", options.passes, ("forward", "backward", "both"))
     _check_known("--dtype", [options.dtype] if options.dtype else [], ("float32", "bfloat16"))
@@ -115,17 +120,9 @@ def _check_known(what: str, names: Sequence[str], valid: Collection[str]) -> Non
 
 def _results(options: argparse.Namespace) -> Iterator[Any]:
     if options.part == "train_step":
-        from moezoo.bench.train_step import train_steps
-
         yield from train_steps(options.steps, options.dtype, options.seconds, options.samples, _log)
         return
-    from moezoo.bench import parts, results
-    from moezoo.bench.shapes import SHAPES
-    from moezoo.parallel.mesh import prepare
-
     prepare(1)
-    import jax
-
     on_cpu = jax.default_backend() == "cpu"
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     make = {"grouped_matmul": parts.product, "moe_layer": parts.layer}[options.part]
@@ -163,27 +160,20 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _compile(options: argparse.Namespace) -> None:
-    from moezoo.bench import compiling
-    from moezoo.parallel.mesh import prepare
-
     prepare(1)
-    results = []
+    programs = []
     for result in compiling.compile_all(options.absent, _names(options, "accelerator"), options.dtype or "bfloat16"):
         _log(f"compiled {result.part} {result.name} for {result.target}")
-        results.append(result)
-    compiling.print_compiled(results, _console())
+        programs.append(result)
+    compiling.print_compiled(programs, _console())
 
 
 def _names(options: argparse.Namespace, otherwise: str) -> list[str]:
-    from moezoo.bench.shapes import ACCELERATOR, LAPTOP
-
     groups = {"laptop": list(LAPTOP), "accelerator": list(ACCELERATOR)}
     return [name for word in options.shapes or [otherwise] for name in groups.get(word, [word])]
 
 
 def _console() -> Any:
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -191,25 +181,10 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _strategies(options: argparse.Namespace) -> None:
-    from moezoo.bench import strategies
-
-    rows = strategies.strategies(options.dispatch, options.mesh, options.settings, options.updates, _log)
-    _leave(rows, options, strategies.print_table, strategies.picture)
-
-
-def _show_results(rows: list[Any], options: argparse.Namespace) -> None:
-    from moezoo.bench import results
-
-    _leave(rows, options, results.print_table, results.picture)
-
-
 def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, picture: Any) -> None:
     """Rows as a table or as JSON, and in a folder with a picture."""
-    from moezoo.bench.results import to_json
-
     if options.json:
-        print(to_json(rows))
+        print(results.to_json(rows))
         if not options.out:
             return
     else:
@@ -217,7 +192,7 @@ def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, pictu
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(options.out or f"runs/bench_{options.part}_{now}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.json").write_text(to_json(rows) + "\n")
+    (folder / "rows.json").write_text(results.to_json(rows) + "\n")
     picture(rows, folder / "speed.png")
     _log(f"left {folder}/rows.json and {folder}/speed.png")
 
@@ -234,9 +209,12 @@ class _Bench(Command):
         if options.part == "compile":
             _compile(options)
         elif options.part == "strategies":
-            _strategies(options)
+            rows = strategies.compare_strategies(
+                options.dispatch, options.mesh, options.settings, options.updates, _log
+            )
+            _leave(rows, options, strategies.print_table, strategies.picture)
         else:
-            _show_results(list(_results(options)), options)
+            _leave(list(_results(options)), options, results.print_table, results.picture)
 
 
 COMMAND = _Bench("bench", "measure a part beside what else could do the same work")

@@ -10,7 +10,6 @@ from moezoo.models import model_shapes
 from moezoo.models.base import check_tokens
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import make_mesh
-from moezoo.parallel.rules import live
 
 
 def build_execution(
@@ -41,7 +40,7 @@ def build_execution(
 
 
 def _check_experts(num_experts: int, execution: Execution) -> None:
-    axes = live(execution.rules.compute.get("expert", ()), execution.sizes)
+    axes = execution.expert_axes
     ways = execution.ways(axes)
     if num_experts % ways:
         mesh = " x ".join(f"mesh.{axis}={execution.sizes[axis]}" for axis in axes)

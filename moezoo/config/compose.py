@@ -208,7 +208,7 @@ def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
         ) from None
     if parsed.is_sweep_override():
         or_list = "" if key in known else f"; a list is written {key}=[a,b]"
-        loop = f"for x in A B; do python SCRIPT {key}=$x; done"
+        loop = f"for x in A B; do COMMAND {key}=$x; done"
         raise UserError(f"{shown}: expected one value, found several; one job runs at a time, so loop: {loop}{or_list}")
     return key, parsed.value()
 

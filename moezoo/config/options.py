@@ -1,4 +1,4 @@
-"""A script's own KEY=VALUE arguments, beside those that configure a run."""
+"""A command's own KEY=VALUE arguments, beside those that configure a run."""
 
 import json
 import typing
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Taken(NamedTuple):
-    """A script's options, and the arguments that are not its own."""
+    """A command's options, and the arguments that are not its own."""
 
     options: Any
     rest: list[str]
@@ -39,7 +39,7 @@ def take(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -
 
 
 def read(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -> _T:
-    """`take` for a script that has no other arguments. Raises `UserError` for those it does not know."""
+    """`take` for a command that has no other arguments. Raises `UserError` for those it does not know."""
     taken = take(kind, arguments, checks)
     for text in taken.rest:
         key, equals, _ = text.partition("=")

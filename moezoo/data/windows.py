@@ -12,7 +12,7 @@ class Batch(NamedTuple):
     """Rows for a model to read and predict, int32 [batch, seq] each.
 
     - `tokens`: what the model reads;
-    - `labels`: the token it should predict at each place, or -1 where there is nothing to predict;
+    - `labels`: the token it should predict from each token, or -1 where there is nothing to predict;
     - `segments`: 1, 2, ... numbers the documents inside a row, which must not see each other; 0 is padding;
     - `positions`: 0, 1, ... from where each document, or the piece of it in this row, begins.
     """
@@ -36,17 +36,17 @@ def read_windows(corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len:
     is never predicted: what comes before it is another document.
     """
     begin = indices.astype(np.int64)[:, None] * seq_len
-    place = begin + np.arange(seq_len + 1)  # in the stream; the last column is only ever a label
-    exists = place < len(corpus)
+    index = begin + np.arange(seq_len + 1)  # in the stream; the last column is only ever a label
+    exists = index < len(corpus)
     # Of documents that share an offset all but the last are empty, so side="right" passes them over.
-    document = np.searchsorted(corpus.offsets, np.minimum(place, len(corpus) - 1), side="right") - 1
-    within = np.minimum(place, len(corpus) - 1) - corpus.offsets[document]
+    document = np.searchsorted(corpus.offsets, np.minimum(index, len(corpus) - 1), side="right") - 1
+    within = np.minimum(index, len(corpus) - 1) - corpus.offsets[document]
     ids = corpus.tokens[corpus.starts[document] + within].astype(np.int32)
 
     same = (document[:, 1:] == document[:, :-1]) & exists[:, 1:]
     segments = np.ones((len(begin), seq_len), np.int32)
     segments[:, 1:] += np.cumsum(document[:, 1:-1] != document[:, :-2], axis=1, dtype=np.int32)
-    positions = place - np.maximum(corpus.offsets[document], begin)
+    positions = index - np.maximum(corpus.offsets[document], begin)
     real = exists[:, :-1]
     return Batch(
         tokens=np.where(real, ids[:, :-1], np.int32(0)),

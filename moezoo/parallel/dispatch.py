@@ -40,7 +40,7 @@ class Dispatched(NamedTuple):
     """Rows where their experts are.
 
     `rows` [R, d], those of one expert together and experts in order; `group_sizes` [local experts] int32; `dropped`
-    int32, this device's assignments that found no place; `state`, what the strategy's `combine` needs.
+    int32, this device's assignments that found no room; `state`, what the strategy's `combine` needs.
     """
 
     rows: Float[Array, "rows embed"]
@@ -89,7 +89,7 @@ class ExpertGroup:
         return Move(collective, self.axes, self.size, numbers, dtype)
 
     def index(self) -> Int[Array, ""] | int:
-        """This device's place in the group."""
+        """This device's number in the group."""
         return lax.axis_index(self.axes) if self.axes else 0
 
     def expert_moves(self, sizes: Sizes) -> Moves:
@@ -129,13 +129,14 @@ class Dispatch(abc.ABC):
         if factor is not None and not 0 < factor < math.inf:
             raise UserError(f"dispatch.{self.bound}={factor} must be greater than 0, or null for no bound")
 
+    @property
     def exact(self) -> "Dispatch":
         """The same with room for all assignments: for evaluation and generation."""
         return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
 
     def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
         """Whether the bound leaves less room than can be needed."""
-        return self.rows(tokens, k, group) < self.exact().rows(tokens, k, group)
+        return self.rows(tokens, k, group) < self.exact.rows(tokens, k, group)
 
     @abc.abstractmethod
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:

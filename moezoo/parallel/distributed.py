@@ -147,7 +147,7 @@ def is_first() -> bool:
     return internal.global_state.process_id == 0
 
 
-def gather(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """What each process gives, in the order of their numbers. All must call it, at the same place."""
     if not several():
         return [text]
@@ -167,10 +167,10 @@ def together(task: Callable[[], Any]) -> Any:
         result = task()
     except UserError as error:
         own = error
-    told = gather("" if own is None else str(own))
+    messages = gather_texts("" if own is None else str(own))
     if own is not None:
         raise own
-    for process, message in enumerate(told):
+    for process, message in enumerate(messages):
         if message:
             raise UserError(f"process {process}: {message}")
     return result
@@ -179,12 +179,12 @@ def together(task: Callable[[], Any]) -> Any:
 def first(task: Callable[[], Any]) -> Any:
     """What `task` returns on process 0, which must be JSON, on all."""
     value = together(lambda: task() if is_first() else None)
-    return json.loads(gather(json.dumps(value))[0])
+    return json.loads(gather_texts(json.dumps(value))[0])
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
     """Raise `UserError` on every process where `settings`, keys and JSON values, are not the same on all."""
-    mine, *others = map(json.loads, gather(json.dumps(settings)))
+    mine, *others = map(json.loads, gather_texts(json.dumps(settings)))
     for process, theirs in enumerate(others, 1):
         for key in dict.fromkeys((*mine, *theirs)):
             if mine.get(key) != theirs.get(key):

@@ -69,11 +69,11 @@ class Execution:
                         f"mesh.{axis}={size} but rules {self.rules.name} name no axis '{axis}', so its {size} devices "
                         f"would all do the same; set mesh.{axis}=1 or name it in the rules"
                     )
-        experts = live(self.rules.compute.get("expert", ()), self.sizes)
-        if set(experts) & set(self.token_axes) not in (set(), set(experts)):
+        expert_axes = self.expert_axes
+        if set(expert_axes) & set(self.token_axes) not in (set(), set(expert_axes)):
             raise UserError(
-                f"rules {self.rules.name}: rules.compute.expert={show(experts)} and tokens are split over only some of "
-                "them; name all of them in rules.batch and rules.sequence, or none"
+                f"rules {self.rules.name}: rules.compute.expert={show(expert_axes)} and tokens are split over only "
+                "some of them; name all of them in rules.batch and rules.sequence, or none"
             )
 
     @functools.cached_property
@@ -101,6 +101,11 @@ class Execution:
         return self.batch_axes + self.sequence_axes
 
     @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes that experts stay split over while they compute."""
+        return live(self.rules.compute.get("expert", ()), self.sizes)
+
+    @property
     def live_axes(self) -> tuple[str, ...]:
         """Mesh axes of more than one device."""
         return live(tuple(self.sizes), self.sizes)
@@ -113,25 +118,25 @@ class Execution:
     @property
     def exact(self) -> "Execution":
         """The same with a strategy that drops nothing: for evaluation and generation."""
-        return dataclasses.replace(self, dispatch=None if self.dispatch is None else self.dispatch.exact())
+        return dataclasses.replace(self, dispatch=None if self.dispatch is None else self.dispatch.exact)
 
     def for_rows(self, rows: int) -> "Execution":
         """The same for a batch of any size whose sequences are whole: rows over as many devices as can share them.
 
         Along the other axes devices do the same, but for the experts' work, which they always share.
         """
-        experts = set(live(self.rules.compute.get("expert", ()), self.sizes))
+        expert_axes = set(self.expert_axes)
         fitting = [
             axes
             for count in range(len(self.token_axes) + 1)
             for axes in itertools.combinations(self.token_axes, count)
-            if rows % self.ways(axes) == 0 and experts & set(axes) in (set(), experts)
+            if rows % self.ways(axes) == 0 and expert_axes & set(axes) in (set(), expert_axes)
         ]
         return dataclasses.replace(self, rows_over=max(fitting, key=self.ways))
 
     def expert_group(self, num_experts: int) -> ExpertGroup:
         """The devices that share one set of `num_experts` experts."""
-        axes = live(self.rules.compute.get("expert", ()), self.sizes)
+        axes = self.expert_axes
         return ExpertGroup(axes, self.ways(axes), num_experts, self.reduce_dtype)
 
     def specs(self, module: PyTree) -> PyTree:

@@ -153,10 +153,10 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
 
     Of a run it is the newest. Raises `UserError`, with the `key` that was set to `path`, when there is none.
     """
-    named, run = Path(path), run_folder(path)
-    folder = run / "checkpoints"
+    named, run_dir = Path(path), run_folder(path)
+    folder = run_dir / "checkpoints"
     saved = steps(folder)
-    if named != run and int(named.name) not in saved:
+    if named != run_dir and int(named.name) not in saved:
         there = ", ".join(map(str, saved)) or "none"
         raise UserError(f"{key}={path}: no such checkpoint; there are {there}")
     if not saved:
@@ -164,7 +164,7 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
             f"{key}={path}: no checkpoint there (a run saves one every checkpoint_every steps and at its end); name a "
             "run that has one, or remove this one and start again"
         )
-    return folder, saved[-1] if named == run else int(named.name)
+    return folder, saved[-1] if named == run_dir else int(named.name)
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:

@@ -26,11 +26,11 @@ class Feed:
     def __call__(self, batch: Batch) -> Batch:
         """`rows` of a batch, NumPy arrays [..., rows, seq], as global arrays."""
 
-        def place(x: np.ndarray) -> jax.Array:
+        def to_devices(x: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
                 wanted = np.arange(self._shape[-2])[index[-2]]
                 return x[(*index[:-2], np.searchsorted(self.rows, wanted), slice(None))][..., index[-1]]
 
             return jax.make_array_from_callback(self._shape, self._sharding, part)
 
-        return Batch(*map(place, batch))
+        return Batch(*map(to_devices, batch))

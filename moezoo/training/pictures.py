@@ -40,20 +40,20 @@ def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
     from matplotlib.figure import Figure
 
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
-    layers, experts = load.shape
+    layers, num_experts = load.shape
     figure = Figure(
-        figsize=(max(4.5, 1.8 + 0.55 * min(experts, 24)), max(2.8, 1.6 + 0.4 * layers)), layout="constrained"
+        figsize=(max(4.5, 1.8 + 0.55 * min(num_experts, 24)), max(2.8, 1.6 + 0.4 * layers)), layout="constrained"
     )
     axes = figure.subplots()
     image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
-    if experts <= 16 and layers <= 32:
-        for layer, expert in np.ndindex(layers, experts):
+    if num_experts <= 16 and layers <= 32:
+        for layer, expert in np.ndindex(layers, num_experts):
             dark = abs(relative[layer, expert] - 1) > 0.7
             color = "white" if dark else "black"
             axes.text(
                 expert, layer, f"{relative[layer, expert]:.2f}", ha="center", va="center", fontsize=7, color=color
             )
-        axes.set_xticks(range(experts))
+        axes.set_xticks(range(num_experts))
         axes.set_yticks(range(layers))
     axes.set_xlabel("expert")
     axes.set_ylabel("layer with experts")

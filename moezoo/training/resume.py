@@ -16,7 +16,7 @@ from moezoo.errors import UserError
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone
 
-# With another of these it would be another run: its moments, or the place in its data, would mean nothing.
+# With another of these it would be another run: its moments, or the position in its data, would mean nothing.
 _FIXED = ("model", "data", "seed", "batch_size", "seq_len", "execution.microbatches", "optimizer.name")
 _FREE = ("data.path", "data.eval_sequences")  # data may have moved
 

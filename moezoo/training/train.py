@@ -53,7 +53,7 @@ class _Checkpoint(NamedTuple):
     about: dict[str, Any]
 
 
-class _Plan(NamedTuple):
+class _Prepared(NamedTuple):
     """All that can be refused, not refused; nothing is written and no other process was waited for."""
 
     execution: Execution
@@ -77,8 +77,8 @@ def train(cfg: TrainConfig) -> Run:
     supervisor.report_progress("met\n")
     distributed.check_same(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
     before = _find_checkpoint(cfg)
-    plan = distributed.together(lambda: _plan(cfg, before))
-    execution, source, step = plan.execution, plan.source, plan.step
+    prepared = distributed.together(lambda: _prepare(cfg, before))
+    execution, source, step = prepared.execution, prepared.source, prepared.step
 
     history, start, resumed = [], 0, []
     if before is None:
@@ -88,22 +88,22 @@ def train(cfg: TrainConfig) -> Run:
         saved = restore(before.run_dir / "checkpoints", start, before.about, model=target.model, training=target[1:])
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
-        resumed = _describe_resume(before, plan)
-    report.print_lines(report.summarize(cfg, execution, step, source, plan.baseline) + resumed)
+        resumed = _describe_resume(before, prepared)
+    report.print_lines(report.summarize(cfg, execution, step, source, prepared.baseline) + resumed)
 
-    folder, log, held = _start_folder(plan.folder, cfg, start, history)
+    folder, log, held = _start_folder(prepared.folder, cfg, start, history)
     with held:
-        return _train(cfg, plan, state, start, folder, log)
+        return _train(cfg, prepared, state, start, folder, log)
 
 
-def _train(cfg: TrainConfig, plan: _Plan, state: State, start: int, folder: Path, log: MetricsLog) -> Run:
+def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, folder: Path, log: MetricsLog) -> Run:
     """Every step, and what is left behind."""
-    execution, source, step = plan.execution, plan.source, plan.step
+    execution, source, step = prepared.execution, prepared.source, prepared.step
     supervisor.report_progress(str(folder))
     feed = Feed(step.batch_shardings.tokens, step.arguments[1].tokens.shape)
     micro = cfg.batch_size // cfg.execution.microbatches
     batches = train_batches(
-        source, seq_len=cfg.seq_len, batch_size=micro, seed=cfg.seed, rows=feed.rows, start=plan.batches_read
+        source, seq_len=cfg.seq_len, batch_size=micro, seed=cfg.seed, rows=feed.rows, start=prepared.batches_read
     )
     with _writing_to(folder):
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep)
@@ -117,11 +117,11 @@ def _train(cfg: TrainConfig, plan: _Plan, state: State, start: int, folder: Path
     text = sample(state.model, source, cfg, execution)
     if distributed.is_first():
         with _writing_to(folder):
-            loss_picture(log.history, folder / "loss.png", unit=source.unit, baseline=plan.baseline)
+            loss_picture(log.history, folder / "loss.png", unit=source.unit, baseline=prepared.baseline)
             if loop.loads:
-                told = f"last {len(loop.loads)} logged steps"
-                load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=told)
-    report.print_results(evaluation, plan.baseline, text, folder, source.unit)
+                steps_shown = f"last {len(loop.loads)} logged steps"
+                load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=steps_shown)
+    report.print_results(evaluation, prepared.baseline, text, folder, source.unit)
     return Run(state.model, log.history, folder, evaluation, text)
 
 
@@ -146,25 +146,25 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
     return _Checkpoint(Path(run_dir), step, about)
 
 
-def _plan(cfg: TrainConfig, before: _Checkpoint | None) -> _Plan:
+def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     folder = _folder(cfg, before)
     changed = [] if before is None else list_changes(cfg, before.about["config"])
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
-    return _Plan(execution, source, baseline, build_step(cfg, execution), folder, batches_read, changed)
+    return _Prepared(execution, source, baseline, build_step(cfg, execution), folder, batches_read, changed)
 
 
-def _describe_resume(before: _Checkpoint, plan: _Plan) -> list[tuple[str, str]]:
+def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:
     """What the summary says of a run that goes on."""
-    later = [saved for saved in steps(plan.folder / "checkpoints") if saved > before.step]
+    later = [saved for saved in steps(prepared.folder / "checkpoints") if saved > before.step]
     where = "; what is later there is replaced" if later else ""
-    where = where if plan.folder == before.run_dir else f", into {plan.folder}"
+    where = where if prepared.folder == before.run_dir else f", into {prepared.folder}"
     lines = [("resume", f"{before.run_dir} from step {before.step}{where}")]
     if (processes := before.about.get("processes")) != distributed.count():
         lines.append(("changed", f"processes: {processes} before, {distributed.count()} now"))
-    return lines + [("changed", line) for line in plan.changed]
+    return lines + [("changed", line) for line in prepared.changed]
 
 
 def _folder(cfg: TrainConfig, before: _Checkpoint | None) -> Path:

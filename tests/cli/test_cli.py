@@ -178,6 +178,9 @@ def test_the_console_command(monkeypatch, capsys):
         listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
         assert listed == ["train", "evaluate", "generate", "parity", "prepare-data", "bench", "endurance"]
     assert moezoo("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
+    code, out, err = moezoo("--version")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --version: no such option; valid: --help, or a command: train, ")
     code, out, _ = moezoo("train", "--cfg", "job", "steps=3")
     assert code == 0
     assert "steps: 3\n" in out

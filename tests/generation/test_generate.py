@@ -62,7 +62,7 @@ def whole(name):
     return functools.partial(read, model(name))
 
 
-def places(mask):
+def segments_and_positions(mask):
     """Segments and positions of rows whose padding is on the left."""
     return mask.astype(np.int32), np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
 
@@ -73,7 +73,7 @@ def naive(name):
     tokens, mask = np.pad(IDS, ((0, 0), (0, NEW))), np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True)
     logits = []
     for at in range(IDS.shape[1], tokens.shape[1]):
-        logits.append(np.asarray(whole(name)(tokens, *places(mask)).logits)[:, at - 1])
+        logits.append(np.asarray(whole(name)(tokens, *segments_and_positions(mask)).logits)[:, at - 1])
         tokens[:, at] = logits[-1].argmax(-1)
     return tokens, np.stack(logits, axis=1)
 
@@ -93,7 +93,7 @@ def test_greedy_equals_running_the_whole_text_again(name):
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
     width, slots, execution = IDS.shape[1], model(name).slots(IDS.shape[1] + NEW), moezoo.Execution()
-    segments, positions = places(np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True))
+    segments, positions = segments_and_positions(np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True))
 
     @jax.jit
     def read(model, tokens, segments, positions):

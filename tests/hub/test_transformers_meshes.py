@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(3).integers(0, 40, (8, 8)).astype(np.int32)
 def make_execution(mesh, strategy):
     """How a case runs: nothing is dropped."""
     rules = moezoo.compose("rules=fsdp_ep").rules
-    return moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules, STRATEGIES[strategy]().exact())
+    return moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules, STRATEGIES[strategy]().exact)
 
 
 def split_evenly(config):

@@ -22,8 +22,6 @@ from moezoo.parallel.traces import equations
 GROUPS, INPUTS, OUTPUTS = 4, 5, 3
 # (rows, rows a block of the blocked backend): fewer than one block, blocks of one size, blocks of two with a rest.
 SHAPES = [(37, (128, 64)), (37, (4,)), (37, (8, 3))]
-# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
-QUICK = {"xla_backend_optimization_level": 0}
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # largest relative error of one rounding
 
 
@@ -52,7 +50,7 @@ def compiled(implementation, rows, blocks, dtype):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked_module, "_BLOCKS", blocks)
-        function = jax.jit(functools.partial(value_and_gradients, implementation), compiler_options=QUICK)
+        function = jax.jit(functools.partial(value_and_gradients, implementation))
         return function.lower(*arguments).compile()
 
 
@@ -216,7 +214,7 @@ def test_on_a_mesh(implementation, over):
     )
     in_specs, out_specs = (*map(spec, over), spec(anywhere)), [spec(anywhere), *map(spec, over[:2])]
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-    results = jax.jit(mapped, compiler_options=QUICK)(*operands)
+    results = jax.jit(mapped)(*operands)
 
     wanted = [np.zeros(result.shape) for result in results]
     for device in np.ndindex(operands[3].shape[:2]):

@@ -42,10 +42,10 @@ def drops(case, experts):
             else:  # by expert, then by sender
                 queue = [a for e in here for tokens in group for a in chosen(experts, tokens, e)]
             if case.strategy == "capacity":  # by choice, then by token, for each sender and expert
-                places = min(share, math.ceil(case.factor * share * case.k / case.experts))
+                capacity = min(share, math.ceil(case.factor * share * case.k / case.experts))
                 for tokens in group:
                     for e in here:
-                        for assignment in sorted(chosen(experts, tokens, e), key=lambda a: (a[1], a[0]))[places:]:
+                        for assignment in sorted(chosen(experts, tokens, e), key=lambda a: (a[1], a[0]))[capacity:]:
                             lost[assignment] = True
             else:
                 for assignment in queue[room:]:
@@ -100,9 +100,9 @@ def test_bounds(kind, name):
     for factor in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(UserError, match=f"dispatch.{name}={factor} must be greater than 0, or null for no bound"):
             kind(**{name: factor})
-    assert getattr(kind(**{name: 0.5}).exact(), name) is None
+    assert getattr(kind(**{name: 0.5}).exact, name) is None
 
 
 def test_the_others_have_no_bound():
     for name in set(STRATEGIES) - set(BOUNDS):
-        assert STRATEGIES[name]().exact() == STRATEGIES[name]()
+        assert STRATEGIES[name]().exact == STRATEGIES[name]()

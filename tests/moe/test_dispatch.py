@@ -17,8 +17,6 @@ from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import psum, varying_axes
 
 EMBED, MLP = 4, 3
-# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 class Layout(NamedTuple):
@@ -56,7 +54,7 @@ class Case(NamedTuple):
     def dispatch(self) -> Dispatch:
         """The strategy; without a factor one that drops nothing."""
         if self.factor is None:
-            return STRATEGIES[self.strategy]().exact()
+            return STRATEGIES[self.strategy]().exact
         bound: dict[str, Any] = {BOUNDS[self.strategy]: self.factor}
         return STRATEGIES[self.strategy](**bound)
 
@@ -102,12 +100,12 @@ def compiled(case):
         return output, counts, *pull(cotangent)
 
     if not shape:
-        return jax.jit(local, compiler_options=QUICK)
+        return jax.jit(local)
     mesh = auto_mesh(**shape)
     split, owned = PartitionSpec(case.batch_axes or None), PartitionSpec(axes)
     outs = (split, PartitionSpec(), split, split, owned)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, split, split, owned, split), out_specs=outs)
-    return jax.jit(mapped, compiler_options=QUICK)
+    return jax.jit(mapped)
 
 
 def loop(tokens, experts, gates, mlp, cotangent):

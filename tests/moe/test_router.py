@@ -26,9 +26,7 @@ def _route(weight, x, valid, k):
     return experts, gates, sums
 
 
-# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
-QUICK = {"xla_backend_optimization_level": 0}
-route = jax.jit(_route, static_argnames="k", compiler_options=QUICK)
+route = jax.jit(_route, static_argnames="k")
 
 
 def inputs(seed=0):
@@ -129,7 +127,7 @@ def test_gradients_equal_finite_differences():
         assert (chosen == loop(*inputs()[:2], valid, 2)[0]).all()  # no choice flips under the difference
         return loss((gates, probabilities, z), *constants)
 
-    gradients = jax.jit(jax.grad(through_router, argnums=(0, 1)), compiler_options=QUICK)(x, weight)
+    gradients = jax.jit(jax.grad(through_router, argnums=(0, 1)))(x, weight)
     for argument, gradient in enumerate(gradients):
         wanted = np.zeros(gradient.shape)
         for index in np.ndindex(gradient.shape):
@@ -150,7 +148,7 @@ def test_the_gates_of_an_assignment_reach_the_router():
     def first_choice(weight):
         return router_of(weight, 2)(jnp.asarray(x), jnp.asarray(valid)).assignment.gates[:, 0].sum()
 
-    gradient = np.asarray(jax.jit(jax.grad(first_choice), compiler_options=QUICK)(weight))
+    gradient = np.asarray(jax.jit(jax.grad(first_choice))(weight))
     chosen = np.unique(loop(x, weight, valid, 2)[0][valid.reshape(-1)])
     assert gradient[:, chosen].any(axis=0).all()
 
@@ -180,5 +178,5 @@ def test_counts_are_not_doubled_under_rematerialisation():
         x_out, sums = jax.lax.scan(layer, jnp.asarray(x), weight)
         return x_out.sum(), sums
 
-    (_, sums), _ = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICK)(np.stack([weight, weight]))
+    (_, sums), _ = jax.jit(jax.value_and_grad(total, has_aux=True))(np.stack([weight, weight]))
     np.testing.assert_array_equal(sums.counts.sum(-1), 2 * np.tile(valid.sum(1), (2, 1)))

@@ -18,8 +18,6 @@ from moezoo.parallel.collectives import sum_over_devices
 
 LAYERS, BATCH, EXPERTS, K = 2, 8, 4, 2
 ALPHA, BETA = 0.01, 0.001
-# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
-QUICK = {"xla_backend_optimization_level": 0}
 # A share is a quotient of sums of at most 8 rows and 4 experts: some 30 roundings to float32.
 PRECISION = 30 * 2.0**-24
 
@@ -42,7 +40,7 @@ def _reduced(sums, over):
     return reduce_routing(LayerSums(*sums), config(over), (), (), ())[0]
 
 
-reduced = jax.jit(_reduced, static_argnames="over", compiler_options=QUICK)
+reduced = jax.jit(_reduced, static_argnames="over")
 
 
 def random_sums(parts=1, seed=0):
@@ -100,7 +98,7 @@ def test_gradients_equal_those_of_the_loop(over):
         *_, balance, z_loss = loop((counts, probabilities, tokens, z, dropped), over)
         return (balance + z_loss).sum()
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1))
     def through_routing(probabilities, z, *others):
         routing = _reduced((others[0], probabilities, others[1], z, others[2]), over)
@@ -206,7 +204,7 @@ def test_the_same_on_any_mesh_by_one_reduction(name, over):
         (cut(pieces.counts), cut(pieces.tokens), dropped),
         {"nll": nll, "count": count},
     )
-    (total, (routing, also)), gradients = jax.jit(mapped, compiler_options=QUICK)(*arguments)
+    (total, (routing, also)), gradients = jax.jit(mapped)(*arguments)
 
     single = functools.partial(total_and_routing, (), (), over)
 
@@ -215,7 +213,7 @@ def test_the_same_on_any_mesh_by_one_reduction(name, over):
         return single(probabilities, z.sum(0), others, {"nll": nll.sum(), "count": jnp.asarray(count).sum()})
 
     function = jax.value_and_grad(single_loss, argnums=(0, 1, 2), has_aux=True)
-    (want, (want_routing, want_also)), want_gradients = jax.jit(function, compiler_options=QUICK)(whole[1], z, nll)
+    (want, (want_routing, want_also)), want_gradients = jax.jit(function)(whole[1], z, nll)
 
     assert also["count"] == want_also["count"] == count.sum()
     np.testing.assert_array_equal(routing.load, want_routing.load)
@@ -246,7 +244,7 @@ def summed():
     mapped = jax.shard_map(
         lambda tree: sum_over_devices(tree, ("a", "b")), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec()
     )
-    return jax.jit(mapped, compiler_options=QUICK)
+    return jax.jit(mapped)
 
 
 @settings(max_examples=50)

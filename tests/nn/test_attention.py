@@ -18,15 +18,13 @@ from moezoo.parallel.rules import Rules
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
 GROUP = HEADS // KV_HEADS
-# Nearly all time here is compilation, and tiny programs gain nothing from an optimised backend.
-QUICK = {"xla_backend_optimization_level": 0}
 # Averages of values of order one under weights from scores of order ten: some 50 roundings to float32.
 PRECISION = 50 * 2.0**-24
 
 # Documents of 5, 4 and 3 tokens; and one of 8 with padding (segment 0) behind it.
 SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32)
 POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
-PLACE = TokenPositions(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+TOKEN_POSITIONS = TokenPositions(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 
 def projections(seed=0):
@@ -60,7 +58,7 @@ def attended(chunk, window):
     """Value and gradients of `attend` with this many queries a chunk, compiled once."""
 
     def run(q, k, v, cotangent):
-        context = Context(PLACE, PLACE)
+        context = Context(TOKEN_POSITIONS, TOKEN_POSITIONS)
         one = functools.partial(attend, context=context, scale=HEAD_DIM**-0.5, window=window)
         value, pull = jax.vjp(one, q, k, v)
         return value, *pull(cotangent)
@@ -68,7 +66,7 @@ def attended(chunk, window):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in projections()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_QUERY_CHUNK", chunk)
-        return jax.jit(run, compiler_options=QUICK).lower(*shapes).compile()
+        return jax.jit(run).lower(*shapes).compile()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -134,10 +132,10 @@ def test_no_attention_across_documents_or_ahead():
 def test_a_query_that_sees_nothing_stays_finite():
     """As when padding's segment is on no key at all."""
     q, k, v, _ = map(jnp.asarray, projections())
-    alone = TokenPositions(PLACE.position, PLACE.segment + 10)
-    context = Context(alone, PLACE)
+    alone = TokenPositions(TOKEN_POSITIONS.position, TOKEN_POSITIONS.segment + 10)
+    context = Context(alone, TOKEN_POSITIONS)
     run = jax.value_and_grad(lambda q: attend(q, k, v, context, scale=1.0, window=None).sum())
-    for result in jax.jit(run, compiler_options=QUICK)(q):
+    for result in jax.jit(run)(q):
         assert np.isfinite(result).all()
 
 
@@ -174,13 +172,13 @@ def layer_and_gradients(execution, layer, x, positions, cotangent):
 def on_one_device():
     """The layer without a mesh."""
     program = functools.partial(layer_and_gradients, Execution())
-    return jax.jit(program, compiler_options=QUICK)(block(), *inputs())
+    return jax.jit(program)(block(), *inputs())
 
 
 def inputs():
-    """Activations, their places, and what flows back."""
+    """Activations, their positions, and what flows back."""
     x, cotangent = np.random.default_rng(0).standard_normal((2, BATCH, SEQ, EMBED), np.float32)
-    return x, PLACE, cotangent
+    return x, TOKEN_POSITIONS, cotangent
 
 
 def test_the_layer_equals_a_loop():
@@ -201,7 +199,7 @@ def test_a_split_sequence_changes_nothing(shape):
         in_specs=(whole, split, split, split),
         out_specs=(split, whole, split),
     )
-    results = jax.jit(mapped, compiler_options=QUICK)(block(), *inputs())
+    results = jax.jit(mapped)(block(), *inputs())
     for result, want in zip(jax.tree.leaves(results), jax.tree.leaves(on_one_device()), strict=True):
         np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * np.abs(want).max())
 

@@ -55,7 +55,7 @@ def test_comes_too_late():
 def test_one_process_agrees_with_itself():
     assert distributed.is_first()
     assert not distributed.several()
-    assert distributed.gather("ü") == ["ü"]
+    assert distributed.gather_texts("ü") == ["ü"]
     assert distributed.largest(15) == 15
     assert distributed.first(lambda: [1, {"a": None}]) == [1, {"a": None}]
     distributed.check_same({"seed": 1})

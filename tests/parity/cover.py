@@ -168,7 +168,7 @@ class Case:
     @property
     def execution(self) -> moezoo.Execution:
         """How it runs: no strategy drops anything."""
-        mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact()
+        mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact
         return moezoo.Execution(mesh, rules()[self.rules], strategy, remat=self.remat)  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ class Routing:
     z: Value
 
 
-# Logits of a token to the weights of its chosen experts, and all experts' probabilities.
+# Logits of a token to the gates of its chosen experts, and all experts' probabilities.
 Route = Callable[[Value], tuple[dict[int, Value], Value]]
 
 
@@ -159,10 +159,10 @@ def experts(p: Split, layer: int, x: Value, route: Route) -> tuple[Value, Routin
     for i in range(len(x.data)):
         token = x[i]
         logits = token @ p("router", layer)
-        weights, probabilities = route(logits)
+        gates, probabilities = route(logits)
         y = value(0)
-        for e, weight in weights.items():
-            y = y + weight * swiglu(token, p("gate", layer, e), p("up", layer, e), p("down", layer, e))
+        for e, gate in gates.items():
+            y = y + gate * swiglu(token, p("gate", layer, e), p("up", layer, e), p("down", layer, e))
             routing.counts[e] += 1
         routing.probabilities = routing.probabilities + probabilities
         routing.z = routing.z + log(exp(logits).sum()) ** 2

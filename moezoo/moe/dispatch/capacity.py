@@ -19,8 +19,8 @@ class Capacity(Dispatch):
     """Every device sends every expert a buffer of the same size, filled or not, and gets the results back.
 
     Two plain all-to-alls of `capacity_factor` K (P-1)/P d a token, one each way, whatever the routing. A buffer has
-    places for `capacity_factor` T K / E of a device's T tokens, rounded up: first choices take them in the order of
-    tokens, then second ones, and so on; others are dropped and counted. Null: T places, which are always enough.
+    rows for `capacity_factor` T K / E of a device's T tokens, rounded up: first choices take them in the order of
+    tokens, then second ones, and so on; others are dropped and counted. Null: T rows, which are always enough.
     """
 
     capacity_factor: float | None = 1.25
