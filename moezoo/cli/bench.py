@@ -56,6 +56,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     """All that can be set."""
     parser = _Parser(
         prog=prog,
+        allow_abbrev=False,
         description="Measure a part of moezoo beside what else could do the same work, by turns in one run.",
         epilog="What each figure means is in docs/benchmarks.md.",
     )

@@ -18,6 +18,8 @@ import numpy as np
 
 from moezoo.cli.command import KeysCommand
 from moezoo.config import options
+from moezoo.config.compose import compose
+from moezoo.config.settings import TrainConfig
 from moezoo.convert import Checks, Range
 from moezoo.errors import UserError
 from moezoo.training.checkpoint import steps
@@ -208,6 +210,8 @@ def main(arguments: Sequence[str]) -> int:
     if not any(argument.startswith("folder=") for argument in arguments):
         raise UserError("folder is missing; write folder=FOLDER with a new folder for the runs")
     trial, overrides = options.take(Trial, arguments, Checks(ranges=_RANGES))
+    options.check_keys(overrides, Trial, TrainConfig)
+    compose(*_RUN, *overrides)  # a mistake is reported before anything runs
     return 0 if endure(trial, overrides, lambda line: print(line, flush=True)) else 1
 
 
@@ -224,7 +228,7 @@ COMMAND = KeysCommand(
         "signals=2            SIGTERM and SIGINT by turns, in a step",
         "flips=10             bits of a checkpoint's files, one at a time",
         "checkpoint_every=5   steps between two saves",
-        "seed=0               of the moments",
+        "seed=0               decides when",
         "other KEY=VALUE      as in moezoo train, such as mesh=ep8 dispatch=ragged",
     ),
     examples=("folder=/tmp/endurance", "folder=/tmp/endurance kills=3 flips=1 mesh=ep8 dispatch=ragged"),

@@ -1,31 +1,41 @@
 """`moezoo evaluate`: the validation loss of a run's model."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from moezoo.cli.command import ConfiguredCommand
+from moezoo.config.options import check_keys, take
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.training.evaluate import evaluate
 from moezoo.training.saved import load_run, saved_config
 
 
-def _split(overrides: Sequence[str]) -> tuple[str, list[str]]:
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """What can be set besides how to run."""
+
+    run_dir: str | None = None
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The run's folder, and what to change in its configuration."""
-    folders = [o.partition("=")[2] for o in overrides if o.startswith("run_dir=")]
-    if not folders or not folders[-1]:
+    keys, changes = take(Keys, arguments)
+    check_keys(changes, Keys, TrainConfig)
+    if keys.run_dir is None:
         raise UserError("run_dir is missing; write run_dir=FOLDER with the folder of a run")
-    return folders[-1], [o for o in overrides if not o.startswith("run_dir=")]
+    return keys.run_dir, changes
 
 
-def configure(*overrides: str) -> TrainConfig:
+def configure(*arguments: str) -> TrainConfig:
     """The run's configuration with overrides on top."""
-    folder, changes = _split(overrides)
+    folder, changes = _split(arguments)
     return saved_config(folder, *changes)
 
 
-def main(overrides: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Load the run's last checkpoint and print its validation loss."""
-    folder, changes = _split(overrides)
+    folder, changes = _split(arguments)
     model, cfg = load_run(folder, *changes)
     result = evaluate(model, cfg)
     over = f"{result.tokens:,} {result.unit}s, {result.dropped} dropped"

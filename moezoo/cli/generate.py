@@ -1,6 +1,7 @@
 """`moezoo generate`: continue texts with the model of a run or of a Hugging Face folder."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,12 +12,11 @@ import numpy as np
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
-from moezoo.config.options import take
+from moezoo.config.options import check_keys, take
 from moezoo.config.settings import TrainConfig
-from moezoo.convert import types_of
 from moezoo.data import load
 from moezoo.data.tokenizer import HuggingFace, Numbers
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError
 from moezoo.generation.generate import generate
 from moezoo.hub.folders import end_of_text, from_pretrained, hub_model_config
 from moezoo.models.base import LanguageModel
@@ -58,13 +58,10 @@ def configure(*arguments: str) -> TrainConfig:
     """How the model will run: the run's configuration, or the default one with the folder's model."""
     request, changes = take(Request, arguments)
     where = f"folder={request.folder}" if request.folder else f"run_dir={request.run_dir}"
-    known = (*types_of(Request), *types_of(TrainConfig))
+    check_keys(changes, Request, TrainConfig)
     for change in changes:
-        key = change.partition("=")[0]
-        if key.partition(".")[0] == "model":
+        if re.match(r"model\b", change):
             raise UserError(f"{change}: the model is the one in {where}; leave it out")
-        if "." not in key and key not in known:
-            raise UserError(f"{change}: there is no key '{key}'; {nearest(key, known)}")
     if request.run_dir is not None:
         return saved_config(request.run_dir, *changes)
     return dataclasses.replace(compose(*changes), model=hub_model_config(request.folder))

@@ -44,9 +44,19 @@ def read(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -
     for text in taken.rest:
         key, equals, _ = text.partition("=")
         if not equals:
-            raise UserError(f"{show(text)}: expected KEY=VALUE, such as {next(iter(types_of(kind)))}={show(text)}")
+            write = f"{key}=VALUE" if key in types_of(kind) else f"{next(iter(types_of(kind)))}={show(text)}"
+            raise UserError(f"{show(text)}: expected KEY=VALUE, such as {write}")
         raise UserError(f"{key}: there is no key '{key}'; {nearest(key, types_of(kind))}")
     return taken.options
+
+
+def check_keys(arguments: Sequence[str], *kinds: type) -> None:
+    """Raise `UserError` for a KEY=VALUE without a section whose key is no field of one of the dataclasses `kinds`."""
+    known = [name for kind in kinds for name in types_of(kind)]
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        if "." not in key and key not in known:
+            raise UserError(f"{show(argument)}: there is no key '{show(key)}'; {nearest(key, known)}")
 
 
 def _value(text: str) -> Any:

@@ -45,7 +45,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Token ids made by `scripts/prepare_data.py`: a `.npy` file that stays on disk, with document offsets beside it.
+    """Token ids made by `moezoo prepare-data`: a `.npy` file that stays on disk, with document offsets beside it.
 
     `validation` is a second such file to validate on; without one a part of `path` is held out.
     """

@@ -70,5 +70,5 @@ def check_ids(ids: np.ndarray, source: Source) -> None:
     if top >= source.vocab:
         raise UserError(
             f"data={source.name} holds token {top} but its vocabulary is {source.vocab} tokens; "
-            "make the file at data.path again with scripts/prepare_data.py"
+            "make the file at data.path again with moezoo prepare-data"
         )

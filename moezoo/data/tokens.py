@@ -23,7 +23,7 @@ from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line, text_tokenizer
 from moezoo.errors import UserError
 
-_MAKE = "make it with scripts/prepare_data.py"
+_MAKE = "make it with moezoo prepare-data"
 
 
 def load_tokens(settings: Tokens, *, vocab: int) -> Source:
@@ -32,9 +32,7 @@ def load_tokens(settings: Tokens, *, vocab: int) -> Source:
     Raises `UserError` for files that are missing, damaged, of another dtype, or do not belong together.
     """
     if settings.path is None:
-        raise UserError(
-            "data.path is required for data=tokens; pass data.path=FILE.npy, made with scripts/prepare_data.py"
-        )
+        raise UserError("data.path is required for data=tokens; pass data.path=FILE.npy, made with moezoo prepare-data")
     path = Path(settings.path).expanduser()
     corpus, metadata = _read_tokens(path, key="data.path")
     needed = metadata["vocab"]

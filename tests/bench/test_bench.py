@@ -148,6 +148,7 @@ def test_strategies(capsys):
         ),
         (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists what there is"),
         (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists what there is"),
+        (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape tiny; --help lists what there is"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )

@@ -95,7 +95,20 @@ def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [([], "run_dir is missing"), (["run_dir=nowhere"], "run_dir=nowhere"), (["mesh=ep8"], "run_dir is missing")],
+    [
+        ([], "run_dir is missing"),
+        (["run_dir=nowhere"], "run_dir=nowhere"),
+        (["mesh=ep8"], "run_dir is missing"),
+        (["run_dirr=runs/a"], "run_dirr=runs/a: there is no key 'run_dirr'; did you mean 'run_dir'?"),
+    ],
 )
 def test_evaluate(capsys, monkeypatch, arguments, part):
     assert part in complaint(capsys, monkeypatch, TRAIN.with_name("evaluate.py"), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "part"),
+    [("kill=3", "kill=3: there is no key 'kill'; did you mean 'kills'?"), ("model.layer=2", "did you mean 'layers'?")],
+)
+def test_endurance_makes_no_folder_for_a_mistake(capsys, monkeypatch, argument, part):
+    assert part in complaint(capsys, monkeypatch, TRAIN.with_name("endurance.py"), "folder=new", argument)

@@ -135,7 +135,7 @@ def metadata(**changes):
         ),
         (
             save(np.array([0, 900]), ".offsets.npy"),
-            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; make it with scripts/prepare_data.py again",
+            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; make it with moezoo prepare-data again",
         ),
         (save(np.array([1, 420]), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 1 to 420"),
         (save(np.zeros(0, np.int64), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 0 to 0"),
