@@ -22,10 +22,11 @@ from moezoo.models import model_shapes
 from moezoo.moe.dispatch import Dispatch, Gather, Sizes
 from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.mixture import MoE, chunk_sizes
-from moezoo.parallel.axes import Axes, Role, axes_of
+from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes, split_by_tokens
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
+from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traffic import Move, Moves, TrafficTable
 
@@ -97,7 +98,7 @@ def break_even(
     """
     config = _instead(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
-    moe = next(stack.layer.moe for stack in model_shapes(config.model).stacks if hasattr(stack.layer, "moe"))
+    stack = next(stack for stack in model_shapes(config.model).stacks if hasattr(stack.layer, "moe"))
     if config.dispatch.moves == "weights" or not execution.expert_group(config.model.experts).axes:
         raise UserError(
             "nothing to compare: tokens move to experts with dispatch=ring, ragged or capacity, on a mesh that splits "
@@ -105,8 +106,10 @@ def break_even(
         )
 
     def count_bytes(strategy: Dispatch, tokens: int) -> int:
-        moves = _experts(moe, tokens, dataclasses.replace(execution, dispatch=strategy))
-        return sum(move.received_bytes for move in moves.of_a_step(again=execution.remat != "none"))
+        other = dataclasses.replace(execution, dispatch=strategy)
+        weights = _weights(stack, other).of_a_step(again=True)  # gathered weights are never kept
+        moves = _experts(stack.layer.moe, tokens, other).of_a_step(again=execution.remat != "none")
+        return sum(move.received_bytes for move in (*weights, *moves))
 
     def line(strategy: Dispatch) -> tuple[float, float]:
         """What is brought whatever the number of tokens, and for each; numbers so large that rounding does not show."""
@@ -147,35 +150,26 @@ def _move(collective: str, axes: MeshAxes, numbers: int, dtype: DTypeLike, execu
     return Move(collective, axes, execution.ways(axes), numbers, dtype)
 
 
-def _leaves(module: PyTree) -> Iterable[tuple[Axes, tuple[int, ...]]]:
-    for leaf, axes in zip(
-        jax.tree.leaves(module), jax.tree.leaves(axes_of(module), is_leaf=lambda x: isinstance(x, Axes)), strict=True
-    ):
-        yield axes, leaf.shape
-
-
-def _local_size(axes: Axes, shape: tuple[int, ...], execution: Execution) -> int:
-    """Numbers of a parameter on one device."""
-    return math.prod(shape) // execution.ways(
-        tuple(a for dim in execution.rules.stored_axes(axes, execution.sizes) for a in dim)
-    )
-
-
 def _weights(module: PyTree, execution: Execution) -> Moves:
     """Of making a module's weights whole (`Execution.whole`), or one layer's of a stack: gathers, and again, and back.
 
-    Axes that split tokens and axes that do not take one gather each, minor ones first; only the former sum gradients.
+    The last dimension first. Axes over which gradients are summed and others take one gather each, minor ones first.
     """
     forward, backward = [], []
-    for axes, shape in _leaves(module):
-        numbers = _local_size(axes, shape, execution) // (shape[0] if "layer" in axes.names else 1)
-        for dim in execution.rules.gathered_axes(axes, execution.sizes):
-            for split, part in reversed(split_by_tokens(dim, execution.token_axes)):
+    for placement, shape in _placed(module, execution):
+        numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
+        for dim in reversed(placement.gathered):
+            for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
                 gathered = _move("all_gather", part, numbers, execution.dtype, execution)
                 forward.append(gathered)
-                backward += [gathered.back(execution.reduce_dtype)] if split else []
+                backward += [gathered.back(execution.reduce_dtype)] if summed else []
                 numbers *= gathered.ways
     return Moves(tuple(forward), tuple(forward), tuple(backward))
+
+
+def _placed(module: PyTree, execution: Execution) -> Iterable[tuple[Placement, tuple[int, ...]]]:
+    leaves = zip(jax.tree.leaves(execution.placements(module)), jax.tree.leaves(module), strict=True)
+    return ((placement, leaf.shape) for placement, leaf in leaves)
 
 
 def _positions(tokens: int, execution: Execution) -> Moves:
@@ -192,17 +186,14 @@ def _keys(dims: tuple[int, ...], tokens: int, execution: Execution) -> Moves:
 
 
 def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
-    """Of a layer's dispatch, chunk by chunk; weights that move do so once."""
+    """Of a layer's dispatch, chunk by chunk."""
     *_, embed, num_experts = moe.router.weight.shape
     group, moves = execution.expert_group(num_experts), Moves()
     if not group.axes:
         return moves
     strategy = resolve(execution.dispatch, group, execution.token_axes)
-    weights = tuple(math.prod(x.shape[2:]) for x in jax.tree.leaves(moe.experts))
     for chunk in chunk_sizes(tokens, strategy.chunks):
-        sizes = Sizes(chunk, moe.router.choice.k, embed, weights, execution.dtype)
-        moves += strategy.exchanges(sizes, group)
-        weights = ()
+        moves += strategy.exchanges(Sizes(chunk, moe.router.choice.k, embed, execution.dtype), group)
     return moves
 
 
@@ -223,9 +214,8 @@ def _statistics(config: TrainConfig, layers: int, rows: int, execution: Executio
 def _gradient_sums(model: PyTree, execution: Execution) -> list[Move]:
     """Gradients' sums over axes that split tokens and do not store the parameter."""
     moves = []
-    for axes, shape in _leaves(model):
-        stored = {a for dim in execution.rules.stored_axes(axes, execution.sizes) for a in dim}
-        rest = tuple(sorted(set(execution.token_axes) - stored))
-        if rest and axes.role is not Role.BUFFER:
-            moves.append(_move("psum", rest, _local_size(axes, shape, execution), execution.reduce_dtype, execution))
+    for placement, shape in _placed(model, execution):
+        rest = tuple(sorted(set(execution.token_axes) - set(placement.mesh_axes)))
+        if rest and placement.axes.role is not Role.BUFFER:
+            moves.append(_move("psum", rest, placement.local_size(shape), execution.reduce_dtype, execution))
     return moves

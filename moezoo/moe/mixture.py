@@ -53,8 +53,6 @@ class MoE(eqx.Module):
         # Every part of an assignment varies as the tokens do, so that strategies see one type.
         assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)
         strategy = resolve(execution.dispatch, group, varying_axes(tokens))
-        with jax.named_scope("dispatch"):
-            experts = strategy.experts(self.experts, group)  # once for all chunks
 
         def send(chunk: _Chunk) -> Dispatched:
             with jax.named_scope("dispatch"):
@@ -62,7 +60,7 @@ class MoE(eqx.Module):
 
         def compute(there: Dispatched) -> Float[Array, "rows embed"]:
             with jax.named_scope("experts"):
-                return experts(there.rows, there.group_sizes, execution.grouped_matmul)
+                return self.experts(there.rows, there.group_sizes, execution.grouped_matmul)
 
         def collect(rows: Float[Array, "rows embed"], there: Dispatched) -> Float[Array, "chunk embed"]:
             with jax.named_scope("combine"):

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.optim.base import Schedule, UpdateRule
 from moezoo.parallel.axes import Role, axes_of
+from moezoo.parallel.placement import EVERYWHERE
 
 
 class Optimizer:
@@ -27,13 +27,17 @@ class Optimizer:
         """Fresh state for `parameters`."""
         return self._transform.init(parameters)
 
-    def specs(self, parameters: PyTree, specs: PyTree) -> Any:
-        """The layout of the state: moments as their parameters, counters replicated."""
+    def placements(self, parameters: PyTree, placements: PyTree) -> Any:
+        """Where the state lies: moments as their parameters, counters on every device."""
         import optax
 
         state = jax.eval_shape(self.init, parameters)
         return optax.tree.map_params(
-            self._transform, lambda _, spec: spec, state, specs, transform_non_params=lambda _: PartitionSpec()
+            self._transform,
+            lambda _, placement: placement,
+            state,
+            placements,
+            transform_non_params=lambda _: EVERYWHERE,
         )
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:

@@ -82,7 +82,7 @@ def gather_tokens(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Ar
 def gather_weight(
     x: Array, dims: tuple[MeshAxes, ...], tokens: MeshAxes, dtype: DTypeLike, reduce_dtype: DTypeLike
 ) -> Array:
-    """A stored weight made whole: dimension i is gathered over `dims[i]`.
+    """A stored weight made whole: dimension i is gathered over `dims[i]`, the last dimension first.
 
     The weight is cast to `dtype` before it travels; its gradient is cast to `reduce_dtype` before it is summed. The
     result carries a checkpoint name, and rematerialisation never saves it.
@@ -97,7 +97,7 @@ def gather_weight(
 def _gather_weight(dims, tokens, dtype, reduce_dtype, x):
     del reduce_dtype
     x = x.astype(dtype)
-    for dim, axes in enumerate(dims):
+    for dim, axes in reversed(list(enumerate(dims))):
         x = gather(x, axes, dim, tokens=tokens)
     return x
 
@@ -110,7 +110,7 @@ def _gather_weight_forward(dims, tokens, dtype, reduce_dtype, x):
 def _gather_weight_backward(dims, tokens, dtype, reduce_dtype, like, cotangent):
     del dtype
     cotangent = cotangent.astype(reduce_dtype)
-    for dim, axes in reversed(list(enumerate(dims))):
+    for dim, axes in enumerate(dims):
         cotangent = _scatter(cotangent, axes, dim, tokens)
     return (cotangent.astype(like.dtype),)
 

@@ -1,11 +1,13 @@
 """The contract of a dispatch strategy; the strategies are in `moezoo.moe.dispatch`.
 
 Letters: T tokens on this device, K experts a token, E experts, P devices along the expert axes, d model width.
-An expert MLP runs between three calls:
+The experts run between two calls:
 
-    weights = strategy.experts(weights, group)             # identity where tokens move
-    there = strategy.dispatch(tokens, assignment, group)   # rows grouped by the experts in `weights`
-    back = strategy.combine(mlp(there.rows, there.group_sizes, weights), there.state, group)
+    there = strategy.dispatch(tokens, assignment, group)   # rows grouped by expert
+    back = strategy.combine(experts(there.rows, there.group_sizes), there.state, group)
+
+`moves` says which experts those are: where tokens move a device's own, E/P; where weights move all E, which
+`Execution.whole` has gathered with the layer's other weights.
 
 Exact means: `back` is the sum of what every token's K experts return, each times its gate, whatever P is.
 """
@@ -15,14 +17,12 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
-from moezoo.parallel.collectives import MeshAxes, gather_weight
+from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traffic import Move, Moves
 
 
@@ -50,15 +50,11 @@ class Dispatched(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What passes through a strategy: T `tokens` of this device, of width `embed` and `dtype`, K experts each.
-
-    `weights`: how many numbers each of an expert's arrays has.
-    """
+    """What passes through a strategy: T `tokens` of this device, of width `embed` and `dtype`, K experts each."""
 
     tokens: int
     k: int
     embed: int
-    weights: tuple[int, ...]
     dtype: DTypeLike
 
 
@@ -69,7 +65,6 @@ class ExpertGroup:
     axes: MeshAxes
     size: int
     num_experts: int
-    reduce_dtype: DTypeLike = jnp.float32
 
     @property
     def num_local(self) -> int:
@@ -92,27 +87,13 @@ class ExpertGroup:
         """This device's number in the group."""
         return lax.axis_index(self.axes) if self.axes else 0
 
-    def expert_moves(self, sizes: Sizes) -> Moves:
-        """Of `gather_experts`: weights twice, as they are never kept, and their gradients."""
-        weights = tuple(self.move("all_gather", self.num_local * numbers, sizes.dtype) for numbers in sizes.weights)
-        return Moves(weights, (), (*weights, *(weight.back(self.reduce_dtype) for weight in weights)))
-
-    def gather_experts(self, weights: PyTree) -> PyTree:
-        """Every expert's weights on every device of the group, each array [E/P, ...] -> [E, ...]."""
-
-        def leaf(x: Array) -> Array:
-            # What a strategy is given differs by device of the group, so these axes count as splitting tokens.
-            return gather_weight(x, (self.axes, *((),) * (x.ndim - 1)), self.axes, x.dtype, self.reduce_dtype)
-
-        return jax.tree.map(leaf, weights) if self.axes else weights
-
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch(abc.ABC):
     """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group.
 
-    `chunks`: parts of a device's tokens that go through the three calls one after the other, so that one part travels
-    while experts work on another; weights that move do so once. What bounds room does so in each part.
+    `chunks`: parts of a device's tokens that go through the two calls one after the other, so that one part travels
+    while experts work on another. What bounds room does so in each part.
 
     Raises `UserError` for a bound that is none, or for less than one chunk.
     """
@@ -144,15 +125,11 @@ class Dispatch(abc.ABC):
 
     @abc.abstractmethod
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """The collectives of the three calls on one chunk, for a group of more than one device."""
-
-    @abc.abstractmethod
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """The experts this device will run: its own, or all of them where weights move."""
+        """The collectives of the two calls on one chunk, for a group of more than one device."""
 
     @abc.abstractmethod
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Bring tokens to the experts that `experts` returned."""
+        """Bring tokens to the experts that this device runs."""
 
     @abc.abstractmethod
     def combine(self, rows: Float[Array, "rows embed"], state: Any, group: ExpertGroup) -> Float[Array, "tokens embed"]:

@@ -19,6 +19,7 @@ from moezoo.errors import UserError
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import GATHERED_WEIGHT, GROUPED_MATMUL, gather_weight, vary
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
+from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 
 # Where a model runs without a mesh: nothing is stored over anything.
@@ -137,32 +138,54 @@ class Execution:
     def expert_group(self, num_experts: int) -> ExpertGroup:
         """The devices that share one set of `num_experts` experts."""
         axes = self.expert_axes
-        return ExpertGroup(axes, self.ways(axes), num_experts, self.reduce_dtype)
+        return ExpertGroup(axes, self.ways(axes), num_experts)
 
-    def specs(self, module: PyTree) -> PyTree:
-        """The layout of every array of `module` (or of its shapes). Raises `UserError` where the rules do not fit."""
+    @property
+    def moves_weights(self) -> bool:
+        """Whether every device runs all experts, on its own tokens; without a dispatch it does."""
+        return self.dispatch is None or self.dispatch.moves == "weights"
 
-        def spec(path: Any, leaf: Any, axes: Axes) -> PartitionSpec:
-            self.rules.check_parameter(jax.tree_util.keystr(path), axes, leaf.shape, self.sizes)
-            return self.rules.spec(axes, self.sizes)
+    def placement(self, axes: Axes) -> Placement:
+        """Where a parameter of these axes lies, and what of it is gathered where its layer runs."""
+        return self.rules.placement(axes, self.sizes, whole=("expert",) if self.moves_weights else ())
+
+    def placements(self, module: PyTree) -> PyTree:
+        """A `Placement` for every array of `module` or of its shapes. Raises `UserError` where the rules do not fit."""
+
+        def leaf(path: Any, x: Any, axes: Axes) -> Placement:
+            placement = self.placement(axes)
+            self.rules.check_parameter(jax.tree_util.keystr(path), placement, x.shape, self.sizes)
+            return placement
 
         arrays = eqx.filter(module, _is_array)
-        return jax.tree_util.tree_map_with_path(spec, arrays, axes_of(arrays))
+        return jax.tree_util.tree_map_with_path(leaf, arrays, axes_of(arrays))
+
+    def specs(self, module: PyTree) -> PyTree:
+        """The layout of every array of `module`, as its placement says."""
+        return jax.tree.map(lambda placement: placement.spec, self.placements(module))
 
     def shardings(self, module: PyTree) -> PyTree:
         """`specs` on this mesh."""
         assert self.mesh is not None
         mesh = self.mesh
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs(module), is_leaf=_is_spec)
+        return jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements(module))
+
+    def summed_axes(self, placement: Placement) -> tuple[str, ...]:
+        """Mesh axes over which devices use a gathered parameter on different tokens, so that its gradients are summed.
+
+        Those that split tokens. For experts whose weights move also those that split experts: a strategy gives each of
+        their devices other tokens, even where tokens are the same on all.
+        """
+        extra = self.expert_axes if self.moves_weights and "expert" in placement.axes.names else ()
+        return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
 
     def whole(self, module: PyTree) -> PyTree:
         """A layer's weights, cast to `dtype` and gathered as the rules say; called where the layer is about to run."""
 
         def leaf(x: jax.Array, axes: Axes) -> jax.Array:
+            placement = self.placement(axes)
             dtype = jnp.promote_types(x.dtype, jnp.float32) if axes.role is Role.BUFFER else self.dtype
-            return gather_weight(
-                x, self.rules.gathered_axes(axes, self.sizes), self.token_axes, dtype, self.reduce_dtype
-            )
+            return gather_weight(x, placement.gathered, self.summed_axes(placement), dtype, self.reduce_dtype)
 
         arrays, rest = eqx.partition(module, eqx.is_array)
         return eqx.combine(jax.tree.map(leaf, arrays, axes_of(arrays)), rest)
@@ -206,7 +229,3 @@ def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> 
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

@@ -4,12 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jax.sharding import PartitionSpec
-
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import LOGICAL_AXES, Axes, Role
 from moezoo.parallel.mesh import AXES
+from moezoo.parallel.placement import Placement
 
 # What a layer can compute on without gathering it first.
 _KEPT = ("expert",)
@@ -79,31 +78,27 @@ class Rules:
         """Every mesh axis that the rules name."""
         return {a for axes in (*self.store.values(), self.batch, self.sequence) for a in axes}
 
-    def stored_axes(self, axes: Axes, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """For each dimension of a parameter, the mesh axes of more than one device it is stored over.
+    def placement(self, axes: Axes, sizes: Mapping[str, int], *, whole: tuple[str, ...] = ()) -> Placement:
+        """Where a parameter of these axes lies on a mesh of these axis sizes.
 
+        What is stored and not computed is gathered; dimensions of the logical axes `whole` are gathered altogether.
         Buffers are whole on every device: a step moves them by figures that all devices have, and they are small.
         """
-        if axes.role is Role.BUFFER:
-            return ((),) * len(axes.names)
-        return tuple(live(self.store.get(name, ()), sizes) for name in axes.names)
+        buffer = axes.role is Role.BUFFER
+        stored = tuple(() if buffer else live(self.store.get(name, ()), sizes) for name in axes.names)
+        kept = tuple(() if name in whole else live(self.compute.get(name, ()), sizes) for name in axes.names)
+        gathered = tuple(s[len(k) :] for s, k in zip(stored, kept, strict=True))
+        return Placement(axes, stored, gathered, math.prod(sizes[axis] for dim in stored for axis in dim))
 
-    def gathered_axes(self, axes: Axes, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """For each dimension of a parameter, the mesh axes it is gathered over before use: stored minus computed."""
-        kept = tuple(live(self.compute.get(name, ()), sizes) for name in axes.names)
-        return tuple(s[len(k) :] for s, k in zip(self.stored_axes(axes, sizes), kept, strict=True))
-
-    def spec(self, axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
-        """The layout of a stored parameter."""
-        return PartitionSpec(*(s or None for s in self.stored_axes(axes, sizes)))
-
-    def check_parameter(self, name: str, axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-        """Refuse a parameter that these rules cannot lay out on a mesh of these axis sizes.
+    def check_parameter(
+        self, name: str, placement: Placement, shape: tuple[int, ...], sizes: Mapping[str, int]
+    ) -> None:
+        """Refuse a parameter that cannot be stored as its placement by these rules says.
 
         Raises `UserError` where two logical axes of the array share a mesh axis, or a size is not divisible.
         """
         owner: dict[str, str] = {}
-        for logical, mesh_axes, size in zip(axes.names, self.stored_axes(axes, sizes), shape, strict=True):
+        for logical, mesh_axes, size in zip(placement.axes.names, placement.stored, shape, strict=True):
             for axis in mesh_axes:
                 if axis in owner:
                     raise UserError(

@@ -1,6 +1,5 @@
 """What a run prints: the summary before step 1, progress, and what it left."""
 
-import math
 import sys
 import textwrap
 from pathlib import Path
@@ -9,14 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
 from moezoo.kernels.grouped_matmul import default_implementation
 from moezoo.parallel import distributed
-from moezoo.parallel.axes import count_parameters, parameter_table
+from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
@@ -41,25 +40,17 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def local_bytes(tree: PyTree, specs: PyTree, sizes: dict[str, int]) -> int:
-    """Bytes that one device stores of `tree`, laid out as `specs`."""
-
-    def leaf(x: Any, spec: PartitionSpec) -> int:
-        axes = [a for part in spec if part for a in ((part,) if isinstance(part, str) else part)]
-        return math.prod(x.shape) * np.dtype(x.dtype).itemsize // math.prod(sizes[a] for a in axes)
-
-    return sum(jax.tree.leaves(jax.tree.map(leaf, tree, specs)))
+def local_bytes(tree: PyTree, placements: PyTree) -> int:
+    """Bytes that one device stores of `tree`, which may be shapes."""
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
+    return sum(placement.local_size(x.shape) * np.dtype(x.dtype).itemsize for x, placement in leaves)
 
 
-def layout_lines(model: PyTree, execution: Execution) -> list[str]:
+def layout_lines(placements: PyTree) -> list[str]:
     """Each kind of parameter dimension that is stored split: over which axes, and what becomes of it in its layer."""
     lines = {}
-    for _, axes, _ in parameter_table(model):
-        stored, gathered = (
-            execution.rules.stored_axes(axes, execution.sizes),
-            execution.rules.gathered_axes(axes, execution.sizes),
-        )
-        for logical, over, moved in zip(axes.names, stored, gathered, strict=True):
+    for placement in jax.tree.leaves(placements):
+        for logical, over, moved in zip(placement.axes.names, placement.stored, placement.gathered, strict=True):
             if over:
                 kept = over[: len(over) - len(moved)]
                 fate = [f"gathered over {', '.join(moved)}"] if moved else []
@@ -90,14 +81,14 @@ def summarize(
 ) -> list[tuple[str, str]]:
     """Title and text of every line printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
-    state, specs = step.arguments[0], step.state_specs
+    state, placements = step.arguments[0], step.placements
     model, learned = state.model, execution.routing == "learned"
     total, active = count_parameters(model, cfg.model.experts_per_token)
     used = {a: s for a, s in execution.sizes.items() if s > 1}
     traffic = collective_traffic(step.traced.jaxpr)
     devices = execution.mesh.devices
-    stored = local_bytes(state, specs, execution.sizes)
-    gradients = local_bytes(model, specs.model, execution.sizes)
+    stored = local_bytes(state, placements)
+    gradients = local_bytes(model, placements.model)
     rows = [
         (
             "model",
@@ -121,7 +112,7 @@ def summarize(
             * (not learned)
         ),
         ("kernels", f"grouped matmul: {execution.grouped_matmul or default_implementation(devices.flat[0].platform)}"),
-        *(("layout", line) for line in layout_lines(model, execution)),
+        *(("layout", line) for line in layout_lines(placements.model)),
         ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
         *(
             [("traffic", f"{_bytes(traffic.bytes)} to a device a step, by {traffic.count:,} collectives")]

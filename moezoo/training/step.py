@@ -24,6 +24,7 @@ from moezoo.optim import Optimizer
 from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.gradients import global_norm, reduce_gradients
 from moezoo.training.guard import Guard, select
 from moezoo.training.loss import losses
@@ -72,11 +73,12 @@ def _sums(nats: Array, routing: Routing) -> _Sums:
 
 
 def gradients_of(
-    model: LanguageModel, batch: Batch, specs: PyTree, execution: Execution
+    model: LanguageModel, batch: Batch, placements: PyTree, execution: Execution
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
     """Gradients of the trainable part of `model`, sums of losses, and the number of predicted tokens.
 
-    Local to a device inside `shard_map`: `model` as stored, `batch` arrays [micro-steps, batch, seq]. The objective is
+    Local to a device inside `shard_map`: `model` as stored, `batch` arrays [micro-steps, batch, seq], `placements` of
+    the trainable part. The objective is
     the cross-entropy a token of the whole step, plus the mean over micro-steps of the routing losses.
     """
     micro_steps = batch.tokens.shape[0]
@@ -104,14 +106,7 @@ def gradients_of(
             jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
         )
         (gradients, sums), _ = jax.lax.scan(add, zeros, batch)
-    gradients = reduce_gradients(
-        gradients, eqx.filter(specs, trainable_mask(model), is_leaf=_is_spec), execution.reduce_dtype
-    )
-    return gradients, sums, predicted
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+    return reduce_gradients(gradients, placements, execution.reduce_dtype), sums, predicted
 
 
 class Step:
@@ -132,21 +127,20 @@ class Step:
         """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
         assert execution.mesh is not None
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
-        specs = execution.specs(model)
-        parameters = eqx.filter(model, trainable_mask(model))
-        moments = optimizer.specs(parameters, eqx.filter(specs, trainable_mask(model), is_leaf=_is_spec))
-        same: Any = PartitionSpec()
-        self.state_specs = State(specs, moments, Guard(*(same,) * len(Guard._fields)), same)
-        self.batch_specs = Batch(*(PartitionSpec(None, *execution.tokens_spec),) * 4)
-        mesh = execution.mesh
-        self.state_shardings, self.batch_shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), (self.state_specs, self.batch_specs), is_leaf=_is_spec
-        )
+        trained, placements = trainable_mask(model), execution.placements(model)
+        self._trained_placements = eqx.filter(placements, trained)
+        moments = optimizer.placements(eqx.filter(model, trained), self._trained_placements)
+        everywhere: Any = EVERYWHERE
+        self.placements = State(placements, moments, Guard(*(everywhere,) * len(Guard._fields)), everywhere)
+        mesh, split = execution.mesh, PartitionSpec(None, *execution.tokens_spec)
+        state_specs: Any = jax.tree.map(lambda placement: placement.spec, self.placements)
+        self.state_shardings = jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements)
+        self.batch_shardings = Batch(*(NamedSharding(mesh, split),) * 4)
         whole = jax.shard_map(
             self._local,
             mesh=mesh,
-            in_specs=(self.state_specs, self.batch_specs),
-            out_specs=(self.state_specs, PartitionSpec()),
+            in_specs=(state_specs, Batch(*(split,) * 4)),
+            out_specs=(state_specs, PartitionSpec()),
         )
         self.function = jax.jit(
             whole, donate_argnums=0, out_shardings=(self.state_shardings, NamedSharding(mesh, PartitionSpec()))
@@ -164,11 +158,10 @@ class Step:
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         execution, optimizer = self._execution, self.optimizer
-        specs = self.state_specs.model
-        gradients, sums, predicted = gradients_of(state.model, batch, specs, execution)
+        placements = self._trained_placements
+        gradients, sums, predicted = gradients_of(state.model, batch, placements, execution)
         parameters, buffers = eqx.partition(state.model, trainable_mask(state.model))
-        leaf_specs = eqx.filter(specs, trainable_mask(state.model), is_leaf=_is_spec)
-        norm = global_norm(gradients, leaf_specs, execution.live_axes)
+        norm = global_norm(gradients, placements, execution.live_axes)
         rate = optimizer.rate(state.step)
         loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)
         accepted = state.guard.accepts(loss, norm, self._guard)

@@ -56,7 +56,7 @@ def layer(execution: Execution) -> Any:
 
     def local(moe: MoE, shared: MLP, x: Any, valid: Any, cotangent: Any) -> Results:
         def objective(moe: MoE, shared: MLP, x: Any) -> Any:
-            routed, beside, sums = moe(x, valid, execution, shared)
+            routed, beside, sums = execution.whole(moe)(x, valid, execution, shared)
             assert beside is not None
             return (routed + beside**2, (routed, beside, sums.dropped))
 
@@ -127,7 +127,7 @@ def test_weights_are_gathered_once_and_chunks_travel_by_themselves(name):
     shapes = jax.eval_shape(lambda: (*block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
 
     def local(moe: MoE, shared: MLP, x: Any, valid: Any) -> Any:
-        return moe(x, valid, execution, shared)[:2]
+        return execution.whole(moe)(x, valid, execution, shared)[:2]
 
     split, (moe, shared) = execution.tokens_spec, block()
     specs = (execution.specs(moe), execution.specs(shared), split, split)
@@ -145,7 +145,7 @@ def test_what_runs_beside_does_between_sending_and_results(name):
     wide = 9  # the shared MLP's width, which nothing else has
 
     def local(moe: MoE, shared: MLP, x: Any, valid: Any) -> Any:
-        return moe(x, valid, execution, shared)[:2]
+        return execution.whole(moe)(x, valid, execution, shared)[:2]
 
     split, (moe, shared) = execution.tokens_spec, block()
     specs = (execution.specs(moe), execution.specs(shared), split, split)

@@ -14,7 +14,7 @@ from meshes import auto_mesh
 
 from moezoo.moe.dispatch import STRATEGIES, Assignment, Dispatch, ExpertGroup, Replicated
 from moezoo.moe.experts import Experts
-from moezoo.parallel.collectives import psum, varying_axes
+from moezoo.parallel.collectives import gather_weight, psum, varying_axes
 
 EMBED, MLP = 4, 3
 
@@ -80,9 +80,10 @@ def expert_layer(case, tokens, experts, gates, mlp):
     strategy = case.dispatch
     if not set(axes) <= varying_axes(tokens):
         strategy = Replicated(strategy)
-    whole = strategy.experts(mlp, group)
+    if case.dispatch.moves == "weights":
+        mlp = jax.tree.map(lambda x: gather_weight(x, (axes, (), ()), axes, x.dtype, x.dtype), mlp)
     there = strategy.dispatch(tokens, Assignment(experts, gates), group)
-    back = strategy.combine(whole(there.rows, there.group_sizes, "reference"), there.state, group)
+    back = strategy.combine(mlp(there.rows, there.group_sizes, "reference"), there.state, group)
     dropped = psum(there.dropped, tuple(sorted(varying_axes(there.dropped))))
     return back, (dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
 

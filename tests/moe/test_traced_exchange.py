@@ -9,6 +9,7 @@ import pytest
 import moezoo
 from moezoo.models import model_shapes
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.moe.mixture import MoE
 from moezoo.parallel.traces import count_collectives, equations
 
 PRESETS = ("mixtral_8x7b", "mixtral_8x22b", "deepseek_v3")
@@ -38,7 +39,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 
     def local(moe, x, valid):
-        return moe(x, valid, execution)[0]
+        return MoE(moe.router, execution.whole(moe.experts))(x, valid, execution)[0]
 
     rules, split = execution.rules, execution.tokens_spec
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), moe)

@@ -106,11 +106,16 @@ def test_what_stays_split_is_a_prefix_of_what_is_stored():
                 rules(**changes)
             continue
         accepted, everywhere = rules(**changes), {"expert": 2, "fsdp": 2, "context": 2}
-        assert accepted.stored_axes(EXPERT, everywhere)[1] == kept + accepted.gathered_axes(EXPERT, everywhere)[1]
+        placement = accepted.placement(EXPERT, everywhere)
+        assert placement.stored[1] == kept + placement.gathered[1]
         # An axis of one device is in neither.
         fewer = everywhere | {"expert": 1}
-        assert "expert" not in accepted.stored_axes(EXPERT, fewer)[1]
-        assert accepted.stored_axes(EXPERT, fewer)[1] == live(kept, fewer) + accepted.gathered_axes(EXPERT, fewer)[1]
+        placement = accepted.placement(EXPERT, fewer)
+        assert "expert" not in placement.stored[1]
+        assert placement.stored[1] == live(kept, fewer) + placement.gathered[1]
+        # Where experts are wanted whole, nothing of them stays split.
+        placement = accepted.placement(EXPERT, everywhere, whole=("expert",))
+        assert placement.stored[1] == placement.gathered[1] == stored
 
 
 F, X, C = "fsdp", "expert", "context"
@@ -133,13 +138,13 @@ F, X, C = "fsdp", "expert", "context"
 def test_shipped_layouts(name, mesh, dense, experts, width, gathered_width):
     """By hand: where `embed`, `expert` and `expert_embed` are stored; experts stay, all else is gathered."""
     layout, size = compose(f"rules={name}").rules, sizes(mesh)
-    assert layout.spec(DENSE, size) == PartitionSpec(None, dense or None, None, None)
-    assert layout.gathered_axes(DENSE, size) == ((), dense, (), ())
-    assert layout.spec(OUT, size) == PartitionSpec(None, None, None, dense or None)
-    assert layout.gathered_axes(OUT, size) == ((), (), (), dense)
-    assert layout.spec(EXPERT, size) == PartitionSpec(None, experts or None, width or None, None)
-    assert layout.gathered_axes(EXPERT, size) == ((), (), gathered_width, ())
-    assert layout.spec(NORM, size) == PartitionSpec(None)
+    assert layout.placement(DENSE, size).spec == PartitionSpec(None, dense or None, None, None)
+    assert layout.placement(DENSE, size).gathered == ((), dense, (), ())
+    assert layout.placement(OUT, size).spec == PartitionSpec(None, None, None, dense or None)
+    assert layout.placement(OUT, size).gathered == ((), (), (), dense)
+    assert layout.placement(EXPERT, size).spec == PartitionSpec(None, experts or None, width or None, None)
+    assert layout.placement(EXPERT, size).gathered == ((), (), gathered_width, ())
+    assert layout.placement(NORM, size).spec == PartitionSpec(None)
 
 
 @pytest.mark.parametrize("mesh", ["ep8", "fsdp2_ep4", "fsdp4_ep2", "fsdp8", "fsdp2_ep2_cp2"])
@@ -150,10 +155,17 @@ def test_nearly_every_parameter_is_split_over_all_devices(mesh):
     layout, size = compose("rules=fsdp_ep").rules, sizes(mesh)
     split = total = 0
     for _, axes, shape in parameter_table(model):
-        ways = math.prod(size[axis] for over in layout.stored_axes(axes, size) for axis in over)
+        placement = layout.placement(axes, size)
+        assert placement.local_size(shape) * placement.ways == math.prod(shape)
+        assert placement.ways == math.prod(size[axis] for axis in placement.mesh_axes)
         total += math.prod(shape)
-        split += math.prod(shape) * (ways == 8)
+        split += math.prod(shape) * (placement.ways == 8)
     assert split / total >= 0.999
+
+
+def check(layout, name, axes, shape, size):
+    """As an execution does it."""
+    layout.check_parameter(name, layout.placement(axes, size), shape, size)
 
 
 def test_two_dimensions_on_one_mesh_axis_are_refused():
@@ -163,22 +175,22 @@ def test_two_dimensions_on_one_mesh_axis_are_refused():
         "'fsdp'; take it from rules.store.embed or rules.store.heads"
     )
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
-        layout.check_parameter(".attention.query", DENSE, (2, 8, 4, 4), sizes("fsdp8"))
-    layout.check_parameter(".attention.query", DENSE, (2, 8, 4, 4), sizes("ep8"))  # one device along fsdp: no conflict
+        check(layout, ".attention.query", DENSE, (2, 8, 4, 4), sizes("fsdp8"))
+    check(layout, ".attention.query", DENSE, (2, 8, 4, 4), sizes("ep8"))  # one device along fsdp: no conflict
 
 
 def test_a_size_that_does_not_divide_is_refused():
     layout = compose("rules=fsdp_ep").rules
     said = "mesh.expert=8 splits 'expert' 8 ways but model.experts=6 (.up); choose a mesh whose expert divides 6"
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
-        layout.check_parameter(".up", EXPERT, (2, 6, 16, 16), sizes("ep8"))
+        check(layout, ".up", EXPERT, (2, 6, 16, 16), sizes("ep8"))
     said = (
         "mesh.fsdp=2 mesh.expert=4 splits 'embed' 8 ways but model.embed=12 (.key); "
         "choose a mesh whose fsdp x expert divides 12"
     )
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
-        layout.check_parameter(".key", DENSE, (2, 12, 4, 4), sizes("fsdp2_ep4"))
-    layout.check_parameter(".key", DENSE, (2, 16, 4, 4), sizes("fsdp2_ep4"))
+        check(layout, ".key", DENSE, (2, 12, 4, 4), sizes("fsdp2_ep4"))
+    check(layout, ".key", DENSE, (2, 16, 4, 4), sizes("fsdp2_ep4"))
 
 
 def test_equal_rules_hash_alike():

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import permute, plan_with_capacity, unpermute
 from moezoo.moe.dispatch.state import SortState
@@ -40,10 +40,6 @@ class Capacity(Dispatch):
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(self.capacity_factor * tokens * k / group.num_experts))
-
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """This device's own."""
-        return weights
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Fill a buffer for each expert and send it there."""

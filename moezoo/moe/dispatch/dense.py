@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from einops import rearrange, repeat
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
@@ -28,12 +28,9 @@ class Dense(Dispatch):
         return group.num_experts * tokens
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Weights."""
-        return group.expert_moves(sizes)
-
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """All experts."""
-        return group.gather_experts(weights)
+        """None: weights are gathered with the layer's others."""
+        del sizes, group
+        return Moves()
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """E copies of the tokens."""

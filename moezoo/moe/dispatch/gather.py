@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import permute, plan, unpermute
 from moezoo.moe.dispatch.state import SortState
@@ -27,12 +27,9 @@ class Gather(Dispatch):
         return tokens * min(k, group.num_experts)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Weights."""
-        return group.expert_moves(sizes)
-
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """All experts."""
-        return group.gather_experts(weights)
+        """None: weights are gathered with the layer's others."""
+        del sizes, group
+        return Moves()
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Sort this device's assignments by expert: T * K rows."""

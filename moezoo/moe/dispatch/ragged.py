@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
 from moezoo.moe.transport import Transfer, exchange
@@ -48,10 +48,6 @@ class Ragged(Dispatch):
         counts = group.move("all_gather", group.num_experts, jnp.int32)
         once = group.move("ragged_all_to_all", rows * sizes.embed, sizes.dtype)
         return Moves((counts, once, once), (counts, once, once), (once, once))
-
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """This device's own."""
-        return weights
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Send each assignment's token to its expert's device, and sort there what has come."""

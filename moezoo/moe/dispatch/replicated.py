@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
@@ -46,10 +46,6 @@ class Replicated(Dispatch):
     @staticmethod
     def _share(tokens: int, group: ExpertGroup) -> int:
         return -(-tokens // group.size)
-
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """The strategy's."""
-        return self.strategy.experts(weights, group)
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Take this device's share and dispatch that."""

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import permute, plan, unpermute
 from moezoo.moe.dispatch.state import SortState
@@ -40,10 +40,6 @@ class Ring(Dispatch):
         routing = group.move("all_gather", sizes.tokens * 2 * sizes.k, jnp.float32)
         sums = tokens.back()
         return Moves((tokens, routing, sums), (tokens, routing), (tokens.back(), routing.back(), sums.back()))
-
-    def experts(self, weights: PyTree, group: ExpertGroup) -> PyTree:
-        """This device's own."""
-        return weights
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Gather the group's tokens and routing, and keep the assignments to this device's experts."""
