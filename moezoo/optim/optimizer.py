@@ -7,21 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.optim.base import Schedule, UpdateRule
-from moezoo.parallel.axes import Role, axes_of
+from moezoo.parallel.axes import Role
 from moezoo.parallel.placement import EVERYWHERE
 
 
 class Optimizer:
     """An optax transformation for one model; every update is elementwise, so shards are updated where they lie."""
 
-    def __init__(self, rule: UpdateRule, schedule: Schedule, steps: int, model: PyTree):
-        """`model` (or its shapes) says by its annotations what decays: matrices only.
+    def __init__(self, rule: UpdateRule, schedule: Schedule, steps: int, placements: PyTree):
+        """`placements` of a model say by their axes what decays: matrices only.
 
         Raises `UserError` where a run of `steps` would end before the schedule's warm-up.
         """
         self.rule, self.schedule, self.steps = rule, schedule, steps
         schedule.count_warmup(steps)  # refused here, not in the middle of a trace
-        self._transform = rule.transform(jax.tree.map(lambda axes: axes.role is Role.WEIGHT, axes_of(model)))
+        self._transform = rule.transform(jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, placements))
 
     def init(self, parameters: PyTree) -> Any:
         """Fresh state for `parameters`."""

@@ -24,7 +24,7 @@ def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel
 def build_step(cfg: TrainConfig, execution: Execution) -> Step:
     """The step of a run; nothing is compiled yet."""
     shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
-    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, shapes)
+    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
     return Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard)

@@ -73,19 +73,19 @@ def _sums(nats: Array, routing: Routing) -> _Sums:
 
 
 def gradients_of(
-    model: LanguageModel, batch: Batch, placements: PyTree, execution: Execution
+    model: LanguageModel, batch: Batch, trained: PyTree, placements: PyTree, execution: Execution
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
-    """Gradients of the trainable part of `model`, sums of losses, and the number of predicted tokens.
+    """Gradients of the `trained` part of `model`, sums of losses, and the number of predicted tokens.
 
     Local to a device inside `shard_map`: `model` as stored, `batch` arrays [micro-steps, batch, seq], `placements` of
-    the trainable part. The objective is
+    the trained part. The objective is
     the cross-entropy a token of the whole step, plus the mean over micro-steps of the routing losses.
     """
     micro_steps = batch.tokens.shape[0]
     predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
     # Varying from here on: gradients stay one device's own until they are summed once, below.
-    parameters, buffers = eqx.partition(execution.vary_parameters(model), trainable_mask(model))
+    parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
 
     def objective(parameters: PyTree, micro: Batch) -> tuple[Float[Array, ""], _Sums]:
         nats, routing = losses(eqx.combine(parameters, buffers), micro, execution)
@@ -127,9 +127,8 @@ class Step:
         """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
         assert execution.mesh is not None
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
-        trained, placements = trainable_mask(model), execution.placements(model)
-        self._trained_placements = eqx.filter(placements, trained)
-        moments = optimizer.placements(eqx.filter(model, trained), self._trained_placements)
+        self.trained, placements = trainable_mask(model), execution.placements(model)
+        moments = optimizer.placements(eqx.filter(model, self.trained), eqx.filter(placements, self.trained))
         everywhere: Any = EVERYWHERE
         self.placements = State(placements, moments, Guard(*(everywhere,) * len(Guard._fields)), everywhere)
         mesh, split = execution.mesh, PartitionSpec(None, *execution.tokens_spec)
@@ -154,13 +153,13 @@ class Step:
 
     def begin(self, model: LanguageModel) -> State:
         """The state of a fresh model; under `jit` with `state_shardings`, or for shapes."""
-        return State(model, self.optimizer.init(eqx.filter(model, trainable_mask(model))), Guard.fresh(), jnp.int32(0))
+        return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         execution, optimizer = self._execution, self.optimizer
-        placements = self._trained_placements
-        gradients, sums, predicted = gradients_of(state.model, batch, placements, execution)
-        parameters, buffers = eqx.partition(state.model, trainable_mask(state.model))
+        placements = eqx.filter(self.placements.model, self.trained)
+        gradients, sums, predicted = gradients_of(state.model, batch, self.trained, placements, execution)
+        parameters, buffers = eqx.partition(state.model, self.trained)
         norm = global_norm(gradients, placements, execution.live_axes)
         rate = optimizer.rate(state.step)
         loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)

@@ -43,9 +43,9 @@ class Recording(Optimizer):
         """No gradient yet."""
         return jax.tree.map(jnp.zeros_like, parameters)
 
-    def specs(self, parameters: Any, specs: Any) -> Any:
+    def placements(self, parameters: Any, placements: Any) -> Any:
         """A gradient lies as its parameter."""
-        return specs
+        return placements
 
     def update(self, gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any) -> tuple[Any, Any]:
         """As gradient descent, and keep the gradient."""
@@ -66,7 +66,8 @@ class Running:
         """`start` is a model; its optimiser is by default gradient descent whose state is the last gradient."""
         start = model(case.family, case.balance) if start is None else start
         self._micro_steps, self._start = case.microbatches, start
-        self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, start)
+        placements = case.execution.placements(start)
+        self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, placements)
         self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches))
         self._compiled = self.step.function.lower(*self.step.arguments).compile()
         self.state = self.begin()

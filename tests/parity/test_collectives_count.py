@@ -35,7 +35,7 @@ from moezoo.training.step import Step
 def traced(case: Case, **changes: int) -> Any:
     """The traced step."""
     model = model_shapes(config(case.family, case.balance, **changes))
-    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, model)
+    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, case.execution.placements(model))
     return Step(model, optimizer, case.execution, shapes(case.microbatches)).traced.jaxpr
 
 

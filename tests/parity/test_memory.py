@@ -31,7 +31,7 @@ class Large(NamedTuple):
 def large(case: Case) -> Large:
     """Traced for every policy, compiled for some."""
     model = model_shapes(config(layers=LAYERS, embed=EMBED, expert_mlp=MLP))
-    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, model)
+    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, case.execution.placements(model))
     return Large(case, Step(model, optimizer, case.execution, shapes(1)), model)
 
 

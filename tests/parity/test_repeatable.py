@@ -22,7 +22,7 @@ CASE = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch")
 @pytest.fixture(scope="module")
 def running() -> Running:
     """One compiled step for all tests that need any."""
-    return Running(CASE, Optimizer(AdamW(), Cosine(), STEPS, model()))
+    return Running(CASE, Optimizer(AdamW(), Cosine(), STEPS, CASE.execution.placements(model())))
 
 
 def bits(tree) -> list[bytes]:

@@ -154,7 +154,7 @@ def test_adamw(case):
     settings = AdamW(learning_rate=0.05, beta1=0.8, beta2=0.9, epsilon=1e-2, weight_decay=0.5, clip_norm=2.5)
     schedule = Cosine(warmup_steps=1, final_ratio=0.1)
     family = case.family
-    optimizer = Optimizer(settings, schedule, STEPS, model(family))
+    optimizer = Optimizer(settings, schedule, STEPS, case.execution.placements(model(family)))
     running = Running(case, optimizer)
 
     known, parameters = oracle_family(family, "batch"), parameters_of(family, model(family))
