@@ -1,4 +1,4 @@
 """Benchmarks: what a product, an MoE layer and a training step cost here, beside what else could do the same work.
 
-The command is scripts/bench.py; what its figures mean is in docs/benchmarks.md.
+The command is `moezoo bench`; what its figures mean is in docs/benchmarks.md.
 """

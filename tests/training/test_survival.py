@@ -195,8 +195,7 @@ def test_continues_on_another_mesh(whole, tmp_path, overrides):
     for ours, theirs in zip(numbers(other.folder), numbers(whole.folder), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     for (path, a), (_, b) in zip(arrays(other.folder, 12), arrays(whole.folder, 12), strict=True):
-        roundings = 2e-6 if ".nu." in path else 1e-6  # a square has twice the relative error of what is squared
-        np.testing.assert_allclose(a, b, rtol=0, atol=roundings * max(np.abs(b).max(), 1e-30), err_msg=path)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1e-30), err_msg=path)
 
 
 def damaged(folder, how):
