@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.compose import compose
+from moezoo.parallel import distributed
 from moezoo.training import supervisor
 from moezoo.training.signals import Stopped
 from moezoo.training.train import train
@@ -20,6 +21,9 @@ def main(overrides: Sequence[str]) -> int:
     except Stopped as stopped:
         print(stopped, flush=True)
         return stopped.code
+    except Exception as error:
+        distributed.outlast_lost_process(error, cfg.distributed)
+        raise
     return 0
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -201,12 +202,31 @@ def largest(number: int) -> int:
 
 def leave(code: int) -> None:
     """Before an exit with `code`: where the others are not leaving too, do not wait for them, so that they notice."""
-    if code == 0 or not several():
+    if code == 0 or not several() or _all_leave(_LEAVING_SECONDS):
         return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def outlast_lost_process(error: Exception, settings: Distributed) -> None:
+    """Before `error` is reported: if it may come from another process's death, wait until that death is noticed.
+
+    A collective fails as soon as a process of it is gone, with an error about a connection. The coordination service
+    notices the death after `settings.heartbeat_seconds` of silence and ends this process, so this function then does
+    not return. It returns at once for an error that no collective raises, and after the wait where all are alive.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError) and several() and not isinstance(settings, Alone):
+        _all_leave(settings.heartbeat_seconds + _LEAVING_SECONDS)
+
+
+def _all_leave(seconds: int) -> bool:
+    """Whether every process comes to leave within `seconds`; always waits so long where one does not."""
+    client: Any = internal.global_state.client
+    end = time.monotonic() + seconds
     try:
-        client: Any = internal.global_state.client
-        client.wait_at_barrier("leaving", _LEAVING_SECONDS * 1000)
-    except Exception:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        client.wait_at_barrier(f"leaving within {seconds} s", seconds * 1000)
+    except Exception:  # at once where a process is known to be gone
+        time.sleep(max(0.0, end - time.monotonic()))
+        return False
+    return True
