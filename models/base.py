@@ -1,4 +1,4 @@
-"""What every family's model is: `embed`, `trunk`, `head`, and the call that composes them, on a mesh or on none.
+"""What every family's model is: `embed`, `layers`, `head`, and the call that composes them, on a mesh or on none.
 
 Also the type of what a family says of its Hugging Face folders.
 """
@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
-from moezoo.moe.routing import LayerSums, Routing, RoutingConfig, reduce_routing
-from moezoo.nn.attention import TokenPositions, gather_positions
+from moezoo.models.layers import Keep, LayersOutput, routing_rows, run_layers
+from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
+from moezoo.nn.cache import Cache
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import Context, TokenPositions, gather_positions
 from moezoo.parallel.axes import Embedding, Stack, Weight
 from moezoo.parallel.execution import Execution
 
@@ -57,25 +59,10 @@ class Output(NamedTuple):
     routing: Routing
 
 
-class LayerOutput(NamedTuple):
-    """A layer's activations; its routing sums, None where it routes nothing; what its attention keeps."""
-
-    x: Float[Array, "batch seq embed"]
-    sums: LayerSums | None
-    kept: PyTree
-
-
-class TrunkOutput(NamedTuple):
-    """Activations after the last layer, and each MoE layer's routing sums over this device's tokens."""
-
-    hidden: Float[Array, "batch seq embed"]
-    sums: LayerSums
-
-
 class LanguageModel(eqx.Module):
-    """A family's model: a token embedding, runs of layers, an unembedding; its only leaves are arrays.
+    """A family's model: a token embedding, stacks of layers, an unembedding; its only leaves are arrays.
 
-    A layer is called as `layer(x, context, execution, past=None)` with its weights whole and returns a `LayerOutput`.
+    Every layer is a `moezoo.models.block.Block`.
     """
 
     embedding: eqx.AbstractVar[TokenEmbedding]
@@ -94,38 +81,28 @@ class LanguageModel(eqx.Module):
         """Size of the vocabulary."""
         return self.unembedding.weight.shape[-1]
 
-    def slots(self, length: int) -> int:
-        """Of how many tokens of a text of that length the layers keep something: what later ones may look back on."""
-        return length
-
     def after_step(self, load: Int[Array, "layer experts"]) -> "LanguageModel":
-        """The model with its buffers moved by a training step's `load`, over all devices and micro-steps.
-
-        A family without such buffers has nothing to do.
-        """
-        del load
-        return self
+        """The model with its buffers moved by a training step's `load`, over all devices and micro-steps."""
+        model = self
+        for (stack, kind), rows in routing_rows(self.stacks).items():
+            mine = lambda m, stack=stack, kind=kind: m.stacks[stack].blocks[kind].feed_forward  # noqa: E731
+            model = eqx.tree_at(mine, model, mine(model).after_step(load if len(rows) == len(load) else load[rows]))
+        return model
 
     def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
         """Tokens to activations."""
         return execution.whole(self.embedding)(tokens)
 
-    def trunk(
-        self, x: Float[Array, "batch seq embed"], token_positions: TokenPositions, execution: Execution
-    ) -> TrunkOutput:
-        """All layers: one scan a run of layers; weights are gathered inside, where a layer is about to run."""
-        context = gather_positions(token_positions, execution)
-
-        def step(x: Array, layer: Any) -> tuple[Array, LayerSums | None]:
-            out = execution.whole(layer)(x, context, execution)
-            return out.x, out.sums
-
-        sums = []
-        for stack in self.stacks:
-            x, one = jax.lax.scan(execution.checkpoint(step), x, stack.layer)
-            if one is not None:
-                sums.append(one)
-        return TrunkOutput(x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums))
+    def layers(
+        self,
+        x: Float[Array, "batch seq embed"],
+        context: Context,
+        execution: Execution,
+        cache: Cache | None = None,
+        keep: Keep | None = None,
+    ) -> LayersOutput:
+        """All layers, as `moezoo.models.layers.run_layers` says."""
+        return run_layers(self.stacks, x, context, execution, cache, keep)
 
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
         """Activations to logits."""
@@ -159,9 +136,11 @@ class LanguageModel(eqx.Module):
         positions = jnp.asarray(positions, jnp.int32)
 
         def local(model: LanguageModel, tokens: Array, token_positions: TokenPositions) -> Output:
-            hidden, sums = model.trunk(model.embed(tokens, execution), token_positions, execution)
-            routing, _ = reduce_routing(sums, model.routing_config, execution.batch_axes, execution.sequence_axes, ())
-            return Output(model.head(hidden, execution), routing)
+            context = gather_positions(token_positions, execution)
+            out = model.layers(model.embed(tokens, execution), context, execution)
+            assert out.sums is not None
+            routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
+            return Output(model.head(out.x, execution), routing)
 
         token_positions = TokenPositions(positions, segments)
         if execution.mesh is None:

@@ -1,7 +1,8 @@
 """DeepSeek-V2 (2024, arXiv:2405.04434) and V3 (2024, arXiv:2412.19437): one family, told apart by its settings.
 
-Top to bottom: the configuration, the two kinds of layer, the model. Pre-norm residual layers with multi-head latent
-attention; the first layers have a dense MLP, the others experts behind a router and experts that every token shares.
+Top to bottom: the configuration, the two kinds of layer, the model, its names in a Hugging Face folder. Pre-norm
+residual layers with multi-head latent attention; the first layers have a dense MLP, the others experts behind a router
+and experts that every token shares.
 """
 
 import dataclasses
@@ -11,29 +12,27 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.base import (
     LanguageModel,
-    LayerOutput,
     TokenEmbedding,
     Unembedding,
     check_not_negative,
     check_positive,
     check_rotary,
 )
+from moezoo.models.block import Block
+from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attended, Context
-from moezoo.nn.cache import Past
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rope import Pairs, Yarn
 from moezoo.parallel.axes import Stack
-from moezoo.parallel.execution import Execution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,90 +151,34 @@ class DeepSeekConfig:
             gates=self.expert_weights,
             scale=self.expert_scale,
             bias=self.choice_bias,
+            bias_rate=self.bias_rate,
         )
 
 
-class _Attending(eqx.Module):
-    """What both kinds of layer begin with: latent attention behind a norm, beside the residual stream."""
-
-    norm: RMSNorm
-    attention: LatentAttention
-
-    def __init__(self, config: DeepSeekConfig, *, dtype: jnp.dtype, key: Array):
-        c = config
-        self.norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
-        self.attention = LatentAttention(
-            c.embed,
-            LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
-            rope_base=c.rope_base,
-            yarn=c.yarn,
-            pairs=c.rope_pairs,
-            out_std=(2 * c.layers) ** -0.5,
-            dtype=dtype,
-            key=key,
-        )
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None
-    ) -> Attended:
-        with jax.named_scope("attention"):
-            y, kept = self.attention(self.norm(x), context, execution, past)
-            return Attended(x + y, kept)
-
-
-class DenseLayer(eqx.Module):
-    """Attention, then a dense MLP."""
-
-    attending: _Attending
-    mlp_norm: RMSNorm
-    mlp: MLP
-
-    def __init__(self, config: DeepSeekConfig, *, dtype: jnp.dtype, key: Array):
-        c = config
-        for_attention, for_mlp = jax.random.split(key)
-        self.attending = _Attending(c, dtype=dtype, key=for_attention)
-        self.mlp_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
-        self.mlp = MLP(c.embed, c.mlp, out_std=(2 * c.layers) ** -0.5, dtype=dtype, key=for_mlp)
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> LayerOutput:
-        """The layer's activations and latents; it routes nothing."""
-        x, kept = self.attending(x, context, execution, past)
-        with jax.named_scope("mlp"):
-            return LayerOutput(x + self.mlp(self.mlp_norm(x)), None, kept)
-
-
-class MoELayer(eqx.Module):
-    """Attention, then routed experts and shared ones."""
-
-    attending: _Attending
-    moe_norm: RMSNorm
-    moe: MoE
-    shared: MLP | None
-
-    def __init__(self, config: DeepSeekConfig, *, dtype: jnp.dtype, key: Array):
-        c = config
-        for_attention, for_router, for_experts, for_shared = jax.random.split(key, 4)
-        out_std = (2 * c.layers) ** -0.5
-        self.attending = _Attending(c, dtype=dtype, key=for_attention)
-        self.moe_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
-        self.moe = MoE(
-            Router(c.embed, c.experts, c.choice, dtype=dtype, key=for_router),
-            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
-        )
+def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
+    for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
+    out_std = (2 * c.layers) ** -0.5
+    attention = LatentAttention(
+        c.embed,
+        LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
+        rope_base=c.rope_base,
+        yarn=c.yarn,
+        pairs=c.rope_pairs,
+        out_std=out_std,
+        dtype=dtype,
+        key=for_attention,
+    )
+    if kind == "dense":
+        feed_forward = MLP(c.embed, c.mlp, out_std=out_std, dtype=dtype, key=first)
+    else:
         width = c.shared_experts * c.expert_mlp
-        self.shared = MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> LayerOutput:
-        """The layer's activations, routing sums and latents."""
-        x, kept = self.attending(x, context, execution, past)
-        normed = self.moe_norm(x)
-        with jax.named_scope("moe"):
-            y, shared, sums = self.moe(normed, context.queries.segment > 0, execution, self.shared)
-        return LayerOutput(x + (y if shared is None else y + shared), sums, kept)
+        feed_forward = MoE(
+            Router(c.embed, c.experts, c.choice, dtype=dtype, key=first),
+            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
+            MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None,
+        )
+    norms = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
+    return Block(next(norms), attention, next(norms), feed_forward)
 
 
 class DeepSeek(LanguageModel):
@@ -251,18 +194,11 @@ class DeepSeek(LanguageModel):
         for_embedding, for_dense, for_moe, for_head = jax.random.split(key, 4)
         self.config = c
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        kinds = [(DenseLayer, c.dense_layers, for_dense), (MoELayer, c.layers - c.dense_layers, for_moe)]
-        self.stacks = tuple(
-            Stack(jax.vmap(lambda k, kind=kind: kind(c, dtype=dtype, key=k))(jax.random.split(one, count)), count)
-            for kind, count, one in kinds
-            if count
-        )
+        with_experts = c.layers - c.dense_layers
+        kinds = ["dense"] * c.dense_layers + ["moe"] * with_experts
+        keys = jnp.concatenate([jax.random.split(for_dense, c.dense_layers), jax.random.split(for_moe, with_experts)])
+        self.stacks = make_stacks(kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
-
-    def after_step(self, load: Int[Array, "layer experts"]) -> "DeepSeek":
-        """With the routers' choice bias moved towards balance."""
-        routers = lambda m: m.stacks[-1].layer.moe.router  # noqa: E731
-        return eqx.tree_at(routers, self, routers(self).rebalance(load, self.config.bias_rate))
 
 
 # Our arrays and the tensors of a Hugging Face folder; a tuple is several that lie there as one.
@@ -273,26 +209,25 @@ NAMES = {
 }
 _MLP = "model.layers.{layer}.mlp"
 LAYER_NAMES = {
-    "attending.norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attending.attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
-    "attending.attention.query_down": "model.layers.{layer}.self_attn.q_a_proj.weight",
-    "attending.attention.query_norm.scale": "model.layers.{layer}.self_attn.q_a_layernorm.weight",
-    "attending.attention.query_up": "model.layers.{layer}.self_attn.q_b_proj.weight",
-    "attending.attention.kv_down": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
-    "attending.attention.kv_norm.scale": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
-    ("attending.attention.key_up", "attending.attention.value_up"): "model.layers.{layer}.self_attn.kv_b_proj.weight",
-    "attending.attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
-    "mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "mlp.gate": f"{_MLP}.gate_proj.weight",
-    "mlp.up": f"{_MLP}.up_proj.weight",
-    "mlp.down": f"{_MLP}.down_proj.weight",
-    "moe_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "moe.router.weight": f"{_MLP}.gate.weight",
-    "moe.router.bias": f"{_MLP}.gate.e_score_correction_bias",
-    "moe.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
-    "moe.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
-    "moe.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
-    "shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
-    "shared.up": f"{_MLP}.shared_experts.up_proj.weight",
-    "shared.down": f"{_MLP}.shared_experts.down_proj.weight",
+    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    "attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
+    "attention.query_down": "model.layers.{layer}.self_attn.q_a_proj.weight",
+    "attention.query_norm.scale": "model.layers.{layer}.self_attn.q_a_layernorm.weight",
+    "attention.query_up": "model.layers.{layer}.self_attn.q_b_proj.weight",
+    "attention.kv_down": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.scale": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
+    ("attention.key_up", "attention.value_up"): "model.layers.{layer}.self_attn.kv_b_proj.weight",
+    "attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
+    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "feed_forward.gate": f"{_MLP}.gate_proj.weight",
+    "feed_forward.up": f"{_MLP}.up_proj.weight",
+    "feed_forward.down": f"{_MLP}.down_proj.weight",
+    "feed_forward.router.weight": f"{_MLP}.gate.weight",
+    "feed_forward.router.choice_bias": f"{_MLP}.gate.e_score_correction_bias",
+    "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
+    "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
+    "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
+    "feed_forward.shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
+    "feed_forward.shared.up": f"{_MLP}.shared_experts.up_proj.weight",
+    "feed_forward.shared.down": f"{_MLP}.shared_experts.down_proj.weight",
 }

@@ -1,7 +1,8 @@
 """Mixtral (Jiang et al., 2024, arXiv:2401.04088): every MLP of a Mistral-style transformer a mixture of experts.
 
-Top to bottom: the configuration, one layer, the model. Pre-norm residual layers; grouped-query attention with rotary
-positions and an optional sliding window; SwiGLU experts behind a softmax router; untied embeddings; no biases.
+Top to bottom: the configuration, one layer, the model, its names in a Hugging Face folder. Pre-norm residual layers;
+grouped-query attention with rotary positions and an optional sliding window; SwiGLU experts behind a softmax router;
+untied embeddings; no biases.
 """
 
 import dataclasses
@@ -11,26 +12,26 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.base import (
     LanguageModel,
-    LayerOutput,
     TokenEmbedding,
     Unembedding,
     check_not_negative,
     check_positive,
     check_rotary,
 )
+from moezoo.models.block import Block
+from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attention, Context
-from moezoo.nn.cache import Past
+from moezoo.nn.attention import Attention
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Stack
-from moezoo.parallel.execution import Execution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,46 +91,28 @@ class MixtralConfig:
         return 2 * self.head_dim
 
 
-class Layer(eqx.Module):
-    """Attention, then experts, each behind a norm and beside the residual stream."""
-
-    attention_norm: RMSNorm
-    attention: Attention
-    moe_norm: RMSNorm
-    moe: MoE
-
-    def __init__(self, config: MixtralConfig, *, dtype: jnp.dtype, key: Array):
-        c = config
-        for_attention, for_router, for_experts = jax.random.split(key, 3)
-        out_std = (2 * c.layers) ** -0.5
-        self.attention_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
-        self.attention = Attention(
+def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
+    for_attention, for_router, for_experts = jax.random.split(key, 3)
+    out_std = (2 * c.layers) ** -0.5
+    return Block(
+        RMSNorm(c.embed, c.norm_eps, dtype=dtype),
+        Attention(
             c.embed,
             c.heads,
             c.kv_heads,
             c.head_dim,
-            rope_base=c.rope_base,
+            rotary=Rotary(c.head_dim, c.rope_base),
             window=c.window,
             out_std=out_std,
             dtype=dtype,
             key=for_attention,
-        )
-        self.moe_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
-        self.moe = MoE(
+        ),
+        RMSNorm(c.embed, c.norm_eps, dtype=dtype),
+        MoE(
             Router(c.embed, c.experts, Choice(c.experts_per_token), dtype=dtype, key=for_router),
             Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
-        )
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> LayerOutput:
-        """The layer's activations, routing sums, keys and values."""
-        with jax.named_scope("attention"):
-            y, kept = self.attention(self.attention_norm(x), context, execution, past)
-            x = x + y
-        with jax.named_scope("moe"):
-            y, _, sums = self.moe(self.moe_norm(x), context.queries.segment > 0, execution)
-        return LayerOutput(x + y, sums, kept)
+        ),
+    )
 
 
 class Mixtral(LanguageModel):
@@ -145,13 +128,9 @@ class Mixtral(LanguageModel):
         for_embedding, for_layers, for_head = jax.random.split(key, 3)
         self.config = c
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        layers = jax.vmap(lambda k: Layer(c, dtype=dtype, key=k))(jax.random.split(for_layers, c.layers))
-        self.stacks = (Stack(layers, c.layers),)
+        keys = jax.random.split(for_layers, c.layers)
+        self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
-
-    def slots(self, length: int) -> int:
-        """A window's."""
-        return length if self.config.window is None else min(length, self.config.window)
 
 
 # Our arrays and the tensors of a Hugging Face folder.
@@ -166,9 +145,9 @@ LAYER_NAMES = {
     "attention.key": "model.layers.{layer}.self_attn.k_proj.weight",
     "attention.value": "model.layers.{layer}.self_attn.v_proj.weight",
     "attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
-    "moe_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "moe.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
-    "moe.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-    "moe.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-    "moe.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "feed_forward.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
+    "feed_forward.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+    "feed_forward.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+    "feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
 }

@@ -19,10 +19,11 @@ from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
+from moezoo.moe.chunks import chunk_sizes
 from moezoo.moe.dispatch import Dispatch, Gather, Sizes
 from moezoo.moe.dispatch.resolve import resolve
-from moezoo.moe.mixture import MoE, chunk_sizes
-from moezoo.parallel.axes import Role
+from moezoo.moe.mixture import MoE
+from moezoo.parallel.axes import Role, Stack
 from moezoo.parallel.collectives import MeshAxes, split_by_tokens
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
@@ -67,10 +68,11 @@ def communication(
     routing_layers = 0
     for stack in model.stacks:
         both(_weights(stack, execution), stack.count, again=True)
-        both(_keys(config.model.kept_dims, rows * length, execution), stack.count, again=not kept)
-        if hasattr(stack.layer, "moe"):
-            routing_layers += stack.count
-            both(_experts(stack.layer.moe, rows * length, execution), stack.count, again=not kept)
+        for block in stack.blocks:
+            both(_keys(config.model.kept_dims, rows * length, execution), stack.count, again=not kept)
+            if block.moe is not None:
+                routing_layers += stack.count
+                both(_experts(block.moe, rows * length, execution), stack.count, again=not kept)
     add(_statistics(config, routing_layers, rows, execution), micro_steps)
     # Once a step: the number of predicted tokens, gradients of what is not stored over all axes of tokens, the norm.
     add(
@@ -98,7 +100,8 @@ def break_even(
     """
     config = _instead(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
-    stack = next(stack for stack in model_shapes(config.model).stacks if hasattr(stack.layer, "moe"))
+    stacks = model_shapes(config.model).stacks
+    stack, block = next((stack, block) for stack in stacks for block in stack.blocks if block.moe is not None)
     if config.dispatch.moves == "weights" or not execution.expert_group(config.model.experts).axes:
         raise UserError(
             "nothing to compare: tokens move to experts with dispatch=ring, ragged or capacity, on a mesh that splits "
@@ -107,8 +110,9 @@ def break_even(
 
     def count_bytes(strategy: Dispatch, tokens: int) -> int:
         other = dataclasses.replace(execution, dispatch=strategy)
-        weights = _weights(stack, other).of_a_step(again=True)  # gathered weights are never kept
-        moves = _experts(stack.layer.moe, tokens, other).of_a_step(again=execution.remat != "none")
+        layer = Stack((block,), stack.count)
+        weights = _weights(layer, other).of_a_step(again=True)  # gathered weights are never kept
+        moves = _experts(block.moe, tokens, other).of_a_step(again=execution.remat != "none")
         return sum(move.received_bytes for move in (*weights, *moves))
 
     def line(strategy: Dispatch) -> tuple[float, float]:
@@ -198,16 +202,18 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
 
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
-    """The sums of losses and routing over devices (`reduce_routing`), in which an integer travels as two numbers."""
+    """The sums over devices of the loss and of routing (`reduce_routing`); all numbers have four bytes."""
     num_experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
+    loss = _move("psum", batch + sequence, 1, jnp.float32, execution)
     if config.model.load_balance_over == "batch":
-        each = 2 * num_experts + num_experts + 2 + 1 + 2  # load, probabilities, tokens, z, drops
-        return [_move("psum", batch + sequence, layers * each + 1, jnp.float32, execution)]
-    by_row = rows * (2 * num_experts + num_experts + 2) + 1 + 2
-    each = 1 + 2 + 2 * num_experts + 2 + 1 + 2  # balance, rows, load, tokens, z, drops
+        each = 2 * num_experts + 3  # load, probabilities; tokens, z, drops
+        return [loss, _move("psum", batch + sequence, layers * each, jnp.float32, execution)]
+    by_row = rows * (2 * num_experts + 1) + 2  # counts, probabilities, tokens of each row; z, drops
+    each = num_experts + 5  # load; balance, rows, tokens, z, drops
     return [
-        _move("psum", sequence, layers * by_row + 1, jnp.float32, execution),
-        _move("psum", batch, layers * each + 1, jnp.float32, execution),
+        loss,
+        _move("psum", sequence, layers * by_row, jnp.float32, execution),
+        _move("psum", batch, layers * each, jnp.float32, execution),
     ]
 
 

@@ -15,20 +15,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from moezoo.errors import UserError
 from moezoo.generation.sampling import Sampling
 from moezoo.models.base import LanguageModel
-from moezoo.nn.attention import Context, TokenPositions
-from moezoo.nn.cache import Past, fit
+from moezoo.models.block import Block
+from moezoo.nn.cache import Cache, fit
+from moezoo.nn.positions import Context, TokenPositions
 from moezoo.parallel.collectives import psum, vary
 from moezoo.parallel.execution import Execution, place
-
-
-class Cache(NamedTuple):
-    """What each run of layers keeps, arrays [layer, batch, slots, ...]; and whose each slot is.
-
-    Column t of a text is in slot t modulo their number; an empty slot belongs to segment 0, as padding does.
-    """
-
-    kept: tuple[PyTree, ...]
-    keys: TokenPositions
 
 
 class Advanced(NamedTuple):
@@ -42,47 +33,35 @@ def prefill(
     model: LanguageModel,
     tokens: Int[Array, "batch seq"],
     token_positions: TokenPositions,
-    slots: int,
+    length: int,
     execution: Execution,
 ) -> Advanced:
-    """Read a prompt, on one device of those that `execution` has; keep what fits into `slots`."""
-    x, context, kept = model.embed(tokens, execution), Context(token_positions, token_positions), []
+    """Read a prompt, on one device of those that `execution` has; the cache has room for `length` tokens in all."""
 
-    def step(x: Array, layer: Any) -> tuple[Array, PyTree]:
-        out = execution.whole(layer)(x, context, execution)
-        return out.x, jax.tree.map(lambda leaf: fit(leaf, slots, dim=1), out.kept)
+    def keep(block: Block, kept: PyTree) -> PyTree:
+        slots = block.attention.count_slots(length)
+        return jax.tree.map(lambda leaf: fit(leaf, slots, dim=1), kept)
 
-    for stack in model.stacks:
-        x, one = lax.scan(step, x, stack.layer)
-        kept.append(one)
-    keys = TokenPositions(*(fit(p, slots, dim=1) for p in token_positions))
-    return Advanced(model.head(x[:, -1:], execution)[:, 0], Cache(tuple(kept), keys))
+    context = Context(token_positions, token_positions)
+    x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, keep=keep)
+    room = {block.attention.count_slots(length) for stack in model.stacks for block in stack.blocks}
+    keys = {slots: TokenPositions(*(fit(p, slots, dim=1) for p in token_positions)) for slots in room}
+    cache = Cache(kept, keys, jnp.int32(tokens.shape[1]))
+    return Advanced(model.head(x[:, -1:], execution)[:, 0], cache)
 
 
 def decode(
     model: LanguageModel,
     tokens: Int[Array, "batch 1"],
     token_positions: TokenPositions,
-    slot: Int[Array, ""],
     cache: Cache,
     execution: Execution,
 ) -> Advanced:
     """Read one more token of each text, on one device of those that `execution` has."""
-    x, kept = model.embed(tokens, execution), []
-    keys = TokenPositions(
-        *(lax.dynamic_update_slice(p, new, (0, slot)) for p, new in zip(cache.keys, token_positions, strict=True))
-    )
-    context = Context(token_positions, keys)
-
-    def step(carry: tuple[Array, PyTree], numbered: tuple[Any, Array]) -> tuple[tuple[Array, PyTree], None]:
-        (x, arrays), (layer, number) = carry, numbered
-        out = execution.whole(layer)(x, context, execution, Past(arrays, number, slot))
-        return (out.x, out.kept.kept), None
-
-    for stack, arrays in zip(model.stacks, cache.kept, strict=True):
-        (x, arrays), _ = lax.scan(step, (x, arrays), (stack.layer, jnp.arange(stack.count)))
-        kept.append(arrays)
-    return Advanced(model.head(x, execution)[:, 0], Cache(tuple(kept), keys))
+    cache = cache.add_key(token_positions)
+    context = Context(token_positions, token_positions)
+    x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, cache)
+    return Advanced(model.head(x, execution)[:, 0], Cache(kept, cache.keys, cache.column + 1))
 
 
 def generate(
@@ -224,7 +203,6 @@ def _continue(
 ) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
     """New tokens, and how many columns of them were written."""
     width = tokens.shape[1]
-    slots = model.slots(width + room)
 
     def local(
         model: LanguageModel, tokens: Array, valid: Array, row: Array, limit: Array, stops: Array, key: Array
@@ -245,12 +223,13 @@ def _continue(
         def step(loop: _Loop) -> _Loop:
             # A text that has ended goes on as padding, which no expert sees.
             here = TokenPositions((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
-            slot = (width + loop.count - 1) % slots
-            advanced = decode(model, loop.token[:, None], here, slot, loop.cache, execution)
+            advanced = decode(model, loop.token[:, None], here, loop.cache, execution)
             return append_choice(loop._replace(cache=advanced.cache), advanced.logits)
 
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
-        logits, cache = prefill(model, tokens, TokenPositions(position, valid.astype(jnp.int32)), slots, execution)
+        logits, cache = prefill(
+            model, tokens, TokenPositions(position, valid.astype(jnp.int32)), width + room, execution
+        )
         empty = vary(jnp.zeros((len(tokens), room), jnp.int32), execution.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), execution.token_axes)
         start = _Loop(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)

@@ -15,6 +15,7 @@ from moezoo.hub.folders import from_pretrained
 from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import FAMILIES
 from moezoo.models.base import LanguageModel
+from moezoo.models.layers import layer_places
 from moezoo.parallel.axes import parameter_table
 
 
@@ -122,28 +123,22 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
 
 
 def _path_in_model(where: Where, model: LanguageModel) -> str:
-    """A module's path in our model, with its layer's number in the stack."""
+    """A module's path in our model, with its layer's index in the stack."""
     path, number = where
     if number is None:
         return path
-    stack = int(path.removeprefix("stacks[").partition("]")[0])
-    return path.replace(".layer", f".layer[{number - sum(s.count for s in model.stacks[:stack])}]", 1)
+    place = layer_places(model.stacks)[number]
+    return path.replace(place.path, f"{place.path}[{place.index}]", 1)
 
 
 def pair_modules(model: LanguageModel) -> dict[Where, str]:
     """Our modules and the names of theirs with the same parameters; a part that is a matrix may be a module there."""
     hub = next(f for f in FAMILIES.values() if isinstance(model, f.model)).hub
     held = [path.lstrip(".") for path, _, _ in parameter_table(model)]
-    found: dict[Where, str] = {}
-    number = 0
-    for path, name in _same_parameters(held, "", hub.NAMES).items():
-        found[path, None] = name
-    for stack_number, stack in enumerate(model.stacks):
-        prefix = f"stacks[{stack_number}].layer"
-        same = _same_parameters(held, f"{prefix}.", hub.LAYER_NAMES)
-        for _ in range(stack.count):
-            found |= {(path, number): name.replace("{layer}", str(number)) for path, name in same.items()}
-            number += 1
+    found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}
+    for place in layer_places(model.stacks):
+        same = _same_parameters(held, f"{place.path}.", hub.LAYER_NAMES)
+        found |= {(path, place.number): name.replace("{layer}", str(place.number)) for path, name in same.items()}
     return found
 
 

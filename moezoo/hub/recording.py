@@ -1,5 +1,6 @@
-"""Our model, run layer by layer outside the scan; the input and output of every module are kept."""
+"""Our model, with the input and output of every module: blocks return them as what is kept of a layer."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,10 +10,12 @@ import numpy as np
 from jaxtyping import Array
 
 from moezoo.models.base import LanguageModel, Unembedding
+from moezoo.models.block import Block, LayerOutput
+from moezoo.models.layers import block_path, layer_places, run_layers
 from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Routed
-from moezoo.nn.attention import TokenPositions, gather_positions
+from moezoo.nn.base import FedForward
+from moezoo.nn.positions import TokenPositions, gather_positions
 from moezoo.parallel.execution import Execution
 
 
@@ -26,53 +29,69 @@ class ModuleRecord(NamedTuple):
 # A module's path, and the number of the layer in the model that it belongs to; None outside layers.
 Where = tuple[str, int | None]
 
-# transformers' module with a part's parameters returns what ours returns one level up: the weighted sum over a token's
-# experts, where our `Experts` returns a row for each; logits, where ours has a matrix.
-_RESULT_OF_A_PART = {MoE: "experts", Unembedding: "weight"}
-
 
 def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, ModuleRecord]:
     """What enters and leaves each module when the model reads `tokens` on one device, in the order they finish."""
-    records: dict[Where, ModuleRecord] = {}
-    execution = Execution()
+    execution, paths = Execution(), _Paths()
     ids = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
 
-    def apply(call: Any, module: Any, x: Array, path: str, layer: int | None = None) -> Array:
-        result, inside = call(module, x)
-        records.update(((f"{path}{below}", layer), ModuleRecord(*one)) for below, one in inside.items())
-        return result
+    @jax.jit
+    def program(model: LanguageModel) -> tuple[Any, Any, Any]:
+        context = gather_positions(TokenPositions(positions, jnp.ones_like(ids)), execution)
+        x, before = _call_recording(model.embedding, "embedding", paths)(ids)
+        stacks = tuple(
+            dataclasses.replace(
+                stack,
+                blocks=tuple(_RecordingBlock(b, block_path(s, k), paths) for k, b in enumerate(stack.blocks)),
+            )
+            for s, stack in enumerate(model.stacks)
+        )
+        out = run_layers(stacks, x, context, execution, keep=lambda _, records: records)
+        _, after = _call_recording(model.unembedding, "unembedding", paths)(out.x)
+        return before, out.kept, after
 
     with jax.default_matmul_precision("highest"):
-        context = gather_positions(TokenPositions(positions, jnp.ones_like(ids)), execution)
-        x = apply(_compile_recording(lambda m, x: m(x)), model.embedding, ids, "embedding")
-        number = 0
-        for stack_number, stack in enumerate(model.stacks):
-            call = _compile_recording(lambda m, x: m(x, context, execution).x)  # compiled once a stack
-            for index in range(stack.count):
-                layer = jax.tree.map(lambda a, index=index: a[index], stack.layer)
-                x = apply(call, layer, x, f"stacks[{stack_number}].layer", number)
-                number += 1
-        apply(_compile_recording(lambda m, x: m(x)), model.unembedding, x, "unembedding")
-    return records
+        before, inside, after = jax.device_get(program(model))
+    records: dict[Where, ModuleRecord] = {}
+    records |= {(path, None): ModuleRecord(*one) for path, one in zip(paths.found["embedding"], before, strict=True)}
+    for place in layer_places(model.stacks):
+        arrays = jax.tree.map(lambda x, i=place.index: x[i], inside[place.stack][place.kind])
+        names = paths.found[place.path]
+        records |= {(path, place.number): ModuleRecord(*one) for path, one in zip(names, arrays, strict=True)}
+    names = paths.found["unembedding"]
+    return records | {(path, None): ModuleRecord(*one) for path, one in zip(names, after, strict=True)}
 
 
-def _compile_recording(call: Any) -> Any:
-    """`call(module, x)` compiled, with what enters and leaves every module inside it, by path below it."""
-    paths: list[str] = []  # in the order in which modules finish, where JAX would return a dict sorted
+class _Paths:
+    """By the path of what was called, the paths of the modules inside it that were recorded, as a trace fills it in."""
 
-    @jax.jit
-    def program(module: Any, x: Array) -> tuple[Array, list[Any]]:
-        inside: dict[str, tuple[Any, Any]] = {}
-        result = call(_wrap(module, "", inside), x)
-        paths[:] = inside
-        return result, list(inside.values())
+    def __init__(self):
+        self.found: dict[str, tuple[str, ...]] = {}
 
-    def call_and_record(module: Any, x: Array) -> tuple[Array, dict[str, Any]]:
-        result, inside = program(module, x)
-        return result, dict(zip(paths, jax.device_get(inside), strict=True))
 
-    return call_and_record
+def _call_recording(module: Any, path: str, paths: _Paths) -> Any:
+    """`module` as a function that also returns what enters and leaves every module inside it."""
+
+    def call(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        records: dict[str, tuple[Any, Any]] = {}
+        result = _wrap(module, path, records)(*arguments)
+        paths.found[path] = tuple(records)
+        return result, tuple(records.values())
+
+    return call
+
+
+class _RecordingBlock(eqx.Module):
+    """A block that gives its records as what it keeps."""
+
+    block: Block
+    path: str = eqx.field(static=True)
+    paths: _Paths = eqx.field(static=True)
+
+    def __call__(self, *arguments: Any) -> LayerOutput:
+        out, records = _call_recording(self.block, self.path, self.paths)(*arguments)
+        return LayerOutput(out.x, None, records)
 
 
 def _wrap(module: Any, path: str, records: dict[str, tuple[Any, Any]]) -> Any:
@@ -100,8 +119,12 @@ class _Wrapped:
     def __call__(self, x: Any, *arguments: Any) -> Any:
         result = self._module(x, *arguments)
         output = _array(result)
-        if (part := _RESULT_OF_A_PART.get(type(self._module))) is not None:
-            self._records[f"{self._path}.{part}"] = (None, output)
+        # A module of transformers with a part's parameters returns what ours returns one level up: the weighted sum
+        # over a token's experts, where our `Experts` returns a row for each; logits, where ours has a matrix.
+        if isinstance(self._module, Unembedding):
+            self._records[f"{self._path}.weight"] = (None, output)
+        if isinstance(result, FedForward) and result.routed is not None:
+            self._records[f"{self._path}.experts"] = (None, result.routed)
         self._records[self._path] = (x, output)
         return result
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from moezoo.models.base import Hub
+from moezoo.models.layers import LayerPlace, layer_places
 from moezoo.parallel.axes import Axes, Role, parameter_table
 
 
@@ -31,6 +32,8 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """As it lies in a file."""
+        if self.axes.role is Role.BIAS:
+            return (math.prod(self.shapes[0]),)
         if self.axes.role is not Role.WEIGHT:
             return self.shapes[0]
         first, inputs = self.shapes[0], len(self.axes.inputs)
@@ -42,7 +45,7 @@ class Tensor:
         """Our arrays as the tensor."""
         whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         if self.axes.role is not Role.WEIGHT:
-            return whole
+            return whole.reshape(self.shape)
         return np.ascontiguousarray(whole.reshape(self.shape[1], self.shape[0]).T)
 
     def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
@@ -51,6 +54,8 @@ class Tensor:
             first = self.shapes[0]
             last = sum(shape[-1] for shape in self.shapes)
             tensor = tensor.T.reshape(*first[:-1], last)
+        else:
+            tensor = tensor.reshape(self.shapes[0])
         cuts = np.cumsum([shape[-1] for shape in self.shapes])[:-1]
         return np.split(tensor, cuts, axis=-1)
 
@@ -62,26 +67,23 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
         names = (ours,) if isinstance(ours, str) else ours
         axes, _ = table[names[0]]
         yield Tensor(theirs, tuple((n, ()) for n in names), axes, tuple(table[n][1] for n in names))
-    first = 0
-    for number, stack in enumerate(model.stacks):
+    for place in layer_places(model.stacks):
         for ours, theirs in hub.LAYER_NAMES.items():
-            names = tuple(f"stacks[{number}].layer.{n}" for n in ((ours,) if isinstance(ours, str) else ours))
+            names = tuple(f"{place.path}.{n}" for n in ((ours,) if isinstance(ours, str) else ours))
             if names[0] in table:
-                yield from _layer_tensors(theirs, names, table, first, stack.count)
-        first += stack.count
+                yield from _layer_tensors(theirs, names, table, place)
 
 
 def _layer_tensors(
-    theirs: str, names: tuple[str, ...], table: Mapping[str, Any], first: int, count: int
+    theirs: str, names: tuple[str, ...], table: Mapping[str, Any], place: LayerPlace
 ) -> Iterator[Tensor]:
     axes, shape = table[names[0]]
     stacked = len(axes.stacked)
     one = dataclasses.replace(axes, stacked=())
     shapes = tuple(table[n][1][stacked:] for n in names)
-    for layer in range(count):
-        for index in np.ndindex(shape[1:stacked]):
-            name = theirs.format(layer=first + layer, **dict(zip(axes.stacked[1:], index, strict=True)))
-            yield Tensor(name, tuple((n, (layer, *index)) for n in names), one, shapes)
+    for index in np.ndindex(shape[1:stacked]):
+        name = theirs.format(layer=place.number, **dict(zip(axes.stacked[1:], index, strict=True)))
+        yield Tensor(name, tuple((n, (place.index, *index)) for n in names), one, shapes)
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The experts: SwiGLU networks of one width, each on its own rows."""
+"""The experts: MLPs of one width, each on its own rows."""
 
 import equinox as eqx
 import jax
@@ -6,22 +6,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.grouped_matmul import grouped_matmul
+from moezoo.nn.activation import SWIGLU, Activation
 from moezoo.nn.linear import normal
 from moezoo.parallel.axes import Weight
 
 
 class Experts(eqx.Module):
-    """E SwiGLU networks (Shazeer, 2020): down(silu(gate x) * up x)."""
+    """E MLPs: down(activation(gate x, up x))."""
 
     gate: Weight[Array, "expert, expert_embed -> expert_mlp"]
     up: Weight[Array, "expert, expert_embed -> expert_mlp"]
     down: Weight[Array, "expert, expert_mlp -> expert_embed"]
+    activation: Activation = eqx.field(static=True)
 
-    def __init__(self, num_experts: int, embed: int, mlp: int, *, out_std: float, dtype: jnp.dtype, key: Array):
+    def __init__(
+        self,
+        num_experts: int,
+        embed: int,
+        mlp: int,
+        *,
+        activation: Activation = SWIGLU,
+        out_std: float,
+        dtype: jnp.dtype,
+        key: Array,
+    ):
         keys = jax.random.split(key, 3)
         self.gate = normal(keys[0], (num_experts, embed, mlp), embed**-0.5, dtype)
         self.up = normal(keys[1], (num_experts, embed, mlp), embed**-0.5, dtype)
         self.down = normal(keys[2], (num_experts, mlp, embed), out_std * mlp**-0.5, dtype)
+        self.activation = activation
 
     def __call__(
         self, rows: Float[Array, "rows embed"], group_sizes: Int[Array, " experts"], backend: str | None
@@ -29,4 +42,4 @@ class Experts(eqx.Module):
         """Each row through its expert; rows after the sum of `group_sizes` come out zero."""
         gate = grouped_matmul(rows, self.gate, group_sizes, implementation=backend)
         up = grouped_matmul(rows, self.up, group_sizes, implementation=backend)
-        return grouped_matmul(jax.nn.silu(gate) * up, self.down, group_sizes, implementation=backend)
+        return grouped_matmul(self.activation(gate, up), self.down, group_sizes, implementation=backend)

@@ -47,18 +47,19 @@ class Choice:
     gates: Literal["renormalised", "scores"] = "renormalised"
     scale: float = 1.0
     bias: Literal["none", "learned"] = "none"
+    bias_rate: float = 0.001
 
 
 class Router(eqx.Module):
     """Scores every expert for every token, and chooses."""
 
     weight: Weight[Array, "embed -> router"]
-    bias: Buffer[Array, "router"] | None
+    choice_bias: Buffer[Array, "router"] | None
     choice: Choice = eqx.field(static=True)
 
     def __init__(self, embed: int, num_experts: int, choice: Choice, *, dtype: jnp.dtype, key: Array):
         self.weight = normal(key, (embed, num_experts), embed**-0.5, dtype)
-        self.bias = jnp.zeros((num_experts,), jnp.float32) if choice.bias == "learned" else None
+        self.choice_bias = jnp.zeros((num_experts,), jnp.float32) if choice.bias == "learned" else None
         self.choice = choice
 
     def __call__(
@@ -78,7 +79,7 @@ class Router(eqx.Module):
         # Which experts are chosen has no gradient; how much they count has. Picking by comparison instead of by index
         # keeps a scatter-add out of the backward pass.
         if routing == "learned":
-            expert_ids = self._choose(jax.lax.stop_gradient(scores), self.bias)
+            expert_ids = self._choose(jax.lax.stop_gradient(scores), self.choice_bias)
         elif routing == "random":
             expert_ids = self._choose(self._noise(scores), None)
         else:
@@ -134,13 +135,13 @@ class Router(eqx.Module):
         expert = (token // c.groups + nth // c.kept_groups * (size // each)) % size
         return (group * size + expert).reshape(batch, seq, c.k)
 
-    def rebalance(self, load: Int[Array, "*layer experts"], rate: float) -> "Router":
-        """With the choice bias moved by `rate` towards experts with less than the mean load of a step.
+    def rebalance(self, load: Int[Array, "*layer experts"]) -> "Router":
+        """With the choice bias moved by `bias_rate` towards experts with less than the mean load of a step.
 
-        bias_e + rate * sign(mean - load_e), from counts over all devices, so that it is the same on every mesh; a load
-        equal to the mean moves nothing (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2).
+        bias_e + bias_rate * sign(mean - load_e), from counts over all devices, so that it is the same on every mesh; a
+        load equal to the mean moves nothing (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2).
         """
-        if self.bias is None:
+        if self.choice_bias is None:
             return self
         num_experts = load.shape[-1]
         total = load.sum(-1, keepdims=True, dtype=jnp.int32)
@@ -148,4 +149,4 @@ class Router(eqx.Module):
         below = load < -(-total // num_experts)
         above = load > total // num_experts
         step = below.astype(jnp.float32) - above.astype(jnp.float32)
-        return eqx.tree_at(lambda r: r.bias, self, self.bias + rate * step)
+        return eqx.tree_at(lambda r: r.choice_bias, self, self.choice_bias + self.choice.bias_rate * step)

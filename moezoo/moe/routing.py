@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
-from moezoo.parallel.collectives import MeshAxes, sum_over_devices, vary
+from moezoo.parallel.collectives import MeshAxes, psum_tree
 
 
 class LayerSums(NamedTuple):
@@ -59,31 +59,26 @@ def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Arra
     return counts.shape[-1] * (share * probabilities / total).sum(-1)
 
 
-def reduce_routing(
-    sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes, sequence_axes: MeshAxes, also: PyTree
-) -> tuple[Routing, PyTree]:
-    """Sum over devices, for all layers and for the arrays of `also`, by one collective; differentiable.
+def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes, sequence_axes: MeshAxes) -> Routing:
+    """Sum over devices, for all layers at once; differentiable.
 
-    Rows that are split over `sequence_axes` need a second one where the balance is taken by `sequence`.
+    One collective. Rows that are split over `sequence_axes` need a second one where the balance is taken by `sequence`.
     """
-    also = jax.tree.map(lambda x: vary(x, batch_axes + sequence_axes), also)
     k = config.experts_per_token
     if config.over == "sequence":
         # f * P is not linear in the tokens, so rows must be whole before they are multiplied.
-        sums, also = sum_over_devices((sums, also), sequence_axes)
+        sums = psum_tree(sums, sequence_axes)
         by_row = _balance(sums.counts, sums.probabilities, sums.tokens, k=k)
         local = (by_row.sum(1), (sums.tokens > 0).sum(1, dtype=jnp.int32), sums.counts.sum(1), sums.tokens.sum(1))
-        (balance, rows, load, tokens), z, dropped, also = sum_over_devices(
-            (local, sums.z, sums.dropped, also), batch_axes
-        )
+        (balance, rows, load, tokens), z, dropped = psum_tree((local, sums.z, sums.dropped), batch_axes)
         balance = balance / jnp.maximum(rows, 1).astype(jnp.float32)
     else:
-        local = (sums.counts.sum(1), sums.probabilities.sum(1), sums.tokens.sum(1), sums.z, sums.dropped, also)
-        load, probabilities, tokens, z, dropped, also = sum_over_devices(local, batch_axes + sequence_axes)
+        local = (sums.counts.sum(1), sums.probabilities.sum(1), sums.tokens.sum(1), sums.z, sums.dropped)
+        load, probabilities, tokens, z, dropped = psum_tree(local, batch_axes + sequence_axes)
         balance = _balance(load, probabilities, tokens, k=k)
     mean = jnp.maximum(load.sum(1), 1).astype(jnp.float32) / load.shape[1]
     share = load.astype(jnp.float32) / (mean * load.shape[1])[:, None]
-    routing = Routing(
+    return Routing(
         load=load,
         entropy=-jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(1),
         max_violation=load.max(1).astype(jnp.float32) / mean - 1,
@@ -91,4 +86,3 @@ def reduce_routing(
         load_balance_loss=config.load_balance * balance,
         z_loss=config.z_loss * z / jnp.maximum(tokens, 1).astype(jnp.float32),
     )
-    return routing, also

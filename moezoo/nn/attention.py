@@ -1,44 +1,30 @@
 """Causal attention over packed documents, with grouped key-value heads and an optional window."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
+from moezoo.nn.base import Attended, SelfAttention
 from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
-from moezoo.nn.rope import frequencies, rotate
-from moezoo.parallel.axes import Weight
-from moezoo.parallel.collectives import gather, gather_tokens
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import Context, TokenPositions
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.axes import Bias, Weight
+from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.execution import Execution
 
 # Queries scored at once: bounds the scores held to [batch, heads, this, seq].
 _QUERY_CHUNK = 512
 _MASKED = -1e30  # finite: a row with nothing to see becomes uniform instead of NaN
 
-
-class TokenPositions(NamedTuple):
-    """Each token's `position` in its document, and its `segment`: the document's number in its row, 0 for padding."""
-
-    position: Int[Array, "batch seq"]
-    segment: Int[Array, "batch seq"]
-
-
-class Context(NamedTuple):
-    """What a layer's attention needs besides activations: the positions of this device's tokens, and of all keys."""
-
-    queries: TokenPositions
-    keys: TokenPositions
-
-
-def gather_positions(queries: TokenPositions, execution: Execution) -> Context:
-    """Gather positions over the axes that split the sequence: once per forward pass, as all layers share them."""
-    axes = execution.sequence_axes
-    keys = TokenPositions(*(gather(p, axes, 1, tokens=execution.token_axes) for p in queries))
-    return Context(queries, keys)
+# What norms of queries and keys take together.
+NormOver = Literal["nothing", "head", "projection"]
 
 
 def attend(
@@ -47,7 +33,7 @@ def attend(
     v: Float[Array, "batch keys kv_heads value_dim"],
     context: Context,
     *,
-    scale: float,
+    scale: float | Float[Array, ""],
     window: int | None,
 ) -> Float[Array, "batch seq kv_heads group value_dim"]:
     """Each query's average of values in its own document, at its own position or up to `window` - 1 before.
@@ -73,7 +59,7 @@ def attend(
 
 
 def _attend(
-    q: Array, queries: TokenPositions, k: Array, v: Array, keys: TokenPositions, scale: float, window: int | None
+    q: Array, queries: TokenPositions, k: Array, v: Array, keys: TokenPositions, scale: Any, window: int | None
 ) -> Array:
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
     distance = queries.position[:, :, None] - keys.position[:, None, :]
@@ -91,21 +77,27 @@ class KeyValue(NamedTuple):
     value: Float[Array, "*dims kv_heads head_dim"]
 
 
-class Attended(NamedTuple):
-    """Attention's result; and what later tokens need of these, or all that is kept where there is a past."""
+class Attention(SelfAttention):
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
 
-    y: Float[Array, "batch seq embed"]
-    kept: PyTree
-
-
-class Attention(eqx.Module):
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
+    Optional parts, None where a family lacks them: norms of queries and keys, over each head or over the whole
+    projection (`norm_over`); biases; `clip`, a bound on the size of each number of
+    queries, keys and values; `window`, the tokens that a query sees, itself included.
+    """
 
     query: Weight[Array, "embed -> heads head_dim"]
     key: Weight[Array, "embed -> kv_heads head_dim"]
     value: Weight[Array, "embed -> kv_heads head_dim"]
     out: Weight[Array, "heads head_dim -> embed"]
-    rope_base: float = eqx.field(static=True)
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    query_bias: Bias[Array, "heads head_dim"] | None
+    key_bias: Bias[Array, "kv_heads head_dim"] | None
+    value_bias: Bias[Array, "kv_heads head_dim"] | None
+    out_bias: Bias[Array, "embed"] | None
+    rotary: Rotary = eqx.field(static=True)
+    norm_over: NormOver = eqx.field(static=True)
+    clip: float | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
 
     def __init__(
@@ -115,8 +107,12 @@ class Attention(eqx.Module):
         kv_heads: int,
         head_dim: int,
         *,
-        rope_base: float,
-        window: int | None,
+        rotary: Rotary,
+        norm_over: NormOver = "nothing",
+        norm_eps: float = 1e-6,
+        biases: Literal["none", "all"] = "none",
+        clip: float | None = None,
+        window: int | None = None,
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
@@ -127,22 +123,54 @@ class Attention(eqx.Module):
         self.key = normal(keys[1], (embed, kv_heads, head_dim), std, dtype)
         self.value = normal(keys[2], (embed, kv_heads, head_dim), std, dtype)
         self.out = normal(keys[3], (heads, head_dim, embed), out_std * (heads * head_dim) ** -0.5, dtype)
-        self.rope_base = rope_base
-        self.window = window
+        self.query_norm = self.key_norm = None
+        if norm_over != "nothing":
+            query_size, key_size = (n * head_dim if norm_over == "projection" else head_dim for n in (heads, kv_heads))
+            self.query_norm = RMSNorm(query_size, norm_eps, dtype=dtype)
+            self.key_norm = RMSNorm(key_size, norm_eps, dtype=dtype)
+        self.query_bias = self.key_bias = self.value_bias = self.out_bias = None
+        if biases == "all":
+            self.query_bias = jnp.zeros((heads, head_dim), dtype)
+            self.key_bias = jnp.zeros((kv_heads, head_dim), dtype)
+            self.value_bias = jnp.zeros((kv_heads, head_dim), dtype)
+            self.out_bias = jnp.zeros((embed,), dtype)
+        self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> Attended:
         """Attend, to what is `past` too. Where the sequence is split, keys and values are gathered, queries stay."""
-        frequency = frequencies(self.query.shape[-1], self.rope_base)
-        q = rotate(project(x, self.query), context.queries.position, frequency)
-        k = rotate(project(x, self.key), context.queries.position, frequency)
-        v = project(x, self.value)
+        q = self._rotate(self._project(x, self.query, self.query_bias, self.query_norm), context)
+        k = self._rotate(self._project(x, self.key, self.key_bias, self.key_norm), context)
+        v = self._project(x, self.value, self.value_bias, None)
         kept: PyTree = KeyValue(k, v)
         if past is None:
             k, v = (gather_tokens(y, execution.sequence_axes, 1, tokens=execution.token_axes) for y in (k, v))
         else:
             (k, v), kept = past.append(kept)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
-        y = attend(q, k, v, context, scale=q.shape[-1] ** -0.5, window=self.window)
-        return Attended(project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2), kept)
+        scale = q.shape[-1] ** -0.5 * (1.0 if context.numbers is None else context.numbers.score_scale)
+        y = attend(q, k, v, context, scale=scale, window=self.window)
+        y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
+        return Attended(y if self.out_bias is None else y + self.out_bias[None, None], kept)
+
+    def count_slots(self, length: int) -> int:
+        """Those of the window."""
+        return length if self.window is None else min(length, self.window)
+
+    def _project(
+        self, x: Array, weight: Array, bias: Array | None, norm: RMSNorm | None
+    ) -> Float[Array, "batch seq some_heads head_dim"]:
+        y = project(x, weight)
+        if bias is not None:
+            y = y + bias[None, None]
+        if norm is not None and self.norm_over == "projection":
+            y = norm(rearrange(y, "b s n h -> b s (n h)")).reshape(y.shape)
+        elif norm is not None:
+            y = norm(y)
+        return y if self.clip is None else jnp.clip(y, -self.clip, self.clip)
+
+    def _rotate(self, x: Array, context: Context) -> Array:
+        numbers = context.numbers
+        rotary = self.rotary if numbers is None else dataclasses.replace(self.rotary, base=numbers.rope_base)
+        return rotary(x, context.queries.position)

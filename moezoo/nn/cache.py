@@ -1,4 +1,7 @@
-"""What layers keep of the tokens so far, so that the next one does not compute them again."""
+"""What layers keep of the tokens so far, so that the next one does not compute them again.
+
+A cache is a ring buffer: what is kept of token t of a text is in slot t modulo the number of slots.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
+
+from moezoo.nn.positions import TokenPositions
 
 
 class Past(NamedTuple):
@@ -28,6 +33,35 @@ class Past(NamedTuple):
         kept = jax.tree.map(write, self.kept, fresh)
         mine = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.layer, keepdims=False), kept)
         return mine, self._replace(kept=kept)
+
+
+class Cache(NamedTuple):
+    """What the blocks of a model keep of tokens 0 to `column`.
+
+    - `kept[stack][kind]`: arrays [layer, batch, slots, ...];
+    - `keys[slots]`: whose each slot is, for each number of slots; an empty one belongs to segment 0, as padding does;
+    - `column`: the token that is read next, the same for all texts.
+    """
+
+    kept: tuple[tuple[PyTree, ...], ...]
+    keys: dict[int, TokenPositions]
+    column: Int[Array, ""]
+
+    def add_key(self, token_positions: TokenPositions) -> "Cache":
+        """With the positions [batch, 1] of token `column`."""
+
+        def write(slots: int, keys: TokenPositions) -> TokenPositions:
+            at = (0, self.column % slots)
+            return TokenPositions(
+                *(lax.dynamic_update_slice(p, new, at) for p, new in zip(keys, token_positions, strict=True))
+            )
+
+        return self._replace(keys={slots: write(slots, keys) for slots, keys in self.keys.items()})
+
+    def past(self, stack: int, kind: int, kept: PyTree, layer: Int[Array, ""]) -> tuple[Past, TokenPositions]:
+        """For layer number `layer` of that kind, whose stack keeps `kept` so far: its past, and whose its slots are."""
+        slots = jax.tree.leaves(self.kept[stack][kind])[0].shape[2]
+        return Past(kept, layer, self.column % slots), self.keys[slots]
 
 
 def fit(columns: Array, slots: int, *, dim: int) -> Array:

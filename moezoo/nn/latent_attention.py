@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.attention import Attended, Context, attend
+from moezoo.nn.attention import attend
+from moezoo.nn.base import Attended, SelfAttention
 from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import Context
 from moezoo.nn.rope import Pairs, Yarn, frequencies, rotate
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import gather_tokens
@@ -42,7 +44,7 @@ class Latents(NamedTuple):
     shared: Float[Array, "batch keys rope_dim"]
 
 
-class LatentAttention(eqx.Module):
+class LatentAttention(SelfAttention):
     """Keys and values of all heads made from one latent a token, and one rotated key that all heads share."""
 
     query: Weight[Array, "embed -> heads head_dim"] | None
@@ -104,6 +106,10 @@ class LatentAttention(eqx.Module):
             latents, kept = past.append(kept)
             y = self._attend_to_latents(plain, turned, latents, context)
         return Attended(project(y, self.out, inputs=2), kept)
+
+    def count_slots(self, length: int) -> int:
+        """All."""
+        return length
 
     def _attend(self, plain: Array, turned: Array, past: Latents, context: Context) -> Array:
         """Keys and values of every head are made from the latents: the fewest operations where queries are many."""

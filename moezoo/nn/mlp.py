@@ -1,27 +1,44 @@
-"""The dense MLP: SwiGLU (Shazeer, 2020)."""
+"""The dense MLP: SwiGLU (Shazeer, 2020) or another gated activation."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from moezoo.nn.activation import SWIGLU, Activation
+from moezoo.nn.base import FedForward, FeedForward
 from moezoo.nn.linear import normal, project
 from moezoo.parallel.axes import Weight
+from moezoo.parallel.execution import Execution
 
 
-class MLP(eqx.Module):
-    """down(silu(gate x) * up x)."""
+class MLP(FeedForward):
+    """down(activation(gate x, up x))."""
 
     gate: Weight[Array, "embed -> mlp"]
     up: Weight[Array, "embed -> mlp"]
     down: Weight[Array, "mlp -> embed"]
+    activation: Activation = eqx.field(static=True)
 
-    def __init__(self, embed: int, mlp: int, *, out_std: float, dtype: jnp.dtype, key: Array):
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        *,
+        activation: Activation = SWIGLU,
+        out_std: float,
+        dtype: jnp.dtype,
+        key: Array,
+    ):
         keys = jax.random.split(key, 3)
         self.gate = normal(keys[0], (embed, mlp), embed**-0.5, dtype)
         self.up = normal(keys[1], (embed, mlp), embed**-0.5, dtype)
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
+        self.activation = activation
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        """Each token by itself."""
-        return project(jax.nn.silu(project(x, self.gate)) * project(x, self.up), self.down)
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
+    ) -> FedForward:
+        """Each token by itself, padding too."""
+        del valid, execution
+        return FedForward(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))

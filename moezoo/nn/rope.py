@@ -54,7 +54,7 @@ class Yarn(NamedTuple):
         return plain * (1 - ramp) + plain / self.factor * ramp
 
 
-def frequencies(size: int, base: float) -> Float[Array, " half"]:
+def frequencies(size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
     """Radians a position for each of `size` / 2 pairs: base ** (-2 i / size), float32."""
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)

@@ -48,6 +48,7 @@ class Role(enum.Enum):
     """What a parameter is for: decay, casting, initial values and reduction follow from it."""
 
     WEIGHT = "weight"
+    BIAS = "bias"
     SCALE = "scale"
     EMBEDDING = "embedding"
     BUFFER = "buffer"  # saved and reduced, but never trained, decayed, cast below float32 or counted
@@ -90,22 +91,29 @@ class _Alias:
 
 
 if TYPE_CHECKING:  # a type checker reads Weight[Array, "..."] as Array
+    from typing import Annotated as Bias
     from typing import Annotated as Buffer
     from typing import Annotated as Embedding
     from typing import Annotated as Scale
     from typing import Annotated as Weight
 else:
     Weight = _Alias(Role.WEIGHT)
+    Bias = _Alias(Role.BIAS)
     Scale = _Alias(Role.SCALE)
     Embedding = _Alias(Role.EMBEDDING)
     Buffer = _Alias(Role.BUFFER)
 
 
 class Stack(eqx.Module):
-    """`count` layers of one kind as one module, every array with a leading `layer` dimension; run by one scan."""
+    """`count` periods of layers that repeat one pattern, run by one scan.
 
-    layer: eqx.Module
+    `blocks` has a module for each layer of a period; every array has a leading `layer` dimension of `count`. `numbers`:
+    a tuple of numbers for each layer in order, where layers differ by numbers; None where they are alike.
+    """
+
+    blocks: tuple[Any, ...]
     count: int = eqx.field(static=True)
+    numbers: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
 
 @functools.cache

@@ -46,6 +46,14 @@ def psum(x: Array, axes: MeshAxes) -> Array:
     return lax.psum(vary(x, axes), axes) if axes else x
 
 
+def psum_tree(tree: PyTree, axes: MeshAxes) -> PyTree:
+    """Sum every array of `tree` over devices along `axes`, integers and floats in their own dtypes, as one collective.
+
+    Differentiable in the floats.
+    """
+    return lax.psum(jax.tree.map(lambda x: vary(x, axes), tree), axes) if axes else tree
+
+
 def split_by_tokens(axes: MeshAxes, tokens: MeshAxes) -> list[tuple[bool, MeshAxes]]:
     """`axes` cut where they change between splitting tokens and not, each part with whether it splits tokens."""
     return [(split, tuple(part)) for split, part in itertools.groupby(axes, key=lambda axis: axis in tokens)]
@@ -116,30 +124,3 @@ def _gather_weight_backward(dims, tokens, dtype, reduce_dtype, like, cotangent):
 
 
 _gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
-
-
-def sum_over_devices(tree: PyTree, axes: MeshAxes) -> PyTree:
-    """Sum every array of `tree` over `axes` by one collective; integers exactly, floats in float32, differentiably.
-
-    Everything travels as one float32 vector. An integer below 2**24 travels as its low and high 12 bits, whose sums
-    over at most 4096 devices are whole numbers below 2**24, which float32 holds exactly.
-    """
-    if not axes:
-        return tree
-    leaves, structure = jax.tree.flatten(tree)
-    whole = [jnp.issubdtype(x.dtype, jnp.integer) for x in leaves]
-    parts = []
-    for x, exact in zip(leaves, whole, strict=True):
-        flat = x.reshape(-1)
-        parts += [flat & 0xFFF, flat >> 12] if exact else [flat]
-    vector = psum(jnp.concatenate([p.astype(jnp.float32) for p in parts]), axes)
-    summed, at = [], 0
-    for x, exact in zip(leaves, whole, strict=True):
-        value = vector[at : at + x.size]
-        at += x.size
-        if exact:
-            high = vector[at : at + x.size]
-            at += x.size
-            value = value.astype(x.dtype) + (high.astype(x.dtype) << 12)
-        summed.append(value.astype(x.dtype).reshape(x.shape))
-    return jax.tree.unflatten(structure, summed)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.moe.routing import Routing, reduce_routing
-from moezoo.nn.attention import TokenPositions
-from moezoo.parallel.collectives import vary_like
+from moezoo.nn.positions import TokenPositions, gather_positions
+from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
 
 # Most logits held at once: rows of a chunk times vocabulary.
@@ -56,9 +56,10 @@ def cross_entropy(
 
 
 def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
-    """Losses over all devices, of arrays and parameters local to this one; one sum over devices for all of them."""
-    token_positions = TokenPositions(batch.positions, batch.segments)
-    hidden, sums = model.trunk(model.embed(batch.tokens, execution), token_positions, execution)
-    nats = cross_entropy(model, hidden, batch.labels, execution)
-    routing, nats = reduce_routing(sums, model.routing_config, execution.batch_axes, execution.sequence_axes, nats)
+    """Losses over all devices, of arrays and parameters local to this one."""
+    context = gather_positions(TokenPositions(batch.positions, batch.segments), execution)
+    out = model.layers(model.embed(batch.tokens, execution), context, execution)
+    assert out.sums is not None
+    nats = psum(cross_entropy(model, out.x, batch.labels, execution), execution.token_axes)
+    routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
     return Losses(nats, routing)

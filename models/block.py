@@ -1,0 +1,54 @@
+"""The one block that every layer of every family is."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.moe.mixture import MoE
+from moezoo.moe.routing import LayerSums
+from moezoo.nn.base import FeedForward, SelfAttention
+from moezoo.nn.cache import Past
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import Context
+from moezoo.parallel.execution import Execution
+
+
+class LayerOutput(NamedTuple):
+    """A layer's activations; its routing sums, None where it routes nothing; what its attention keeps."""
+
+    x: Float[Array, "batch seq embed"]
+    sums: LayerSums | None
+    kept: PyTree
+
+
+class Block(eqx.Module):
+    """Attention, then an MLP or a mixture of experts, each behind a norm and beside the residual stream.
+
+    The two last norms are for families that normalise what each part adds to the stream.
+    """
+
+    attention_norm: RMSNorm
+    attention: SelfAttention
+    feed_forward_norm: RMSNorm
+    feed_forward: FeedForward
+    after_attention_norm: RMSNorm | None = None
+    after_feed_forward_norm: RMSNorm | None = None
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
+    ) -> LayerOutput:
+        """The layer of activations; weights are whole."""
+        with jax.named_scope("attention"):
+            y, kept = self.attention(self.attention_norm(x), context, execution, past)
+            x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
+        with jax.named_scope("feed_forward"):
+            y, sums, _ = self.feed_forward(self.feed_forward_norm(x), context.queries.segment > 0, execution)
+            x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
+        return LayerOutput(x, sums, kept)
+
+    @property
+    def moe(self) -> MoE | None:
+        """The mixture of experts, if the block has one."""
+        return self.feed_forward if isinstance(self.feed_forward, MoE) else None

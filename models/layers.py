@@ -1,0 +1,192 @@
+"""A model's layers: how they are stacked, where each one lies, and the one loop that runs them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from moezoo.models.block import Block, LayerOutput
+from moezoo.moe.routing import LayerSums
+from moezoo.nn.cache import Cache
+from moezoo.nn.positions import Context, LayerNumbers
+from moezoo.parallel.axes import Stack
+from moezoo.parallel.execution import Execution
+
+# What is kept of a layer, from its block and what the block returned as kept.
+Keep = Callable[[Block, PyTree], PyTree]
+
+
+class LayerPlace(NamedTuple):
+    """Where layer `number` of a model lies: array index `index` of block `kind` of stack `stack`.
+
+    `routing_row`: which of the layers with experts it is, counted from 0; None for one without.
+    """
+
+    number: int
+    stack: int
+    kind: int
+    index: int
+    routing_row: int | None
+
+    @property
+    def path(self) -> str:
+        """Of its block in the model."""
+        return block_path(self.stack, self.kind)
+
+
+def block_path(stack: int, kind: int) -> str:
+    """The path in a model of block `kind` of a period."""
+    return f"stacks[{stack}].blocks[{kind}]"
+
+
+def layer_places(stacks: tuple[Stack, ...]) -> tuple[LayerPlace, ...]:
+    """Where each layer lies, from the first to the last; `stacks` may be of shapes."""
+    places: list[LayerPlace] = []
+    rows = 0
+    for number, stack in enumerate(stacks):
+        for index in range(stack.count):
+            for kind, block in enumerate(stack.blocks):
+                has_experts = block.moe is not None
+                places.append(LayerPlace(len(places), number, kind, index, rows if has_experts else None))
+                rows += has_experts
+    return tuple(places)
+
+
+def routing_rows(stacks: tuple[Stack, ...]) -> dict[tuple[int, int], np.ndarray]:
+    """By (stack, kind), the rows of routing that its layers have among all layers with experts."""
+    rows: dict[tuple[int, int], list[int]] = {}
+    for place in layer_places(stacks):
+        if place.routing_row is not None:
+            rows.setdefault((place.stack, place.kind), []).append(place.routing_row)
+    return {where: np.asarray(found) for where, found in rows.items()}
+
+
+def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Cut a model's layers, given by their kinds, into runs of (layers a period, periods).
+
+    A block is compiled for each layer of a period, so the cut has as few as can be; of equal ones the shortest periods.
+    """
+    best: list[tuple[int, list[tuple[int, int]]]] = [(0, [])]  # from the last layer to the first
+    for start in reversed(range(len(kinds))):
+        left, options = len(kinds) - start, []
+        for period in range(1, left + 1):
+            count, pattern = 1, kinds[start : start + period]
+            while kinds[start + count * period : start + (count + 1) * period] == pattern:
+                count += 1
+            options += [
+                (period + best[left - period * n][0], [(period, n), *best[left - period * n][1]])
+                for n in range(count, 0, -1)
+            ]
+        best.append(min(options, key=lambda option: option[0]))
+    return best[-1][1]
+
+
+def make_stacks(
+    kinds: Sequence[Hashable],
+    make_block: Callable[[Any, Array], Block],
+    keys: Array,
+    numbers: Sequence[LayerNumbers] | None = None,
+) -> tuple[Stack, ...]:
+    """The layers of a model: `make_block(kind, key)` for the kind and the random key of each one.
+
+    `numbers`: those of each layer, where they differ by layer.
+    """
+    stacks, first = [], 0
+    for period, count in find_periods(kinds):
+        blocks = tuple(
+            jax.vmap(lambda key, kind=kinds[at]: make_block(kind, key))(keys[at : first + period * count : period])
+            for at in range(first, first + period)
+        )
+        mine = None if numbers is None else tuple(numbers[first : first + period * count])
+        stacks.append(Stack(blocks, count, mine))
+        first += period * count
+    return tuple(stacks)
+
+
+class LayersOutput(NamedTuple):
+    """Activations after the last layer; what was kept, by stack and kind; routing sums of the layers with experts.
+
+    `sums` are this device's, a row a layer in order; None where something is kept.
+    """
+
+    x: Float[Array, "batch seq embed"]
+    kept: tuple[tuple[PyTree, ...], ...]
+    sums: LayerSums | None
+
+
+def run_layers(
+    stacks: tuple[Stack, ...],
+    x: Float[Array, "batch seq embed"],
+    context: Context,
+    execution: Execution,
+    cache: Cache | None = None,
+    keep: Keep | None = None,
+) -> LayersOutput:
+    """All layers: one scan a stack; weights are gathered inside, where a layer is about to run.
+
+    - To train, neither `cache` nor `keep`: layers are rematerialised as `execution` says, and routing is summed.
+    - With `keep` (a prompt is read, modules are recorded): what it makes of every layer is `kept`.
+    - With a `cache` (one more token is read): layers look back on it and write their part; `kept` is the new cache's.
+    """
+    kept, sums = [], {}
+    for number, stack in enumerate(stacks):
+
+        def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
+            return execution.whole(block)(x, own, execution, past)
+
+        if cache is None and keep is None:
+            run = execution.checkpoint(run)
+
+        def step(carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run) -> Any:
+            (x, held), (blocks, numbers, index) = carry, scanned
+            held, collected = list(held), []
+            for kind, block in enumerate(blocks):
+                own, past = context, None
+                if numbers is not None:
+                    own = own._replace(numbers=numbers[kind])
+                if cache is not None:
+                    past, keys = cache.past(number, kind, held[kind], index)
+                    own = own._replace(keys=keys)
+                out = run(x, block, own, past)
+                x = out.x
+                if cache is not None:
+                    held[kind] = out.kept.kept
+                elif keep is not None:
+                    collected.append(keep(block, out.kept))
+                else:
+                    collected.append(out.sums)
+            return (x, tuple(held)), tuple(collected)
+
+        held = () if cache is None else cache.kept[number]
+        index = None if cache is None else jnp.arange(stack.count)
+        (x, held), collected = jax.lax.scan(step, (x, held), (stack.blocks, _by_kind(stack), index))
+        kept.append(collected if cache is None else held)
+        if cache is None and keep is None:
+            sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}
+    if cache is not None or keep is not None:
+        return LayersOutput(x, tuple(kept), None)
+    return LayersOutput(x, (), _in_order(sums, stacks))
+
+
+def _by_kind(stack: Stack) -> list[LayerNumbers] | None:
+    """The numbers of a stack's layers for a scan: for each kind of the period, arrays over the periods."""
+    if stack.numbers is None:
+        return None
+    period = len(stack.blocks)
+    return [
+        LayerNumbers(*(jnp.asarray(column, jnp.float32) for column in zip(*stack.numbers[kind::period], strict=True)))
+        for kind in range(period)
+    ]
+
+
+def _in_order(sums: dict[tuple[int, int], LayerSums], stacks: tuple[Stack, ...]) -> LayerSums:
+    """Routing sums by stack and kind as one, a row a layer in the order of the layers."""
+    rows = routing_rows(stacks)
+    order = np.argsort(np.concatenate([rows[where] for where in sums]))
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums.values())
+    if (order == np.arange(len(order))).all():
+        return joined
+    return jax.tree.map(lambda x: x[order], joined)
