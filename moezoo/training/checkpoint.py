@@ -28,8 +28,9 @@ from moezoo.config.compose import run_folder
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
 
-# What about.json and the folder look like; raised when older readers would misunderstand.
-FORMAT = 1
+# What about.json, the folder and the paths of arrays look like; raised when an older reader would misunderstand. Only
+# this format is read: a version of moezoo continues its own runs.
+FORMAT = 2
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
 
 
@@ -170,10 +171,13 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
 def read_about(folder: Path, step: int) -> dict[str, Any]:
     """What a checkpoint is of, after every file of it was compared with its checksum.
 
-    Raises `UserError` when it is damaged, none of ours, or of a newer version; names an older one that is whole.
+    Raises `UserError` when it is of another version, damaged or none of ours; for these two it names an older one that
+    is whole.
     """
     try:
         return _verify(folder / str(step))
+    except _OtherFormatError:
+        raise
     except UserError as error:
         for older in reversed([s for s in steps(folder) if s < step]):
             try:
@@ -182,6 +186,10 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
                 continue
             raise UserError(f"{error}; step {older} is whole: {folder / str(older)}") from None
         raise UserError(f"{error}; no older one is whole") from None
+
+
+class _OtherFormatError(UserError):
+    """A checkpoint, whole, that another version of moezoo reads."""
 
 
 def _verify(folder: Path) -> dict[str, Any]:
@@ -212,8 +220,10 @@ def _verify(folder: Path) -> dict[str, Any]:
         format_, step, by, sections = None, None, None, []
     if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
         raise UserError(f"{folder} is no checkpoint of moezoo: {_ABOUT} does not say what it should")
-    if format_ > FORMAT:
-        raise UserError(f"{folder} has format {format_} of moezoo {by}, and this one reads up to {FORMAT}; update it")
+    if format_ != FORMAT:
+        raise _OtherFormatError(
+            f"{folder} has checkpoint format {format_} and this moezoo reads format {FORMAT}; moezoo {by} reads it"
+        )
     if step != int(folder.name):
         raise UserError(f"{folder} is the checkpoint of step {step} under another name; rename it")
     return about

@@ -100,17 +100,15 @@ def test_devices_work_while_rows_travel():
     mesh = auto_mesh(absent_devices("v5p"), **cfg.mesh.sizes)
     execution = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
     model = model_shapes(cfg.model)
-    layer, specs = model.stacks[-1].layer, execution.specs(model).stacks[-1].layer
-    pair = (layer.moe, layer.shared)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pair)
+    moe = model.stacks[-1].blocks[0].feed_forward
+    specs = execution.specs(model).stacks[-1].blocks[0].feed_forward
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), moe)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), (specs.moe, specs.shared), is_leaf=is_spec)
+    specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=is_spec)
     x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
 
-    def local(pair, x, valid):
-        moe, shared = execution.whole(pair)
-        routed, beside, _ = moe(x, valid, execution, shared)
-        return routed + beside
+    def local(moe, x, valid):
+        return execution.whole(moe)(x, valid, execution).y
 
     split = execution.tokens_spec
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
@@ -124,11 +122,11 @@ def test_devices_work_while_rows_travel():
             order.append(f"{found[2]}{found[1] or ''}")
         elif "ragged-dot-none" in line.split(" = ")[0]:
             order.append("experts")
-        elif "beside/dot_general" in line:
-            order.append("beside")
+        elif "shared/dot_general" in line:
+            order.append("shared")
     results = [i for i, step in enumerate(order) if step.startswith("combine")]
     sent = [i for i, step in enumerate(order) if step.startswith("dispatch")]
-    shared = [i for i, step in enumerate(order) if step == "beside"]
+    shared = [i for i, step in enumerate(order) if step == "shared"]
     assert sent[0] < shared[0]
     assert max(*sent, *shared) < results[0]
     # The first chunk's results set out, the second chunk's products are made, the results arrive.

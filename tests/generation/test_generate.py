@@ -13,7 +13,7 @@ import moezoo
 from moezoo.generation import generate as generation
 from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
-from moezoo.nn.attention import TokenPositions
+from moezoo.nn.positions import TokenPositions
 
 VOCAB = 40
 SMALL: dict[str, Any] = {
@@ -92,18 +92,18 @@ def test_greedy_equals_running_the_whole_text_again(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
-    width, slots, execution = IDS.shape[1], model(name).slots(IDS.shape[1] + NEW), moezoo.Execution()
+    width, execution = IDS.shape[1], moezoo.Execution()
     segments, positions = segments_and_positions(np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True))
 
     @jax.jit
     def read(model, tokens, segments, positions):
         at = TokenPositions(positions[:, :width], segments[:, :width])
-        first, cache = generation.prefill(model, tokens[:, :width], at, slots, execution)
+        first, cache = generation.prefill(model, tokens[:, :width], at, width + NEW, execution)
 
         def one(cache, column):
             here = TokenPositions(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
             token = jax.lax.dynamic_slice_in_dim(tokens, column, 1, 1)
-            logits, cache = generation.decode(model, token, here, column % slots, cache, execution)
+            logits, cache = generation.decode(model, token, here, cache, execution)
             return cache, logits
 
         _, rest = jax.lax.scan(one, cache, jnp.arange(width, width + NEW - 1))
@@ -117,9 +117,8 @@ def test_logits_with_a_cache_equal_those_without(name):
 def test_what_is_kept():
     """Mixtral's window and DeepSeek's latents bound it: no key or value of a head, no token beyond a window."""
     for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8, 4})):
-        assert model(name).slots(14) == slots
         at: Any = TokenPositions(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
-        read = functools.partial(generation.prefill, slots=slots, execution=moezoo.Execution())
+        read = functools.partial(generation.prefill, length=14, execution=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.kept)
         assert {int(np.prod(x.shape[3:])) for x in kept} == numbers

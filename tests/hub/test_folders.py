@@ -72,7 +72,7 @@ def test_lands_on_a_mesh(saved):
     execution = moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(expert=4)), moezoo.compose().rules)
     split: Any = moezoo.from_pretrained(folder, execution)
     assert equal(split, model)
-    assert split.stacks[-1].layer.moe.experts.gate.sharding.spec[1] == "expert"
+    assert split.stacks[-1].blocks[0].feed_forward.experts.gate.sharding.spec[1] == "expert"
 
 
 def test_older_keys_of_rotary_positions(damaged, saved):

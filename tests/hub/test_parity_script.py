@@ -18,6 +18,7 @@ from tiny import CONFIGS, random_model
 import moezoo
 from moezoo.hub import parity
 from moezoo.moe.router import Choice
+from moezoo.nn.rotary import Rotary
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
@@ -95,11 +96,11 @@ def setting(where: Any, **values: Any):
 
 
 def mixtral(model: Any) -> Any:
-    return model.stacks[0].layer
+    return model.stacks[0].blocks[0]
 
 
 def third(model: Any) -> Any:
-    return model.stacks[-1].layer
+    return model.stacks[-1].blocks[0]
 
 
 # The folder, what is changed of our model after loading, and what is to be named. The first layer of "v3" is dense.
@@ -107,7 +108,7 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
     "embedding": ("mixtral", changed(lambda m: m.embedding.weight, lambda x: x * 1.01), "model.embed_tokens"),
     "a norm's scale": (
         "mixtral",
-        changed(lambda m: mixtral(m).moe_norm.scale, moved(0.01)),
+        changed(lambda m: mixtral(m).feed_forward_norm.scale, moved(0.01)),
         "model.layers.1.post_attention_layernorm",
     ),
     "a norm's epsilon": (
@@ -116,54 +117,62 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
         "model.layers.0.input_layernorm",
     ),
     "queries": ("mixtral", changed(lambda m: mixtral(m).attention.query, moved(0.1)), "model.layers.1.self_attn"),
-    "rope base": ("mixtral", setting(lambda m: mixtral(m).attention, rope_base=1e4), "model.layers.0.self_attn"),
+    "rope base": (
+        "mixtral",
+        setting(lambda m: mixtral(m).attention, rotary=Rotary(8, 1e4)),
+        "model.layers.0.self_attn",
+    ),
     "window": ("mixtral window", setting(lambda m: mixtral(m).attention, window=6), "model.layers.0.self_attn"),
     "router": (
         "mixtral",
-        changed(lambda m: mixtral(m).moe.router.weight, moved(0.01)),
+        changed(lambda m: mixtral(m).feed_forward.router.weight, moved(0.01)),
         "model.layers.1.block_sparse_moe.gate",
     ),
     "an expert": (
         "mixtral",
-        changed(lambda m: mixtral(m).moe.experts.down, lambda x: x.at[1, 3].multiply(1.01)),
+        changed(lambda m: mixtral(m).feed_forward.experts.down, lambda x: x.at[1, 3].multiply(1.01)),
         "model.layers.1.block_sparse_moe.experts",
     ),
     "last norm": ("mixtral", changed(lambda m: m.unembedding.norm.scale, lambda x: x * 1.01), "model.norm"),
     "logits": ("mixtral", changed(lambda m: m.unembedding.weight, lambda x: x * 1.01), "lm_head"),
     "choice bias": (
         "v3",
-        changed(lambda m: third(m).moe.router.bias, lambda x: x.at[0, ::2].add(0.5)),
+        changed(lambda m: third(m).feed_forward.router.choice_bias, lambda x: x.at[0, ::2].add(0.5)),
         "model.layers.1.mlp.gate",
     ),
     "router scale": (
         "v2 groups",
         setting(
-            lambda m: third(m).moe.router,
+            lambda m: third(m).feed_forward.router,
             choice=Choice(2, groups=4, kept_groups=2, gates="scores", scale=1.0),
         ),
         "model.layers.1.mlp.gate",
     ),
     "down to the latent": (
         "v3",
-        changed(lambda m: third(m).attending.attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
+        changed(lambda m: third(m).attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
         "what enters model.layers.1.self_attn.q_a_layernorm",
     ),
     "a latent's norm": (
         "v3",
-        changed(lambda m: third(m).attending.attention.kv_norm.scale, lambda x: x * 1.01),
+        changed(lambda m: third(m).attention.kv_norm.scale, lambda x: x * 1.01),
         "model.layers.1.self_attn.kv_a_layernorm",
     ),
     "rope pairs": (
         "v3",
-        setting(lambda m: third(m).attending.attention, pairs="halves"),
+        setting(lambda m: third(m).attention, pairs="halves"),
         "model.layers.1.self_attn",
     ),
     "shared experts": (
         "v3",
-        changed(lambda m: third(m).shared.up, lambda x: x * 1.01),
+        changed(lambda m: third(m).feed_forward.shared.up, lambda x: x * 1.01),
         "model.layers.1.mlp.shared_experts",
     ),
-    "dense layer": ("v3", changed(lambda m: m.stacks[0].layer.mlp.gate, lambda x: x * 1.1), "model.layers.0.mlp"),
+    "dense layer": (
+        "v3",
+        changed(lambda m: m.stacks[0].blocks[0].feed_forward.gate, lambda x: x * 1.1),
+        "model.layers.0.mlp",
+    ),
 }
 
 
@@ -184,7 +193,7 @@ def test_names_what_was_changed(folders, monkeypatch, fault):
 
 def test_what_is_not_finite_diverges(folders, monkeypatch):
     load = parity.from_pretrained
-    spoil = changed(lambda m: m.stacks[0].layer.attention.out, lambda x: x.at[1, 0].set(float("nan")))
+    spoil = changed(lambda m: m.stacks[0].blocks[0].attention.out, lambda x: x.at[1, 0].set(float("nan")))
     monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: spoil(load(*a, **k)))
     result = parity.compare(folders("mixtral"))
     assert result.first is not None
@@ -193,8 +202,10 @@ def test_what_is_not_finite_diverges(folders, monkeypatch):
 
 
 def test_tokens_that_go_elsewhere_are_counted():
-    row = parity.ModuleDifference("model.layers.1.mlp.gate", "stacks[0].layer.moe.router", 0.5, 1e-7, rerouted=1)
-    line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].layer.moe.router), 5.0e-01 relative, "
+    row = parity.ModuleDifference(
+        "model.layers.1.mlp.gate", "stacks[0].blocks[0][1].feed_forward.router", 0.5, 1e-7, rerouted=1
+    )
+    line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].blocks[0][1].feed_forward.router), 5.0e-01 relative, "
     line += "expected at most 1e-04; {} of 100 tokens go to other experts"
     one = parity.Comparison((row,), 1e-4, 100)
     assert one.verdict == line.format(1) + ", which a tie of two can do: try another seed"

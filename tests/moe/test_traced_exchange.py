@@ -34,7 +34,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     assert "expert" in execution.batch_axes
     assert execution.expert_group(cfg.model.experts).axes == OVER
     stack = model_shapes(cfg.model).stacks[-1]
-    moe = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack.layer.moe)
+    moe = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack.blocks[0].feed_forward)
     x = jax.ShapeDtypeStruct((8, 256, cfg.model.embed), jnp.float32)
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 

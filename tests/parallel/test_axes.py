@@ -41,7 +41,7 @@ class Outer(eqx.Module):
 def outer(shift=None):
     """Distinct sizes, so that no two axes can be mistaken for each other."""
     inner = Inner(jnp.ones(3), shift, 3)
-    stacked = Stack(Inner(jnp.ones((2, 3)), None, 3), 2)
+    stacked = Stack((Inner(jnp.ones((2, 3)), None, 3),), 2)
     return Outer(jnp.ones((7, 3)), jnp.ones((4, 5, 3)), jnp.ones((6, 3, 8)), jnp.ones(6), (inner,), stacked)
 
 
@@ -63,7 +63,7 @@ def test_an_optional_field_may_be_missing():
 
 
 def test_stacked_layers_gain_a_layer_axis():
-    scale = axes_of(outer()).stack.layer.scale
+    scale = axes_of(outer()).stack.blocks[0].scale
     assert scale.names == ("layer", "norm")
     assert scale.stacked == ("layer",)
 
@@ -72,7 +72,7 @@ def test_layers_and_experts_number_independent_matrices():
     """Stacking adds a number of the matrix and leaves its inputs and outputs as they are."""
     model = jax.eval_shape(lambda: Mixtral(MixtralConfig(layers=3), key=jax.random.key(0)))
     table = {path: (axes, shape) for path, axes, shape in parameter_table(model)}
-    axes, shape = table[".stacks[0].layer.moe.experts.down"]
+    axes, shape = table[".stacks[0].blocks[0].feed_forward.experts.down"]
     assert (axes.stacked, axes.inputs, axes.outputs) == (("layer", "expert"), ("expert_mlp",), ("expert_embed",))
     assert shape == (3, 8, 256, 128)
 
@@ -120,7 +120,7 @@ def test_parameter_table_of_mixtral():
         vocab=11, embed=12, layers=3, heads=4, kv_heads=2, head_dim=6, expert_mlp=5, experts=8, experts_per_token=2
     )
     model = jax.eval_shape(lambda: Mixtral(config, key=jax.random.key(0)))
-    layer, weight, scale = ".stacks[0].layer", Role.WEIGHT, Role.SCALE
+    layer, weight, scale = ".stacks[0].blocks[0]", Role.WEIGHT, Role.SCALE
     assert [(path, a.role, a.names, shape) for path, a, shape in parameter_table(model)] == [
         (".embedding.weight", Role.EMBEDDING, ("vocab", "embed"), (11, 12)),
         (f"{layer}.attention_norm.scale", scale, ("layer", "norm"), (3, 12)),
@@ -128,11 +128,21 @@ def test_parameter_table_of_mixtral():
         (f"{layer}.attention.key", weight, ("layer", "embed", "kv_heads", "head_dim"), (3, 12, 2, 6)),
         (f"{layer}.attention.value", weight, ("layer", "embed", "kv_heads", "head_dim"), (3, 12, 2, 6)),
         (f"{layer}.attention.out", weight, ("layer", "heads", "head_dim", "embed"), (3, 4, 6, 12)),
-        (f"{layer}.moe_norm.scale", scale, ("layer", "norm"), (3, 12)),
-        (f"{layer}.moe.router.weight", weight, ("layer", "embed", "router"), (3, 12, 8)),
-        (f"{layer}.moe.experts.gate", weight, ("layer", "expert", "expert_embed", "expert_mlp"), (3, 8, 12, 5)),
-        (f"{layer}.moe.experts.up", weight, ("layer", "expert", "expert_embed", "expert_mlp"), (3, 8, 12, 5)),
-        (f"{layer}.moe.experts.down", weight, ("layer", "expert", "expert_mlp", "expert_embed"), (3, 8, 5, 12)),
+        (f"{layer}.feed_forward_norm.scale", scale, ("layer", "norm"), (3, 12)),
+        (f"{layer}.feed_forward.router.weight", weight, ("layer", "embed", "router"), (3, 12, 8)),
+        (
+            f"{layer}.feed_forward.experts.gate",
+            weight,
+            ("layer", "expert", "expert_embed", "expert_mlp"),
+            (3, 8, 12, 5),
+        ),
+        (f"{layer}.feed_forward.experts.up", weight, ("layer", "expert", "expert_embed", "expert_mlp"), (3, 8, 12, 5)),
+        (
+            f"{layer}.feed_forward.experts.down",
+            weight,
+            ("layer", "expert", "expert_mlp", "expert_embed"),
+            (3, 8, 5, 12),
+        ),
         (".unembedding.norm.scale", scale, ("norm",), (12,)),
         (".unembedding.weight", weight, ("embed", "vocab"), (12, 11)),
     ]

@@ -104,13 +104,13 @@ def test_program_does_not_grow_with_depth(strategy, family):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_experts_add_nothing_by_scatter(strategy):
     """Neither forward nor backward: sums are in fixed order, so that a step is repeatable and fast."""
-    layer = model_shapes(config()).stacks[0].layer.moe
+    layer = model_shapes(config()).stacks[0].blocks[0].feed_forward
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layer)
     x = jax.ShapeDtypeStruct((4, 8, one.router.weight.shape[0]), jnp.float32)
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
 
     def objective(moe: Any, x: Any, valid: Any) -> Any:
-        y, _, sums = moe(x, valid, Execution(dispatch=STRATEGIES[strategy]()))
+        y, sums, _ = moe(x, valid, Execution(dispatch=STRATEGIES[strategy]()))
         return (y**2).sum() + sums.probabilities.sum() + sums.z
 
     program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(one, x, valid)

@@ -172,7 +172,7 @@ def test_micro_steps_and_choice_bias_continue_to_the_bit(tiny, tmp_path):
     first = moezoo.train(moezoo.compose(*common, "checkpoint_every=3", f"run_dir={tmp_path}/a"))
     again = moezoo.train(moezoo.compose(f"resume={tmp_path}/a/checkpoints/3", f"run_dir={tmp_path}/b"))
     same(again, first)
-    assert np.asarray(again.model.stacks[1].layer.moe.router.bias).any()  # type: ignore[attr-defined]
+    assert np.asarray(again.model.stacks[1].blocks[0].feed_forward.router.choice_bias).any()  # type: ignore[attr-defined]
 
 
 def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):
@@ -302,11 +302,14 @@ def test_one_run_at_a_time(copy):
     assert steps(copy / "checkpoints") == [8, 12]
 
 
-def test_a_newer_version_is_not_guessed_at(copy, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", FORMAT - 1)
-    told = f"12 has format {FORMAT} of moezoo .*, and this one reads up to {FORMAT - 1}; update it; no older one is"
+@pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
+def test_another_version_is_not_guessed_at(copy, monkeypatch, other):
+    monkeypatch.setattr(checkpoint, "FORMAT", other)
+    told = f"12 has checkpoint format {FORMAT} and this moezoo reads format {other}; moezoo [0-9.]+ reads it$"
     with pytest.raises(moezoo.UserError, match=told):
         moezoo.load_run(copy)
+    with pytest.raises(moezoo.UserError, match=told):
+        moezoo.train(moezoo.compose(f"resume={copy}", "steps=14"))
 
 
 def test_only_training_runs_in_several_processes(whole):
