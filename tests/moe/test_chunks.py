@@ -27,21 +27,21 @@ F32 = jnp.dtype("float32")
 
 
 class Results(NamedTuple):
-    """A block's results: of the experts, of what runs beside, drops, and gradients by block, shared MLP and tokens."""
+    """A block's results: all of it, what the experts gave, drops, and gradients by block and tokens."""
 
+    y: jax.Array
     routed: jax.Array
-    beside: jax.Array
     dropped: jax.Array
-    gradients: tuple[Any, Any, jax.Array]
+    gradients: tuple[Any, jax.Array]
 
 
 @functools.cache
-def block() -> tuple[MoE, MLP]:
+def block() -> MoE:
     """A block of eight experts, two a token, and a shared MLP."""
     keys = jax.random.split(jax.random.key(0), 3)
     router = Router(EMBED, EXPERTS, Choice(2), dtype=F32, key=keys[0])
-    moe = MoE(router, Experts(EXPERTS, EMBED, 5, out_std=1.0, dtype=F32, key=keys[1]))
-    return moe, MLP(EMBED, 9, out_std=1.0, dtype=F32, key=keys[2])
+    experts = Experts(EXPERTS, EMBED, 5, out_std=1.0, dtype=F32, key=keys[1])
+    return MoE(router, experts, MLP(EMBED, 9, out_std=1.0, dtype=F32, key=keys[2]))
 
 
 def make_execution(strategy: Dispatch, split: bool) -> Execution:
@@ -52,23 +52,21 @@ def make_execution(strategy: Dispatch, split: bool) -> Execution:
 
 
 def layer(execution: Execution) -> Any:
-    """`(block, shared, x, valid, cotangent) -> Results` on the whole mesh."""
+    """`(block, x, valid, cotangent) -> Results` on the whole mesh."""
 
-    def local(moe: MoE, shared: MLP, x: Any, valid: Any, cotangent: Any) -> Results:
-        def objective(moe: MoE, shared: MLP, x: Any) -> Any:
-            routed, beside, sums = execution.whole(moe)(x, valid, execution, shared)
-            assert beside is not None
-            return (routed + beside**2, (routed, beside, sums.dropped))
+    def local(moe: MoE, x: Any, valid: Any, cotangent: Any) -> Results:
+        def objective(moe: MoE, x: Any) -> Any:
+            y, sums, routed = execution.whole(moe)(x, valid, execution)
+            return y, (routed, sums.dropped)
 
-        _, pull, (routed, beside, dropped) = jax.vjp(objective, moe, shared, x, has_aux=True)
-        return Results(routed, beside, psum(dropped, tuple(sorted(varying_axes(dropped)))), pull(cotangent))
+        y, pull, (routed, dropped) = jax.vjp(objective, moe, x, has_aux=True)
+        return Results(y, routed, psum(dropped, tuple(sorted(varying_axes(dropped)))), pull(cotangent))
 
     split, whole = execution.tokens_spec, PartitionSpec()
-    moe, shared = block()
-    specs = execution.specs(moe), execution.specs(shared)
+    specs = execution.specs(block())
     specs_like: Any = Results  # of what it holds
-    out = specs_like(split, split, whole, (*specs, split))
-    return jax.shard_map(local, mesh=execution.mesh, in_specs=(*specs, split, split, split), out_specs=out)
+    out = specs_like(split, split, whole, (specs, split))
+    return jax.shard_map(local, mesh=execution.mesh, in_specs=(specs, split, split, split), out_specs=out)
 
 
 @functools.cache
@@ -82,7 +80,7 @@ def results(strategy: Dispatch, split: bool) -> Results:
     """Of one batch, whose last tokens are padding."""
     x, cotangent = np.random.default_rng(1).standard_normal((2, ROWS, LENGTH, EMBED), np.float32)
     valid = np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) < ROWS * LENGTH - 3
-    return jax.device_get(compiled(strategy, split)(*block(), x, valid, cotangent))
+    return jax.device_get(compiled(strategy, split)(block(), x, valid, cotangent))
 
 
 # A device has 7 tokens of its own, or 14 that it shares: chunks of two sizes, and, once, more chunks than tokens.
@@ -94,7 +92,6 @@ def test_same_numbers(name, split, chunks):
     whole = results(STRATEGIES[name]().exact, split)
     cut = results(STRATEGIES[name](chunks=chunks).exact, split)
     assert whole.dropped == cut.dropped == 0
-    np.testing.assert_array_equal(whole.beside, cut.beside)
     for want, got in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
         # A weight's gradient adds its chunks' one after the other: some 28 roundings in another order.
         np.testing.assert_allclose(got, want, rtol=0, atol=30 * 2.0**-24 * max(1, np.abs(want).max()))
@@ -107,9 +104,9 @@ def test_a_bound_is_one_of_each_chunk(strategy):
     x, cotangent = np.random.default_rng(2).standard_normal((2, ROWS, 8, EMBED), np.float32)
     valid = np.ones((ROWS, 8), bool)
     first, second = (
-        whole_chunk(*block(), x[:, part], valid[:, part], cotangent[:, part]) for part in (slice(0, 4), slice(4, 8))
+        whole_chunk(block(), x[:, part], valid[:, part], cotangent[:, part]) for part in (slice(0, 4), slice(4, 8))
     )
-    both = cut(*block(), x, valid, cotangent)
+    both = cut(block(), x, valid, cotangent)
     assert both.dropped == first.dropped + second.dropped > 0
     np.testing.assert_allclose(both.routed, np.concatenate([first.routed, second.routed], 1), rtol=0, atol=1e-6)
 
@@ -124,13 +121,13 @@ FORWARD = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_weights_are_gathered_once_and_chunks_travel_by_themselves(name):
     execution = make_execution(STRATEGIES[name](chunks=3), True)
-    shapes = jax.eval_shape(lambda: (*block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
+    shapes = jax.eval_shape(lambda: (block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
 
-    def local(moe: MoE, shared: MLP, x: Any, valid: Any) -> Any:
-        return execution.whole(moe)(x, valid, execution, shared)[:2]
+    def local(moe: MoE, x: Any, valid: Any) -> Any:
+        return execution.whole(moe)(x, valid, execution).y
 
-    split, (moe, shared) = execution.tokens_spec, block()
-    specs = (execution.specs(moe), execution.specs(shared), split, split)
+    split = execution.tokens_spec
+    specs = (execution.specs(block()), split, split)
     program = jax.make_jaxpr(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=split))(*shapes)
     once = FORWARD.get(name)
     expected = {("all_gather", ("expert",)): 3} if once is None else {key: 3 * n for key, n in once.items()}
@@ -138,17 +135,17 @@ def test_weights_are_gathered_once_and_chunks_travel_by_themselves(name):
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_what_runs_beside_does_between_sending_and_results(name):
+def test_shared_experts_run_between_sending_and_results(name):
     """In the program's order, and for compilers, which have their own: results wait for it."""
     execution = make_execution(STRATEGIES[name](), True)
-    shapes = jax.eval_shape(lambda: (*block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
+    shapes = jax.eval_shape(lambda: (block(), jnp.zeros((ROWS, LENGTH, EMBED)), jnp.zeros((ROWS, LENGTH), bool)))
     wide = 9  # the shared MLP's width, which nothing else has
 
-    def local(moe: MoE, shared: MLP, x: Any, valid: Any) -> Any:
-        return execution.whole(moe)(x, valid, execution, shared)[:2]
+    def local(moe: MoE, x: Any, valid: Any) -> Any:
+        return execution.whole(moe)(x, valid, execution).y
 
-    split, (moe, shared) = execution.tokens_spec, block()
-    specs = (execution.specs(moe), execution.specs(shared), split, split)
+    split = execution.tokens_spec
+    specs = (execution.specs(block()), split, split)
     program = jax.make_jaxpr(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=split))(*shapes)
     order = []
     for equation, *_ in equations(program, "tpu"):
@@ -158,9 +155,9 @@ def test_what_runs_beside_does_between_sending_and_results(name):
         ):
             order.append(kind)
         elif kind == "dot_general" and wide in getattr(equation.invars[1].aval, "shape", ()):
-            order.append("beside")
+            order.append("shared")
     sent, back = {"ring": (["all_gather"] * 2, "reduce_scatter")}.get(name, ([order[0]], order[0]))
-    assert order == [*sent, "beside", "beside", "beside", "optimization_barrier", back]
+    assert order == [*sent, "shared", "shared", "shared", "optimization_barrier", back]
 
 
 @pytest.mark.parametrize("chunks", [0, -1])

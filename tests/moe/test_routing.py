@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
 from moezoo.moe.routing import LayerSums, RoutingConfig, reduce_routing
-from moezoo.parallel.collectives import sum_over_devices
+from moezoo.parallel.collectives import psum_tree
 
 LAYERS, BATCH, EXPERTS, K = 2, 8, 4, 2
 ALPHA, BETA = 0.01, 0.001
@@ -37,7 +37,7 @@ def balanced_at(load, over):
 
 
 def _reduced(sums, over):
-    return reduce_routing(LayerSums(*sums), config(over), (), (), ())[0]
+    return reduce_routing(LayerSums(*sums), config(over), (), ())
 
 
 reduced = jax.jit(_reduced, static_argnames="over")
@@ -147,13 +147,13 @@ def test_no_tokens_at_all(over):
     assert not routing.z_loss.any()
 
 
-def total_and_routing(batch_axes, sequence_axes, over, probabilities, z, others, also):
+def total_and_routing(batch_axes, sequence_axes, over, probabilities, z, others):
     """A loss of everything differentiable, as a training step makes one, and the figures."""
     counts, tokens, dropped = others
     sums = LayerSums(counts, probabilities, tokens, z, dropped)
-    routing, also = reduce_routing(sums, config(over), batch_axes, sequence_axes, also)
+    routing = reduce_routing(sums, config(over), batch_axes, sequence_axes)
     scale = jnp.arange(1, LAYERS + 1, dtype=jnp.float32)
-    return ((routing.load_balance_loss + routing.z_loss) * scale).sum() + also["nll"] ** 2, (routing, also)
+    return ((routing.load_balance_loss + routing.z_loss) * scale).sum(), routing
 
 
 # (mesh, axes that split the batch, axes that split the sequence)
@@ -175,47 +175,40 @@ def test_the_same_on_any_mesh_by_one_reduction(name, over):
     whole = [x.sum(0, dtype=x.dtype) for x in pieces]
     every = batch_axes + sequence_axes
 
-    # One part of `z` and of `also` a device; a row's pieces side by side.
+    # One part of `z` a device; a row's pieces side by side.
     def cut(x):
         """[parts, layer, batch, ...] -> [layer, batch, parts, ...]: batch and parts are split over the mesh."""
         return np.moveaxis(x, 0, 2)
 
     z = np.linspace(1, 2, 8 * LAYERS, dtype=np.float32).reshape(8, LAYERS)
     dropped = np.arange(8 * LAYERS, dtype=np.int32).reshape(8, LAYERS)
-    nll, count = np.linspace(3, 5, 8, dtype=np.float32), np.arange(2**23, 2**23 + 8, dtype=np.int32)
 
-    def local(probabilities, z, others, also):
+    def local(probabilities, z, others):
         counts, tokens, dropped = others
         others = counts[:, :, 0], tokens[:, :, 0], dropped[0]
         function = functools.partial(total_and_routing, batch_axes, sequence_axes, over)
 
-        def loss(probabilities, z, nll):
-            return function(probabilities[:, :, 0], z[0], others, {"nll": nll[0], "count": also["count"][0]})
+        def loss(probabilities, z):
+            return function(probabilities[:, :, 0], z[0], others)
 
-        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(probabilities, z, also["nll"])
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(probabilities, z)
 
     rows, device = PartitionSpec(None, batch_axes, sequence_axes or None), PartitionSpec(every)
-    in_specs = (rows, device, (rows, rows, device), {"nll": device, "count": device})
-    out_specs = ((PartitionSpec(), PartitionSpec()), (rows, device, device))
+    in_specs = (rows, device, (rows, rows, device))
+    out_specs = ((PartitionSpec(), PartitionSpec()), (rows, device))
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    arguments = (
-        cut(pieces.probabilities),
-        z,
-        (cut(pieces.counts), cut(pieces.tokens), dropped),
-        {"nll": nll, "count": count},
-    )
-    (total, (routing, also)), gradients = jax.jit(mapped)(*arguments)
+    arguments = (cut(pieces.probabilities), z, (cut(pieces.counts), cut(pieces.tokens), dropped))
+    (total, routing), gradients = jax.jit(mapped)(*arguments)
 
     single = functools.partial(total_and_routing, (), (), over)
 
-    def single_loss(probabilities, z, nll):
+    def single_loss(probabilities, z):
         others = jax.tree.map(jnp.asarray, (whole[0], whole[2], dropped.sum(0, dtype=np.int32)))
-        return single(probabilities, z.sum(0), others, {"nll": nll.sum(), "count": jnp.asarray(count).sum()})
+        return single(probabilities, z.sum(0), others)
 
-    function = jax.value_and_grad(single_loss, argnums=(0, 1, 2), has_aux=True)
-    (want, (want_routing, want_also)), want_gradients = jax.jit(function)(whole[1], z, nll)
+    function = jax.value_and_grad(single_loss, argnums=(0, 1), has_aux=True)
+    (want, want_routing), want_gradients = jax.jit(function)(whole[1], z)
 
-    assert also["count"] == want_also["count"] == count.sum()
     np.testing.assert_array_equal(routing.load, want_routing.load)
     np.testing.assert_array_equal(routing.dropped, dropped.sum(0))
     np.testing.assert_allclose(total, want, rtol=PRECISION)
@@ -238,11 +231,11 @@ WHOLE = st.lists(st.integers(0, 2**24 - 1), min_size=8, max_size=8)
 
 @functools.cache
 def summed():
-    """`sum_over_devices` of integers and a float, compiled once."""
+    """`psum_tree` of integers and a float, compiled once."""
     mesh = auto_mesh(a=2, b=4)
     everywhere = PartitionSpec(("a", "b"))
     mapped = jax.shard_map(
-        lambda tree: sum_over_devices(tree, ("a", "b")), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec()
+        lambda tree: psum_tree(tree, ("a", "b")), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec()
     )
     return jax.jit(mapped)
 
@@ -251,7 +244,7 @@ def summed():
 @given(first=WHOLE, second=WHOLE)
 @example(first=[2**24 - 1] * 8, second=[4095, 4096] * 4)
 def test_integers_are_summed_exactly(first, second):
-    """Float32 holds whole numbers up to 2 ** 24 only; sums of integers below that on each device are exact beyond."""
+    """Float32 holds whole numbers up to 2 ** 24 only; integers are summed as such."""
     tree = {
         "counts": np.stack([first, second], axis=1).astype(np.int32),
         "loss": np.asarray(first, np.float32) / 2**10,
@@ -267,4 +260,4 @@ def test_integers_are_summed_exactly(first, second):
 
 def test_nothing_is_summed_over_no_axes():
     tree = {"a": jnp.arange(3, dtype=jnp.int32)}
-    assert sum_over_devices(tree, ()) is tree
+    assert psum_tree(tree, ()) is tree
