@@ -202,19 +202,17 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
 
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
-    """The sums over devices of the loss and of routing (`reduce_routing`); all numbers have four bytes."""
+    """The sums over devices of the loss and of routing (`reduce_routing`), one an array; numbers have four bytes."""
     num_experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
+
+    def sums(axes: MeshAxes, *numbers: int) -> list[Move]:
+        return [_move("psum", axes, layers * each, jnp.float32, execution) for each in numbers]
+
     loss = _move("psum", batch + sequence, 1, jnp.float32, execution)
-    if config.model.load_balance_over == "batch":
-        each = 2 * num_experts + 3  # load, probabilities; tokens, z, drops
-        return [loss, _move("psum", batch + sequence, layers * each, jnp.float32, execution)]
-    by_row = rows * (2 * num_experts + 1) + 2  # counts, probabilities, tokens of each row; z, drops
-    each = num_experts + 5  # load; balance, rows, tokens, z, drops
-    return [
-        loss,
-        _move("psum", sequence, layers * by_row, jnp.float32, execution),
-        _move("psum", batch, layers * each, jnp.float32, execution),
-    ]
+    if config.model.load_balance_over == "batch":  # load, probabilities, tokens, z, drops
+        return [loss, *sums(batch + sequence, num_experts, num_experts, 1, 1, 1)]
+    by_row = sums(sequence, rows * num_experts, rows * num_experts, rows, 1, 1)
+    return [loss, *by_row, *sums(batch, 1, 1, num_experts, 1, 1, 1)]  # balance, rows, load, tokens, z, drops
 
 
 def _gradient_sums(model: PyTree, execution: Execution) -> list[Move]:

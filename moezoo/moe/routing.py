@@ -62,7 +62,7 @@ def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Arra
 def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes, sequence_axes: MeshAxes) -> Routing:
     """Sum over devices, for all layers at once; differentiable.
 
-    One collective. Rows that are split over `sequence_axes` need a second one where the balance is taken by `sequence`.
+    Rows that are split over `sequence_axes` are summed first where the balance is taken by `sequence`.
     """
     k = config.experts_per_token
     if config.over == "sequence":

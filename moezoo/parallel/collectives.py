@@ -47,9 +47,9 @@ def psum(x: Array, axes: MeshAxes) -> Array:
 
 
 def psum_tree(tree: PyTree, axes: MeshAxes) -> PyTree:
-    """Sum every array of `tree` over devices along `axes`, integers and floats in their own dtypes, as one collective.
+    """Sum every array of `tree` over devices along `axes`, in its own dtype: integers are exact.
 
-    Differentiable in the floats.
+    One collective an array, which compilers for TPU and GPU join. Differentiable in the floats.
     """
     return lax.psum(jax.tree.map(lambda x: vary(x, axes), tree), axes) if axes else tree
 

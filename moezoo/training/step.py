@@ -3,8 +3,8 @@
     gather -> layers -> loss -> backward (micro-step by micro-step) -> sum over devices -> norm -> update
 
 Every collective is written out: weights are gathered in their layer (`Execution.whole`), whose transpose scatters their
-gradients; tokens travel as the dispatch strategy says; statistics and loss take one sum a micro-step; gradients of
-replicated leaves one sum each; the global norm one.
+gradients; tokens travel as the dispatch strategy says; the loss and each array of routing statistics take one sum a
+micro-step; gradients of replicated leaves one sum each; the global norm one.
 """
 
 import functools

@@ -205,8 +205,8 @@ def test_tokens_that_go_elsewhere_are_counted():
     row = parity.ModuleDifference(
         "model.layers.1.mlp.gate", "stacks[0].blocks[0][1].feed_forward.router", 0.5, 1e-7, rerouted=1
     )
-    line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].blocks[0][1].feed_forward.router), 5.0e-01 relative, "
-    line += "expected at most 1e-04; {} of 100 tokens go to other experts"
+    line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].blocks[0][1].feed_forward.router), 5.0e-01 "
+    line += "relative, expected at most 1e-04; {} of 100 tokens go to other experts"
     one = parity.Comparison((row,), 1e-4, 100)
     assert one.verdict == line.format(1) + ", which a tie of two can do: try another seed"
     many = parity.Comparison((dataclasses.replace(row, rerouted=50),), 1e-4, 100)
