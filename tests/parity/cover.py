@@ -50,19 +50,20 @@ _OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3
 _OLMOE |= {"router": {"gates": "scores"}}
 
 Config = MixtralConfig | DeepSeekConfig | Qwen3MoeConfig | OlmoeConfig
-_KINDS: dict[Family, tuple[type[Config], dict[str, Any]]] = {
-    "mixtral": (MixtralConfig, _MIXTRAL),
-    "deepseek": (DeepSeekConfig, _DEEPSEEK),
-    "deepseek_v2": (DeepSeekConfig, _OLDER),
-    "qwen3_moe": (Qwen3MoeConfig, _QWEN3),
-    "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC),
-    "olmoe": (OlmoeConfig, _OLMOE),
+# The class of a configuration, its values, and a seed with which the oracle finds no choice of experts to be a tie.
+_KINDS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
+    "mixtral": (MixtralConfig, _MIXTRAL, 3),
+    "deepseek": (DeepSeekConfig, _DEEPSEEK, 3),
+    "deepseek_v2": (DeepSeekConfig, _OLDER, 3),
+    "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 3),
+    "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
+    "olmoe": (OlmoeConfig, _OLMOE, 3),
 }
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
     """A tiny model's."""
-    kind, sizes = _KINDS[family]
+    kind, sizes, _ = _KINDS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
     start: Any = kind()
     groups = {name: replace(getattr(start, name), **values[name]) for name in ("yarn", "router") if name in values}
@@ -78,7 +79,7 @@ def routers(model: Any) -> list[Any]:
 @functools.cache
 def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
     """A tiny model with every array told apart from what it starts as: norms are not one, one expert is not used."""
-    fresh = build_model(config(family, balance), key=jax.random.key(3))
+    fresh = build_model(config(family, balance), key=jax.random.key(_KINDS[family][2]))
     rng = np.random.default_rng(4)
 
     def noisy(path: Any, x: Any) -> Any:

@@ -104,7 +104,7 @@ def test_program_does_not_grow_with_depth(strategy, family):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_experts_add_nothing_by_scatter(strategy):
     """Neither forward nor backward: sums are in fixed order, so that a step is repeatable and fast."""
-    layer = model_shapes(config()).stacks[0].layer.moe
+    layer = model_shapes(config()).runs[0].blocks[0].feed_forward
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layer)
     x = jax.ShapeDtypeStruct((4, 8, one.router.weight.shape[0]), jnp.float32)
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
