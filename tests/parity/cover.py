@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import equinox as eqx
@@ -13,58 +13,95 @@ import numpy as np
 
 import moezoo
 from moezoo.data import Batch
-from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
+from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
 
 Balance = Literal["batch", "sequence"]
-# The two that the product contains, and the older DeepSeek's other choices, which a few cases try.
-Family = Literal["mixtral", "deepseek", "deepseek_v2"]
+# The four that the product contains; the older DeepSeek's other choices, and a Qwen3 of which every other layer has
+# experts, which a few cases try.
+Family = Literal["mixtral", "deepseek", "qwen3_moe", "olmoe", "deepseek_v2", "qwen3_moe_periodic"]
+FAMILIES: tuple[Family, ...] = ("mixtral", "deepseek", "qwen3_moe", "olmoe")
 
 # Every size differs from its neighbours where it may, so that no two dimensions can be confused. The routing losses'
 # coefficients are large, so that their gradients are as visible as the cross-entropy's.
 VOCAB, EMBED, ROWS, LENGTH = 40, 16, 16, 8
-LAYERS = 2  # with experts; DeepSeek has a dense one before them
+LAYERS = 2  # with experts; DeepSeek has a dense one before them, Qwen3 one between them
 UNUSED = 5  # the expert of the first of these layers that no token goes to
 _COMMON = {"vocab": VOCAB, "embed": EMBED, "rope_base": 100.0, "init_std": 0.5, "load_balance": 0.3, "z_loss": 0.05}
-_MIXTRAL = {"layers": LAYERS, "heads": 4, "kv_heads": 2, "head_dim": 8, "expert_mlp": 12, "experts": 8}
-# Of the rotary dimensions' four pairs each is extended by another share; groups of experts have more than the two that
-# make a group's score; the bias moves by whole quarters, which float32 adds exactly.
+_GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 8, "expert_mlp": 12, "experts": 8}
+_MIXTRAL = {"layers": LAYERS, **_GROUPED}
+# Of the rotary dimensions' four pairs each is extended by another share.
+_YARN = {"factor": 4.0, "length": 64, "beta_fast": 8.0, "beta_slow": 1.0}
+# Groups of experts have more than the two that make a group's score; the bias moves by whole quarters, which float32
+# adds exactly.
 _DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 3, "q_lora": 24, "kv_lora": 8, "nope_dim": 6}
 _DEEPSEEK |= {"rope_dim": 8, "value_dim": 5, "mlp": 20, "expert_mlp": 12, "experts": 16, "experts_per_token": 3}
-_DEEPSEEK |= {"groups": 4, "kept_groups": 2, "bias_rate": 0.25, "norm_eps": 1e-3, "shared_experts": 2}
-_DEEPSEEK |= {"yarn_factor": 4.0, "yarn_length": 64, "yarn_beta_fast": 8.0, "yarn_beta_slow": 1.0}
-_DEEPSEEK |= {"yarn_mscale": 1.0, "yarn_mscale_all": 0.5}
-_OLDER = {"q_lora": None, "score": "softmax", "group_score": "max", "expert_weights": "scores", "expert_scale": 16.0}
-_OLDER |= {"choice_bias": "none", "yarn_factor": 1.0, "rope_pairs": "halves"}
+_DEEPSEEK |= {"norm_eps": 1e-3, "shared_experts": 2, "yarn": _YARN | {"mscale": 1.0, "mscale_all": 0.5}}
+_DEEPSEEK |= {"router": {"groups": 4, "kept_groups": 2, "bias_rate": 0.25}}
+_OLDER = _DEEPSEEK | {"q_lora": None, "rope_pairs": "halves", "yarn": {"factor": 1.0}}
+_OLDER["router"] = {"groups": 4, "kept_groups": 2, "score": "softmax", "group_score": "max", "choice_bias": "none"}
+_OLDER["router"] |= {"gates": "scores", "scale": 16.0}
+_QWEN3 = {**_GROUPED, "layers": 1 + LAYERS, "moe_every": 1, "mlp_layers": (1,), "mlp": 20, "experts_per_token": 3}
+_QWEN3 |= {"attention_bias": "all", "window": 4, "norm_eps": 1e-3, "yarn": _YARN, "router": {"gates": "renormalised"}}
+_PERIODIC = _QWEN3 | {"layers": 2 * LAYERS, "moe_every": 2, "mlp_layers": (), "attention_bias": "none", "window": None}
+_PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}}
+# The bound cuts off a part of the queries, keys and values of nearly every token.
+_OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "clip_qkv": 1.0}
+_OLMOE |= {"router": {"gates": "scores"}}
+
+Config = MixtralConfig | DeepSeekConfig | Qwen3MoeConfig | OlmoeConfig
+# The class of a configuration, its values, and a seed with which the oracle finds no choice of experts to be a tie.
+_KINDS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
+    "mixtral": (MixtralConfig, _MIXTRAL, 3),
+    "deepseek": (DeepSeekConfig, _DEEPSEEK, 3),
+    "deepseek_v2": (DeepSeekConfig, _OLDER, 3),
+    "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 3),
+    "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
+    "olmoe": (OlmoeConfig, _OLMOE, 3),
+}
 
 
-def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> MixtralConfig | DeepSeekConfig:
+def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
     """A tiny model's."""
-    common: dict[str, Any] = _COMMON | {"load_balance_over": balance}
-    if family == "mixtral":
-        return MixtralConfig(**{**common, **_MIXTRAL, **changes})
-    return DeepSeekConfig(**{**common, **_DEEPSEEK, **(_OLDER if family == "deepseek_v2" else {}), **changes})
+    kind, sizes, _ = _KINDS[family]
+    values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
+    start: Any = kind()
+    groups = {name: replace(getattr(start, name), **values[name]) for name in ("yarn", "router") if name in values}
+    return kind(**{**values, **groups})
+
+
+def routers(model: Any) -> list[Any]:
+    """Of the blocks with experts, in order."""
+    blocks = [block for stack in model.stacks for block in stack.blocks]
+    return [block.feed_forward.router for block in blocks if hasattr(block.feed_forward, "router")]
 
 
 @functools.cache
 def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
     """A tiny model with every array told apart from what it starts as: norms are not one, one expert is not used."""
-    fresh = build_model(config(family, balance), key=jax.random.key(3))
+    fresh = build_model(config(family, balance), key=jax.random.key(_KINDS[family][2]))
     rng = np.random.default_rng(4)
-    leaves, structure = jax.tree.flatten(fresh)
-    noisy = [np.asarray(x) + 0.2 * rng.standard_normal(x.shape).astype(np.float32) * (x.ndim < 3) for x in leaves]
-    noisy = jax.tree.unflatten(structure, [jnp.asarray(x) for x in noisy])
+
+    def noisy(path: Any, x: Any) -> Any:
+        starts_plain = x.ndim < 3 or jax.tree_util.keystr(path).endswith("_bias")
+        return jnp.asarray(np.asarray(x) + 0.2 * rng.standard_normal(x.shape).astype(np.float32) * starts_plain)
+
+    result = jax.tree_util.tree_map_with_path(noisy, fresh)
     # The residual stream's first number is large for every token: no norm divides by next to nothing, which would make
     # rounding errors large; and the unused expert's logit falls with it.
-    embedding = noisy.embedding.weight.at[:, 0].set(2.0)
-    router = noisy.stacks[-1].layer.moe.router
-    router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0, 0, UNUSED].set(-4.0))
-    if router.bias is not None:
-        # Large enough to change choices; the unused expert's is far below. In 64ths, so that moving it is exact.
-        bias = np.round(64 * 0.3 * np.random.default_rng(4).standard_normal(router.bias.shape)) / 64
-        bias[0, UNUSED] = -8
-        router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(bias, jnp.float32))
-    return eqx.tree_at(lambda m: (m.embedding.weight, m.stacks[-1].layer.moe.router), noisy, (embedding, router))
+    embedding = result.embedding.weight.at[:, 0].set(2.0)
+    changed, rng = [], np.random.default_rng(4)
+    for i, router in enumerate(routers(result)):
+        if i == 0:
+            router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0, 0, UNUSED].set(-4.0))
+        if router.choice_bias is not None:
+            # Large enough to change choices; the unused expert's is far below. In 64ths, so that moving it is exact.
+            bias = np.round(64 * 0.3 * rng.standard_normal(router.choice_bias.shape)) / 64
+            if i == 0:
+                bias[0, UNUSED] = -8
+            router = eqx.tree_at(lambda r: r.choice_bias, router, jnp.asarray(bias, jnp.float32))
+        changed.append(router)
+    return eqx.tree_at(lambda m: [m.embedding.weight, *routers(m)], result, [embedding, *changed])
 
 
 @functools.cache
@@ -182,7 +219,7 @@ def product() -> tuple[Case, ...]:
         ("full", "dots", "none"),
         (1, 2),
         ("batch", "sequence"),
-        ("mixtral", "deepseek"),
+        FAMILIES,
     )
     return tuple(Case(*v) for v in values if fits(v[1], v[2]))
 
@@ -209,10 +246,12 @@ def cover() -> tuple[Case, ...]:
 
 
 # Beside the cover: what the older DeepSeek does otherwise, where two strategies and both kinds of splitting tokens meet
-# it; every strategy with its tokens in chunks, some of them uneven; and a router in parts.
+# it; layers with and without experts by turns; every strategy with its tokens in chunks, some of them uneven; and a
+# router in parts.
 BESIDE = (
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
+    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
     Case("ragged", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek", 3),
     Case("capacity", "ep8", "replicated", "none", 1, "sequence", "deepseek", 3),
     Case("ring", "fsdp2_ep2_context2", "cp_as_ep", "dots", 1, "batch", "mixtral", 2),

@@ -1,8 +1,9 @@
 """The oracle: a training step as plain loops over rows, tokens and chosen experts, in float64, on one device.
 
-Here is what families share: norm, experts, losses, gradients, optimisers. `oracle_mixtral` and `oracle_deepseek` add
-their layers. Nothing of moezoo or JAX computes in any of them; parameters are read out of the model by attribute. In
-float64 the oracle's rounding is nothing beside float32's, so that whatever difference is found is the tested code's.
+Here is what families share: norm, experts, losses, gradients, optimisers. `oracle_grouped` (Mixtral, Qwen3-MoE, OLMoE)
+and `oracle_deepseek` add their layers. Nothing of moezoo or JAX computes in any of them; parameters are read out of the
+model by attribute. In float64 the oracle's rounding is nothing beside float32's, so that whatever difference is found
+is the tested code's.
 
 Letters: D embed, H heads, E experts, K experts a token. Operations run one by one, so a routing decision is made by
 sorting concrete numbers. A padding token is left out altogether, which is what "padding counts nowhere" means.
@@ -10,9 +11,9 @@ sorting concrete numbers. A padding token is left out altogether, which is what 
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tape import Value, exp, gradients, log, stack, total_of, value
@@ -21,6 +22,63 @@ Parameters = dict[str, Any]
 
 # Two figures closer than this could be ordered otherwise in float32, and a comparison would say nothing.
 _TIE = 1e-5
+
+
+class Layer(NamedTuple):
+    """One layer of a model: its block, whose arrays hold that of every period of the run, and the period."""
+
+    block: Any
+    period: int
+
+    def array(self, path: str) -> np.ndarray | None:
+        """The array of this layer that lies at these attributes, None if there is none."""
+        found = self.block
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return None if found is None else np.asarray(found)[self.period]
+
+
+def layers_of(model: Any) -> list[Layer]:
+    """A model's, in order."""
+    return [Layer(block, period) for stack in model.stacks for period in range(stack.count) for block in stack.blocks]
+
+
+# Of what follows attention. Those of an MLP, of experts, and of the MLP beside experts have names of their own.
+_FEED_FORWARD = {
+    "feed_forward_norm": "feed_forward_norm.scale",
+    "dense_gate": "feed_forward.gate",
+    "dense_up": "feed_forward.up",
+    "dense_down": "feed_forward.down",
+    "router": "feed_forward.router.weight",
+    "gate": "feed_forward.experts.gate",
+    "up": "feed_forward.experts.up",
+    "down": "feed_forward.experts.down",
+    "shared_gate": "feed_forward.shared.gate",
+    "shared_up": "feed_forward.shared.up",
+    "shared_down": "feed_forward.shared.down",
+}
+
+
+def stacked(model: Any, path: str) -> np.ndarray | None:
+    """The arrays at `path` of all layers that have it, in order; None if no layer has."""
+    found = [array for layer in layers_of(model) if (array := layer.array(path)) is not None]
+    return np.stack(found) if found else None
+
+
+def parameters_of(model: Any, attention: Mapping[str, str]) -> Parameters:
+    """The arrays of a model (or of anything in its shape: gradients, moments) by name, float64.
+
+    `attention`: what is called how in an attention module, by the oracle's names. Arrays of layers are stacked.
+    """
+    paths = {"attention_norm": "attention_norm.scale"} | {name: f"attention.{at}" for name, at in attention.items()}
+    of_layers = {name: stacked(model, path) for name, path in (paths | _FEED_FORWARD).items()}
+    whole = {
+        "embedding": model.embedding.weight,
+        "final_norm": model.unembedding.norm.scale,
+        "unembedding": model.unembedding.weight,
+    }
+    there = {name: array for name, array in (whole | of_layers).items() if array is not None}
+    return {name: np.asarray(array, np.float64) for name, array in there.items()}
 
 
 @dataclass(frozen=True)
@@ -120,15 +178,6 @@ class Family(abc.ABC):
 def norm(x: Value, scale: Value, epsilon: float) -> Value:
     """x over its root mean square, times `scale`."""
     return x * ((x * x).sum(-1) / x.data.shape[-1] + epsilon) ** -0.5 * scale
-
-
-def rotate(x: Value, positions: np.ndarray, frequencies: Sequence[float], pairs: Sequence[tuple[int, int]]) -> Value:
-    """x [tokens, size]: each of `pairs` (a, b) of dimensions turned by position * its frequency."""
-    angle, turned = np.zeros(x.data.shape), np.zeros((x.data.shape[1],) * 2)
-    for (a, b), frequency in zip(pairs, frequencies, strict=True):
-        angle[:, a] = angle[:, b] = positions * frequency
-        turned[b, a], turned[a, b] = -1, 1  # x @ turned: the pair (a, b) becomes (-b, a)
-    return x * np.cos(angle) + (x @ turned) * np.sin(angle)
 
 
 def attend(scores: Value, seen: np.ndarray, values: Value) -> Value:
@@ -264,6 +313,6 @@ class AdamW:
             first = self.first[name] / (1 - self.beta1**self.count)
             second = self.second[name] / (1 - self.beta2**self.count)
             # Only what multiplies activations as a matrix does decays.
-            decay = 0 if name == "embedding" or name.endswith("norm") else self.weight_decay
+            decay = 0 if name == "embedding" or name.endswith(("norm", "bias")) else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new

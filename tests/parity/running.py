@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import oracle_deepseek
-import oracle_mixtral
+import oracle_grouped
 from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
+from oracle_grouped import Grouped, with_experts
+from oracle_rope import Rope
 
 from moezoo.data import Batch
-from moezoo.models import MixtralConfig
+from moezoo.models import DeepSeekConfig, MixtralConfig, Qwen3MoeConfig
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.training.step import Metrics, State, Step
 
@@ -93,7 +95,7 @@ class Running:
 
 def parameters_of(family: Family, model: Any) -> oracle.Parameters:
     """The arrays of a model (or of gradients, or moments) by the oracle's names."""
-    return (oracle_mixtral if family == "mixtral" else oracle_deepseek).parameters_of(model)
+    return (oracle_deepseek if family.startswith("deepseek") else oracle_grouped).parameters_of(model)
 
 
 def observe(case: Case) -> Observed:
@@ -103,33 +105,52 @@ def observe(case: Case) -> Observed:
         metrics.append(running(number))
         gradients.append(parameters_of(case.family, running.state.optimizer))
     after: Any = running.state.model
-    bias = after.stacks[-1].layer.moe.router.bias
-    return Observed(metrics, gradients, parameters_of(case.family, after), None if bias is None else np.asarray(bias))
+    return Observed(metrics, gradients, parameters_of(case.family, after), oracle_deepseek.bias_of(after))
+
+
+def _rope(base: float, yarn: Any, *, interleaved: bool = False) -> Rope:
+    y = yarn
+    return Rope(base, interleaved, y.factor, y.length, y.beta_fast, y.beta_slow, y.mscale, y.mscale_all)
 
 
 def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     """What the oracle is told of the model."""
     c = config(family, balance)
     losses = oracle.Losses(c.load_balance, c.z_loss, c.load_balance_over)
+    if isinstance(c, DeepSeekConfig):
+        return _deepseek(c, losses, oracle_deepseek.bias_of(model(family, balance)))
+    common: dict[str, Any] = {
+        "experts_per_token": c.experts_per_token,
+        "sparse": with_experts(c.layers),
+        "rope": Rope(c.rope_base),
+        "norm_eps": c.norm_eps,
+        "renormalised": isinstance(c, MixtralConfig) or c.router.gates == "renormalised",
+        "window": None,
+        "clip": None,
+        "losses": losses,
+    }
     if isinstance(c, MixtralConfig):
-        return oracle_mixtral.Mixtral(c.experts_per_token, c.rope_base, c.norm_eps, c.window, losses)
-    rope = oracle_deepseek.Rope(
-        c.rope_base,
-        c.rope_pairs == "interleaved",
-        c.yarn_factor,
-        c.yarn_length,
-        c.yarn_beta_fast,
-        c.yarn_beta_slow,
-        c.yarn_mscale,
-        c.yarn_mscale_all,
-    )
-    renormalised = c.expert_weights == "renormalised"
-    choice = oracle_deepseek.Choice(c.score, c.groups, c.kept_groups, c.group_score, renormalised, c.expert_scale)
-    bias = model(family, balance).stacks[1].layer.moe.router.bias
-    start = np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else np.asarray(bias, np.float64)
-    rate = 0.0 if bias is None else c.bias_rate
+        own = {"window": c.window}
+    elif isinstance(c, Qwen3MoeConfig):
+        sparse = with_experts(c.layers, c.moe_every, c.mlp_layers)
+        own = {"sparse": sparse, "rope": _rope(c.rope_base, c.yarn), "window": c.window}
+    else:
+        own = {"clip": c.clip_qkv}
+    return Grouped(**{**common, **own})
+
+
+def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
+    r = c.router
     return oracle_deepseek.DeepSeek(
-        c.experts_per_token, c.dense_layers, c.nope_dim, rope, choice, start, rate, c.norm_eps, losses
+        c.experts_per_token,
+        c.dense_layers,
+        c.nope_dim,
+        _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved"),
+        oracle_deepseek.Choice(r.score, r.groups, r.kept_groups, r.group_score, r.gates == "renormalised", r.scale),
+        np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else bias.astype(np.float64),
+        0.0 if bias is None else r.bias_rate,
+        c.norm_eps,
+        losses,
     )
 
 

@@ -96,6 +96,12 @@ def log(x: Value) -> Value:
     return Value(np.log(x.data), [(x, lambda g: g / x.data)])
 
 
+def clamp(x: Value, bound: float) -> Value:
+    """Elementwise, to between -bound and bound; a gradient comes through where nothing was cut off."""
+    inside = abs(x.data) <= bound
+    return Value(np.clip(x.data, -bound, bound), [(x, lambda g: g * inside)])
+
+
 def stack(rows: Sequence[Value]) -> Value:
     """Vectors to a matrix."""
     return Value(np.stack([r.data for r in rows]), [(r, lambda g, i=i: g[i]) for i, r in enumerate(rows)])

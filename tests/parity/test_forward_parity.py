@@ -1,4 +1,4 @@
-"""Validation and generation as every strategy, mesh and layout of tokens runs them, for both families.
+"""Validation and generation as every strategy, mesh and layout of tokens runs them, for every family.
 
 Validation is compared with the oracle's loss, greedy tokens with the model run whole on one device for every token.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from cover import LENGTH, MESHES, Family, batch, fits, model, rules
+from cover import FAMILIES, LENGTH, MESHES, Family, batch, fits, model, rules
 from running import expected
 from table import leave
 
@@ -48,12 +48,11 @@ class Seen(NamedTuple):
 
 
 def ways() -> list[Way]:
-    """Both families under every strategy on every mesh, with tokens split over expert axes and the same on them."""
-    families: tuple[Family, ...] = ("mixtral", "deepseek")
+    """Every family under every strategy on every mesh, with tokens split over expert axes and the same on them."""
     layouts = ("fsdp_ep", "replicated", "cp_as_ep")
     return [
         Way(family, strategy, mesh, layout)
-        for family in families
+        for family in FAMILIES
         for strategy in STRATEGIES
         for mesh in MESHES
         for layout in layouts
@@ -95,10 +94,12 @@ def see(way: Way) -> Seen:
     return Seen(abs(float(nats) / int(tokens) - loss) / loss, int((found[:, 3:] == wanted[:, 3:]).sum()))
 
 
-# Both families, bounded strategies, tokens that are split and that are the same: the others run with `-m full`.
+# Every family, bounded strategies, tokens that are split and that are the same: the others run with `-m full`.
 SOME = [
     Way("deepseek", "ragged", "fsdp2_ep4", "replicated"),
     Way("mixtral", "capacity", "fsdp2_ep2_context2", "cp_as_ep"),
+    Way("qwen3_moe", "ring", "fsdp2_ep4", "fsdp_ep"),
+    Way("olmoe", "ragged", "fsdp2_ep2_context2", "fsdp_ep"),
 ]
 
 

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from cover import BESIDE, LAYERS, UNUSED, Case, batch, cover, model, product
+from cover import BESIDE, FAMILIES, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
+from oracle_grouped import Grouped
 from running import STEPS, Running, expected, observe, oracle_family, parameters_of, worst
 from table import leave
 
@@ -61,7 +62,9 @@ def test_whole_step(case):
     assert max(errors(case)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "visible"), [("mixtral", 0.01), ("deepseek", 0.005)])
+@pytest.mark.parametrize(
+    ("family", "visible"), [("mixtral", 0.01), ("deepseek", 0.005), ("qwen3_moe", 0.002), ("olmoe", 0.001)]
+)
 def test_oracle_sees_what_it_should(family, visible):
     """The data has what the tests rely on: an expert without a token, and losses that all weigh in."""
     outcomes = expected(family, "batch", 1).outcomes
@@ -99,7 +102,30 @@ def test_oracle_sees_every_setting_of_deepseek():
             assert (outcome.load != wanted.load).any(), name
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek", "deepseek_v2"])
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [("qwen3_moe", ("layers", "gates", "window", "ramp", "magnitude")), ("olmoe", ("gates", "clip"))],
+)
+def test_oracle_sees_every_setting_of_grouped_attention(family, names):
+    """As above."""
+    known, parameters = oracle_family(family, "batch"), parameters_of(family, model(family))
+    assert isinstance(known, Grouped)
+    rope = known.rope
+    others = {
+        "layers": replace(known, sparse=(False, True, True)),
+        "gates": replace(known, renormalised=not known.renormalised),
+        "window": replace(known, window=None),
+        "ramp": replace(known, rope=replace(rope, beta_slow=4.0)),
+        "magnitude": replace(known, rope=replace(rope, mscale=0.5, mscale_all=0.5)),
+        "clip": replace(known, clip=None),
+    }
+    wanted = oracle.differentiate(parameters, batch(0), 1, known)
+    for name in names:
+        outcome = oracle.differentiate(parameters, batch(0), 1, others[name])
+        assert worst(outcome.gradients, wanted.gradients) > 1000 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2", "qwen3_moe_periodic"])
 def test_every_array_but_the_bias_is_trained_and_compared(family):
     """Neither the optimiser nor the comparison leaves one out."""
     whole = model(family)
@@ -111,15 +137,18 @@ def test_every_array_but_the_bias_is_trained_and_compared(family):
     assert kept == ([".stacks[1].blocks[0].feed_forward.router.choice_bias"] if family == "deepseek" else [])
 
 
-_OF_BOTH = ("router", "gate", "out", "embedding", "attention_norm", "final_norm")
+_OF_ALL = ("router", "gate", "out", "embedding", "attention_norm", "final_norm")
+_OF_QWEN3 = ("query_bias", "key_bias", "value_bias", "out_bias", "query_norm", "key_norm", "dense_down")
 _OF_DEEPSEEK = ("query_down", "query_up", "query_norm", "kv_down", "kv_norm", "key_up", "value_up", "shared_up")
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("mixtral", name) for name in (*_OF_BOTH, "key")]
-    + [("deepseek", name) for name in (*_OF_BOTH, *_OF_DEEPSEEK, "dense_gate")]
-    + [("deepseek_v2", name) for name in ("query", "router")],
+    [("mixtral", name) for name in (*_OF_ALL, "key")]
+    + [("deepseek", name) for name in (*_OF_ALL, *_OF_DEEPSEEK, "dense_gate")]
+    + [("deepseek_v2", name) for name in ("query", "router")]
+    + [("qwen3_moe", name) for name in (*_OF_QWEN3, "router")]
+    + [("olmoe", name) for name in ("query", "key_norm", "value", "router")],
 )
 def test_oracle_differentiates(family, name):
     """Its gradient against a central difference along a random direction."""
@@ -142,7 +171,7 @@ def test_oracle_differentiates(family, name):
     [
         Case("ring", "ep8", "fsdp_ep", "full", 1, "batch"),
         Case("gather", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 1, "batch"),
-        Case("dense", "fsdp2_ep2_context2", "replicated", "none", 1, "batch"),
+        Case("dense", "fsdp2_ep2_context2", "replicated", "none", 1, "batch", "qwen3_moe"),
         Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek"),
     ],
     ids=str,

@@ -1,0 +1,190 @@
+"""The oracle of Mixtral, Qwen3-MoE and OLMoE against transformers, both in float64: the loss and every gradient."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+from oracle_grouped import Grouped, with_experts
+from oracle_rope import Rope
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
+
+VOCAB, EMBED, HEADS, KV_HEADS, SIZE, EXPERTS, ROWS, LENGTH = 30, 16, 4, 2, 8, 8, 2, 9
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": EMBED, "num_hidden_layers": 2}
+_COMMON |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_experts_per_tok": 3}
+_PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+# Of four pairs two keep their frequencies, one lies on the ramp, one is slowed.
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN |= {"beta_fast": 2.0, "beta_slow": 0.5}
+
+
+def mixtral(**changes: Any) -> Any:
+    """A tiny Mixtral's configuration."""
+    sizes = {"intermediate_size": 12, "head_dim": SIZE, "num_local_experts": EXPERTS, "rope_parameters": _PLAIN}
+    return transformers.MixtralConfig(**{**_COMMON, **sizes, "sliding_window": None, **changes})
+
+
+def qwen3(**changes: Any) -> Any:
+    """A tiny Qwen3-MoE's."""
+    sizes = {"intermediate_size": 20, "moe_intermediate_size": 12, "head_dim": SIZE, "num_experts": EXPERTS}
+    sizes |= {"sliding_window": 3}  # of `use_sliding_window`
+    return transformers.Qwen3MoeConfig(**{**_COMMON, **sizes, "rope_parameters": _PLAIN, **changes})
+
+
+def olmoe(**changes: Any) -> Any:
+    """A tiny OLMoE's, whose heads' size follows from the others."""
+    sizes = {"intermediate_size": 12, "num_experts": EXPERTS, "rope_parameters": _PLAIN}
+    return transformers.OlmoeConfig(**{**_COMMON, **sizes, **changes})
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: mixtral(sliding_window=3),
+    "qwen3": lambda: qwen3(norm_topk_prob=True, rms_norm_eps=0.01),
+    "qwen3 layers": lambda: qwen3(num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1], attention_bias=True),
+    "qwen3 middle layer": lambda: qwen3(num_hidden_layers=3, mlp_only_layers=[1], use_sliding_window=True),
+    "qwen3 yarn": lambda: qwen3(rope_parameters=_YARN, attention_bias=True, num_key_value_heads=1),
+    "qwen3 yarn mscales": lambda: qwen3(rope_parameters=_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}),
+    "olmoe": lambda: olmoe(norm_topk_prob=True, rms_norm_eps=0.01),
+    "olmoe clip": lambda: olmoe(clip_qkv=0.9, num_key_value_heads=1),
+    "olmoe clip renormalised": lambda: olmoe(clip_qkv=0.9, num_key_value_heads=4, norm_topk_prob=True),
+}
+
+
+class Wide(torch.overrides.TorchFunctionMode):
+    """What asks for float32 by name gets float64: transformers computes norms, softmax and rotation so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        widened = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*widened, **named)
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """transformers in float64, without its warnings."""
+    with warnings.catch_warnings(), Wide():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def built(config: Any) -> Any:
+    """Its model with every array random: norms are not one, biases not zero."""
+    with wide():
+        kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        theirs = transformers.AutoModelForCausalLM.from_config(config, **kinds).double()
+    rng = np.random.default_rng(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            start = 1.0 if "norm" in name else 0.0
+            parameter.copy_(torch.tensor(start + 0.4 * rng.standard_normal(parameter.shape)))
+    return theirs
+
+
+def family_of(config: Any) -> Grouped:
+    """What the oracle is told of it."""
+    c, rope = config, config.rope_parameters
+    yarn = {}
+    if rope["rope_type"] == "yarn":
+        yarn = {"factor": rope["factor"], "length": rope["original_max_position_embeddings"]}
+        yarn |= {"beta_fast": rope["beta_fast"], "beta_slow": rope["beta_slow"]}
+        yarn |= {"mscale": rope.get("mscale", 0.0), "mscale_all": rope.get("mscale_all_dim", 0.0)}
+    return Grouped(
+        experts_per_token=c.num_experts_per_tok,
+        sparse=with_experts(
+            c.num_hidden_layers, getattr(c, "decoder_sparse_step", 1), getattr(c, "mlp_only_layers", ())
+        ),
+        rope=Rope(rope["rope_theta"], **yarn),
+        norm_eps=c.rms_norm_eps,
+        renormalised=c.model_type == "mixtral" or c.norm_topk_prob,
+        window=getattr(c, "sliding_window", None),
+        clip=getattr(c, "clip_qkv", None),
+        losses=oracle.Losses(0.0, 0.0, "batch"),
+    )
+
+
+class Entry(NamedTuple):
+    """An array of the oracle: where it is in a layer of theirs, and what makes it of that one."""
+
+    name: str
+    cut: Callable[[np.ndarray], np.ndarray]
+
+
+def table(config: Any) -> dict[str, list[Entry]]:
+    """By the names of a layer's parameters."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", EMBED // heads)
+
+    def projection(name: str, at: str, count: int) -> dict[str, list[Entry]]:
+        return {
+            f"self_attn.{at}_proj.weight": [Entry(name, lambda w: w.T.reshape(EMBED, count, size))],
+            f"self_attn.{at}_proj.bias": [Entry(f"{name}_bias", lambda b: b.reshape(count, size))],
+            f"self_attn.{at}_norm.weight": [Entry(f"{name}_norm", np.copy)],
+        }
+
+    def turned(w: np.ndarray) -> np.ndarray:
+        return w.swapaxes(-1, -2)
+
+    attention = projection("query", "q", heads) | projection("key", "k", kv_heads) | projection("value", "v", kv_heads)
+    return attention | {
+        "self_attn.o_proj.weight": [Entry("out", lambda w: w.T.reshape(heads, size, EMBED))],
+        "self_attn.o_proj.bias": [Entry("out_bias", np.copy)],
+        "input_layernorm.weight": [Entry("attention_norm", np.copy)],
+        "post_attention_layernorm.weight": [Entry("feed_forward_norm", np.copy)],
+        "mlp.gate_proj.weight": [Entry("dense_gate", turned)],
+        "mlp.up_proj.weight": [Entry("dense_up", turned)],
+        "mlp.down_proj.weight": [Entry("dense_down", turned)],
+        "mlp.gate.weight": [Entry("router", turned)],
+        "mlp.experts.gate_up_proj": [
+            Entry("gate", lambda w: turned(w[:, : w.shape[1] // 2])),
+            Entry("up", lambda w: turned(w[:, w.shape[1] // 2 :])),
+        ],
+        "mlp.experts.down_proj": [Entry("down", turned)],
+    }
+
+
+def named(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
+    """Arrays by their names in transformers as the oracle has them; none is left over."""
+    whole = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "final_norm"}
+    entries, layers, found = table(config), {}, {}
+    for name, array in arrays.items():
+        if name in whole:
+            found[whole[name]] = array
+        elif name == "lm_head.weight":
+            found["unembedding"] = array.T
+        else:
+            for entry in entries[name.split(".", 3)[3]]:  # of model.layers.0.*: parameters come in the layers' order
+                layers.setdefault(entry.name, []).append(entry.cut(array))
+    return found | {name: np.stack(parts) for name, parts in layers.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.xdist_group("oracle_transformers")  # importing PyTorch takes longer than all of them
+def test_loss_and_gradients(name):
+    config = CONFIGS[name]()
+    theirs, family = built(config), family_of(config)
+    tokens = np.random.default_rng(2).integers(1, VOCAB, (ROWS, LENGTH))
+    ids = torch.tensor(tokens)
+    with wide():
+        logits = theirs(ids).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+    assert logits.dtype == torch.float64
+
+    labels = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
+    batch = {"tokens": tokens, "labels": labels, "segments": np.ones_like(tokens), "positions": positions}
+    parameters = {n: p.detach().numpy() for n, p in theirs.named_parameters()}
+    outcome = oracle.differentiate(named(config, parameters), batch, 1, family)
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
+    wanted = named(config, {n: p.grad.numpy() for n, p in theirs.named_parameters()})
+    assert set(wanted) == set(outcome.gradients)
+    for array, gradient in wanted.items():
+        scale = abs(gradient).max()
+        assert scale > 1e-3, array
+        assert abs(outcome.gradients[array] - gradient).max() < 1e-12 * scale, array
