@@ -11,8 +11,8 @@ from moezoo.data import SOURCES, DataSettings
 from moezoo.kernels.grouped_matmul import Implementation
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.moe.dispatch import STRATEGIES, Dispatch
-from moezoo.optim import SCHEDULES, SGD, UPDATE_RULES, AdamW, Constant, Cosine
-from moezoo.parallel.distributed import DISTRIBUTED, Alone, Auto, Manual
+from moezoo.optim import SCHEDULES, UPDATE_RULES, Schedule, UpdateRule
+from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.rules import Rules
 
@@ -62,10 +62,10 @@ class TrainConfig:
     mesh: MeshShape
     rules: Rules
     dispatch: Dispatch
-    optimizer: AdamW | SGD
-    schedule: Cosine | Constant
+    optimizer: UpdateRule
+    schedule: Schedule
     data: DataSettings
-    distributed: Alone | Auto | Manual
+    distributed: Distributed
     execution: ExecutionSettings
     guard: GuardSettings
     steps: int

@@ -1,11 +1,14 @@
 """Data: a corpus of documents, split in two, and read in windows. NumPy only; nothing here starts JAX."""
 
+from moezoo.data.base import DataSettings
 from moezoo.data.batches import train_batches, validation_batches
 from moezoo.data.corpus import Corpus
 from moezoo.data.loading import load
-from moezoo.data.settings import SOURCES, DataSettings, PythonStdlib, Synthetic, Text, Tokens
+from moezoo.data.python_stdlib import PythonStdlib
 from moezoo.data.source import Source
-from moezoo.data.tokens import tokenize_files
+from moezoo.data.synthetic import Synthetic
+from moezoo.data.text import Text
+from moezoo.data.tokens import Tokens, tokenize_files
 from moezoo.data.trigram import trigram_loss
 from moezoo.data.windows import Batch
 
@@ -25,3 +28,10 @@ __all__ = [
     "trigram_loss",
     "validation_batches",
 ]
+
+SOURCES: dict[str, type[DataSettings]] = {
+    "python_stdlib": PythonStdlib,
+    "text": Text,
+    "tokens": Tokens,
+    "synthetic": Synthetic,
+}

@@ -84,6 +84,11 @@ def select_held_out_by_index(documents: int) -> Bool[np.ndarray, "documents"]:
     return (x ^ (x >> np.uint64(31))) % np.uint64(HELD_OUT) == 0
 
 
+def digest(corpus: Corpus) -> str:
+    """The first 16 digits of the SHA-256 of the stored tokens, those of both splits."""
+    return hashlib.sha256(corpus.tokens.data).hexdigest()[:16]
+
+
 class Split(NamedTuple):
     """Training and validation documents, in words how they were parted, and the validation documents' names if any."""
 

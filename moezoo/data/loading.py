@@ -1,10 +1,7 @@
 """From settings to data."""
 
-from moezoo.data.files import load_python_stdlib, load_text
-from moezoo.data.settings import DataSettings, PythonStdlib, Synthetic, Text
+from moezoo.data.base import DataSettings
 from moezoo.data.source import Source
-from moezoo.data.synthetic import load_synthetic
-from moezoo.data.tokens import load_tokens
 from moezoo.errors import UserError
 
 
@@ -21,14 +18,7 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int) -> Sour
         raise UserError(f"seq_len={seq_len} must be at least 1")
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={seed} must be from 0 to {2**32 - 1}")
-    if isinstance(settings, PythonStdlib):
-        source = load_python_stdlib(vocab=vocab)
-    elif isinstance(settings, Text):
-        source = load_text(settings, vocab=vocab)
-    elif isinstance(settings, Synthetic):
-        source = load_synthetic(settings, seed=seed, vocab=vocab)
-    else:
-        source = load_tokens(settings, vocab=vocab)
+    source = settings.load(seed=seed, vocab=vocab)
     for split, corpus in (("training", source.train), ("validation", source.validation)):
         if len(corpus) < seq_len + 1:
             raise UserError(

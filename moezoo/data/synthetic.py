@@ -1,31 +1,56 @@
 """Made-up data whose best possible loss is known."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
+from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_index
-from moezoo.data.settings import Synthetic
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
+from moezoo.errors import UserError
 
 
-def load_synthetic(settings: Synthetic, *, seed: int, vocab: int) -> Source:
-    """Documents drawn from the Markov chain that `seed` gives: first tokens uniformly, then one of the successors.
+@dataclasses.dataclass(frozen=True)
+class Synthetic(DataSettings):
+    """A random Markov chain whose entropy is known: each token has `successors` equally likely next ones.
 
-    A document's first token is never predicted, so every label has exactly ln(`settings.successors`) nats.
+    No model can do better than ln(`successors`) nats a token. `documents` of `document_length` tokens are drawn; the
+    chain and the draws follow from the run's seed.
     """
-    require_vocab(f"data.vocab={settings.vocab}", settings.vocab, vocab, or_else=f" or data.vocab={vocab}")
-    random = np.random.default_rng(seed)
-    successors = np.stack(
-        [random.choice(settings.vocab, settings.successors, replace=False) for _ in range(settings.vocab)]
-    )
-    tokens = np.empty((settings.documents, settings.document_length), dtype_for(settings.vocab))
-    tokens[:, 0] = random.integers(settings.vocab, size=settings.documents)
-    for step in range(1, settings.document_length):
-        choice = random.integers(settings.successors, size=settings.documents)
-        tokens[:, step] = successors[tokens[:, step - 1], choice]
-    offsets = np.arange(settings.documents + 1, dtype=np.int64) * settings.document_length
-    split = hold_out(Corpus.whole(tokens.reshape(-1), offsets), select_held_out_by_index(settings.documents))
-    floor = f"ln {settings.successors} = {math.log(settings.successors):.4f} nats a token, the lowest loss possible"
-    return make_source("synthetic", split, Numbers(settings.vocab), vocab=settings.vocab, entropy=floor)
+
+    vocab: int = 256
+    successors: int = 4
+    documents: int = 2000
+    document_length: int = 1000
+
+    minima: ClassVar[Mapping[str, int]] = {"successors": 1, "documents": 1, "document_length": 2}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.vocab < self.successors:
+            raise UserError(
+                f"data.successors={self.successors} are more than data.vocab={self.vocab} tokens to choose from; "
+                f"set data.successors={max(self.vocab, 1)} or less"
+            )
+
+    def load(self, *, seed: int, vocab: int) -> Source:
+        """Draw the chain and the documents: first tokens uniformly, then one of the successors.
+
+        A document's first token is never predicted, so every label has exactly ln(`successors`) nats.
+        """
+        require_vocab(f"data.vocab={self.vocab}", self.vocab, vocab, or_else=f" or data.vocab={vocab}")
+        random = np.random.default_rng(seed)
+        successors = np.stack([random.choice(self.vocab, self.successors, replace=False) for _ in range(self.vocab)])
+        tokens = np.empty((self.documents, self.document_length), dtype_for(self.vocab))
+        tokens[:, 0] = random.integers(self.vocab, size=self.documents)
+        for step in range(1, self.document_length):
+            choice = random.integers(self.successors, size=self.documents)
+            tokens[:, step] = successors[tokens[:, step - 1], choice]
+        offsets = np.arange(self.documents + 1, dtype=np.int64) * self.document_length
+        split = hold_out(Corpus.whole(tokens.reshape(-1), offsets), select_held_out_by_index(self.documents))
+        floor = f"ln {self.successors} = {math.log(self.successors):.4f} nats a token, the lowest loss possible"
+        return make_source("synthetic", split, Numbers(self.vocab), vocab=self.vocab, entropy=floor)

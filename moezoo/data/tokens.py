@@ -5,6 +5,7 @@ and the last ends), `OUT.json` (vocabulary size, unit, SHA-256 of the ids, name 
 token is a byte, `OUT.tokenizer.json`, a copy of that file.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -16,9 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, hold_out, select_held_out_by_index
 from moezoo.data.files import find_documents, read_documents
-from moezoo.data.settings import Tokens
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line, text_tokenizer
 from moezoo.errors import UserError
@@ -26,30 +27,43 @@ from moezoo.errors import UserError
 _MAKE = "make it with moezoo prepare-data"
 
 
-def load_tokens(settings: Tokens, *, vocab: int) -> Source:
-    """A file of tokens, mapped into memory, with a validation file of its own or a part held out.
+@dataclasses.dataclass(frozen=True)
+class Tokens(DataSettings):
+    """Token ids made by `moezoo prepare-data`: a `.npy` file that stays on disk, with document offsets beside it.
 
-    Raises `UserError` for files that are missing, damaged, of another dtype, or do not belong together.
+    `validation` is a second such file to validate on; without one a part of `path` is held out.
     """
-    if settings.path is None:
-        raise UserError("data.path is required for data=tokens; pass data.path=FILE.npy, made with moezoo prepare-data")
-    path = Path(settings.path).expanduser()
-    corpus, metadata = _read_tokens(path, key="data.path")
-    needed = metadata["vocab"]
-    require_vocab(f"data.path={path} has a vocabulary of {needed} tokens", needed, vocab)
-    if settings.validation is None:
-        split = hold_out(corpus, select_held_out_by_index(corpus.documents))
-    else:
-        other = Path(settings.validation).expanduser()
-        validation, its_metadata = _read_tokens(other, key="data.validation")
-        if path.samefile(other):
-            raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
-        its_needed = its_metadata["vocab"]
-        require_vocab(f"data.validation={other} has a vocabulary of {its_needed} tokens", its_needed, vocab)
-        needed = max(needed, its_needed)
-        split = Split(corpus, validation, f"data.validation={other}")
-    extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
-    return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
+
+    path: str | None = None
+    validation: str | None = None
+
+    def load(self, *, seed: int, vocab: int) -> Source:
+        """Map the files into memory.
+
+        Raises `UserError` for files that are missing, damaged, of another dtype, or do not belong together.
+        """
+        del seed
+        if self.path is None:
+            raise UserError(
+                "data.path is required for data=tokens; pass data.path=FILE.npy, made with moezoo prepare-data"
+            )
+        path = Path(self.path).expanduser()
+        corpus, metadata = _read_tokens(path, key="data.path")
+        needed = metadata["vocab"]
+        require_vocab(f"data.path={path} has a vocabulary of {needed} tokens", needed, vocab)
+        if self.validation is None:
+            split = hold_out(corpus, select_held_out_by_index(corpus.documents))
+        else:
+            other = Path(self.validation).expanduser()
+            validation, its_metadata = _read_tokens(other, key="data.validation")
+            if path.samefile(other):
+                raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
+            its_needed = its_metadata["vocab"]
+            require_vocab(f"data.validation={other} has a vocabulary of {its_needed} tokens", its_needed, vocab)
+            needed = max(needed, its_needed)
+            split = Split(corpus, validation, f"data.validation={other}")
+        extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
+        return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
 
 
 def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:

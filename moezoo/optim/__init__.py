@@ -5,6 +5,7 @@ from moezoo.optim.base import Schedule as Schedule
 from moezoo.optim.base import UpdateRule as UpdateRule
 from moezoo.optim.constant import Constant as Constant
 from moezoo.optim.cosine import Cosine as Cosine
+from moezoo.optim.optimizer import Group as Group
 from moezoo.optim.optimizer import Optimizer as Optimizer
 from moezoo.optim.sgd import SGD as SGD
 

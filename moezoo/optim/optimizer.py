@@ -1,44 +1,83 @@
-"""An update rule and a schedule, applied to one model's parameters where they lie."""
+"""Update rules and a schedule, applied to one model's parameters where they lie."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.optim.base import Schedule, UpdateRule
 from moezoo.parallel.axes import Role
-from moezoo.parallel.placement import EVERYWHERE
+from moezoo.parallel.placement import EVERYWHERE, Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The leaves that the transformation of `rule` updates, at `rate_factor` times the scheduled rate."""
+
+    name: str
+    rule: UpdateRule
+    rate_factor: float = 1.0
 
 
 class Optimizer:
-    """An optax transformation for one model; every update is elementwise, so shards are updated where they lie."""
+    """Optax transformations for one model; every update is elementwise, so shards are updated where they lie.
 
-    def __init__(self, rule: UpdateRule, schedule: Schedule, steps: int, placements: PyTree):
+    The state has for each group, by its name, the state of its transformation, which holds nothing for other leaves.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        schedule: Schedule,
+        steps: int,
+        placements: PyTree,
+        group_of: Callable[[str, Placement], Group] | None = None,
+    ):
         """`placements` of a model say by their axes what decays: matrices only.
 
-        Raises `UserError` where a run of `steps` would end before the schedule's warm-up.
+        `group_of` assigns a group to each leaf, given its path, such as ".embedding.weight", and its placement; None
+        puts all into one, updated by `rule`. The peak rate, and the clipping by the norm over all leaves, are those
+        of `rule` for every group. Raises `UserError` where a run of `steps` would end before the schedule's warm-up.
         """
         self.rule, self.schedule, self.steps = rule, schedule, steps
         schedule.count_warmup(steps)  # refused here, not in the middle of a trace
-        self._transform = rule.transform(jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, placements))
+        assign = group_of or (lambda path, placement: Group("all", rule))
+        self._groups = jax.tree_util.tree_map_with_path(
+            lambda path, p: assign(jax.tree_util.keystr(path), p), placements
+        )
+        groups = dict.fromkeys(jax.tree.leaves(self._groups))
+        if len({group.name for group in groups}) < len(groups):
+            raise ValueError(f"different groups of leaves have the same name: {', '.join(map(str, groups))}")
+        decays = jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, placements)
+        self._transforms = {group: group.rule.transform(self._part(group, decays)) for group in groups}
+
+    def _part(self, group: Group, tree: PyTree) -> PyTree:
+        """`tree` with None for leaves of other groups."""
+        return jax.tree.map(lambda its_group, leaf: leaf if its_group == group else None, self._groups, tree)
 
     def init(self, parameters: PyTree) -> Any:
         """Fresh state for `parameters`."""
-        return self._transform.init(parameters)
+        return {group.name: rule.init(self._part(group, parameters)) for group, rule in self._transforms.items()}
 
     def placements(self, parameters: PyTree, placements: PyTree) -> Any:
         """Where the state lies: moments as their parameters, counters on every device."""
         import optax
 
         state = jax.eval_shape(self.init, parameters)
-        return optax.tree.map_params(
-            self._transform,
-            lambda _, placement: placement,
-            state,
-            placements,
-            transform_non_params=lambda _: EVERYWHERE,
-        )
+        return {
+            group.name: optax.tree.map_params(
+                transform,
+                lambda _, placement: placement,
+                state[group.name],
+                self._part(group, placements),
+                transform_non_params=lambda _: EVERYWHERE,
+            )
+            for group, transform in self._transforms.items()
+        }
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The learning rate of update number `step`."""
@@ -51,8 +90,14 @@ class Optimizer:
         if (clip := self.rule.clip_norm) is not None:
             scale = jnp.minimum(1.0, clip / jnp.maximum(norm, 1e-12))
             gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-        # optax mixes float and int32 in its bias correction, which strict promotion refuses.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, state = self._transform.update(gradients, state, parameters)
-        parameters = jax.tree.map(lambda p, u: p - (rate * u.astype(jnp.float32)).astype(p.dtype), parameters, updates)
-        return parameters, state
+        updates, new_state = [], {}
+        for group, transform in self._transforms.items():
+            # optax mixes float and int32 in its bias correction, which strict promotion refuses.
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                update, new_state[group.name] = transform.update(
+                    self._part(group, gradients), state[group.name], self._part(group, parameters)
+                )
+            group_rate = rate * group.rate_factor
+            updates.append(jax.tree.map(lambda u, r=group_rate: r * u.astype(jnp.float32), update))
+        parameters = jax.tree.map(lambda p, u: p - u.astype(p.dtype), parameters, eqx.combine(*updates))
+        return parameters, new_state

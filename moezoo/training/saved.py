@@ -10,7 +10,6 @@ from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
-from moezoo.parallel.distributed import Alone
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import find, read_about, restore
 
@@ -18,7 +17,7 @@ from moezoo.training.checkpoint import find, read_about, restore
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
     """A run's configuration with `overrides` on top. Raises `UserError` when the folder holds no run."""
     cfg = compose_onto(read_run(folder, "run_dir"), *overrides)
-    if not isinstance(cfg.distributed, Alone):
+    if cfg.distributed.is_several:
         raise UserError("distributed: only training runs in several processes; leave it out")
     return cfg
 

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from moezoo.parallel.distributed import Alone, Auto, Distributed, Manual
+from moezoo.parallel.distributed import Distributed
 from moezoo.training.checkpoint import steps
 
 _VARIABLE = "MOEZOO_SUPERVISED"
@@ -29,12 +29,12 @@ _FATAL = "Terminating process because the JAX distributed service detected fatal
 _CRASHES = (-signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 
-def is_wanted(settings: Distributed) -> TypeGuard[Auto | Manual]:
+def is_wanted(settings: Distributed) -> bool:
     """Whether this process should only watch."""
-    return not isinstance(settings, Alone) and _VARIABLE not in os.environ
+    return settings.is_several and _VARIABLE not in os.environ
 
 
-def supervise(settings: Auto | Manual) -> int:
+def supervise(settings: Distributed) -> int:
     """Run this command in a process of its own and tell how it ended; what this one should exit with."""
     alive, alive_here = os.pipe()
     progress_here, progress = os.pipe()
@@ -54,7 +54,7 @@ def supervise(settings: Auto | Manual) -> int:
         met, _, folder = file.read().partition("\n")
     os.close(alive_here)
     if code in _CRASHES and held and not met:
-        where = f"at {settings.coordinator} " if isinstance(settings, Manual) else ""
+        where = f"at {settings.address} " if settings.address else ""
         print(
             f"error: the processes did not all meet {where}within distributed.start_seconds={settings.start_seconds}; "
             "start all of them, with an address and a port that they can reach and nobody else uses",

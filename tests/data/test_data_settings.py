@@ -3,12 +3,14 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
-from moezoo.data import SOURCES, PythonStdlib, Synthetic, Text, Tokens, load
+from moezoo.data import SOURCES, DataSettings, PythonStdlib, Source, Synthetic, Text, Tokens, load
 from moezoo.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
@@ -66,3 +68,24 @@ def test_importing_neither_loads_slow_libraries_nor_starts_jax():
     )
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert result.stdout == "[] False\n"
+
+
+def test_a_new_source_is_one_class():
+    """It inherits the checks of its settings, and `load` checks the sizes of its splits."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Doubled(DataSettings):
+        times: int = 2
+
+        minima: ClassVar[Mapping[str, int]] = {"times": 1}
+
+        def load(self, *, seed: int, vocab: int) -> Source:
+            return Synthetic(documents=20 * self.times, document_length=8).load(seed=seed, vocab=vocab)
+
+    source = load(Doubled(), seq_len=8, seed=0, vocab=256)
+    assert source.train.documents + source.validation.documents == 40
+    for wrong, message in (({"times": 0}, "data.times=0"), ({"eval_sequences": -1}, "data.eval_sequences=-1")):
+        with pytest.raises(UserError, match=rf"^{message} must be at least"):
+            Doubled(**wrong)
+    with pytest.raises(UserError, match=r"^data=synthetic leaves \d+ tokens for training, but seq_len=999 needs 1000"):
+        load(Doubled(), seq_len=999, seed=0, vocab=256)

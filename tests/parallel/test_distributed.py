@@ -1,4 +1,7 @@
-"""How processes find each other: what is refused before any is asked. tests/train/test_processes.py starts some."""
+"""How processes find each other: what is refused before any is asked. tests/training/test_processes.py starts some."""
+
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -11,6 +14,7 @@ from moezoo.errors import UserError
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone, Auto, Manual
 from moezoo.parallel.mesh import mesh_of
+from moezoo.training import supervisor
 from moezoo.training.feed import Feed
 
 FULL = ("distributed=manual", "distributed.coordinator=localhost:8476", "distributed.processes=2")
@@ -44,6 +48,32 @@ def test_what_is_missing_is_named(monkeypatch):
     for settings, missing in ((Manual(), "coordinator=HOST:PORT"), (Manual("a:1", 2), "process=0")):
         with pytest.raises(UserError, match=rf"^distributed=manual needs .*; write distributed.{missing}$"):
             distributed.start(settings, 8)
+
+
+def test_a_new_way_to_meet_is_one_class(monkeypatch):
+    """It inherits the checks of the seconds; `start` and the command's supervisor ask it alone."""
+
+    @dataclasses.dataclass(frozen=True)
+    class FromFile(distributed.Distributed):
+        name: ClassVar[str] = "file"
+        start_seconds: int = 7
+
+        def arguments(self) -> dict[str, Any]:
+            return {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+
+    asked = {}
+    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: asked.update(arguments))
+    monkeypatch.setattr("moezoo.parallel.mesh.prepare", asked.setdefault)
+    distributed.start(Alone(), 8)
+    assert asked == {}
+    distributed.start(FromFile(), 8)
+    wanted = {"initialization_timeout": 7, "heartbeat_timeout_seconds": 30, **FromFile().arguments()}
+    assert wanted.items() <= asked.items()
+    assert [supervisor.is_wanted(settings) for settings in (FromFile(), Alone())] == [True, False]
+    with pytest.raises(UserError, match=r"^distributed.start_seconds=0 must be at least 1$"):
+        FromFile(start_seconds=0)
 
 
 def test_comes_too_late():

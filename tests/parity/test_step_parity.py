@@ -199,7 +199,7 @@ def test_adamw(case):
         metrics = running(number)
         assert float(metrics.loss) == pytest.approx(outcome.loss, rel=TOLERANCE)
         assert float(metrics.learning_rate) == pytest.approx(rate, rel=1e-6)
-        adam = running.state.optimizer[0]
+        adam = running.state.optimizer["all"][0]
         assert int(adam.count) == number + 1
         assert worst(parameters_of(family, adam.mu), theirs.first) < TOLERANCE
         assert worst(parameters_of(family, adam.nu), theirs.second) < TOLERANCE

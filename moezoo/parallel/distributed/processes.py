@@ -1,10 +1,9 @@
-"""Several processes as one run: how they find each other, what they agree on, how they end.
+"""What several processes do together: meet, agree, end.
 
 Every process runs the same program. What only one of them can know, a clock, a full disk, a signal, is told to all
 before anything is done about it: a process that leaves alone leaves the others waiting in a collective.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -19,62 +18,10 @@ from jax.experimental import multihost_utils
 
 from moezoo.errors import UserError
 from moezoo.parallel import mesh
+from moezoo.parallel.distributed.base import Distributed
 
 # How long a process that fails waits to see whether the others fail with it.
 _LEAVING_SECONDS = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """One process."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Auto:
-    """As many as whoever started them says: a TPU slice, Slurm, Open MPI or Kubernetes.
-
-    `heartbeat_seconds`: after so long a silence a process counts as dead and the others end. `start_seconds`: how long
-    processes wait for each other at the start.
-    """
-
-    heartbeat_seconds: int = 30
-    start_seconds: int = 300
-
-    def __post_init__(self):
-        _check_seconds(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Manual:
-    """`processes` of them, each told which `process` it is, that meet at `coordinator`: HOST:PORT on process 0."""
-
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
-    heartbeat_seconds: int = 30
-    start_seconds: int = 300
-
-    def __post_init__(self):
-        _check_seconds(self)
-        if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise UserError(f"distributed.coordinator={self.coordinator} must be HOST:PORT, such as localhost:8476")
-        if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
-            raise UserError(
-                f"distributed.process={self.process} must be from 0 to {self.processes - 1}, as "
-                f"distributed.processes={self.processes}"
-            )
-
-
-Distributed = Alone | Auto | Manual
-DISTRIBUTED: dict[str, type] = {"none": Alone, "auto": Auto, "manual": Manual}
-
-
-def _check_seconds(settings: Auto | Manual) -> None:
-    for name in ("heartbeat_seconds", "start_seconds"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"distributed.{name}={getattr(settings, name)} must be at least 1")
 
 
 def start(settings: Distributed, devices: int) -> None:
@@ -82,40 +29,30 @@ def start(settings: Distributed, devices: int) -> None:
 
     Raises `UserError` when they cannot be found, or cannot share so many.
     """
-    if isinstance(settings, Alone) or jax.distributed.is_initialized():
+    if not settings.is_several or jax.distributed.is_initialized():
         return
-    name = "auto" if isinstance(settings, Auto) else "manual"
+    key = f"distributed={settings.name}"
     if mesh.has_started():
-        raise UserError(f"distributed={name} comes too late: JAX has already started; train before anything else of it")
-    where: dict[str, Any] = {}
-    if isinstance(settings, Manual):
-        for field, example in (("coordinator", "HOST:PORT"), ("processes", "2"), ("process", "0")):
-            if getattr(settings, field) is None:
-                raise UserError(f"distributed=manual needs distributed.{field}; write distributed.{field}={example}")
-        where = {
-            "coordinator_address": settings.coordinator,
-            "num_processes": settings.processes,
-            "process_id": settings.process,
-            "cluster_detection_method": "deactivate",
-        }
+        raise UserError(f"{key} comes too late: JAX has already started; train before anything else of it")
+    arguments = settings.arguments()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Signals are ours to note, and a process that is gone is noticed by its heartbeat.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            **where,
+            **arguments,
             initialization_timeout=settings.start_seconds,
             heartbeat_timeout_seconds=settings.heartbeat_seconds,
             shutdown_timeout_seconds=settings.heartbeat_seconds,
         )
     except ValueError as error:
         raise UserError(
-            f"distributed=auto: nothing here says which processes there are ({error}); start them by Slurm, Open MPI, "
-            "Kubernetes or on a TPU slice, or write distributed=manual"
+            f"{key}: nothing here says which processes there are ({error}); start them by Slurm, Open MPI, Kubernetes "
+            "or on a TPU slice, or write distributed=manual"
         ) from None
     except RuntimeError as error:
         raise UserError(
-            f"distributed={name}: the processes did not all meet at {internal.global_state.coordinator_address} within "
+            f"{key}: the processes did not all meet at {internal.global_state.coordinator_address} within "
             f"distributed.start_seconds={settings.start_seconds} ({str(error).splitlines()[0][:120]}); start all of "
             "them, with an address and a port that they can reach and nobody else uses"
         ) from None
@@ -216,7 +153,7 @@ def outlast_lost_process(error: Exception, settings: Distributed) -> None:
     notices the death after `settings.heartbeat_seconds` of silence and ends this process, so this function then does
     not return. It returns at once for an error that no collective raises, and after the wait where all are alive.
     """
-    if isinstance(error, jax.errors.JaxRuntimeError) and several() and not isinstance(settings, Alone):
+    if isinstance(error, jax.errors.JaxRuntimeError) and several():
         _all_leave(settings.heartbeat_seconds + _LEAVING_SECONDS)
 
 

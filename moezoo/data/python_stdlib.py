@@ -1,0 +1,45 @@
+"""The source code of the standard library."""
+
+import dataclasses
+import platform
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from moezoo.data.base import DataSettings
+from moezoo.data.corpus import concatenate, digest, hold_out, select_held_out_by_name
+from moezoo.data.files import files_under
+from moezoo.data.source import Source, make_source, require_vocab
+from moezoo.data.tokenizer import Bytes
+from moezoo.errors import UserError
+
+# Installed packages and tests are not the library; tables of characters and help texts are not code.
+_NOT_LIBRARY = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "lib2to3", "__pycache__")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonStdlib(DataSettings):
+    """The source code of the running Python's standard library as raw bytes, one document a file.
+
+    It is on every machine and needs no download. A file is held out by a hash of its path.
+    """
+
+    def load(self, *, seed: int, vocab: int) -> Source:
+        """Read all of it into memory."""
+        del seed
+        require_vocab("data=python_stdlib has 256 byte values", Bytes.vocab, vocab)
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [
+            path for path in files_under(root, ".py") if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)
+        ]
+        if not paths:
+            raise UserError(f"data=python_stdlib finds no *.py file in {root}; use data=text data.path=FILE_OR_FOLDER")
+        corpus = concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in paths], np.dtype(np.uint8))
+        names = [path.relative_to(root).as_posix() for path in paths]
+        # Every interpreter has a library of its own, so losses compare only where this line and the hash agree.
+        version = f"{platform.python_implementation()} {platform.python_version()}"
+        split = hold_out(corpus, select_held_out_by_name(names), names)
+        return make_source("python_stdlib", split, Bytes(), vocab=256, sha256=digest(corpus), python=version)

@@ -1,0 +1,18 @@
+"""No other processes."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from moezoo.parallel.distributed.base import Distributed
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone(Distributed):
+    """One process."""
+
+    name: ClassVar[str] = "none"
+    is_several: ClassVar[bool] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """None are needed."""
+        return {}

@@ -1,0 +1,48 @@
+"""Processes that the user numbers."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from moezoo.errors import UserError
+from moezoo.parallel.distributed.base import Distributed
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual(Distributed):
+    """`processes` of them, each told which `process` it is, that meet at `coordinator`: HOST:PORT on process 0."""
+
+    name: ClassVar[str] = "manual"
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    heartbeat_seconds: int = 30
+    start_seconds: int = 300
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise UserError(f"distributed.coordinator={self.coordinator} must be HOST:PORT, such as localhost:8476")
+        if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
+            raise UserError(
+                f"distributed.process={self.process} must be from 0 to {self.processes - 1}, as "
+                f"distributed.processes={self.processes}"
+            )
+
+    @property
+    def address(self) -> str | None:
+        """The coordinator's."""
+        return self.coordinator
+
+    def arguments(self) -> dict[str, Any]:
+        """The three settings."""
+        for field, example in (("coordinator", "HOST:PORT"), ("processes", "2"), ("process", "0")):
+            if getattr(self, field) is None:
+                raise UserError(f"distributed=manual needs distributed.{field}; write distributed.{field}={example}")
+        return {
+            "coordinator_address": self.coordinator,
+            "num_processes": self.processes,
+            "process_id": self.process,
+            "cluster_detection_method": "deactivate",
+        }

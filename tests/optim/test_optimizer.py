@@ -1,0 +1,144 @@
+"""The optimizer: one group of leaves is what optax does, several are as many optimizers of their own leaves."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import moezoo
+from moezoo.config.build import build_execution
+from moezoo.models import build_model
+from moezoo.optim import SGD, AdamW, Constant, Cosine, Group, Optimizer
+from moezoo.parallel.axes import Role, trainable_mask
+from moezoo.parallel.placement import EVERYWHERE
+from moezoo.training.build import build_step
+from moezoo.training.checkpoint import Checkpoints, read_about, restore
+from moezoo.training.step import Step
+
+STEPS, RULE = 3, AdamW(clip_norm=0.5)
+MATRICES = Group("matrices", RULE)
+DEEPSEEK = ("model=deepseek", "model.layers=2", "model.embed=32", "model.vocab=32", "mesh=fsdp2_ep4", "batch_size=16")
+
+
+class Started(NamedTuple):
+    """A model with leaves that are not trained, its trained parameters, and the placements of both."""
+
+    model: Any
+    parameters: Any
+    all_placements: Any
+    placements: Any
+
+
+@pytest.fixture(scope="module")
+def started() -> Started:
+    cfg = moezoo.compose(*DEEPSEEK)
+    model = build_model(cfg.model, key=jax.random.key(0))
+    placements, trained = build_execution(cfg).placements(model), trainable_mask(model)
+    return Started(model, eqx.filter(model, trained), placements, eqx.filter(placements, trained))
+
+
+def by_role(path: str, placement: Any) -> Group:
+    """AdamW for matrices but those of the router, descent at half the rate for the rest."""
+    return MATRICES if placement.axes.role is Role.WEIGHT and "router" not in path else Group("rest", SGD(), 0.5)
+
+
+def is_matrix(placements: Any) -> Any:
+    """Of each leaf, whether `by_role` puts it among the matrices."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, placement: by_role(jax.tree_util.keystr(path), placement) == MATRICES, placements
+    )
+
+
+def gradients(parameters: Any, seed: int) -> Any:
+    """Made-up gradients, whose norm is far above what is clipped to."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), parameters)
+
+
+def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree, factor: float = 1.0) -> tuple[Any, Any]:
+    """Parameters and state after three updates of the leaves that `select` leaves; the norm is always of all leaves."""
+    some, update = select(parameters), jax.jit(optimizer.update)
+    state = optimizer.init(some)
+    for number in range(STEPS):
+        every = gradients(parameters, number)
+        rate = optimizer.rate(jnp.int32(number)) * factor
+        some, state = update(select(every), state, some, rate, optax.tree.norm(every))
+    return some, state
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """To the bit."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_one_group_is_the_transformation_of_its_rule(started):
+    decays = jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, started.all_placements)
+    plain = RULE.transform(decays)
+
+    @jax.jit
+    def update(gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any) -> Any:
+        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / jnp.maximum(norm, 1e-12)), gradients)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, state = plain.update(gradients, state, parameters)
+        return jax.tree.map(lambda p, u: p - rate * u, parameters, updates), state
+
+    parameters, state = started.parameters, plain.init(started.parameters)
+    optimizer = Optimizer(RULE, Cosine(), STEPS, started.all_placements)
+    for number in range(STEPS):
+        some = gradients(parameters, number)
+        rate = optimizer.rate(jnp.int32(number))
+        parameters, state = update(some, state, parameters, rate, optax.tree.norm(some))
+    assert_equal(run(optimizer, started.parameters), (parameters, {"all": state}))
+
+
+def test_two_groups_are_two_optimizers(started):
+    """Leaf by leaf: descent at half the rate on the rest of the tree, and both clipped by the norm of all leaves."""
+    optimizer = Optimizer(RULE, Constant(), STEPS, started.all_placements, by_role)
+    found, found_state = run(optimizer, started.parameters)
+    matrices = is_matrix(started.placements)
+
+    def select(inverse: bool) -> Any:
+        return lambda tree: eqx.filter(tree, matrices, inverse=inverse)
+
+    first = Optimizer(RULE, Constant(), STEPS, select(False)(started.placements))
+    second = Optimizer(SGD(RULE.learning_rate, RULE.clip_norm), Constant(), STEPS, select(True)(started.placements))
+    one, state = run(first, started.parameters, select(False))
+    other, _ = run(second, started.parameters, select(True), 0.5)
+    assert_equal(found, eqx.combine(one, other))
+    assert_equal(jax.tree.leaves(found_state["matrices"]), jax.tree.leaves(state))
+    assert jax.tree.leaves(found_state["rest"]) == []
+    assert len(jax.tree.leaves(found_state)) == 1 + 2 * sum(jax.tree.leaves(matrices))
+    assert 0 < sum(jax.tree.leaves(matrices)) < len(jax.tree.leaves(matrices))
+
+
+def test_the_state_of_two_groups_lies_as_its_parameters_and_is_saved(started, tmp_path):
+    """The step is traced, which checks every layout; orbax reads back what it wrote."""
+    cfg = moezoo.compose(*DEEPSEEK)
+    execution = build_execution(cfg)
+    optimizer = Optimizer(RULE, Constant(), STEPS, started.all_placements, by_role)
+    state = optimizer.init(started.parameters)
+    placements = optimizer.placements(started.parameters, started.placements)
+    assert jax.tree.structure(placements) == jax.tree.structure(state)
+    wanted = jax.tree.leaves(eqx.filter(started.placements, is_matrix(started.placements)))
+    assert jax.tree.leaves(placements["matrices"]) == [EVERYWHERE, *wanted, *wanted]
+    step = Step(started.model, optimizer, execution, build_step(cfg, execution).arguments[1])
+    assert step.traced is not None
+
+    state = jax.device_put(jax.tree.map(lambda x: x + 1, state), step.state_shardings.optimizer)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    about = {"config": {}, "loader": {}, "versions": {"moezoo": "0"}}
+    checkpoints.save(1, {"training": state}, about)
+    checkpoints.wait()
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    restored = restore(checkpoints.folder, 1, read_about(checkpoints.folder, 1), training=target)["training"]
+    assert_equal(restored, state)
+
+
+def test_groups_of_one_name_are_one_group(started):
+    with pytest.raises(ValueError, match=r"^different groups of leaves have the same name: Group\(name='a'"):
+        Optimizer(RULE, Constant(), STEPS, started.all_placements, lambda path, _: Group("a", RULE, 0.1 * len(path)))
