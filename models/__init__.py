@@ -8,17 +8,16 @@ from jaxtyping import PyTree
 
 from moezoo.models import deepseek_hub, mixtral_hub
 from moezoo.models.base import Hub, LanguageModel
+from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
-
-ModelConfig = MixtralConfig | DeepSeekConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family's configuration class and model class, and how it lies in a Hugging Face folder."""
 
-    config: type
+    config: type[ModelConfig]
     model: type
     hub: Hub
 

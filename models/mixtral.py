@@ -13,16 +13,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.errors import UserError
-from moezoo.models.base import (
-    LanguageModel,
-    LayerOutput,
-    TokenEmbedding,
-    Unembedding,
-    check_not_negative,
-    check_positive,
-    check_rotary,
-)
+from moezoo.errors import UserError, check_positive
+from moezoo.models.base import LanguageModel, LayerOutput, TokenEmbedding, Unembedding
+from moezoo.models.config import ModelConfig, check_rotary
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -34,13 +27,11 @@ from moezoo.parallel.execution import Execution
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtralConfig:
+class MixtralConfig(ModelConfig):
     """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
 
-    `window`: tokens a query sees, itself included; null for all. `max_length`: tokens a text may have. `load_balance`,
-    `z_loss`: coefficients of the routing losses (`moezoo.moe.routing`), `load_balance_over` what the balance is taken
-    over. `init_std`: of the embeddings at the start; matrices start at 1 / sqrt(inputs), those that write to the
-    residual stream at 1 / sqrt(2 layers) of it.
+    `kv_heads`: key-value heads, each of which serves as many query heads. `head_dim`: width of a head.
+    `rope_base`: base of the rotary frequencies. The other fields are `moezoo.models.config.ModelConfig`'s.
     """
 
     vocab: int = 256
@@ -62,16 +53,10 @@ class MixtralConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
-        check_positive(self, "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "expert_mlp", "experts")
-        check_positive(self, "experts_per_token", "rope_base", "max_length", "norm_eps", "init_std")
-        check_not_negative(self, "load_balance", "z_loss")
+        super().__post_init__()
+        check_positive("model", self, "kv_heads", "head_dim", "rope_base")
         if self.window is not None and self.window < 1:
             raise UserError(f"model.window={self.window} must be at least 1, or null for no window")
-        if self.experts_per_token > self.experts:
-            raise UserError(
-                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
-                f"choose at most {self.experts}"
-            )
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
@@ -81,12 +66,12 @@ class MixtralConfig:
 
     @property
     def kept_dims(self) -> tuple[int, ...]:
-        """How many numbers attention keeps of a token, array by array: its key and its value."""
+        """Its key and its value."""
         return (self.kv_heads * self.head_dim,) * 2
 
     @property
     def dims_of_a_pair(self) -> int:
-        """Products a head makes for each query and key that see each other: of the score, and of the value."""
+        """Both of them."""
         return 2 * self.head_dim
 
 
@@ -116,7 +101,7 @@ class Layer(eqx.Module):
         )
         self.moe_norm = RMSNorm(c.embed, c.norm_eps, dtype=dtype)
         self.moe = MoE(
-            Router(c.embed, c.experts, Choice(c.experts_per_token), dtype=dtype, key=for_router),
+            Router(c.embed, c.experts, c.experts_per_token, Choice(), dtype=dtype, key=for_router),
             Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
         )
 

@@ -12,7 +12,7 @@ from moezoo.nn.attention import Attended, Context, attend
 from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.rope import Pairs, Yarn, frequencies, rotate
+from moezoo.nn.rope import Pairs, RotaryScaling, rotate
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.execution import Execution
@@ -56,7 +56,7 @@ class LatentAttention(eqx.Module):
     out: Weight[Array, "heads value_dim -> embed"]
     sizes: LatentSizes = eqx.field(static=True)
     rope_base: float = eqx.field(static=True)
-    yarn: Yarn | None = eqx.field(static=True)
+    scaling: RotaryScaling = eqx.field(static=True)
     pairs: Pairs = eqx.field(static=True)
 
     def __init__(
@@ -65,13 +65,13 @@ class LatentAttention(eqx.Module):
         sizes: LatentSizes,
         *,
         rope_base: float,
-        yarn: Yarn | None,
+        scaling: RotaryScaling,
         pairs: Pairs,
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
     ):
-        self.sizes, self.rope_base, self.yarn, self.pairs = sizes, rope_base, yarn, pairs
+        self.sizes, self.rope_base, self.scaling, self.pairs = sizes, rope_base, scaling, pairs
         keys = jax.random.split(key, 6)
         heads, nope, rope, value = sizes.heads, sizes.nope_dim, sizes.rope_dim, sizes.value_dim
         self.query = self.query_down = self.query_norm = self.query_up = None
@@ -127,8 +127,7 @@ class LatentAttention(eqx.Module):
     @property
     def score_scale(self) -> float:
         """What q . k is multiplied with."""
-        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5
-        return scale * (self.yarn.score_scale if self.yarn else 1.0)
+        return (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.scaling.score_scale
 
     def _queries(
         self, x: Array, context: Context
@@ -149,9 +148,6 @@ class LatentAttention(eqx.Module):
         return Latents(self.kv_norm(latent), self._rotate(shared[:, :, None], context)[:, :, 0])
 
     def _rotate(self, x: Array, context: Context) -> Array:
-        size = self.sizes.rope_dim
-        if self.yarn is None:
-            return rotate(x, context.queries.position, frequencies(size, self.rope_base), pairs=self.pairs)
-        slower = jnp.asarray(self.yarn.frequencies(size, self.rope_base), jnp.float32)
-        turned = rotate(x, context.queries.position, slower, pairs=self.pairs)
-        return turned * jnp.asarray(self.yarn.magnitude, turned.dtype)
+        frequency = self.scaling.frequencies(self.sizes.rope_dim, self.rope_base)
+        turned, magnitude = rotate(x, context.queries.position, frequency, pairs=self.pairs), self.scaling.magnitude
+        return turned if magnitude == 1 else turned * jnp.asarray(magnitude, turned.dtype)

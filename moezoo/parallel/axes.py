@@ -49,6 +49,7 @@ class Role(enum.Enum):
 
     WEIGHT = "weight"
     SCALE = "scale"
+    BIAS = "bias"  # trained and counted, never decayed; starts at zero
     EMBEDDING = "embedding"
     BUFFER = "buffer"  # saved and reduced, but never trained, decayed, cast below float32 or counted
 
@@ -90,6 +91,7 @@ class _Alias:
 
 
 if TYPE_CHECKING:  # a type checker reads Weight[Array, "..."] as Array
+    from typing import Annotated as Bias
     from typing import Annotated as Buffer
     from typing import Annotated as Embedding
     from typing import Annotated as Scale
@@ -97,6 +99,7 @@ if TYPE_CHECKING:  # a type checker reads Weight[Array, "..."] as Array
 else:
     Weight = _Alias(Role.WEIGHT)
     Scale = _Alias(Role.SCALE)
+    Bias = _Alias(Role.BIAS)
     Embedding = _Alias(Role.EMBEDDING)
     Buffer = _Alias(Role.BUFFER)
 

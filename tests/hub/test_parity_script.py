@@ -132,14 +132,14 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
     "logits": ("mixtral", changed(lambda m: m.unembedding.weight, lambda x: x * 1.01), "lm_head"),
     "choice bias": (
         "v3",
-        changed(lambda m: third(m).moe.router.bias, lambda x: x.at[0, ::2].add(0.5)),
+        changed(lambda m: third(m).moe.router.choice_bias, lambda x: x.at[0, ::2].add(0.5)),
         "model.layers.1.mlp.gate",
     ),
     "router scale": (
         "v2 groups",
         setting(
             lambda m: third(m).moe.router,
-            choice=Choice(2, groups=4, kept_groups=2, gates="scores", scale=1.0),
+            choice=Choice(groups=4, kept_groups=2, gates="scores", scale=1.0),
         ),
         "model.layers.1.mlp.gate",
     ),

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import equinox as eqx
@@ -15,6 +15,8 @@ import moezoo
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.moe.router import Choice
+from moezoo.nn.yarn import Yarn
 
 Balance = Literal["batch", "sequence"]
 # The two that the product contains, and the older DeepSeek's other choices, which a few cases try.
@@ -31,11 +33,11 @@ _MIXTRAL = {"layers": LAYERS, "heads": 4, "kv_heads": 2, "head_dim": 8, "expert_
 # make a group's score; the bias moves by whole quarters, which float32 adds exactly.
 _DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 3, "q_lora": 24, "kv_lora": 8, "nope_dim": 6}
 _DEEPSEEK |= {"rope_dim": 8, "value_dim": 5, "mlp": 20, "expert_mlp": 12, "experts": 16, "experts_per_token": 3}
-_DEEPSEEK |= {"groups": 4, "kept_groups": 2, "bias_rate": 0.25, "norm_eps": 1e-3, "shared_experts": 2}
-_DEEPSEEK |= {"yarn_factor": 4.0, "yarn_length": 64, "yarn_beta_fast": 8.0, "yarn_beta_slow": 1.0}
-_DEEPSEEK |= {"yarn_mscale": 1.0, "yarn_mscale_all": 0.5}
-_OLDER = {"q_lora": None, "score": "softmax", "group_score": "max", "expert_weights": "scores", "expert_scale": 16.0}
-_OLDER |= {"choice_bias": "none", "yarn_factor": 1.0, "rope_pairs": "halves"}
+_DEEPSEEK |= {"norm_eps": 1e-3, "shared_experts": 2}
+_DEEPSEEK |= {"router": replace(DeepSeekConfig().router, groups=4, kept_groups=2, bias_rate=0.25)}
+_DEEPSEEK |= {"yarn": Yarn(4.0, 64, beta_fast=8.0, beta_slow=1.0, mscale=1.0, mscale_all=0.5)}
+_OLDER = {"q_lora": None, "router": Choice(groups=4, kept_groups=2, gates="scores", scale=16.0)}
+_OLDER |= {"yarn": Yarn(), "rope_pairs": "halves"}
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> MixtralConfig | DeepSeekConfig:
@@ -59,11 +61,11 @@ def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
     embedding = noisy.embedding.weight.at[:, 0].set(2.0)
     router = noisy.stacks[-1].layer.moe.router
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0, 0, UNUSED].set(-4.0))
-    if router.bias is not None:
+    if router.choice_bias is not None:
         # Large enough to change choices; the unused expert's is far below. In 64ths, so that moving it is exact.
-        bias = np.round(64 * 0.3 * np.random.default_rng(4).standard_normal(router.bias.shape)) / 64
+        bias = np.round(64 * 0.3 * np.random.default_rng(4).standard_normal(router.choice_bias.shape)) / 64
         bias[0, UNUSED] = -8
-        router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(bias, jnp.float32))
+        router = eqx.tree_at(lambda r: r.choice_bias, router, jnp.asarray(bias, jnp.float32))
     return eqx.tree_at(lambda m: (m.embedding.weight, m.stacks[-1].layer.moe.router), noisy, (embedding, router))
 
 

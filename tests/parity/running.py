@@ -103,7 +103,7 @@ def observe(case: Case) -> Observed:
         metrics.append(running(number))
         gradients.append(parameters_of(case.family, running.state.optimizer))
     after: Any = running.state.model
-    bias = after.stacks[-1].layer.moe.router.bias
+    bias = after.stacks[-1].layer.moe.router.choice_bias
     return Observed(metrics, gradients, parameters_of(case.family, after), None if bias is None else np.asarray(bias))
 
 
@@ -113,21 +113,22 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     losses = oracle.Losses(c.load_balance, c.z_loss, c.load_balance_over)
     if isinstance(c, MixtralConfig):
         return oracle_mixtral.Mixtral(c.experts_per_token, c.rope_base, c.norm_eps, c.window, losses)
+    r = c.router
     rope = oracle_deepseek.Rope(
         c.rope_base,
         c.rope_pairs == "interleaved",
-        c.yarn_factor,
-        c.yarn_length,
-        c.yarn_beta_fast,
-        c.yarn_beta_slow,
-        c.yarn_mscale,
-        c.yarn_mscale_all,
+        c.yarn.factor,
+        c.yarn.length,
+        c.yarn.beta_fast,
+        c.yarn.beta_slow,
+        c.yarn.mscale,
+        c.yarn.mscale_all,
     )
-    renormalised = c.expert_weights == "renormalised"
-    choice = oracle_deepseek.Choice(c.score, c.groups, c.kept_groups, c.group_score, renormalised, c.expert_scale)
-    bias = model(family, balance).stacks[1].layer.moe.router.bias
+    renormalised = r.gates == "renormalised"
+    choice = oracle_deepseek.Choice(r.score, r.groups, r.kept_groups, r.group_score, renormalised, r.scale)
+    bias = model(family, balance).stacks[1].layer.moe.router.choice_bias
     start = np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else np.asarray(bias, np.float64)
-    rate = 0.0 if bias is None else c.bias_rate
+    rate = 0.0 if bias is None else r.bias_rate
     return oracle_deepseek.DeepSeek(
         c.experts_per_token, c.dense_layers, c.nope_dim, rope, choice, start, rate, c.norm_eps, losses
     )

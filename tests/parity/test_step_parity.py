@@ -108,7 +108,7 @@ def test_every_array_but_the_bias_is_trained_and_compared(family):
         x.size for x in jax.tree.leaves(parameters)
     )
     kept = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(buffers)]
-    assert kept == ([".stacks[1].layer.moe.router.bias"] if family == "deepseek" else [])
+    assert kept == ([".stacks[1].layer.moe.router.choice_bias"] if family == "deepseek" else [])
 
 
 _OF_BOTH = ("router", "gate", "out", "embedding", "attention_norm", "final_norm")

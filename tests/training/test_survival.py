@@ -172,7 +172,7 @@ def test_micro_steps_and_choice_bias_continue_to_the_bit(tiny, tmp_path):
     first = moezoo.train(moezoo.compose(*common, "checkpoint_every=3", f"run_dir={tmp_path}/a"))
     again = moezoo.train(moezoo.compose(f"resume={tmp_path}/a/checkpoints/3", f"run_dir={tmp_path}/b"))
     same(again, first)
-    assert np.asarray(again.model.stacks[1].layer.moe.router.bias).any()  # type: ignore[attr-defined]
+    assert np.asarray(again.model.stacks[1].layer.moe.router.choice_bias).any()  # type: ignore[attr-defined]
 
 
 def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):

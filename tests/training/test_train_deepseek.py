@@ -12,7 +12,7 @@ def test_trains_from_the_command_line(tiny):
     run = moezoo.train(cfg)
     assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
     again, cfg = moezoo.load_run(run.folder)
-    bias = np.asarray(run.model.stacks[1].layer.moe.router.bias)  # type: ignore[attr-defined]
+    bias = np.asarray(run.model.stacks[1].layer.moe.router.choice_bias)  # type: ignore[attr-defined]
     assert bias.any()
-    np.testing.assert_array_equal(again.stacks[1].layer.moe.router.bias, bias)  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(again.stacks[1].layer.moe.router.choice_bias, bias)  # type: ignore[attr-defined]
     assert moezoo.evaluate(again, cfg).loss == pytest.approx(run.evaluation.loss, rel=1e-6)
