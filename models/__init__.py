@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from moezoo.models import deepseek_hub, mixtral_hub
+from moezoo.models import deepseek_hub, mixtral_hub, olmoe, qwen3_moe
 from moezoo.models.base import Hub, LanguageModel
+from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
-
-ModelConfig = MixtralConfig | DeepSeekConfig
+from moezoo.models.olmoe import Olmoe, OlmoeConfig
+from moezoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family's configuration class and model class, and how it lies in a Hugging Face folder."""
 
-    config: type
+    config: type[ModelConfig]
     model: type
     hub: Hub
 
@@ -26,6 +27,8 @@ class Family:
 FAMILIES = {
     "deepseek": Family(DeepSeekConfig, DeepSeek, deepseek_hub),
     "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
+    "olmoe": Family(OlmoeConfig, Olmoe, olmoe),
+    "qwen3_moe": Family(Qwen3MoeConfig, Qwen3Moe, qwen3_moe),
 }
 
 
@@ -50,6 +53,10 @@ __all__ = [
     "Mixtral",
     "MixtralConfig",
     "ModelConfig",
+    "Olmoe",
+    "OlmoeConfig",
+    "Qwen3Moe",
+    "Qwen3MoeConfig",
     "build_model",
     "model_shapes",
 ]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
+from moezoo.models.config import ModelConfig
 from moezoo.models.layers import Keep, LayersOutput, routing_rows, run_layers
 from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
 from moezoo.nn.cache import Cache
@@ -68,7 +69,7 @@ class LanguageModel(eqx.Module):
     embedding: eqx.AbstractVar[TokenEmbedding]
     stacks: eqx.AbstractVar[tuple[Stack, ...]]
     unembedding: eqx.AbstractVar[Unembedding]
-    config: eqx.AbstractVar[Any]
+    config: eqx.AbstractVar[ModelConfig]
 
     @property
     def routing_config(self) -> RoutingConfig:
@@ -192,23 +193,3 @@ class Hub(Protocol):
     def config_to_hub(self, config: Any) -> dict[str, Any]:
         """The other way round, without the dtype."""
         ...
-
-
-def check_positive(config: Any, *names: str) -> None:
-    """Raise `UserError` unless these sizes of a model's `config` are greater than 0."""
-    for name in names:
-        if getattr(config, name) <= 0:
-            raise UserError(f"model.{name}={getattr(config, name)} must be greater than 0")
-
-
-def check_not_negative(config: Any, *names: str) -> None:
-    """Raise `UserError` where one of these numbers of a model's `config` is below 0."""
-    for name in names:
-        if getattr(config, name) < 0:
-            raise UserError(f"model.{name}={getattr(config, name)} must not be negative; 0 turns it off")
-
-
-def check_rotary(config: Any, name: str) -> None:
-    """Raise `UserError` unless rotary positions can turn pairs of this size of a model's `config`."""
-    if getattr(config, name) % 2:
-        raise UserError(f"model.{name}={getattr(config, name)} must be even: rotary positions turn pairs")

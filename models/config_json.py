@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moezoo.errors import UserError
+from moezoo.moe.router import Choice
+from moezoo.nn.yarn import Yarn
 
 
 def require(mapping: Mapping[str, Any], key: str) -> Any:
@@ -32,3 +34,94 @@ def read_rope(mapping: Mapping[str, Any]) -> dict[str, Any]:
         if mapping.get(key) is not None and (key != "rope_theta" or key not in rope):
             rope[key] = mapping[key]
     return rope
+
+
+def read_keys(mapping: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """By our names, the numbers of a config.json that must be there; `keys` maps our names to its keys."""
+    return {ours: require(mapping, theirs) for ours, theirs in keys.items()}
+
+
+def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The other way round."""
+    return {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+
+
+def refuse_tied(mapping: Mapping[str, Any]) -> None:
+    """Raise `UserError` where embedding and unembedding are one."""
+    if mapping.get("tie_word_embeddings"):
+        raise UserError("config.json: tie_word_embeddings is true; this family's embeddings are untied")
+
+
+def read_yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The YaRN settings among the rotary ones, {} for none. Raises `UserError` for another extension."""
+    kind = rope["rope_type"]
+    if kind not in ("default", "yarn"):
+        raise UserError(f"config.json: rope_type {kind}; this family has default and yarn")
+    for key, usual in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, usual) not in (usual, None):
+            raise UserError(f"config.json: {key}={rope[key]} with rope_type {kind}; this family does not have it")
+    if kind == "default":
+        return {}
+    return {
+        "factor": require(rope, "factor"),
+        "length": require(rope, "original_max_position_embeddings"),
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 0,
+        "mscale_all": rope.get("mscale_all_dim") or 0,
+    }
+
+
+def write_rope(base: float, yarn: Yarn) -> dict[str, Any]:
+    """Rotary settings for a config.json."""
+    if yarn.factor == 1:
+        return {"rope_type": "default", "rope_theta": base}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.length,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all,
+    }
+
+
+def read_grouped(mapping: Mapping[str, Any], keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a family with grouped attention and a softmax router: numbers by `keys`, router, base of positions.
+
+    `defaults` stand for keys that are missing or null. Raises `UserError` for what such families do not have.
+    """
+    refuse_tied(mapping)
+    check_activation(mapping)
+    said = dict(defaults) | {key: value for key, value in mapping.items() if value is not None}
+    return read_keys(said, keys) | {
+        "router": {"gates": "renormalised" if mapping.get("norm_topk_prob") else "scores"},
+        "attention_bias": "all" if mapping.get("attention_bias") else "none",
+        "rope_base": get_or(read_rope(mapping), "rope_theta", 1e4),
+    }
+
+
+def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, architecture: str) -> dict[str, Any]:
+    """The other way round, for `model_type`. Raises `UserError` for a router that transformers does not have there."""
+    router: Choice = config.router
+    if router != Choice(gates=router.gates, bias_rate=router.bias_rate):
+        raise UserError(
+            f"model.router has score={router.score}, groups={router.groups}, scale={router.scale}, "
+            f"choice_bias={router.choice_bias}; {model_type} in transformers has softmax, 1, 1.0 and none alone"
+        )
+    return write_keys(config, keys) | {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
+        "norm_topk_prob": router.gates == "renormalised",
+        "attention_bias": config.attention_bias == "all",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
+def nothing_unused(left: set[str], expected: set[str]) -> set[str]:
+    """`find_unused` of families whose folders hold nothing that a model leaves alone."""
+    del left, expected
+    return set()

@@ -14,16 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.errors import UserError
-from moezoo.models.base import (
-    LanguageModel,
-    TokenEmbedding,
-    Unembedding,
-    check_not_negative,
-    check_positive,
-    check_rotary,
-)
+from moezoo.errors import UserError, check_not_negative, check_positive
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
+from moezoo.models.config import ModelConfig, check_rotary
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -31,18 +25,24 @@ from moezoo.moe.router import Choice, Router
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.rope import Pairs, Yarn
+from moezoo.nn.rope import Pairs
+from moezoo.nn.rotary import Rotary
+from moezoo.nn.yarn import Yarn
 from moezoo.parallel.axes import Stack
+
+# DeepSeek-V3's way to choose, of the laptop size's experts.
+_ROUTER = Choice("sigmoid", groups=4, kept_groups=2, group_score="sum_of_top2", scale=2.5, choice_bias="learned")
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSeekConfig:
+class DeepSeekConfig(ModelConfig):
     """Sizes of a DeepSeek-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
 
     `dense_layers`: how many of the first layers have a dense MLP of width `mlp`. `shared_experts`: how many experts'
-    width every token has besides its own. `q_lora` null: queries without a latent. `score` to `choice_bias`:
-    `moezoo.moe.router.Choice`; `bias_rate` is how far a step moves the bias. `yarn_*`: `moezoo.nn.rope.Yarn`, a factor
-    of 1 being none. `max_length`: tokens a text may have. Coefficients of routing losses and `init_std` as in Mixtral.
+    width every token has besides its own. `q_lora` null: queries without a latent. `router`: how experts are chosen
+    and weighed. `rope_base`, `rope_pairs`: base of the rotary frequencies, and which dimensions turn together. `yarn`:
+    the extension of rotary positions to longer texts; a factor of 1 is none. The other fields are
+    `moezoo.models.config.ModelConfig`'s.
     """
 
     vocab: int = 256
@@ -60,22 +60,10 @@ class DeepSeekConfig:
     experts: int = 16
     experts_per_token: int = 4
     shared_experts: int = 1
-    score: Literal["softmax", "sigmoid"] = "sigmoid"
-    groups: int = 4
-    kept_groups: int = 2
-    group_score: Literal["max", "sum_of_top2"] = "sum_of_top2"
-    expert_weights: Literal["renormalised", "scores"] = "renormalised"
-    expert_scale: float = 2.5
-    choice_bias: Literal["none", "learned"] = "learned"
-    bias_rate: float = 0.001
+    router: Choice = _ROUTER
     rope_base: float = 1e4
     rope_pairs: Pairs = "interleaved"
-    yarn_factor: float = 1.0
-    yarn_length: int = 4096
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    yarn_mscale: float = 1.0
-    yarn_mscale_all: float = 1.0
+    yarn: Yarn = dataclasses.field(default_factory=Yarn)
     max_length: int = 4096
     norm_eps: float = 1e-6
     load_balance: float = 0.0001
@@ -84,11 +72,9 @@ class DeepSeekConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
-        check_positive(self, "vocab", "embed", "layers", "heads", "kv_lora", "nope_dim", "rope_dim", "value_dim")
-        check_positive(self, "expert_mlp", "experts", "experts_per_token", "groups", "kept_groups", "expert_scale")
-        check_positive(self, "rope_base", "max_length", "norm_eps", "yarn_length", "yarn_beta_fast", "yarn_beta_slow")
-        check_positive(self, "init_std")
-        check_not_negative(self, "dense_layers", "shared_experts", "bias_rate", "load_balance", "z_loss")
+        super().__post_init__()
+        check_positive("model", self, "kv_lora", "nope_dim", "rope_dim", "value_dim", "rope_base")
+        check_not_negative("model", self, "dense_layers", "shared_experts")
         if self.q_lora is not None and self.q_lora < 1:
             raise UserError(f"model.q_lora={self.q_lora} must be at least 1, or null for queries without a latent")
         if self.dense_layers and self.mlp < 1:
@@ -99,60 +85,17 @@ class DeepSeekConfig:
                 f"set it below {self.layers}"
             )
         check_rotary(self, "rope_dim")
-        if self.yarn_factor < 1:
-            raise UserError(f"model.yarn_factor={self.yarn_factor} must be at least 1; 1 is no extension")
-        if self.experts % self.groups:
-            raise UserError(
-                f"model.experts={self.experts} is not divisible by model.groups={self.groups}; choose a divisor"
-            )
-        if self.kept_groups > self.groups:
-            raise UserError(
-                f"model.kept_groups={self.kept_groups} exceeds model.groups={self.groups}; choose at most {self.groups}"
-            )
-        if self.groups > 1 and self.group_score == "sum_of_top2" and self.experts == self.groups:
-            raise UserError(
-                f"model.group_score=sum_of_top2 needs two experts a group but model.experts={self.experts} in "
-                f"model.groups={self.groups} have one; choose fewer groups or model.group_score=max"
-            )
-        eligible = self.experts // self.groups * self.kept_groups
-        if self.experts_per_token > eligible:
-            raise UserError(
-                f"model.experts_per_token={self.experts_per_token} exceeds the {eligible} experts of "
-                f"model.kept_groups={self.kept_groups} groups; choose at most {eligible}"
-            )
-
-    @property
-    def yarn(self) -> Yarn | None:
-        """The extension of rotary positions, if there is one."""
-        if self.yarn_factor == 1:
-            return None
-        c = self
-        return Yarn(c.yarn_factor, c.yarn_length, c.yarn_beta_fast, c.yarn_beta_slow, c.yarn_mscale, c.yarn_mscale_all)
+        self.router.check(self.experts, self.experts_per_token)
 
     @property
     def kept_dims(self) -> tuple[int, ...]:
-        """How many numbers attention keeps of a token, array by array: its latent and the shared rotated key."""
+        """Its latent and the shared rotated key."""
         return (self.kv_lora, self.rope_dim)
 
     @property
     def dims_of_a_pair(self) -> int:
-        """Products a head makes for each query and key that see each other: of the score, and of the value."""
+        """Of the score's two parts, and of the value."""
         return self.nope_dim + self.rope_dim + self.value_dim
-
-    @property
-    def choice(self) -> Choice:
-        """How the router chooses."""
-        return Choice(
-            k=self.experts_per_token,
-            score=self.score,
-            groups=self.groups,
-            kept_groups=self.kept_groups,
-            group_score=self.group_score,
-            gates=self.expert_weights,
-            scale=self.expert_scale,
-            bias=self.choice_bias,
-            bias_rate=self.bias_rate,
-        )
 
 
 def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
@@ -161,9 +104,7 @@ def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dty
     attention = LatentAttention(
         c.embed,
         LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
-        rope_base=c.rope_base,
-        yarn=c.yarn,
-        pairs=c.rope_pairs,
+        rotary=Rotary(c.rope_dim, c.rope_base, c.yarn, c.rope_pairs),
         out_std=out_std,
         dtype=dtype,
         key=for_attention,
@@ -173,7 +114,7 @@ def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dty
     else:
         width = c.shared_experts * c.expert_mlp
         feed_forward = MoE(
-            Router(c.embed, c.experts, c.choice, dtype=dtype, key=first),
+            Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first),
             Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
             MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None,
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.models.config_json import check_activation, get_or, read_rope, require
+from moezoo.models.config_json import check_activation, get_or, read_rope, read_yarn, require, write_rope
 from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.deepseek import NAMES as NAMES
 from moezoo.models.deepseek import DeepSeekConfig
@@ -40,22 +40,6 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     grouped = sigmoid or method == "group_limited_greedy"
     groups, kept = (8, 4) if sigmoid else (1, 1)  # where nothing is said
     rope = read_rope(mapping)
-    kind = rope["rope_type"]
-    if kind not in ("default", "yarn"):
-        raise UserError(f"config.json: rope_type {kind}; this family has default and yarn")
-    for key, usual in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key, usual) not in (usual, None):
-            raise UserError(f"config.json: {key}={rope[key]} with rope_type {kind}; this family does not have it")
-    extended: dict[str, Any] = {}
-    if kind == "yarn":
-        extended = {
-            "yarn_factor": require(rope, "factor"),
-            "yarn_length": require(rope, "original_max_position_embeddings"),
-            "yarn_beta_fast": rope.get("beta_fast") or 32,
-            "yarn_beta_slow": rope.get("beta_slow") or 1,
-            "yarn_mscale": rope.get("mscale") or 0,
-            "yarn_mscale_all": rope.get("mscale_all_dim") or 0,
-        }
     settings = dict(
         vocab=require(mapping, "vocab_size"),
         embed=require(mapping, "hidden_size"),
@@ -72,50 +56,42 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         experts=require(mapping, "n_routed_experts"),
         experts_per_token=require(mapping, "num_experts_per_tok"),
         shared_experts=mapping.get("n_shared_experts") or 0,
-        score="sigmoid" if sigmoid else "softmax",
-        groups=(mapping.get("n_group") or groups) if grouped else 1,
-        kept_groups=(mapping.get("topk_group") or kept) if grouped else 1,
-        group_score="sum_of_top2" if sigmoid else "max",
-        # The second version has the key too and does not heed it.
-        expert_weights="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
-        expert_scale=get_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
-        choice_bias="learned" if sigmoid else "none",
+        router=dict(
+            score="sigmoid" if sigmoid else "softmax",
+            groups=(mapping.get("n_group") or groups) if grouped else 1,
+            kept_groups=(mapping.get("topk_group") or kept) if grouped else 1,
+            group_score="sum_of_top2" if sigmoid else "max",
+            # The second version has the key too and does not heed it.
+            gates="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
+            scale=get_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
+            choice_bias="learned" if sigmoid else "none",
+        ),
         rope_base=get_or(rope, "rope_theta", 1e4),
         # Of the third version alone.
         rope_pairs="interleaved" if mapping.get("rope_interleave", True) or not sigmoid else "halves",
         max_length=mapping.get("max_position_embeddings") or (4096 if sigmoid else 2048),
         norm_eps=require(mapping, "rms_norm_eps"),
         init_std=get_or(mapping, "initializer_range", 0.02),
-        **extended,
+        yarn=read_yarn(rope),
     )
     return convert(DeepSeekConfig, settings, "config.json: model")
 
 
 def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
     """The keys that transformers reads. Raises `UserError` for a router that neither version has."""
-    c = config
-    third = c.score == "sigmoid"
-    if third != (c.choice_bias == "learned") or (c.groups > 1 and third != (c.group_score == "sum_of_top2")):
+    c, r = config, config.router
+    third = r.score == "sigmoid"
+    if third != (r.choice_bias == "learned") or (r.groups > 1 and third != (r.group_score == "sum_of_top2")):
         raise UserError(
-            f"model.score={c.score} with model.choice_bias={c.choice_bias} and model.group_score={c.group_score} is "
-            "neither DeepSeek-V2's router nor DeepSeek-V3's; transformers has no other"
+            f"model.router.score={r.score} with model.router.choice_bias={r.choice_bias} and "
+            f"model.router.group_score={r.group_score} is neither DeepSeek-V2's router nor DeepSeek-V3's; transformers "
+            "has no other"
         )
-    if not third and (c.expert_weights == "renormalised" or c.rope_pairs == "halves"):
+    if not third and (r.gates == "renormalised" or c.rope_pairs == "halves"):
         raise UserError(
-            f"model.expert_weights={c.expert_weights} and model.rope_pairs={c.rope_pairs}: DeepSeek-V2 in transformers "
-            "has scores and interleaved alone"
+            f"model.router.gates={r.gates} and model.rope_pairs={c.rope_pairs}: DeepSeek-V2 in transformers has scores "
+            "and interleaved alone"
         )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_base}
-    if c.yarn is not None:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": c.yarn_factor,
-            "original_max_position_embeddings": c.yarn_length,
-            "beta_fast": c.yarn_beta_fast,
-            "beta_slow": c.yarn_beta_slow,
-            "mscale": c.yarn_mscale,
-            "mscale_all_dim": c.yarn_mscale_all,
-        }
     name = "DeepseekV3" if third else "DeepseekV2"
     mapping = {
         "architectures": [f"{name}ForCausalLM"],
@@ -136,11 +112,11 @@ def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
         "n_routed_experts": c.experts,
         "num_experts_per_tok": c.experts_per_token,
         "n_shared_experts": c.shared_experts,
-        "n_group": c.groups,
-        "topk_group": c.kept_groups,
-        "norm_topk_prob": c.expert_weights == "renormalised",
-        "routed_scaling_factor": c.expert_scale,
-        "rope_parameters": rope,
+        "n_group": r.groups,
+        "topk_group": r.kept_groups,
+        "norm_topk_prob": r.gates == "renormalised",
+        "routed_scaling_factor": r.scale,
+        "rope_parameters": write_rope(c.rope_base, c.yarn),
         "rope_interleave": c.rope_pairs == "interleaved",
         "max_position_embeddings": c.max_length,
         "rms_norm_eps": c.norm_eps,
@@ -151,5 +127,5 @@ def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
     }
     if not third:
-        mapping["topk_method"] = "group_limited_greedy" if c.groups > 1 else "greedy"
+        mapping["topk_method"] = "group_limited_greedy" if r.groups > 1 else "greedy"
     return mapping

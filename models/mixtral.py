@@ -14,16 +14,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.errors import UserError
-from moezoo.models.base import (
-    LanguageModel,
-    TokenEmbedding,
-    Unembedding,
-    check_not_negative,
-    check_positive,
-    check_rotary,
-)
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
+from moezoo.models.config import GroupedAttentionConfig
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -35,13 +28,11 @@ from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtralConfig:
+class MixtralConfig(GroupedAttentionConfig):
     """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
 
-    `window`: tokens a query sees, itself included; null for all. `max_length`: tokens a text may have. `load_balance`,
-    `z_loss`: coefficients of the routing losses (`moezoo.moe.routing`), `load_balance_over` what the balance is taken
-    over. `init_std`: of the embeddings at the start; matrices start at 1 / sqrt(inputs), those that write to the
-    residual stream at 1 / sqrt(2 layers) of it.
+    `kv_heads`: key-value heads, each of which serves as many query heads. `head_dim`: width of a head.
+    `rope_base`: base of the rotary frequencies. The other fields are `moezoo.models.config.ModelConfig`'s.
     """
 
     vocab: int = 256
@@ -62,34 +53,6 @@ class MixtralConfig:
     z_loss: float = 0.001
     init_std: float = 0.02
 
-    def __post_init__(self):
-        check_positive(self, "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "expert_mlp", "experts")
-        check_positive(self, "experts_per_token", "rope_base", "max_length", "norm_eps", "init_std")
-        check_not_negative(self, "load_balance", "z_loss")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"model.window={self.window} must be at least 1, or null for no window")
-        if self.experts_per_token > self.experts:
-            raise UserError(
-                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
-                f"choose at most {self.experts}"
-            )
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
-                f"every key-value head serves as many heads, so choose a multiple of {self.kv_heads}"
-            )
-        check_rotary(self, "head_dim")
-
-    @property
-    def kept_dims(self) -> tuple[int, ...]:
-        """How many numbers attention keeps of a token, array by array: its key and its value."""
-        return (self.kv_heads * self.head_dim,) * 2
-
-    @property
-    def dims_of_a_pair(self) -> int:
-        """Products a head makes for each query and key that see each other: of the score, and of the value."""
-        return 2 * self.head_dim
-
 
 def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
     for_attention, for_router, for_experts = jax.random.split(key, 3)
@@ -109,7 +72,7 @@ def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
         ),
         RMSNorm(c.embed, c.norm_eps, dtype=dtype),
         MoE(
-            Router(c.embed, c.experts, Choice(c.experts_per_token), dtype=dtype, key=for_router),
+            Router(c.embed, c.experts, c.experts_per_token, Choice(), dtype=dtype, key=for_router),
             Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
         ),
     )

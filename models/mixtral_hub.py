@@ -5,7 +5,7 @@ from typing import Any
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.models.config_json import check_activation, get_or, read_rope, require
+from moezoo.models.config_json import check_activation, get_or, read_rope, refuse_tied, require
 from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.mixtral import NAMES as NAMES
 from moezoo.models.mixtral import MixtralConfig
@@ -13,16 +13,9 @@ from moezoo.models.mixtral import MixtralConfig
 MODEL_TYPES = ("mixtral",)
 
 
-def find_unused(left: set[str], expected: set[str]) -> set[str]:
-    """None are."""
-    del left, expected
-    return set()
-
-
 def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
     """The configuration. Raises `UserError` for what the family does not have."""
-    if mapping.get("tie_word_embeddings"):
-        raise UserError("config.json: tie_word_embeddings is true; this family's embeddings are untied")
+    refuse_tied(mapping)
     check_activation(mapping)
     rope = read_rope(mapping)
     if rope["rope_type"] != "default":

@@ -32,11 +32,13 @@ class Checks(NamedTuple):
     """What types do not say, by dotted key.
 
     - `tags`: (the key inside a section that picks its class, the classes by name);
-    - `ranges`: the numbers a setting may be, where it is not null.
+    - `ranges`: the numbers a setting may be, where it is not null;
+    - `renamed`: what a key that is no more is called now, in a section that has the new one.
     """
 
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
     ranges: Mapping[str, Range] = types.MappingProxyType({})
+    renamed: Mapping[str, str] = types.MappingProxyType({})
 
 
 NO_CHECKS = Checks()
@@ -48,7 +50,8 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
     """`value` as an instance of `kind`.
 
     `kind` is int, float (takes whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]`,
-    `Mapping[str, X]`, or a dataclass of these. `key` is the dotted key of `value`, empty at the top.
+    `Mapping[str, X]`, or a dataclass of these, whose defaults count where `value` says nothing. `key` is the dotted
+    key of `value`, empty at the top.
 
     Raises `UserError` naming the key, what was expected and what was found.
     """
@@ -89,6 +92,30 @@ def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, default: Any = None) -> Any:
+    """`value`, which `convert` will make a `kind` of, with everything that it leaves to a default, as plain values.
+
+    The defaults are those of the dataclass `default`, else of `kind`. What `convert` will refuse stays as it is.
+    """
+    if key in checks.tags and isinstance(value, Mapping):
+        tag, classes = checks.tags[key]
+        kind = classes.get(show(value.get(tag)))
+    if not dataclasses.is_dataclass(kind) or not isinstance(value, Mapping):
+        return value
+    hints, completed = types_of(kind), dict(value)
+    for field in dataclasses.fields(kind):
+        usual = field.default_factory() if callable(field.default_factory) else field.default
+        usual = usual if default is None else getattr(default, field.name)
+        if field.name in value:
+            below = usual if dataclasses.is_dataclass(usual) else None
+            completed[field.name] = complete(
+                hints[field.name], value[field.name], _join(key, field.name), checks, below
+            )
+        elif usual is not dataclasses.MISSING:
+            completed[field.name] = plain(usual)
+    return completed
 
 
 @functools.cache
@@ -134,40 +161,36 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
 
     Raises `UserError` for a key that does not exist and for a section, whose keys are set one by one.
     """
-    top, *below = key.split(".")
-    fields = types_of(kind)
-    if top not in fields:
-        homes = [f"{name}.{top}" for name, part in mapping.items() if isinstance(part, dict) and top in part]
-        if homes and not below:
-            raise UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
-        raise _unknown_key_error(key, top, "", fields)
-    tag = checks.tags[top][0] if top in checks.tags else None
-    if tag is None and not dataclasses.is_dataclass(fields[top]):
-        if below:
-            raise UserError(f"{key}: {top} is one value and has no keys; write {top}=VALUE")
-        mapping[top] = value
-        return
-    section = mapping.get(top)
-    if not isinstance(section, dict):
-        raise UserError(f"{top}={show(section)}: expected a section with keys, found {_describe_value(section)}")
-    if not below:
-        raise UserError(
-            f"{key}={show(value)}: {top} is a section; set its keys, such as {top}.{next(iter(section))}=VALUE"
-        )
-    name, *inner = below
-    if name == tag:
-        raise UserError(f"{key}={show(value)}: {top} is chosen together with its keys; write {top}=NAME")
-    named, known = _class_of(section, top, checks) if tag else ("", fields[top])
-    if name not in types_of(known):
-        raise _unknown_key_error(key, name, f"{top} {named}", types_of(known))
-    table = section.setdefault(name, {}) if inner and is_table(types_of(known)[name]) else None
-    if not inner:
-        section[name] = value
-    elif len(inner) == 1 and isinstance(table, dict):
-        table[inner[0]] = value
-    else:
+    section, at, named, names = mapping, "", "", key.split(".")
+    while True:
+        name, *names = names
+        here, fields = _join(at, name), types_of(kind)
+        if name not in fields:
+            homes = [f"{home}.{name}" for home, part in section.items() if isinstance(part, dict) and name in part]
+            if homes and not at and not names:
+                raise UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
+            raise _unknown_key_error(key, at, name, named, fields, checks)
+        kind = fields[name]
+        if here not in checks.tags and not dataclasses.is_dataclass(kind):
+            break
+        at, named, section = here, "", section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise UserError(f"{at}={show(section)}: expected a section with keys, found {_describe_value(section)}")
+        if not names:
+            raise UserError(
+                f"{key}={show(value)}: {at} is a section; set its keys, such as {at}.{next(iter(section))}=VALUE"
+            )
+        if at in checks.tags:
+            if names[0] == checks.tags[at][0]:
+                raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
+            named, kind = _class_of(section, at, checks)
+    if names and is_table(kind):
+        section = section.setdefault(name, {})
+        name, *names = names
+    if names or not isinstance(section, dict):
         parent = key.rpartition(".")[0]
         raise UserError(f"{key}: {parent} is one value and has no keys; write {parent}=VALUE")
+    section[name] = value
 
 
 def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str, type]:
@@ -184,24 +207,28 @@ def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str
 def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
     if not isinstance(value, Mapping):
         raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
-    section, named = dict(value), ""
+    section, named, completed = dict(value), "", complete(kind, value, key, checks)
     if key in checks.tags:
         named, kind = _class_of(section, key, checks)
         del section[checks.tags[key][0]]
     hints = types_of(kind)
     for name in section:
         if name not in hints:
-            raise _unknown_key_error(_join(key, show(name)), name, f"{key} {named}".strip(), hints)
+            raise _unknown_key_error(_join(key, show(name)), key, name, named, hints, checks)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in section:
             raise UserError(f"{_join(key, field.name)} is missing; set it to {_describe_type(hints[field.name])}")
-    return kind(**{name: convert(hints[name], item, _join(key, name), checks) for name, item in section.items()})
+    return kind(**{name: convert(hints[name], completed[name], _join(key, name), checks) for name in section})
 
 
-def _unknown_key_error(key: str, name: Any, section: str, valid: Mapping[str, Any]) -> UserError:
-    """The error for the dotted `key`, whose part `name` its section (empty at the top) does not have."""
-    where = f" in {section.rstrip()}" if section else ""
+def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[str, Any], checks: Checks) -> UserError:
+    """The error for the dotted `key`, whose part `name` the section `at` (empty at the top) does not have."""
+    old = _join(at, show(name))
+    new = checks.renamed.get(old, "")
+    if new.removeprefix(f"{at}.").partition(".")[0] in valid:
+        return UserError(f"{old} is now {new}")
+    where = f" in {at} {named}".rstrip() if at else ""
     hint = nearest(show(name), valid) if valid else "it takes none"
     return UserError(f"{key}: there is no key '{show(name)}'{where}; {hint}")
 

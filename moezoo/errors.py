@@ -1,7 +1,8 @@
-"""The one exception for mistakes a user can make, and the nearest-name hint that goes with it."""
+"""The one exception for mistakes a user can make, the nearest-name hint that goes with it, and two common checks."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -17,3 +18,17 @@ def nearest(name: str, options: Iterable[str]) -> str:
     valid = sorted(options)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
+
+
+def check_positive(section: str, settings: Any, *names: str) -> None:
+    """Raise `UserError` unless these numbers of `settings`, which the user knows as `section`, are greater than 0."""
+    for name in names:
+        if getattr(settings, name) <= 0:
+            raise UserError(f"{section}.{name}={getattr(settings, name)} must be greater than 0")
+
+
+def check_not_negative(section: str, settings: Any, *names: str) -> None:
+    """Raise `UserError` where one of these numbers of `settings`, which the user knows as `section`, is below 0."""
+    for name in names:
+        if getattr(settings, name) < 0:
+            raise UserError(f"{section}.{name}={getattr(settings, name)} must not be negative; 0 turns it off")

@@ -197,7 +197,7 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
         return moves
     strategy = resolve(execution.dispatch, group, execution.token_axes)
     for chunk in chunk_sizes(tokens, strategy.chunks):
-        moves += strategy.exchanges(Sizes(chunk, moe.router.choice.k, embed, execution.dtype), group)
+        moves += strategy.exchanges(Sizes(chunk, moe.router.k, embed, execution.dtype), group)
     return moves
 
 

@@ -65,7 +65,7 @@ def _layer(shape: Shape, dtype: Any) -> _Program:
     t, d, f, e, k = shape
 
     def make(key: jax.Array) -> MoE:
-        router = Router(d, e, Choice(k), dtype=dtype, key=key)
+        router = Router(d, e, k, Choice(), dtype=dtype, key=key)
         return MoE(router, Experts(e, d, f, out_std=1.0, dtype=dtype, key=key))
 
     block = jax.eval_shape(make, jax.random.key(0))

@@ -92,7 +92,7 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         yield BATCHED, partial(compile_passes, products, (rows, hidden, *matrices), (), (hidden, hidden, back))
 
     # A number that all tokens have in common, and a router that turns it into each expert's share.
-    router = Router(d, e, Choice(k), dtype=jnp.dtype(dtype), key=jax.random.key(3))
+    router = Router(d, e, k, Choice(), dtype=jnp.dtype(dtype), key=jax.random.key(3))
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0].set(log_shares(routing, e).astype(dtype)))
     x, c = normal(4, dtype, (1, t, d), (1, t, d))
     x = x.at[..., 0].set(1)

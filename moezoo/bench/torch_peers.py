@@ -48,7 +48,7 @@ def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
         device = _device()
         e, d, f = block.experts.gate.shape
         sizes: dict[str, Any] = {"hidden_size": d, "intermediate_size": f, "num_local_experts": e}
-        config = MixtralConfig(**sizes, num_experts_per_tok=block.router.choice.k)
+        config = MixtralConfig(**sizes, num_experts_per_tok=block.router.k)
         config._experts_implementation = implementation
         arrays = (block.experts.gate, block.experts.up, block.experts.down, block.router.weight)
         gate, up, down, router = (_tensor(a, device) for a in arrays)

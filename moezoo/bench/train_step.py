@@ -76,7 +76,7 @@ def _sizes(cfg: TrainConfig) -> tuple[int, int, int, int, int]:
 def _flops(cfg: TrainConfig) -> float:
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
     _, active = count_parameters(model_shapes(m), m.experts_per_token)
-    window = min(cfg.seq_len, getattr(m, "window", None) or cfg.seq_len)
+    window = min(cfg.seq_len, m.window or cfg.seq_len)
     seen = window - window * (window - 1) / 2 / cfg.seq_len  # keys a query sees on average, itself included
     attention = 2 * m.layers * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)

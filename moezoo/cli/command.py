@@ -9,17 +9,14 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from moezoo.config.compose import CONF, as_mapping, compose, defaults, groups, to_yaml
+from moezoo.config.compose import CONF, PACKAGE, as_mapping, compose, defaults, groups, to_yaml
 from moezoo.config.settings import TrainConfig
 from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
-
-# What names a choice, and is no setting of it.
-_TAGS = ("name", "family")
 
 Task = Callable[[Sequence[str]], int | None]
 
@@ -40,8 +37,8 @@ class Command(abc.ABC):
 class ConfiguredCommand(Command):
     """A command that composes a configuration from its KEY=VALUE arguments.
 
-    `task` gets the arguments. `--help` prints `description`, all groups and keys, and how to call the command with
-    `examples`; `--cfg job` prints the configuration that `configure(*arguments)` returns.
+    `task` gets the arguments. `--help` prints `description`, all groups, the keys of the chosen entries, and how to
+    call the command with `examples`; `--cfg job` prints the configuration that `configure(*arguments)` returns.
     """
 
     task: Task
@@ -52,7 +49,7 @@ class ConfiguredCommand(Command):
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
         """Help, the configuration, or the task."""
         if _asks_for_help(arguments):
-            print(_help(prog, self.description, self.examples))
+            print(_help(prog, self.description, self.examples, arguments))
             return 0
         overrides, show_job = _split(arguments, prog)
         if show_job:
@@ -163,19 +160,19 @@ def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
     return overrides, show_job
 
 
-def _help(prog: str, description: str, examples: Sequence[str]) -> str:
+def _help(prog: str, description: str, examples: Sequence[str], arguments: Sequence[str]) -> str:
     entries, names = [], groups()
+    given = dict(a.split("=", 1) for a in arguments if "=" in a)
+    cfg = compose(*(f"{group}={name}" for group, name in given.items() if name in names.get(group, ())))
     for group, default in defaults().items():
-        keys: list[str] = []
         own = "  or the path of your own .yaml file" * (group == "rules")
         entries.append(f"  {group}{own}")
         for option in names[group]:
             text, marked = (CONF / group / f"{option}.yaml").read_text(), option + "*" * (option == default)
             entries.append(f"    {marked:<15} {_first_comment(text)}".rstrip())
-            if option == default:
-                keys = [f"{group}.{key}" for key in re.findall(r"^(\w+):", text, re.MULTILINE) if key not in _TAGS]
-        entries += textwrap.wrap(" ".join(keys), 110, initial_indent="    keys: ", subsequent_indent="      ")
-    keys = (CONF / "train.yaml").read_text().partition("- _self_\n")[2].strip().splitlines()
+        keys = " ".join(_keys(getattr(cfg, group), group))
+        entries += textwrap.wrap(keys, 110, initial_indent="    keys: ", subsequent_indent="      ")
+    keys = (CONF / "train.yaml").read_text().partition("\n\n")[2].strip().splitlines()
     return "\n".join(
         [
             f"usage: {prog} [KEY=VALUE ...]",
@@ -188,7 +185,8 @@ def _help(prog: str, description: str, examples: Sequence[str]) -> str:
             "Keys, set like steps=100 or execution.dtype=bfloat16, and their values otherwise:",
             *(f"  {line}".rstrip() for line in keys),
             "",
-            "Keys of groups, shown for the * choice, are set like model.layers=2; --cfg job prints their values.",
+            "Keys of groups are set like model.layers=2; --cfg job prints their values. They are shown for the *",
+            "choice, or for what stands beside --help, such as model=deepseek.",
             "",
             "Options:",
             "  --help          print this",
@@ -200,6 +198,16 @@ def _help(prog: str, description: str, examples: Sequence[str]) -> str:
     )
 
 
+def _keys(settings: Any, key: str) -> Iterator[str]:
+    """The dotted keys below `key`, whose value is `settings`; a name is no setting."""
+    if not dataclasses.is_dataclass(settings):
+        yield key
+        return
+    for field in dataclasses.fields(settings):
+        if field.name != "name":
+            yield from _keys(getattr(settings, field.name), f"{key}.{field.name}")
+
+
 def _first_comment(text: str) -> str:
-    line = text.partition("\n")[0]
+    line = text.removeprefix(PACKAGE).partition("\n")[0]
     return line[1:].strip() if line.startswith("#") else ""

@@ -24,12 +24,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from moezoo.config.renamed import RENAMED
 from moezoo.config.settings import TAG, TrainConfig
-from moezoo.convert import Checks, Range, convert, plain, set_key, show, types_of
+from moezoo.convert import Checks, Range, complete, convert, plain, set_key, show, types_of
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.rules import Rules
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
+PACKAGE = "# @package _global_\n"  # Hydra's mark of an entry that is laid over the whole configuration
 
 # `model`, `mesh`, `rules` and `data` check their numbers themselves.
 _CHECKS = Checks(
@@ -56,6 +58,7 @@ _CHECKS = Checks(
         "schedule.warmup_steps": Range(at_least=0),
         "schedule.final_ratio": Range(at_least=0, at_most=1),
     },
+    RENAMED,
 )
 
 _OWN_RULES = "_own"  # the name under which Hydra meets a user's own rules file
@@ -85,12 +88,17 @@ def compose(*overrides: str) -> TrainConfig:
 def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     """The saved configuration `mapping` with `overrides` on top: the chosen groups replaced, then single keys set.
 
+    What a chosen entry sets beside its group, such as a preset's dtype, is set too.
+
     Raises `UserError` as `compose` does, and where `mapping` is not the whole configuration of a run.
     """
     asked, base = _read(overrides), as_mapping(from_mapping(mapping))
     if asked.choices:
         composed = _compose_groups(asked.choices)
-        base |= {group: composed[group] for group in asked.choices}
+        for group, name in asked.choices.items():
+            base[group] = composed[group]
+            for key, value in _beside_its_group(group, name).items():
+                base[key] = {**base[key], **value} if isinstance(value, dict) else value
     return _finish(base, asked.changes)
 
 
@@ -163,6 +171,14 @@ def defaults() -> dict[str, str]:
     return {group: name for entry in entries for group, name in entry.items()}
 
 
+def _beside_its_group(group: str, name: str) -> dict[str, Any]:
+    """What an entry sets outside its group, if it is a file that is laid over the whole configuration."""
+    path = CONF / group / f"{name}.yaml"
+    if not path.exists() or not path.read_text().startswith(PACKAGE):
+        return {}
+    return {key: value for key, value in read_yaml(path).items() if key != group}
+
+
 def _read(overrides: Sequence[str]) -> _Asked:
     known, asked = groups(), _Asked({}, {})
     for text in overrides:
@@ -214,7 +230,7 @@ def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
 
 
 def _compose_groups(choices: Mapping[str, str]) -> dict[str, Any]:
-    """`train.yaml` with the chosen groups, as plain values; `${...}` is left as it is."""
+    """`train.yaml` with the chosen groups and all defaults, as plain values; `${...}` is left as it is."""
     rules = choices.get("rules", "")
     own = rules if _is_path(rules) else None
     names = {**choices, "rules": _OWN_RULES} if own else choices
@@ -233,7 +249,7 @@ def _compose_groups(choices: Mapping[str, str]) -> dict[str, Any]:
             convert(Rules, _resolve(mapping)["rules"], "rules")
         except UserError as error:
             raise UserError(f"rules={show(own)}: {error}") from None
-    return mapping
+    return complete(TrainConfig, mapping, "", _CHECKS)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     rows = tuple(
         _compare_module(name, _path_in_model(where, model), ours[where], theirs[name]) for where, name in names.items()
     )
-    window = getattr(model.config, "window", None)
+    window = model.config.window
     return Comparison(rows, tolerance, tokens, window if window is not None and window >= tokens else None)
 
 

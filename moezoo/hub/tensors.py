@@ -1,7 +1,8 @@
 """How a family's parameters are named and laid out in a Hugging Face folder, from one literal table in its file.
 
-A matrix lies there as [outputs, inputs] with several dimensions flattened into one, an expert a tensor, a layer a
-tensor. Which dimensions of ours are inputs its annotation says, so a table holds names alone.
+A matrix lies there as [outputs, inputs] with several dimensions flattened into one, a bias flattened altogether, an
+expert a tensor, a layer a tensor. Which dimensions of ours are inputs its annotation says, so a table holds names
+alone.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """As it lies in a file."""
         if self.axes.role is Role.BIAS:
-            return (math.prod(self.shapes[0]),)
+            return (sum(map(math.prod, self.shapes)),)
         if self.axes.role is not Role.WEIGHT:
             return self.shapes[0]
         first, inputs = self.shapes[0], len(self.axes.inputs)
@@ -50,7 +51,7 @@ class Tensor:
 
     def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
         """The tensor as our arrays."""
-        if self.axes.role is Role.WEIGHT:
+        if self.axes.role in (Role.WEIGHT, Role.BIAS):
             first = self.shapes[0]
             last = sum(shape[-1] for shape in self.shapes)
             tensor = tensor.T.reshape(*first[:-1], last)

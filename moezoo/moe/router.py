@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from moezoo.errors import UserError, check_not_negative, check_positive
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
-from moezoo.parallel.axes import Buffer, Weight
+from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
 
 # Who chooses: the router; or, to measure speed, chance or turns, whatever the router has learned.
@@ -28,39 +29,83 @@ class Routed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How each token's K experts are chosen, and how their gates follow from the scores.
+    """How each token's experts are chosen, and how their gates follow from the scores. Raises `UserError`.
 
     - `score`: of each expert, `softmax` over all or `sigmoid` of each by itself, float32;
     - `groups`, `kept_groups`, `group_score`: experts in `groups` equal runs, of which the best `kept_groups` take part;
       a group is as good as its best expert (`max`) or its two best together (`sum_of_top2`);
     - `gates`: the chosen scores themselves, or `renormalised` to sum to one; times `scale`;
-    - `bias`: whether a choice bias is added to the scores for the choice alone (Wang et al., 2024).
+    - `choice_bias`: whether a bias is added to the scores for the choice alone (Wang et al., 2024); a step moves it by
+      `bias_rate`.
 
     The default is Mixtral's (Jiang et al., 2024, section 2.1).
     """
 
-    k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     kept_groups: int = 1
     group_score: Literal["max", "sum_of_top2"] = "max"
     gates: Literal["renormalised", "scores"] = "renormalised"
     scale: float = 1.0
-    bias: Literal["none", "learned"] = "none"
+    choice_bias: Literal["none", "learned"] = "none"
     bias_rate: float = 0.001
+
+    def __post_init__(self):
+        check_positive("model.router", self, "groups", "kept_groups", "scale")
+        check_not_negative("model.router", self, "bias_rate")
+        if self.kept_groups > self.groups:
+            raise UserError(
+                f"model.router.kept_groups={self.kept_groups} exceeds model.router.groups={self.groups}; "
+                f"choose at most {self.groups}"
+            )
+
+    def check(self, num_experts: int, k: int) -> None:
+        """Raise `UserError` unless `k` of so many experts can be chosen in this way."""
+        if num_experts % self.groups:
+            raise UserError(
+                f"model.experts={num_experts} is not divisible by model.router.groups={self.groups}; choose a divisor"
+            )
+        if self.groups > 1 and self.group_score == "sum_of_top2" and num_experts == self.groups:
+            raise UserError(
+                f"model.router.group_score=sum_of_top2 needs two experts a group but model.experts={num_experts} in "
+                f"model.router.groups={self.groups} have one; choose fewer groups or model.router.group_score=max"
+            )
+        eligible = num_experts // self.groups * self.kept_groups
+        if k > eligible:
+            raise UserError(
+                f"model.experts_per_token={k} exceeds the {eligible} experts of "
+                f"model.router.kept_groups={self.kept_groups} groups; choose at most {eligible}"
+            )
 
 
 class Router(eqx.Module):
-    """Scores every expert for every token, and chooses."""
+    """Scores every expert for every token, and chooses `k`.
+
+    `bias` is trained and part of the scores. `choice_bias` is no part of them: no gradient reaches it, `rebalance`
+    moves it.
+    """
 
     weight: Weight[Array, "embed -> router"]
+    bias: Bias[Array, "router"] | None
     choice_bias: Buffer[Array, "router"] | None
+    k: int = eqx.field(static=True)
     choice: Choice = eqx.field(static=True)
 
-    def __init__(self, embed: int, num_experts: int, choice: Choice, *, dtype: jnp.dtype, key: Array):
+    def __init__(
+        self,
+        embed: int,
+        num_experts: int,
+        k: int,
+        choice: Choice,
+        *,
+        bias: Literal["none", "trained"] = "none",
+        dtype: jnp.dtype,
+        key: Array,
+    ):
         self.weight = normal(key, (embed, num_experts), embed**-0.5, dtype)
-        self.choice_bias = jnp.zeros((num_experts,), jnp.float32) if choice.bias == "learned" else None
-        self.choice = choice
+        self.bias = jnp.zeros((num_experts,), dtype) if bias == "trained" else None
+        self.choice_bias = jnp.zeros((num_experts,), jnp.float32) if choice.choice_bias == "learned" else None
+        self.k, self.choice = k, choice
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], routing: RoutedBy = "learned"
@@ -71,6 +116,8 @@ class Router(eqx.Module):
         """
         c, num_experts = self.choice, self.weight.shape[1]
         logits = project(x, self.weight, dtype=jnp.float32)
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)[None, None]
         if c.score == "softmax":
             scores = probabilities = jax.nn.softmax(logits)
         else:
@@ -92,8 +139,8 @@ class Router(eqx.Module):
 
         counted = valid[..., None]
         assignment = Assignment(
-            jnp.where(counted, expert_ids, num_experts).reshape(-1, c.k),
-            jnp.where(counted, gates, 0).reshape(-1, c.k),
+            jnp.where(counted, expert_ids, num_experts).reshape(-1, self.k),
+            jnp.where(counted, gates, 0).reshape(-1, self.k),
         )
         sums = LayerSums(
             counts=(is_chosen & counted[..., None]).sum((1, 2), dtype=jnp.int32),
@@ -114,7 +161,7 @@ class Router(eqx.Module):
             _, kept = jax.lax.top_k(best.sum(-1), c.kept_groups)
             is_kept = jax.nn.one_hot(kept, c.groups, dtype=jnp.bool).any(-2)
             scores = rearrange(jnp.where(is_kept[..., None], grouped, -jnp.inf), "b s g e -> b s (g e)")
-        return jax.lax.top_k(scores, c.k)[1]
+        return jax.lax.top_k(scores, self.k)[1]
 
     def _noise(self, scores: Float[Array, "batch seq experts"]) -> Float[Array, "batch seq experts"]:
         """Scores drawn at random: other ones in every layer, and on every device whose tokens are others."""
@@ -129,17 +176,17 @@ class Router(eqx.Module):
     def _round_robin(self, batch: int, seq: int) -> Int[Array, "batch seq k"]:
         """Experts by turns, a token's own as far apart as its groups allow: all the same load after E tokens."""
         c, token = self.choice, jnp.arange(batch * seq)[:, None]
-        size, each = self.weight.shape[1] // c.groups, -(-c.k // c.kept_groups)
-        nth = jnp.arange(c.k)[None]
+        size, each = self.weight.shape[1] // c.groups, -(-self.k // c.kept_groups)
+        nth = jnp.arange(self.k)[None]
         group = (token + nth % c.kept_groups) % c.groups
         expert = (token // c.groups + nth // c.kept_groups * (size // each)) % size
-        return (group * size + expert).reshape(batch, seq, c.k)
+        return (group * size + expert).reshape(batch, seq, self.k)
 
     def rebalance(self, load: Int[Array, "*layer experts"]) -> "Router":
         """With the choice bias moved by `bias_rate` towards experts with less than the mean load of a step.
 
-        bias_e + bias_rate * sign(mean - load_e), from counts over all devices, so that it is the same on every mesh; a
-        load equal to the mean moves nothing (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2).
+        bias_e + bias_rate * sign(mean - load_e), from counts over all devices, so that it is the same on every
+        mesh; a load equal to the mean moves nothing (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2).
         """
         if self.choice_bias is None:
             return self

@@ -1,6 +1,5 @@
 """Causal attention over packed documents, with grouped key-value heads and an optional window."""
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -140,8 +139,8 @@ class Attention(SelfAttention):
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> Attended:
         """Attend, to what is `past` too. Where the sequence is split, keys and values are gathered, queries stay."""
-        q = self._rotate(self._project(x, self.query, self.query_bias, self.query_norm), context)
-        k = self._rotate(self._project(x, self.key, self.key_bias, self.key_norm), context)
+        q = self.rotary(self._project(x, self.query, self.query_bias, self.query_norm), context)
+        k = self.rotary(self._project(x, self.key, self.key_bias, self.key_norm), context)
         v = self._project(x, self.value, self.value_bias, None)
         kept: PyTree = KeyValue(k, v)
         if past is None:
@@ -149,7 +148,9 @@ class Attention(SelfAttention):
         else:
             (k, v), kept = past.append(kept)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
-        scale = q.shape[-1] ** -0.5 * (1.0 if context.numbers is None else context.numbers.score_scale)
+        scale = q.shape[-1] ** -0.5
+        if context.numbers is not None:
+            scale = scale * context.numbers.score_scale
         y = attend(q, k, v, context, scale=scale, window=self.window)
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
         return Attended(y if self.out_bias is None else y + self.out_bias[None, None], kept)
@@ -169,8 +170,3 @@ class Attention(SelfAttention):
         elif norm is not None:
             y = norm(y)
         return y if self.clip is None else jnp.clip(y, -self.clip, self.clip)
-
-    def _rotate(self, x: Array, context: Context) -> Array:
-        numbers = context.numbers
-        rotary = self.rotary if numbers is None else dataclasses.replace(self.rotary, base=numbers.rope_base)
-        return rotary(x, context.queries.position)

@@ -14,7 +14,7 @@ from moezoo.nn.cache import Past
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
-from moezoo.nn.rope import Pairs, Yarn, frequencies, rotate
+from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.execution import Execution
@@ -57,23 +57,19 @@ class LatentAttention(SelfAttention):
     value_up: Weight[Array, "kv_lora -> heads value_dim"]
     out: Weight[Array, "heads value_dim -> embed"]
     sizes: LatentSizes = eqx.field(static=True)
-    rope_base: float = eqx.field(static=True)
-    yarn: Yarn | None = eqx.field(static=True)
-    pairs: Pairs = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
 
     def __init__(
         self,
         embed: int,
         sizes: LatentSizes,
         *,
-        rope_base: float,
-        yarn: Yarn | None,
-        pairs: Pairs,
+        rotary: Rotary,
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
     ):
-        self.sizes, self.rope_base, self.yarn, self.pairs = sizes, rope_base, yarn, pairs
+        self.sizes, self.rotary = sizes, rotary
         keys = jax.random.split(key, 6)
         heads, nope, rope, value = sizes.heads, sizes.nope_dim, sizes.rope_dim, sizes.value_dim
         self.query = self.query_down = self.query_norm = self.query_up = None
@@ -117,7 +113,7 @@ class LatentAttention(SelfAttention):
         q = jnp.concatenate([plain, turned], axis=-1)
         k = jnp.concatenate([project(past.latent, self.key_up), shared], axis=-1)
         v = project(past.latent, self.value_up)
-        return attend(q[:, :, :, None], k, v, context, scale=self.score_scale, window=None)[:, :, :, 0]
+        return attend(q[:, :, :, None], k, v, context, scale=self._scale_scores(context), window=None)[:, :, :, 0]
 
     def _attend_to_latents(self, plain: Array, turned: Array, past: Latents, context: Context) -> Array:
         """The same numbers without a key or a value of any head, where a token looks back on many.
@@ -127,14 +123,15 @@ class LatentAttention(SelfAttention):
         """
         q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
         k = jnp.concatenate(past, axis=-1)[:, :, None]
-        y = attend(q[:, :, None], k, past.latent[:, :, None], context, scale=self.score_scale, window=None)[:, :, 0]
+        y = attend(q[:, :, None], k, past.latent[:, :, None], context, scale=self._scale_scores(context), window=None)[
+            :, :, 0
+        ]
         return jnp.einsum("bshl,lhv->bshv", y, self.value_up)
 
-    @property
-    def score_scale(self) -> float:
+    def _scale_scores(self, context: Context) -> float | Array:
         """What q . k is multiplied with."""
-        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5
-        return scale * (self.yarn.score_scale if self.yarn else 1.0)
+        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
+        return scale if context.numbers is None else scale * context.numbers.score_scale
 
     def _queries(
         self, x: Array, context: Context
@@ -147,17 +144,9 @@ class LatentAttention(SelfAttention):
             assert self.query_up is not None
             q = project(self.query_norm(project(x, self.query_down)), self.query_up)
         plain, turned = jnp.split(q, [self.sizes.nope_dim], axis=-1)
-        return plain, self._rotate(turned, context)
+        return plain, self.rotary(turned, context)
 
     def latents(self, x: Float[Array, "batch seq embed"], context: Context) -> Latents:
         """What tokens leave for those after them."""
         latent, shared = jnp.split(project(x, self.kv_down), [self.sizes.kv_lora], axis=-1)
-        return Latents(self.kv_norm(latent), self._rotate(shared[:, :, None], context)[:, :, 0])
-
-    def _rotate(self, x: Array, context: Context) -> Array:
-        size = self.sizes.rope_dim
-        if self.yarn is None:
-            return rotate(x, context.queries.position, frequencies(size, self.rope_base), pairs=self.pairs)
-        slower = jnp.asarray(self.yarn.frequencies(size, self.rope_base), jnp.float32)
-        turned = rotate(x, context.queries.position, slower, pairs=self.pairs)
-        return turned * jnp.asarray(self.yarn.magnitude, turned.dtype)
+        return Latents(self.kv_norm(latent), self.rotary(shared[:, :, None], context)[:, :, 0])

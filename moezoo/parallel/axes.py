@@ -48,8 +48,8 @@ class Role(enum.Enum):
     """What a parameter is for: decay, casting, initial values and reduction follow from it."""
 
     WEIGHT = "weight"
-    BIAS = "bias"
     SCALE = "scale"
+    BIAS = "bias"  # trained and counted, never decayed; starts at zero
     EMBEDDING = "embedding"
     BUFFER = "buffer"  # saved and reduced, but never trained, decayed, cast below float32 or counted
 
@@ -100,6 +100,7 @@ else:
     Weight = _Alias(Role.WEIGHT)
     Bias = _Alias(Role.BIAS)
     Scale = _Alias(Role.SCALE)
+    Bias = _Alias(Role.BIAS)
     Embedding = _Alias(Role.EMBEDDING)
     Buffer = _Alias(Role.BUFFER)
 

@@ -77,6 +77,15 @@ def test_help_names_everything(call, saved, option):
         assert " # " in line
 
 
+def test_help_names_the_keys_of_what_is_chosen(call, saved):
+    _, out, _ = call("--help")
+    assert {f"model.{key}" for key in saved["model"]} - {"model.family"} <= set(out.split())
+    assert "model.router.score" not in out
+    _, out, _ = call("model=deepseek", "--help", "mesh=nowhere")
+    assert {"model.yarn.factor", "model.router.score", "model.q_lora"} <= set(out.split())
+    assert "model.kv_heads" not in out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--cfg", "job", "steps=3"], ["--cfg=job", "steps=3"], ["--cfg", "steps=3"], ["steps=3", "--cfg"]],

@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -10,8 +11,11 @@ from hydra.core.utils import JobRuntime
 from hydra.version import getbase, setbase
 
 from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, read_yaml, to_yaml
+from moezoo.config.renamed import RENAMED
 from moezoo.errors import UserError
+from moezoo.models import DeepSeekConfig
 from moezoo.moe.dispatch import Gather
+from moezoo.nn.yarn import Yarn
 from moezoo.optim import SGD
 from moezoo.parallel.mesh import MeshShape
 
@@ -40,6 +44,22 @@ def test_groups_then_keys_whatever_their_order():
     cfg = compose("mesh.fsdp=2", "mesh=fsdp2_ep4", "steps=3", "dispatch=gather", "optimizer=sgd", "mesh.expert=1")
     assert cfg.mesh == MeshShape(fsdp=2)
     assert (cfg.steps, cfg.dispatch, cfg.optimizer) == (3, Gather(), SGD())
+
+
+def test_sections_inside_a_section():
+    """What is not set has the value of the model's default, not of the class that the section is made with."""
+    cfg = compose("model=deepseek", "model.router.groups=2", "model.yarn.factor=4")
+    assert cfg.model == DeepSeekConfig(router=replace(DeepSeekConfig().router, groups=2), yarn=Yarn(4.0))
+    mapping = as_mapping(cfg)
+    assert (mapping["model"]["router"]["groups"], mapping["model"]["yarn"]["factor"]) == (2, 4.0)
+    assert from_mapping(mapping) == compose_onto(mapping) == cfg
+    partly = {**mapping, "model": {"family": "deepseek", "router": {"groups": 2}, "yarn": {"factor": 4}}}
+    assert from_mapping(partly) == cfg
+
+
+def test_a_value_may_refer_to_a_default():
+    assert compose("run_dir=runs/${model.embed}").run_dir == "runs/128"
+    assert compose("model=deepseek", "run_dir=${model.router.score}").run_dir == "sigmoid"
 
 
 def test_the_last_value_of_a_key_holds():
@@ -185,6 +205,7 @@ SET = [  # when keys are set
     ("rules.store.foo=[fsdp]", ["rules.store.foo", "no such logical axis"]),
     ("rules.store.embed=[fsd]", ["rules.store.embed", "'fsd'", "'fsdp'"]),
     ("model.experts_per_token=9", ["model.experts_per_token=9", "model.experts=8"]),
+    ("model.groups=2", ["model.groups", "no key 'groups' in model mixtral"]),
 ]
 
 RANGES = {
@@ -218,6 +239,47 @@ def test_refuses_what_cannot_be_asked(overrides, said, saved):
 def test_refuses_keys_and_values(override, said, saved):
     message = refused(compose_onto, saved, override)
     assert [part for part in said if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "model.router.scor=softmax",
+            "model.router.scor: there is no key 'scor' in model.router; did you mean 'score'?",
+        ),
+        ("model.router.score=hard", "model.router.score=hard: expected one of softmax, sigmoid, found hard"),
+        ("model.router.score.x=1", "model.router.score.x: model.router.score is one value and has no keys"),
+        ("model.router=3", "model.router=3: model.router is a section; set its keys, such as model.router.score=VALUE"),
+        ("model.router={groups:1}", "model.router={groups: 1}: model.router is a section"),
+        ("model.router.groups=0", "model.router.groups=0 must be greater than 0"),
+        ("model.router.groups=3", "model.experts=16 is not divisible by model.router.groups=3"),
+        ("model.router.kept_groups=5", "model.router.kept_groups=5 exceeds model.router.groups=4; choose at most 4"),
+        ("model.router.groups=16", "model.router.group_score=sum_of_top2 needs two experts a group"),
+        ("model.experts_per_token=9", "model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2"),
+        ("model.experts_per_token=17", "model.experts_per_token=17 exceeds model.experts=16"),
+        ("model.router.bias_rate=-1", "model.router.bias_rate=-1.0 must not be negative"),
+        ("model.yarn.factor=0.5", "model.yarn.factor=0.5 must be at least 1"),
+        ("model.yarn.length=0", "model.yarn.length=0 must be greater than 0"),
+        ("model.load_balance=-1", "model.load_balance=-1.0 must not be negative"),
+    ],
+)
+def test_refuses_keys_and_values_of_sections_inside(override, said):
+    message = refused(compose, "model=deepseek", override)
+    assert message.startswith(said)
+    assert refused(compose_onto, as_mapping(compose("model=deepseek")), override) == message
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_key_is_refused_with_its_new_name(old, new):
+    """On the command line, on top of what was saved, and in what was saved."""
+    message = f"{old} is now {new}"
+    assert refused(compose, "model=deepseek", f"{old}=1") == message
+    mapping = as_mapping(compose("model=deepseek"))
+    assert refused(compose_onto, mapping, f"{old}=1") == message
+    section, name = new.removeprefix("model.").split(".")
+    mapping["model"][old.removeprefix("model.")] = mapping["model"][section].pop(name)
+    assert refused(from_mapping, mapping) == message
 
 
 @pytest.mark.parametrize("override", ["model.layer=3", "steps=abc", "steps=0", "steps=${nope}", "dispatch.foo=1"])

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from moezoo.config.compose import compose
-from moezoo.models import model_shapes
+from moezoo.config.compose import CONF, as_mapping, compose, compose_onto, read_yaml
+from moezoo.models import FAMILIES, model_shapes
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
 
@@ -38,3 +38,37 @@ def test_nearly_all_is_split_over_all_devices(name):
         total += math.prod(shape)
         split += math.prod(shape) * (over == set(sizes))
     assert split / total > (0.999 if name in TOTALS else 0.99)
+
+
+# What no paper says; a softmax router has no choice bias whose rate one could give.
+UNSAID = {"z_loss", "load_balance_over", "init_std", "router.bias_rate"}
+
+
+def dotted(mapping, above=""):
+    """The dotted keys of a mapping and the mappings in it."""
+    for key, value in mapping.items():
+        yield from dotted(value, f"{above}{key}.") if isinstance(value, dict) else [f"{above}{key}"]
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_says_every_number(name):
+    said = read_yaml(CONF / "model" / f"{name}.yaml")
+    assert set(said) == {"model", "execution"}
+    every = as_mapping(compose(f"model={said['model']['family']}"))["model"]
+    assert set(dotted(every)) - set(dotted(said["model"])) <= UNSAID
+    assert type(compose(f"model={name}").model) is FAMILIES[said["model"]["family"]].config
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_computes_in_bfloat16_unless_told_otherwise(name):
+    assert compose(f"model={name}").execution.dtype == "bfloat16"
+    assert compose(f"model={name}").execution.param_dtype == "float32"
+    assert compose("execution.dtype=float32", f"model={name}").execution.dtype == "float32"
+
+
+def test_a_preset_on_top_of_a_saved_configuration():
+    saved = as_mapping(compose("execution.remat=dots", "steps=3"))
+    cfg = compose_onto(saved, "model=deepseek_v3", "model.router.scale=2")
+    assert cfg == compose("model=deepseek_v3", "model.router.scale=2", "execution.remat=dots", "steps=3")
+    assert compose_onto(saved, "execution.dtype=float32", "model=deepseek_v3").execution.dtype == "float32"
+    assert compose_onto(as_mapping(cfg), "model=mixtral").execution == cfg.execution  # which says nothing of it

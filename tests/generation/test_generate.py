@@ -1,5 +1,6 @@
 """Generation with caches against the same model run whole for every token; on meshes, padded, stopped, drawn."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -14,6 +15,7 @@ from moezoo.generation import generate as generation
 from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.positions import TokenPositions
+from moezoo.nn.yarn import Yarn
 
 VOCAB = 40
 SMALL: dict[str, Any] = {
@@ -31,13 +33,12 @@ LATENT: dict[str, Any] = {
     "rope_dim": 4,
     "value_dim": 5,
     "mlp": 20,
-    "groups": 2,
-    "kept_groups": 1,
+    "router": dataclasses.replace(DeepSeekConfig().router, groups=2, kept_groups=1),
 }
 CONFIGS = {
     "mixtral": MixtralConfig(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0),
     "window": MixtralConfig(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0, window=3),
-    "deepseek": DeepSeekConfig(**SMALL, **LATENT, q_lora=8, yarn_factor=4.0, yarn_length=8),
+    "deepseek": DeepSeekConfig(**SMALL, **LATENT, q_lora=8, yarn=Yarn(4.0, 8)),
     "no q_lora": DeepSeekConfig(**SMALL, **LATENT, q_lora=None, dense_layers=0, rope_pairs="halves"),
 }
 # Prompts of five tokens or fewer: two are filled up on the left.

@@ -58,7 +58,7 @@ def test_dtype_is_as_stored_unless_given(saved, tmp_path):
     moezoo.save_pretrained(half, tmp_path / "half")
     again = moezoo.from_pretrained(tmp_path / "half")
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(again), jax.tree.leaves(model), strict=True):
-        bias = jax.tree_util.keystr(path).endswith("router.bias")
+        bias = jax.tree_util.keystr(path).endswith("router.choice_bias")
         assert a.dtype == (jnp.float32 if bias else jnp.bfloat16)
         np.testing.assert_array_equal(a, np.asarray(b).astype(a.dtype))
     stored = load_file(tmp_path / "half" / "model.safetensors")

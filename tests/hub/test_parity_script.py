@@ -144,7 +144,7 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
         "v2 groups",
         setting(
             lambda m: third(m).feed_forward.router,
-            choice=Choice(2, groups=4, kept_groups=2, gates="scores", scale=1.0),
+            choice=Choice(groups=4, kept_groups=2, gates="scores", scale=1.0),
         ),
         "model.layers.1.mlp.gate",
     ),

@@ -1,12 +1,13 @@
 """Both families against transformers, on random tiny models: logits, loss, every gradient, and folders both ways."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from against import agree, load, results, results_of_transformers
-from tiny import CONFIGS, YARN, random_model, third
+from tiny import CONFIGS, ROUTER, YARN, random_model, third
 
 import moezoo
 
@@ -59,7 +60,9 @@ SAID = {
 
 @pytest.mark.parametrize(("name", "edit"), SAID.values(), ids=SAID)
 def test_reads_settings_as_transformers_does(name, edit, tmp_path):
-    config = third(**YARN, groups=8, kept_groups=4, experts=16) if name == "v3" else CONFIGS[name]
+    config = (
+        third(yarn=YARN, router=replace(ROUTER, groups=8, kept_groups=4), experts=16) if name == "v3" else CONFIGS[name]
+    )
     moezoo.save_pretrained(random_model(config), tmp_path / "m")
     file = tmp_path / "m" / "config.json"
     mapping = json.loads(file.read_text())

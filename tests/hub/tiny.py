@@ -1,5 +1,6 @@
 """Tiny models of both families, of every kind that transformers has too."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,10 +9,13 @@ import numpy as np
 
 import moezoo
 from moezoo.models import DeepSeekConfig, MixtralConfig
+from moezoo.moe.router import Choice
+from moezoo.nn.yarn import Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 # A short original length, so that the ramp between kept and slowed frequencies falls within these few pairs.
-YARN: dict[str, Any] = {"yarn_factor": 4.0, "yarn_length": 64, "yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5}
+ROUTER = DeepSeekConfig().router
+YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
@@ -27,25 +31,25 @@ def third(**changes: Any) -> DeepSeekConfig:
 
 def second(**changes: Any) -> DeepSeekConfig:
     """A tiny DeepSeek-V2; transformers' needs an even offset to the rotated part of its latent."""
-    router: dict[str, Any] = {"score": "softmax", "expert_weights": "scores", "choice_bias": "none"}
-    router |= {"group_score": "max", "groups": 1, "kept_groups": 1, "expert_scale": 1.0}
-    return third(**{"kv_lora": 4, **router, **changes})
+    return third(**{"kv_lora": 4, "router": Choice(gates="scores"), **changes})
 
 
 CONFIGS = {
     "mixtral": mixtral(),
     "mixtral window": mixtral(window=5),
     "mixtral all experts": mixtral(experts_per_token=8),
-    "v3": third(**YARN),
-    "v3 two mscales": third(**YARN, yarn_mscale=0.7, yarn_mscale_all=1.3),
-    "v3 no mscale": third(**YARN, yarn_mscale=0.0, yarn_mscale_all=0.0),
-    "v3 plain": third(q_lora=None, groups=1, kept_groups=1, expert_weights="scores", rope_pairs="halves"),
+    "v3": third(yarn=YARN),
+    "v3 two mscales": third(yarn=replace(YARN, mscale=0.7, mscale_all=1.3)),
+    "v3 no mscale": third(yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
+    "v3 plain": third(
+        q_lora=None, router=replace(ROUTER, groups=1, kept_groups=1, gates="scores"), rope_pairs="halves"
+    ),
     "v3 two dense": third(layers=3, dense_layers=2, shared_experts=2),
     "v3 none dense": third(dense_layers=0),
-    "v3 all experts": third(experts_per_token=8, kept_groups=4),
+    "v3 all experts": third(experts_per_token=8, router=replace(ROUTER, kept_groups=4)),
     "v2": second(),
-    "v2 groups": second(**YARN, groups=4, kept_groups=2, expert_scale=16.0),
-    "v2 lite": second(**YARN, q_lora=None, yarn_mscale=0.707, yarn_mscale_all=0.707, shared_experts=2),
+    "v2 groups": second(yarn=YARN, router=Choice(groups=4, kept_groups=2, gates="scores", scale=16.0)),
+    "v2 lite": second(yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2),
 }
 
 

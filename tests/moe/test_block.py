@@ -13,7 +13,7 @@ from moezoo.parallel.traces import equations
 def test_nothing_is_added_by_scatter():
     """Forward or backward, router included: sums are in a fixed order, and gathers are what hardware does well."""
     keys = jax.random.split(jax.random.key(0), 3)
-    router = Router(8, 4, Choice(2), dtype=jnp.dtype("float32"), key=keys[0])
+    router = Router(8, 4, 2, Choice(), dtype=jnp.dtype("float32"), key=keys[0])
     block = MoE(router, Experts(4, 8, 12, out_std=1.0, dtype=jnp.dtype("float32"), key=keys[1]))
     x, valid = jax.random.normal(keys[2], (2, 3, 8)), jnp.ones((2, 3), bool)
 

@@ -16,7 +16,7 @@ BATCH, SEQ, EMBED, EXPERTS = 2, 6, 5, 8
 PRECISION = 32 * 2.0**-24
 
 
-def loop(scores, bias, choice):
+def loop(scores, bias, choice, k):
     """A token's experts and gates, from its scores."""
     eligible = list(range(EXPERTS))
     if choice.groups > 1:
@@ -29,7 +29,7 @@ def loop(scores, bias, choice):
 
         kept = sorted(range(choice.groups), key=goodness, reverse=True)[: choice.kept_groups]
         eligible = [e for e in eligible if e // size in kept]
-    chosen = sorted(eligible, key=lambda e: -(scores + bias)[e])[: choice.k]
+    chosen = sorted(eligible, key=lambda e: -(scores + bias)[e])[:k]
     gates = scores[chosen]
     if choice.gates == "renormalised":
         gates = gates / gates.sum()
@@ -37,7 +37,7 @@ def loop(scores, bias, choice):
 
 
 CHOICES = [
-    Choice(3, score, groups, 2, group_score, gates, 2.5, bias)  # type: ignore[arg-type]
+    Choice(score, groups, min(2, groups), group_score, gates, 2.5, bias)  # type: ignore[arg-type]
     for score, (groups, group_score), gates, bias in itertools.product(
         ("softmax", "sigmoid"),
         ((1, "max"), (4, "max"), (4, "sum_of_top2")),
@@ -52,12 +52,12 @@ def test_equals_a_loop_over_tokens(choice):
     rng = np.random.default_rng(3)
     x, weight = rng.standard_normal((BATCH, SEQ, EMBED)), rng.standard_normal((EMBED, EXPERTS))
     # Large enough to change choices, so that gates made of biased scores would show.
-    bias = rng.standard_normal(EXPERTS).astype(np.float32) * (choice.bias == "learned")
-    router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
-    assert (router.bias is None) == (choice.bias == "none")
+    bias = rng.standard_normal(EXPERTS).astype(np.float32) * (choice.choice_bias == "learned")
+    router = Router(EMBED, EXPERTS, 3, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    assert (router.choice_bias is None) == (choice.choice_bias == "none")
     router = eqx.tree_at(lambda r: r.weight, router, jnp.asarray(weight, jnp.float32))
-    if choice.bias == "learned":
-        router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(bias))
+    if choice.choice_bias == "learned":
+        router = eqx.tree_at(lambda r: r.choice_bias, router, jnp.asarray(bias))
     valid = np.ones((BATCH, SEQ), bool)
     valid[1, 4:] = False
     run = jax.jit(lambda router, x: router(x, jnp.asarray(valid)))
@@ -73,7 +73,7 @@ def test_equals_a_loop_over_tokens(choice):
             continue
         logits = x[b, s] @ weight
         scores = np.exp(logits) / np.exp(logits).sum() if choice.score == "softmax" else 1 / (1 + np.exp(-logits))
-        wanted, shares = loop(scores, bias, choice)
+        wanted, shares = loop(scores, bias, choice, 3)
         np.testing.assert_array_equal(experts, wanted)
         np.testing.assert_allclose(gates, shares, rtol=0, atol=choice.scale * PRECISION)
         counts[b, wanted] += 1
@@ -83,11 +83,11 @@ def test_equals_a_loop_over_tokens(choice):
 
 
 def test_the_bias_has_no_gradient_and_the_gates_have():
-    choice = Choice(2, score="sigmoid", bias="learned")
-    router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    choice = Choice(score="sigmoid", choice_bias="learned")
+    router = Router(EMBED, EXPERTS, 2, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x, valid = jax.random.normal(jax.random.key(1), (BATCH, SEQ, EMBED)), jnp.ones((BATCH, SEQ), bool)
     gradient = jax.grad(lambda r: (r(x, valid).assignment.gates[:, 0] ** 2).sum())(router)
-    assert not np.asarray(gradient.bias).any()
+    assert not np.asarray(gradient.choice_bias).any()
     assert np.asarray(gradient.weight).any()
 
 
@@ -95,46 +95,48 @@ def test_the_bias_has_no_gradient_and_the_gates_have():
 def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
     """sign(sum(c) - E c_e), in whole numbers of any size: no mean is rounded, no product overflows."""
     layers = len(load)
-    router = Router(EMBED, 4, Choice(1, bias="learned"), dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    router = Router(
+        EMBED, 4, 1, Choice(choice_bias="learned", bias_rate=0.25), dtype=jnp.dtype("float32"), key=jax.random.key(0)
+    )
     start = np.arange(4 * layers, dtype=np.float32).reshape(layers, 4)
-    router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(start))
-    moved = jax.jit(lambda r, c: r.rebalance(c, 0.25).bias)(router, jnp.asarray(load, jnp.int32))
+    router = eqx.tree_at(lambda r: r.choice_bias, router, jnp.asarray(start))
+    moved = jax.jit(lambda r, c: r.rebalance(c).choice_bias)(router, jnp.asarray(load, jnp.int32))
     wanted = [[np.sign(sum(row) - 4 * c) for c in row] for row in load]
     np.testing.assert_array_equal(moved, start + 0.25 * np.asarray(wanted, np.float32))
 
 
 def test_without_a_bias_nothing_moves():
-    router = Router(EMBED, 4, Choice(1), dtype=jnp.dtype("float32"), key=jax.random.key(0))
-    assert router.rebalance(jnp.ones((1, 4), jnp.int32), 0.1) is router
+    router = Router(EMBED, 4, 1, Choice(), dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    assert router.rebalance(jnp.ones((1, 4), jnp.int32)) is router
 
 
 FORCED = [
-    Choice(2),
-    Choice(3, groups=4, kept_groups=2, group_score="sum_of_top2", bias="learned"),
-    Choice(4, "sigmoid", groups=2, kept_groups=1),
-    Choice(8),
+    (2, Choice()),
+    (3, Choice(groups=4, kept_groups=2, group_score="sum_of_top2", choice_bias="learned")),
+    (4, Choice("sigmoid", groups=2, kept_groups=1)),
+    (8, Choice()),
 ]
 
 
 @pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize("choice", FORCED, ids=lambda c: f"{c.k} of {c.groups} groups")
-def test_forced_routing_keeps_to_the_rules_of_the_choice(choice, routing):
+@pytest.mark.parametrize(("k", "choice"), FORCED, ids=[f"{k} of {choice.groups} groups" for k, choice in FORCED])
+def test_forced_routing_keeps_to_the_rules_of_the_choice(k, choice, routing):
     """K different experts of no more groups than are kept, weighed by their scores."""
-    router = Router(EMBED, EXPERTS, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    router = Router(EMBED, EXPERTS, k, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * EXPERTS, EMBED)), jnp.float32)
     valid = jnp.ones(x.shape[:2], bool)
     (experts, gates), sums = router(x, valid, routing)
     scores = np.asarray(x.reshape(-1, EMBED) @ router.weight, np.float64)
     scores = 1 / (1 + np.exp(-scores)) if choice.score == "sigmoid" else np.exp(scores)
     for row, weight, score in zip(np.asarray(experts), np.asarray(gates), scores, strict=True):
-        assert len(set(row)) == choice.k
+        assert len(set(row)) == k
         assert len(set(row // (EXPERTS // choice.groups))) <= choice.kept_groups
         np.testing.assert_allclose(weight, choice.scale * score[row] / score[row].sum(), rtol=1e-5)
     load = np.asarray(sums.counts).sum(0)
     assert load.sum() == experts.size
     if routing == "balanced":
         assert (load == experts.size // EXPERTS).all()
-    elif choice.k < EXPERTS:
+    elif k < EXPERTS:
         assert 0 < load.min() < load.max()
         other = eqx.tree_at(lambda r: r.weight, router, router.weight + 1)
         assert (other(x, valid, routing).assignment.expert_ids != experts).any()

@@ -39,7 +39,7 @@ class Results(NamedTuple):
 def block() -> MoE:
     """A block of eight experts, two a token, and a shared MLP."""
     keys = jax.random.split(jax.random.key(0), 3)
-    router = Router(EMBED, EXPERTS, Choice(2), dtype=F32, key=keys[0])
+    router = Router(EMBED, EXPERTS, 2, Choice(), dtype=F32, key=keys[0])
     experts = Experts(EXPERTS, EMBED, 5, out_std=1.0, dtype=F32, key=keys[1])
     return MoE(router, experts, MLP(EMBED, 9, out_std=1.0, dtype=F32, key=keys[2]))
 

@@ -17,7 +17,7 @@ PRECISION = 8 * 4 * 2.0**-24
 
 def router_of(weight, k, dtype=jnp.float32):
     """A router with this matrix."""
-    router = Router(EMBED, weight.shape[1], Choice(k), dtype=jnp.dtype(dtype), key=jax.random.key(0))
+    router = Router(EMBED, weight.shape[1], k, Choice(), dtype=jnp.dtype(dtype), key=jax.random.key(0))
     return eqx.tree_at(lambda r: r.weight, router, jnp.asarray(weight, dtype))
 
 

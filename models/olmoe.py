@@ -1,0 +1,163 @@
+"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): many small experts, queries and keys normalised as a whole.
+
+Top to bottom: the configuration, one layer, the model, its Hugging Face folder. Pre-norm residual layers; the norms of
+attention take all heads of queries, or of keys, as one vector; numbers of queries, keys and values may be clipped;
+every layer has softmax-routed experts, whose gates are by default the scores themselves; untied embeddings.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from moezoo.convert import convert
+from moezoo.errors import UserError, check_positive
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.block import Block
+from moezoo.models.config import GroupedAttentionConfig
+from moezoo.models.config_json import read_grouped, read_rope, read_yarn, write_grouped
+from moezoo.models.layers import make_stacks
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
+from moezoo.moe.router import Choice, Router
+from moezoo.nn.attention import Attention
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.axes import Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class OlmoeConfig(GroupedAttentionConfig):
+    """Sizes of an OLMoE model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+
+    `clip_qkv`: the largest size of a number of queries, keys and values; null for no bound. `attention_bias`: whether
+    the four projections of attention have biases.
+    """
+
+    vocab: int = 256
+    embed: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 32
+    expert_mlp: int = 128
+    experts: int = 16
+    experts_per_token: int = 4
+    router: Choice = dataclasses.field(default_factory=lambda: Choice(gates="scores"))
+    clip_qkv: float | None = None
+    attention_bias: Literal["none", "all"] = "none"
+    rope_base: float = 1e4
+    max_length: int = 4096
+    norm_eps: float = 1e-5
+    load_balance: float = 0.01
+    load_balance_over: Literal["batch", "sequence"] = "batch"
+    z_loss: float = 0.001
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.clip_qkv is not None:
+            check_positive("model", self, "clip_qkv")
+        self.router.check(self.experts, self.experts_per_token)
+
+
+def _make_block(c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Block:
+    for_attention, for_router, for_experts = jax.random.split(key, 3)
+    out_std = (2 * c.layers) ** -0.5
+    attention = Attention(
+        c.embed,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        rotary=Rotary(c.head_dim, c.rope_base),
+        norm_over="projection",
+        norm_eps=c.norm_eps,
+        biases=c.attention_bias,
+        clip=c.clip_qkv,
+        out_std=out_std,
+        dtype=dtype,
+        key=for_attention,
+    )
+    router = Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=for_router)
+    experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts)
+    norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
+    return Block(norms[0], attention, norms[1], MoE(router, experts))
+
+
+class Olmoe(LanguageModel):
+    """`model(tokens)` -> logits and routing."""
+
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: OlmoeConfig = eqx.field(static=True)
+
+    def __init__(self, config: OlmoeConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
+        c, dtype = config, jnp.dtype(dtype)
+        for_embedding, for_layers, for_head = jax.random.split(key, 3)
+        self.config = c
+        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
+        keys = jax.random.split(for_layers, c.layers)
+        self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
+        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
+
+
+# How it lies in a Hugging Face folder: our arrays and its tensors, our settings and its keys.
+MODEL_TYPES = ("olmoe",)
+NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "unembedding.norm.scale": "model.norm.weight",
+    "unembedding.weight": "lm_head.weight",
+}
+_ATTENTION, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
+LAYER_NAMES = {
+    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    "attention.query": f"{_ATTENTION}.q_proj.weight",
+    "attention.key": f"{_ATTENTION}.k_proj.weight",
+    "attention.value": f"{_ATTENTION}.v_proj.weight",
+    "attention.out": f"{_ATTENTION}.o_proj.weight",
+    "attention.query_bias": f"{_ATTENTION}.q_proj.bias",
+    "attention.key_bias": f"{_ATTENTION}.k_proj.bias",
+    "attention.value_bias": f"{_ATTENTION}.v_proj.bias",
+    "attention.out_bias": f"{_ATTENTION}.o_proj.bias",
+    "attention.query_norm.scale": f"{_ATTENTION}.q_norm.weight",
+    "attention.key_norm.scale": f"{_ATTENTION}.k_norm.weight",
+    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "feed_forward.router.weight": f"{_MLP}.gate.weight",
+    "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
+    "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
+    "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
+}
+_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+_KEYS |= {"kv_heads": "num_key_value_heads", "expert_mlp": "intermediate_size", "experts": "num_experts"}
+_KEYS |= {"experts_per_token": "num_experts_per_tok", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
+_KEYS |= {"max_length": "max_position_embeddings", "load_balance": "router_aux_loss_coef"}
+
+
+def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
+    """The configuration. Raises `UserError` for what the family does not have."""
+    # What a folder means that does not say it.
+    defaults = {"num_key_value_heads": mapping.get("num_attention_heads"), "router_aux_loss_coef": 0.01}
+    defaults |= {"max_position_embeddings": 4096, "initializer_range": 0.02}
+    settings = read_grouped(mapping, _KEYS, defaults)
+    if read_yarn(read_rope(mapping)):
+        raise UserError("config.json: rope_type yarn; this family has the default alone")
+    settings |= {"head_dim": settings["embed"] // settings["heads"], "clip_qkv": mapping.get("clip_qkv")}
+    return convert(OlmoeConfig, settings, "config.json: model")
+
+
+def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
+    """The keys that transformers reads. Raises `UserError` for what it does not have."""
+    c = config
+    if c.heads * c.head_dim != c.embed:
+        raise UserError(
+            f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; transformers has no "
+            "other OLMoE"
+        )
+    rope = {"rope_type": "default", "rope_theta": c.rope_base}
+    return write_grouped(c, _KEYS, "olmoe", "Olmoe") | {"clip_qkv": c.clip_qkv, "rope_parameters": rope}

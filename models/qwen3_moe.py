@@ -1,0 +1,191 @@
+"""Qwen3-MoE (Yang et al., 2025, arXiv:2505.09388): grouped-query attention with normalised heads, experts or MLPs.
+
+Top to bottom: the configuration, one layer, the model, its Hugging Face folder. Pre-norm residual layers; each head of
+queries and keys is normalised before its rotation; layers have softmax-routed experts unless the settings name them
+otherwise; untied embeddings.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from moezoo.convert import convert
+from moezoo.errors import UserError, check_positive
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.block import Block
+from moezoo.models.config import GroupedAttentionConfig
+from moezoo.models.config_json import read_grouped, read_rope, read_yarn, write_grouped, write_rope
+from moezoo.models.layers import make_stacks
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
+from moezoo.moe.router import Choice, Router
+from moezoo.nn.attention import Attention
+from moezoo.nn.mlp import MLP
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rotary import Rotary
+from moezoo.nn.yarn import Yarn
+from moezoo.parallel.axes import Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(GroupedAttentionConfig):
+    """Sizes of a Qwen3-MoE model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+
+    Layer i, from 0, has experts if i + 1 is a multiple of `moe_every` and `mlp_layers` does not name i; the others have
+    an MLP of width `mlp`. `attention_bias`: whether the four projections of attention have biases. `yarn`: the
+    extension of rotary positions to longer texts; a factor of 1 is none.
+    """
+
+    vocab: int = 256
+    embed: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 512
+    expert_mlp: int = 128
+    experts: int = 16
+    experts_per_token: int = 4
+    moe_every: int = 1
+    mlp_layers: tuple[int, ...] = ()
+    router: Choice = Choice()
+    attention_bias: Literal["none", "all"] = "none"
+    window: int | None = None
+    rope_base: float = 1e6
+    yarn: Yarn = Yarn(mscale=0.0, mscale_all=0.0)
+    max_length: int = 32768
+    norm_eps: float = 1e-6
+    load_balance: float = 0.001
+    load_balance_over: Literal["batch", "sequence"] = "batch"
+    z_loss: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive("model", self, "mlp", "moe_every")
+        self.router.check(self.experts, self.experts_per_token)
+        if outside := [i for i in self.mlp_layers if not 0 <= i < self.layers]:
+            raise UserError(
+                f"model.mlp_layers={list(self.mlp_layers)} names layer {outside[0]} of 0 to {self.layers - 1}"
+            )
+        if "moe" not in self.kinds:
+            raise UserError(
+                f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
+                f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"
+            )
+
+    @property
+    def kinds(self) -> list[Literal["mlp", "moe"]]:
+        """What each layer has."""
+        with_experts = [(i + 1) % self.moe_every == 0 and i not in self.mlp_layers for i in range(self.layers)]
+        return ["moe" if has else "mlp" for has in with_experts]
+
+
+def _make_block(kind: Literal["mlp", "moe"], c: Qwen3MoeConfig, dtype: jnp.dtype, key: Array) -> Block:
+    for_attention, first, for_experts = jax.random.split(key, 3)
+    out_std = (2 * c.layers) ** -0.5
+    attention = Attention(
+        c.embed,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        rotary=Rotary(c.head_dim, c.rope_base, c.yarn),
+        norm_over="head",
+        norm_eps=c.norm_eps,
+        biases=c.attention_bias,
+        window=c.window,
+        out_std=out_std,
+        dtype=dtype,
+        key=for_attention,
+    )
+    if kind == "mlp":
+        feed_forward = MLP(c.embed, c.mlp, out_std=out_std, dtype=dtype, key=first)
+    else:
+        router = Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first)
+        experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts)
+        feed_forward = MoE(router, experts)
+    norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
+    return Block(norms[0], attention, norms[1], feed_forward)
+
+
+class Qwen3Moe(LanguageModel):
+    """`model(tokens)` -> logits and routing, of the layers with experts."""
+
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: Qwen3MoeConfig = eqx.field(static=True)
+
+    def __init__(self, config: Qwen3MoeConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
+        c, dtype = config, jnp.dtype(dtype)
+        for_embedding, for_layers, for_head = jax.random.split(key, 3)
+        self.config = c
+        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
+        keys = jax.random.split(for_layers, c.layers)
+        self.stacks = make_stacks(c.kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
+        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
+
+
+# How it lies in a Hugging Face folder: our arrays and its tensors, our settings and its keys.
+MODEL_TYPES = ("qwen3_moe",)
+NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "unembedding.norm.scale": "model.norm.weight",
+    "unembedding.weight": "lm_head.weight",
+}
+_ATTENTION, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
+LAYER_NAMES = {
+    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    "attention.query": f"{_ATTENTION}.q_proj.weight",
+    "attention.key": f"{_ATTENTION}.k_proj.weight",
+    "attention.value": f"{_ATTENTION}.v_proj.weight",
+    "attention.out": f"{_ATTENTION}.o_proj.weight",
+    "attention.query_bias": f"{_ATTENTION}.q_proj.bias",
+    "attention.key_bias": f"{_ATTENTION}.k_proj.bias",
+    "attention.value_bias": f"{_ATTENTION}.v_proj.bias",
+    "attention.out_bias": f"{_ATTENTION}.o_proj.bias",
+    "attention.query_norm.scale": f"{_ATTENTION}.q_norm.weight",
+    "attention.key_norm.scale": f"{_ATTENTION}.k_norm.weight",
+    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "feed_forward.gate": f"{_MLP}.gate_proj.weight",
+    "feed_forward.up": f"{_MLP}.up_proj.weight",
+    "feed_forward.down": f"{_MLP}.down_proj.weight",
+    "feed_forward.router.weight": f"{_MLP}.gate.weight",
+    "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
+    "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
+    "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
+}
+_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+_KEYS |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size"}
+_KEYS |= {"expert_mlp": "moe_intermediate_size", "experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+_KEYS |= {"moe_every": "decoder_sparse_step", "norm_eps": "rms_norm_eps", "max_length": "max_position_embeddings"}
+_KEYS |= {"init_std": "initializer_range", "load_balance": "router_aux_loss_coef"}
+# What a folder means that does not say it; newer versions of transformers write the number of experts by another name.
+_DEFAULTS = {"decoder_sparse_step": 1, "max_position_embeddings": 32768, "initializer_range": 0.02}
+_DEFAULTS |= {"router_aux_loss_coef": 0.001}
+
+
+def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
+    """The configuration. Raises `UserError` for what the family does not have."""
+    settings = read_grouped(mapping, _KEYS, {"num_experts": mapping.get("num_local_experts"), **_DEFAULTS}) | {
+        "mlp_layers": mapping.get("mlp_only_layers") or [],
+        "window": mapping.get("sliding_window", 4096) if mapping.get("use_sliding_window") else None,
+        "yarn": read_yarn(read_rope(mapping)),
+    }
+    return convert(Qwen3MoeConfig, settings, "config.json: model")
+
+
+def config_to_hub(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """The keys that transformers reads. Raises `UserError` for a router that it does not have."""
+    return write_grouped(config, _KEYS, "qwen3_moe", "Qwen3Moe") | {
+        "mlp_only_layers": list(config.mlp_layers),
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "rope_parameters": write_rope(config.rope_base, config.yarn),
+    }
