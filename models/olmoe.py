@@ -156,8 +156,8 @@ def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
     c = config
     if c.heads * c.head_dim != c.embed:
         raise UserError(
-            f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; transformers has no "
-            "other OLMoE"
+            f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; transformers has "
+            "no other OLMoE"
         )
     rope = {"rope_type": "default", "rope_theta": c.rope_base}
     return write_grouped(c, _KEYS, "olmoe", "Olmoe") | {"clip_qkv": c.clip_qkv, "rope_parameters": rope}

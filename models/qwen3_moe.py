@@ -54,11 +54,11 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
     experts_per_token: int = 4
     moe_every: int = 1
     mlp_layers: tuple[int, ...] = ()
-    router: Choice = Choice()
+    router: Choice = dataclasses.field(default_factory=Choice)
     attention_bias: Literal["none", "all"] = "none"
     window: int | None = None
     rope_base: float = 1e6
-    yarn: Yarn = Yarn(mscale=0.0, mscale_all=0.0)
+    yarn: Yarn = dataclasses.field(default_factory=lambda: Yarn(mscale=0.0, mscale_all=0.0))
     max_length: int = 32768
     norm_eps: float = 1e-6
     load_balance: float = 0.001
@@ -72,7 +72,7 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
         self.router.check(self.experts, self.experts_per_token)
         if outside := [i for i in self.mlp_layers if not 0 <= i < self.layers]:
             raise UserError(
-                f"model.mlp_layers={list(self.mlp_layers)} names layer {outside[0]} of 0 to {self.layers - 1}"
+                f"model.mlp_layers names layer {outside[0]} of model.layers={self.layers}, which count from 0"
             )
         if "moe" not in self.kinds:
             raise UserError(

@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import moezoo.nn.attention as attention
-from moezoo.nn.attention import Attention, Context, TokenPositions, attend, gather_positions
+from moezoo.nn.attention import Attention, attend
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import Context, TokenPositions, gather_positions
 from moezoo.nn.rope import frequencies, rotate
+from moezoo.nn.rotary import Rotary
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.rules import Rules
@@ -141,7 +143,7 @@ def test_a_query_that_sees_nothing_stays_finite():
 
 def block(window=3):
     """The attention layer."""
-    options = {"rope_base": 100.0, "window": window, "out_std": 1.0, "dtype": jnp.dtype("float32")}
+    options = {"rotary": Rotary(HEAD_DIM, 100.0), "window": window, "out_std": 1.0, "dtype": jnp.dtype("float32")}
     return Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **options, key=jax.random.key(0))
 
 
@@ -149,7 +151,7 @@ def loop_block(layer, x, window):
     """The layer by its definition: project, rotate as complex numbers, attend, project."""
     x = np.asarray(x, np.float64)
     q, k, v = (np.einsum("bsd,dnh->bsnh", x, np.asarray(w, np.float64)) for w in (layer.query, layer.key, layer.value))
-    q, k = complex_rotation(q, POSITIONS, layer.rope_base), complex_rotation(k, POSITIONS, layer.rope_base)
+    q, k = complex_rotation(q, POSITIONS, layer.rotary.base), complex_rotation(k, POSITIONS, layer.rotary.base)
     y = loop(q.reshape(BATCH, SEQ, KV_HEADS, GROUP, HEAD_DIM), k, v, POSITIONS, SEGMENTS, window)
     return np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
 
