@@ -12,7 +12,6 @@ class ModelConfig(abc.ABC):
     - `vocab`, `embed`, `layers`, `heads`: size of the vocabulary, width of the residual stream, layers, query heads;
     - `expert_mlp`, `experts`, `experts_per_token`: width of an expert, experts a layer, experts that a token goes to;
     - `max_length`: tokens that a text may have;
-    - `window`: tokens that a query sees, itself included; None for all;
     - `norm_eps`: epsilon of the RMS norms;
     - `init_std`: standard deviation of the embeddings at the start; matrices start at 1 / sqrt(inputs), those that
       write to the residual stream at 1 / sqrt(2 layers) of it;
@@ -36,7 +35,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees; a family with a sliding window has a field of this name."""
+        """Tokens that a query sees, itself included; None for all. A sliding window is a family's field."""
         return None
 
     @property

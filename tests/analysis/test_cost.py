@@ -33,11 +33,10 @@ SLICES = [
 
 
 def composed(words: str) -> TrainConfig:
-    """The configuration of a few overrides, in bfloat16 unless they say otherwise, on two rows a device."""
+    """The configuration of a few overrides, on two rows a device; presets compute in bfloat16."""
     given = words.split()
     devices = math.prod(int(word.split("=")[1]) for word in given if word.startswith("mesh."))
-    dtype = [] if "execution.dtype=float32" in given else ["execution.dtype=bfloat16"]
-    return moezoo.compose(*given, *dtype, f"batch_size={2 * devices}", "seq_len=2048")
+    return moezoo.compose(*given, f"batch_size={2 * devices}", "seq_len=2048")
 
 
 @pytest.mark.parametrize("words", SLICES)
@@ -89,14 +88,7 @@ def test_takes_the_place_of_what_the_configuration_says():
     cfg = composed("model=mixtral_8x7b mesh.expert=8")
     other = communication(cfg, mesh=MeshShape(expert=4), rules=moezoo.compose("rules=fsdp_ep").rules, dispatch="gather")
     assert other == communication(
-        moezoo.compose(
-            "model=mixtral_8x7b",
-            "mesh.expert=4",
-            "dispatch=gather",
-            "batch_size=16",
-            "seq_len=2048",
-            "execution.dtype=bfloat16",
-        )
+        moezoo.compose("model=mixtral_8x7b", "mesh.expert=4", "dispatch=gather", "batch_size=16", "seq_len=2048")
     )
     by_name = communication(cfg, mesh="fsdp8", rules="pure_fsdp")
     assert by_name == communication(cfg, mesh=MeshShape(fsdp=8), rules=moezoo.compose("rules=pure_fsdp").rules)
@@ -134,7 +126,7 @@ def test_break_even(dispatch, reads):
 @pytest.mark.parametrize("dispatch", ["ring", "ragged"])
 def test_break_even_is_where_the_whole_step_costs_the_same(dispatch):
     """Of tokens that are the same on the experts' devices, which cost `gather` something too."""
-    words = ("model=mixtral_8x7b", "mesh.expert=8", "rules.batch=[data,fsdp]", "execution.dtype=bfloat16")
+    words = ("model=mixtral_8x7b", "mesh.expert=8", "rules.batch=[data,fsdp]")
     tokens = round(break_even(moezoo.compose(*words), dispatch=dispatch))
     rows = tokens // 256
     at = moezoo.compose(*words, f"batch_size={rows}", "seq_len=256")

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 import moezoo
 from moezoo.hub import folders
+from moezoo.hub.tensors import Tensor
 from moezoo.models import DeepSeekConfig, MixtralConfig
+from moezoo.parallel.axes import Axes, Role
 
 MIXTRAL = MixtralConfig(vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4)
 DEEPSEEK = DeepSeekConfig(
@@ -50,6 +52,17 @@ def test_files_of_an_index(saved, tmp_path, monkeypatch):
     assert set(index["weight_map"].values()) == {n for n in names if n.endswith(".safetensors")}
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(model))
     assert equal(moezoo.from_pretrained(tmp_path / "many"), model)
+
+
+@pytest.mark.parametrize("shapes", [((3,),), ((2, 3),), ((2, 3), (2, 4))], ids=str)
+def test_a_bias_lies_flattened(shapes):
+    """Of parts that lie there as one, a head's numbers stand together, as in the weight they belong to."""
+    parts = [np.random.default_rng(0).standard_normal(shape) for shape in shapes]
+    tensor = Tensor("bias", (), Axes(Role.BIAS, (), (), ("heads", "head_dim")), shapes)
+    there = tensor.to_file(parts)
+    assert there.shape == tensor.shape
+    np.testing.assert_array_equal(there, np.concatenate(parts, axis=-1).ravel())
+    assert equal(tensor.from_file(there), parts)
 
 
 def test_dtype_is_as_stored_unless_given(saved, tmp_path):

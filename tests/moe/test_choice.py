@@ -105,6 +105,20 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
     np.testing.assert_array_equal(moved, start + 0.25 * np.asarray(wanted, np.float32))
 
 
+def test_a_trained_bias_is_not_what_balances():
+    """The choice bias moves, the trained one stays; each chooses in its own way."""
+    choice = Choice("sigmoid", choice_bias="learned", bias_rate=0.125)
+    router = Router(EMBED, 4, 1, choice, bias="trained", dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    moved = router.rebalance(jnp.asarray([3, 1, 0, 0]))
+    np.testing.assert_array_equal(moved.choice_bias, [-0.125, 0, 0.125, 0.125])
+    np.testing.assert_array_equal(moved.bias, np.zeros(4))
+    x, valid = jnp.zeros((1, 1, EMBED)), jnp.ones((1, 1), bool)
+    assert moved(x, valid).assignment.expert_ids == 2
+    np.testing.assert_array_equal(moved(x, valid).sums.z, np.float32(np.log(np.float32(4))) ** 2)
+    trained = eqx.tree_at(lambda r: r.bias, moved, jnp.asarray([9.0, 0, 0, 0]))
+    assert trained(x, valid).assignment.expert_ids == 0
+
+
 def test_without_a_bias_nothing_moves():
     router = Router(EMBED, 4, 1, Choice(), dtype=jnp.dtype("float32"), key=jax.random.key(0))
     assert router.rebalance(jnp.ones((1, 4), jnp.int32)) is router

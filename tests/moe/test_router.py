@@ -166,6 +166,38 @@ def test_no_scatter_in_the_backward_pass():
     assert "scatter" not in program
 
 
+def test_a_trained_bias_is_part_of_the_logits():
+    """As a row of the matrix for an input that is always one; it changes choices, and has a gradient."""
+    x, weight, valid = inputs()
+    bias = np.random.default_rng(2).standard_normal(EXPERTS).astype(np.float32)
+    fresh = Router(EMBED, EXPERTS, 2, Choice(), bias="trained", dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    np.testing.assert_array_equal(fresh.bias, np.zeros(EXPERTS))
+    assert fresh.choice_bias is None
+    router = eqx.tree_at(lambda r: (r.weight, r.bias), fresh, (jnp.asarray(weight), jnp.asarray(bias)))
+    (experts, gates), sums = jax.jit(lambda r: r(jnp.asarray(x), jnp.asarray(valid)))(router)
+    with_one = np.concatenate([x, np.ones((BATCH, SEQ, 1))], axis=-1)
+    wanted_experts, wanted_gates, counts, probabilities, z = loop(with_one, np.vstack([weight, bias]), valid, 2)
+    np.testing.assert_array_equal(experts, wanted_experts)
+    assert (wanted_experts != loop(x, weight, valid, 2)[0]).any()
+    np.testing.assert_allclose(gates, wanted_gates, rtol=0, atol=PRECISION)
+    np.testing.assert_array_equal(sums.counts, counts)
+    np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
+    np.testing.assert_allclose(sums.z, z, rtol=PRECISION)
+
+    def total(bias):
+        (_, gates), sums = eqx.tree_at(lambda r: r.bias, router, bias)(jnp.asarray(x), jnp.asarray(valid))
+        return gates[:, 0].sum() + sums.z
+
+    def through_loop(bias):
+        _, gates, _, _, z = loop(with_one, np.vstack([weight, bias]), valid, 2)
+        return gates[:, 0].sum() + z
+
+    step = 1e-6 * np.eye(EXPERTS)
+    wanted = [(through_loop(bias + by) - through_loop(bias - by)) / 2e-6 for by in step]
+    gradient = jax.jit(jax.grad(total))(jnp.asarray(bias))
+    np.testing.assert_allclose(gradient, wanted, rtol=0, atol=60 * 2.0**-24 * np.abs(wanted).max())
+
+
 def test_counts_are_not_doubled_under_rematerialisation():
     x, weight, valid = inputs()
 

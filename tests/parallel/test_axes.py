@@ -11,6 +11,7 @@ from jaxtyping import Array
 from moezoo.models import Mixtral, MixtralConfig
 from moezoo.parallel.axes import (
     Axes,
+    Bias,
     Buffer,
     Embedding,
     Role,
@@ -18,6 +19,7 @@ from moezoo.parallel.axes import (
     Stack,
     Weight,
     axes_of,
+    count_parameters,
     parameter_table,
     trainable_mask,
 )
@@ -90,6 +92,22 @@ def test_buffers_are_not_trained():
     tree = trainable_mask(outer(shift=jnp.ones(3)))
     assert tree.choice is False
     assert jax.tree.leaves(tree).count(False) == 1
+
+
+def test_a_bias_is_trained_and_counted():
+    class Biased(eqx.Module):
+        router: Bias[Array, "router"]
+        out: Bias[Array, "heads head_dim"] | None
+        up: Bias[Array, "expert, expert_mlp"]
+        choice: Buffer[Array, "router"]
+
+    biased = Biased(jnp.zeros(6), jnp.zeros((2, 3)), jnp.zeros((6, 4)), jnp.zeros(6))
+    axes = axes_of(biased)
+    assert (axes.router.role, axes.router.names) == (Role.BIAS, ("router",))
+    assert (axes.out.role, axes.out.names) == (Role.BIAS, ("heads", "head_dim"))
+    assert (axes.up.stacked, axes.up.names) == (("expert",), ("expert", "expert_mlp"))
+    assert jax.tree.leaves(trainable_mask(biased)) == [True, True, True, False]
+    assert count_parameters(biased, experts_per_token=3) == (6 + 6 + 24, 6 + 6 + 12)
 
 
 def test_the_annotation_is_jaxtypings_underneath():

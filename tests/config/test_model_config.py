@@ -1,0 +1,62 @@
+"""The contract of a family's configuration, which both families keep."""
+
+from typing import Any
+
+import pytest
+
+from moezoo.convert import types_of
+from moezoo.errors import UserError
+from moezoo.models import FAMILIES, DeepSeekConfig, MixtralConfig, ModelConfig
+
+KINDS = [pytest.param(family.config, id=name) for name, family in FAMILIES.items()]
+POSITIVE = ("vocab", "embed", "layers", "heads", "expert_mlp", "experts", "experts_per_token", "max_length")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_has_every_field(kind):
+    assert issubclass(kind, ModelConfig)
+    assert set(ModelConfig.__annotations__) <= set(types_of(kind))
+    assert kind().window is None
+    assert all(isinstance(size, int) for size in (*kind().kept_dims, kind().dims_of_a_pair))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({name: 0}, f"model.{name}=0 must be greater than 0") for name in POSITIVE]
+    + [
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be greater than 0"),
+        ({"init_std": 0.0}, "model.init_std=0.0 must be greater than 0"),
+        ({"load_balance": -0.1}, "model.load_balance=-0.1 must not be negative; 0 turns it off"),
+        ({"z_loss": -0.1}, "model.z_loss=-0.1 must not be negative; 0 turns it off"),
+        (
+            {"experts_per_token": 17, "experts": 16},
+            "model.experts_per_token=17 exceeds model.experts=16; choose",
+        ),
+    ],
+    ids=str,
+)
+def test_what_every_family_refuses(kind, changed, said):
+    with pytest.raises(UserError) as caught:
+        kind(**changed)
+    assert str(caught.value).startswith(said)
+
+
+def test_sizes_that_the_library_reads():
+    assert MixtralConfig(window=3, kv_heads=2, head_dim=8).window == 3
+    assert MixtralConfig(kv_heads=2, head_dim=8).kept_dims == (16, 16)
+    assert MixtralConfig(head_dim=8).dims_of_a_pair == 16
+    config = DeepSeekConfig(kv_lora=5, nope_dim=7, rope_dim=4, value_dim=9)
+    assert config.kept_dims == (5, 4)
+    assert config.dims_of_a_pair == 20
+
+
+def test_a_family_that_leaves_something_out_cannot_be_made():
+    class Unfinished(ModelConfig):
+        @property
+        def kept_dims(self) -> tuple[int, ...]:
+            return (1,)
+
+    unfinished: Any = Unfinished
+    with pytest.raises(TypeError, match="dims_of_a_pair"):
+        unfinished()

@@ -1,0 +1,54 @@
+"""Extensions of rotary positions: what they keep, what they slow, and that none is none."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moezoo.errors import UserError
+from moezoo.models import DeepSeekConfig
+from moezoo.nn.rope import Unscaled, frequencies
+from moezoo.nn.yarn import Yarn
+
+
+def test_none_is_none_to_the_bit():
+    np.testing.assert_array_equal(Unscaled().frequencies(16, 1e4), frequencies(16, 1e4))
+    assert (Unscaled().magnitude, Unscaled().score_scale) == (1, 1)
+    assert DeepSeekConfig().rotary_scaling == Unscaled()
+    assert DeepSeekConfig(yarn=Yarn(1.0, 64, mscale=0.5)).rotary_scaling == Unscaled()
+    assert DeepSeekConfig(yarn=Yarn(2.0)).rotary_scaling == Yarn(2.0)
+
+
+def test_fast_pairs_keep_their_frequency_and_slow_ones_are_divided():
+    """With a ramp over the pairs in between; rounded once, from float64."""
+    size, base, yarn = 64, 1e4, Yarn(factor=40.0, length=4096)
+    found = yarn.frequencies(size, base)
+    assert found.dtype == jnp.float32
+    plain = base ** (-np.arange(0, size, 2) / size)
+    turns = plain * yarn.length / (2 * math.pi)
+    kept, slowed = turns > 1.3 * yarn.beta_fast, turns < yarn.beta_slow / 1.3
+    np.testing.assert_array_equal(found[kept], plain[kept].astype(np.float32))
+    np.testing.assert_array_equal(found[slowed], (plain[slowed] / 40).astype(np.float32))
+    between = np.asarray(found / plain.astype(np.float32))[~kept & ~slowed]
+    assert len(between) > 5
+    assert (np.diff(between) <= 0).all()
+    assert between.min() < 0.2
+    assert between.max() > 0.8
+
+
+def test_scales():
+    """0.1 m ln(factor) + 1: their ratio for what is rotated, the square of the second for scores."""
+    assert Yarn(4.0, mscale=0.7, mscale_all=1.3).magnitude == pytest.approx(
+        (0.07 * math.log(4) + 1) / (0.13 * math.log(4) + 1)
+    )
+    assert Yarn(4.0, mscale_all=1.3).score_scale == pytest.approx((0.13 * math.log(4) + 1) ** 2)
+    without = Yarn(4.0, mscale=0.0, mscale_all=0.0)
+    assert (without.magnitude, without.score_scale) == (pytest.approx(0.1 * math.log(4) + 1), 1)
+
+
+@pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"length": 0}, {"beta_fast": 0.0}, {"beta_slow": -1.0}])
+def test_refuses(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=rf"^model\.yarn\.{name}={value} must be "):
+        Yarn(**wrong)
