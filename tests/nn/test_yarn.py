@@ -15,9 +15,9 @@ from moezoo.nn.yarn import Yarn
 def test_none_is_none_to_the_bit():
     np.testing.assert_array_equal(Unscaled().frequencies(16, 1e4), frequencies(16, 1e4))
     assert (Unscaled().magnitude, Unscaled().score_scale) == (1, 1)
-    assert DeepSeekConfig().rotary_scaling == Unscaled()
-    assert DeepSeekConfig(yarn=Yarn(1.0, 64, mscale=0.5)).rotary_scaling == Unscaled()
-    assert DeepSeekConfig(yarn=Yarn(2.0)).rotary_scaling == Yarn(2.0)
+    for yarn in (DeepSeekConfig().yarn, Yarn(1.0, 64, mscale=0.5)):
+        np.testing.assert_array_equal(yarn.frequencies(16, 1e4), frequencies(16, 1e4))
+        assert (yarn.magnitude, yarn.score_scale) == (1, 1)
 
 
 def test_fast_pairs_keep_their_frequency_and_slow_ones_are_divided():

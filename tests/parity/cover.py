@@ -55,9 +55,9 @@ _KINDS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
     "deepseek": (DeepSeekConfig, _DEEPSEEK, 3),
     "deepseek_v2": (DeepSeekConfig, _OLDER, 3),
-    "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 3),
+    "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 5),
     "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
-    "olmoe": (OlmoeConfig, _OLMOE, 3),
+    "olmoe": (OlmoeConfig, _OLMOE, 4),
 }
 
 
