@@ -5,12 +5,13 @@ from typing import Any
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.models.config_json import check_activation, get_or, read_rope, refuse_tied, require
+from moezoo.models.config_json import check_activation, get_or, nothing_unused, read_rope, refuse_tied, require
 from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.mixtral import NAMES as NAMES
 from moezoo.models.mixtral import MixtralConfig
 
 MODEL_TYPES = ("mixtral",)
+find_unused = nothing_unused
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:

@@ -20,7 +20,7 @@ from moezoo.errors import UserError, check_positive
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.config_json import read_grouped, read_rope, read_yarn, write_grouped, write_rope
+from moezoo.models.config_json import nothing_unused, read_grouped, read_rope, read_yarn, write_grouped, write_rope
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -134,6 +134,7 @@ class Qwen3Moe(LanguageModel):
 
 # How it lies in a Hugging Face folder: our arrays and its tensors, our settings and its keys.
 MODEL_TYPES = ("qwen3_moe",)
+find_unused = nothing_unused
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "unembedding.norm.scale": "model.norm.weight",

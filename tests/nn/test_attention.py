@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 import moezoo.nn.attention as attention
 from moezoo.nn.attention import Attention, attend
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.positions import Context, TokenPositions, gather_positions
+from moezoo.nn.positions import Context, LayerNumbers, TokenPositions, gather_positions
 from moezoo.nn.rope import frequencies, rotate
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.execution import Execution
@@ -181,6 +181,48 @@ def inputs():
     """Activations, their positions, and what flows back."""
     x, cotangent = np.random.default_rng(0).standard_normal((2, BATCH, SEQ, EMBED), np.float32)
     return x, TOKEN_POSITIONS, cotangent
+
+
+# Norms of each head, biases, and half of the dimensions turned; norms of whole projections, and a bound on all numbers;
+# numbers that a scan over layers would bring.
+PARTS = {
+    "head": ({"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)}, None),
+    "projection": ({"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)}, None),
+    "numbers": ({"rotary": Rotary(HEAD_DIM, 100.0)}, LayerNumbers(7.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_optional_parts_equal_a_loop(name):
+    options, numbers = PARTS[name]
+    common = {"norm_eps": 0.1, "window": 3, "out_std": 1.0, "dtype": jnp.dtype("float32")}
+    layer = Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **common, **options, key=jax.random.key(0))
+    rng = np.random.default_rng(3)
+    layer = jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.standard_normal(x.shape) * (x.ndim < 3), x.dtype), layer)
+    wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
+
+    def part(weight, bias, norm, turned):
+        y = np.einsum("bsd,dnh->bsnh", wide(inputs()[0]), wide(weight))
+        y = y if bias is None else y + wide(bias)
+        if norm is not None:
+            dims = (2, 3) if name == "projection" else 3
+            scale = wide(norm.scale).reshape(y.shape[2:] if name == "projection" else HEAD_DIM)
+            y = y / np.sqrt((y**2).mean(dims, keepdims=True) + 0.1) * scale
+        y = np.clip(y, -0.7, 0.7) if name == "projection" else y
+        if not turned:
+            return y
+        dims, base = layer.rotary.dims, 100.0 if numbers is None else 7.0
+        return np.concatenate([complex_rotation(y[..., :dims], POSITIONS, base), y[..., dims:]], axis=-1)
+
+    q = part(layer.query, layer.query_bias, layer.query_norm, True) * (1 if numbers is None else 0.5)
+    k = part(layer.key, layer.key_bias, layer.key_norm, True)
+    v = part(layer.value, layer.value_bias, None, False)
+    y = loop(q.reshape(BATCH, SEQ, KV_HEADS, GROUP, HEAD_DIM), k, v, POSITIONS, SEGMENTS, 3)
+    wanted = np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), wide(layer.out))
+    wanted += 0 if layer.out_bias is None else wide(layer.out_bias)
+    context = Context(TOKEN_POSITIONS, TOKEN_POSITIONS, numbers)
+    found = jax.jit(lambda layer, x: layer(x, context, Execution()).y)(layer, inputs()[0])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())
 
 
 def test_the_layer_equals_a_loop():

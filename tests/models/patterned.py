@@ -1,0 +1,125 @@
+"""A family that only tests have: all that layers may differ in, in a pattern, with norms after each part."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.block import Block
+from moezoo.models.config import GroupedAttentionConfig
+from moezoo.models.layers import make_stacks
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
+from moezoo.moe.router import Choice, Router
+from moezoo.nn.activation import Activation
+from moezoo.nn.attention import Attention
+from moezoo.nn.mlp import MLP
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import LayerNumbers
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.axes import Stack
+
+F32 = jnp.dtype("float32")
+
+
+class Kind(NamedTuple):
+    """What a layer is: a window or None, and whether it has experts."""
+
+    window: int | None
+    experts: bool
+
+
+LOCAL, GLOBAL, WIDE = Kind(3, True), Kind(None, False), Kind(None, True)
+KINDS = [LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL, GLOBAL, WIDE]
+NUMBERS = [LayerNumbers(10.0 * (i + 1), 1.0 - 0.1 * i) for i in range(len(KINDS))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clamped(Activation):
+    """Another activation than any family has: as clamped and shifted as gpt-oss's."""
+
+    limit: float = 0.5
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """Zero where the gate is."""
+        return jnp.minimum(gate, self.limit) * jax.nn.sigmoid(1.7 * gate) * (jnp.clip(up, -self.limit, self.limit) + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PatternedConfig(GroupedAttentionConfig):
+    """Tiny."""
+
+    vocab: int = 40
+    embed: int = 16
+    layers: int = len(KINDS)
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    expert_mlp: int = 12
+    experts: int = 8
+    experts_per_token: int = 2
+    rope_base: float = 1.0
+    max_length: int = 64
+    norm_eps: float = 1e-3
+    load_balance: float = 0.1
+    load_balance_over: Any = "batch"
+    z_loss: float = 0.01
+    init_std: float = 0.5
+
+
+def make_block(kind: Kind, key: Array) -> Block:
+    """One layer."""
+    c, keys = PatternedConfig(), jax.random.split(key, 4)
+    attention = Attention(
+        c.embed,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        rotary=Rotary(4, c.rope_base),
+        norm_over="head",
+        biases="all",
+        window=kind.window,
+        out_std=1.0,
+        dtype=F32,
+        key=keys[0],
+    )
+    shared = MLP(c.embed, 20, activation=Clamped(), out_std=1.0, dtype=F32, key=keys[1])
+    experts = Experts(c.experts, c.embed, c.expert_mlp, activation=Clamped(), out_std=1.0, dtype=F32, key=keys[2])
+    choice = Choice(choice_bias="learned", bias_rate=0.25)
+    router = Router(c.embed, c.experts, c.experts_per_token, choice, bias="trained", dtype=F32, key=keys[3])
+    norms = [RMSNorm(c.embed, c.norm_eps, dtype=F32) for _ in range(4)]
+    feed_forward = MoE(router, experts, shared) if kind.experts else shared
+    return Block(norms[0], attention, norms[1], feed_forward, norms[2], norms[3])
+
+
+def noisy(tree: Any) -> Any:
+    """Every array that starts as zeros or ones told apart from that."""
+    rng = np.random.default_rng(0)
+
+    def change(x: Any) -> Any:
+        plain = bool((x == x.reshape(-1)[0]).all())
+        return x + jnp.asarray(0.2 * plain * rng.standard_normal(x.shape), x.dtype)
+
+    return jax.tree.map(change, tree)
+
+
+class Patterned(LanguageModel):
+    """All of it in two stacks: three periods of two kinds, and a layer."""
+
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: PatternedConfig = eqx.field(static=True)
+
+    def __init__(self, keys: Array):
+        c = self.config = PatternedConfig()
+        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=F32, key=jax.random.key(1))
+        self.stacks = make_stacks(KINDS, make_block, keys, NUMBERS)
+        self.unembedding = Unembedding(
+            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=F32, key=jax.random.key(2)
+        )
