@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moezoo.config.renamed import RENAMED
+from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.settings import TAG, TrainConfig
 from moezoo.convert import Checks, Range, complete, convert, plain, set_key, show, types_of
 from moezoo.errors import UserError, nearest
@@ -109,11 +109,22 @@ def run_folder(path: str | Path) -> Path:
 
 
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
-    """The configuration saved in a run's folder, which the user set `key` to; `UserError` when there is none."""
+    """The configuration saved in a run's folder, which the user set `key` to.
+
+    Raises `UserError` when there is none, and for a run of a version whose keys were renamed since.
+    """
     saved = run_folder(Path(folder).expanduser()) / "config.yaml"
     if not saved.exists():
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name a run's folder")
-    return read_yaml(saved)
+    mapping = read_yaml(saved)
+    for old, new in RENAMED.items():
+        group, _, name = old.partition(".")
+        if isinstance(section := mapping.get(group), dict) and name in section:
+            raise UserError(
+                f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run, and reads and continues it ({old} is now "
+                f"{new})"
+            )
+    return mapping
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:

@@ -1,5 +1,7 @@
 """Keys that were renamed: an old one is refused with its new name, wherever a configuration comes from."""
 
+# The version that wrote the old keys, and reads and continues the runs that have them.
+BEFORE = "0.1"
 RENAMED = {
     "model.score": "model.router.score",
     "model.groups": "model.router.groups",

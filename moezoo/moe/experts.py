@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.grouped_matmul import grouped_matmul
-from moezoo.nn.activation import SWIGLU, Activation
+from moezoo.nn.activation import Activation
 from moezoo.nn.linear import normal
+from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
 
 

@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moezoo.nn.activation import SWIGLU, Activation
+from moezoo.nn.activation import Activation
 from moezoo.nn.base import FedForward, FeedForward
 from moezoo.nn.linear import normal, project
+from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.execution import Execution
 

@@ -18,6 +18,7 @@ from moezoo.moe.dispatch import Gather
 from moezoo.nn.yarn import Yarn
 from moezoo.optim import SGD
 from moezoo.parallel.mesh import MeshShape
+from moezoo.training.saved import saved_config
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +281,15 @@ def test_an_old_key_is_refused_with_its_new_name(old, new):
     section, name = new.removeprefix("model.").split(".")
     mapping["model"][old.removeprefix("model.")] = mapping["model"][section].pop(name)
     assert refused(from_mapping, mapping) == message
+
+
+def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path):
+    mapping = as_mapping(compose("model=deepseek"))
+    mapping["model"]["yarn_factor"] = 1.0
+    (tmp_path / "config.yaml").write_text(to_yaml(mapping))
+    said = f"={tmp_path}: moezoo 0.1 saved this run, and reads and continues it (model.yarn_factor is now model.yarn.factor)"
+    assert refused(compose, f"resume={tmp_path}") == f"resume{said}"
+    assert refused(saved_config, tmp_path) == f"run_dir{said}"
 
 
 @pytest.mark.parametrize("override", ["model.layer=3", "steps=abc", "steps=0", "steps=${nope}", "dispatch.foo=1"])

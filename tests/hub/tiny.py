@@ -1,4 +1,4 @@
-"""Tiny models of both families, of every kind that transformers has too."""
+"""Tiny models of all families, of every kind that transformers has too."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moezoo
-from moezoo.models import DeepSeekConfig, MixtralConfig
+from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
@@ -21,6 +21,17 @@ YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
 def mixtral(**changes: Any) -> MixtralConfig:
     """A tiny Mixtral."""
     return MixtralConfig(**{**SMALL, "layers": 2, "kv_heads": 2, "head_dim": 8, "rope_base": 100.0, **changes})
+
+
+def qwen3(**changes: Any) -> Qwen3MoeConfig:
+    """A tiny Qwen3-MoE, whose second layer has an MLP."""
+    sizes: dict[str, Any] = {"layers": 3, "kv_heads": 2, "head_dim": 8, "mlp": 20, "mlp_layers": (1,)}
+    return Qwen3MoeConfig(**{**SMALL, **sizes, "rope_base": 100.0, **changes})
+
+
+def olmoe(**changes: Any) -> OlmoeConfig:
+    """A tiny OLMoE, some of whose numbers are clipped."""
+    return OlmoeConfig(**{**SMALL, "layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, **changes})
 
 
 def third(**changes: Any) -> DeepSeekConfig:
@@ -38,6 +49,12 @@ CONFIGS = {
     "mixtral": mixtral(),
     "mixtral window": mixtral(window=5),
     "mixtral all experts": mixtral(experts_per_token=8),
+    "qwen3": qwen3(attention_bias="all"),
+    "qwen3 every other": qwen3(layers=4, moe_every=2, mlp_layers=(), router=Choice(gates="scores")),
+    "qwen3 window": qwen3(window=5, mlp_layers=(0, 2), yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
+    "qwen3 mscales": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=()),
+    "olmoe": olmoe(),
+    "olmoe shared heads": olmoe(kv_heads=2, clip_qkv=None, router=Choice(), attention_bias="all"),
     "v3": third(yarn=YARN),
     "v3 two mscales": third(yarn=replace(YARN, mscale=0.7, mscale_all=1.3)),
     "v3 no mscale": third(yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
