@@ -27,6 +27,10 @@ SLICES = [
     "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=capacity rules.batch=[data,fsdp] dispatch.chunks=3",
     "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 rules.batch=[data,fsdp]",
     "model=mixtral_8x7b mesh.fsdp=64 rules=pure_fsdp execution.reduce_dtype=bfloat16",
+    "model=qwen3_235b_a22b mesh.fsdp=16 mesh.expert=16 dispatch=ragged model.attention_bias=all",
+    # Periods of a layer with an MLP and one with experts, but for the sixth.
+    "model=qwen3_30b_a3b mesh.fsdp=8 mesh.expert=8 mesh.context=2 dispatch=ring model.moe_every=2 model.mlp_layers=[5]",
+    "model=olmoe_1b_7b mesh.fsdp=8 mesh.expert=8 dispatch=gather execution.remat=none",
     # The router stored in parts; its choice bias is not.
     "model=deepseek_v3 mesh.data=8 mesh.expert=8 rules.store.router=[data] rules.store.norm=[expert]",
 ]
@@ -63,9 +67,9 @@ def test_by_hand():
     assert table["all_gather", ("expert",)] == (2 * layers * 5 + 3 + 2 * layers, weights * 2 * 7 // 8 + counts)
     gradients = layers * (attention + embed * 8) + 2 * vocab * embed
     assert table["reduce_scatter", ("expert",)] == (layers * 5 + 2, gradients * 4 * 7 // 8)
-    # Norms' gradients, statistics of load, and three scalars' worth of losses.
-    sums = [2 * layers * embed + embed, layers * (3 * 8 + 5) + 1, 1, 1]
-    assert table["psum", ("expert",)].count == 6
+    # Three norms' gradients; load, probabilities, tokens, z and drops; the loss, the number of tokens, the norm.
+    sums = [2 * layers * embed + embed, layers * (2 * 8 + 3), 1, 1, 1]
+    assert table["psum", ("expert",)].count == 3 + 5 + 3
     assert table["psum", ("expert",)].bytes == pytest.approx(sum(sums) * 4 * 2 * 7 / 8, abs=12)
     assert set(table) == {(kind, ("expert",)) for kind in ("ragged_all_to_all", "all_gather", "reduce_scatter", "psum")}
 

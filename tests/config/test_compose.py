@@ -287,7 +287,8 @@ def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path):
     mapping = as_mapping(compose("model=deepseek"))
     mapping["model"]["yarn_factor"] = 1.0
     (tmp_path / "config.yaml").write_text(to_yaml(mapping))
-    said = f"={tmp_path}: moezoo 0.1 saved this run, and reads and continues it (model.yarn_factor is now model.yarn.factor)"
+    said = f"={tmp_path}: moezoo 0.1 saved this run, and reads and continues it "
+    said += "(model.yarn_factor is now model.yarn.factor)"
     assert refused(compose, f"resume={tmp_path}") == f"resume{said}"
     assert refused(saved_config, tmp_path) == f"run_dir{said}"
 

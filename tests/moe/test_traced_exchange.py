@@ -12,7 +12,7 @@ from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
 from moezoo.parallel.traces import count_collectives, equations
 
-PRESETS = ("mixtral_8x7b", "mixtral_8x22b", "deepseek_v3")
+PRESETS = ("mixtral_8x7b", "mixtral_8x22b", "deepseek_v3", "qwen3_235b_a22b", "olmoe_1b_7b")
 OVER = ("expert",)
 EXCHANGED = {
     "capacity": {("all_to_all", OVER): 2},
