@@ -169,4 +169,8 @@ class Attention(SelfAttention):
             y = norm(rearrange(y, "b s n h -> b s (n h)")).reshape(y.shape)
         elif norm is not None:
             y = norm(y)
-        return y if self.clip is None else jnp.clip(y, -self.clip, self.clip)
+        if self.clip is None:
+            return y
+        # Not `jnp.clip`, a compiled function of its own: with it, jax 0.10 lets collectives of a program that comes from
+        # the compilation cache overtake each other on a CPU.
+        return jax.lax.clamp(jnp.asarray(-self.clip, y.dtype), y, jnp.asarray(self.clip, y.dtype))

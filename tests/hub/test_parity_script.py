@@ -13,7 +13,7 @@ from typing import Any
 import equinox as eqx
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import CONFIGS, random_model
+from tiny import CONFIGS, YARN, random_model
 
 import moezoo
 from moezoo.hub import parity
@@ -160,7 +160,7 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
     ),
     "rope pairs": (
         "v3",
-        setting(lambda m: third(m).attention, pairs="halves"),
+        setting(lambda m: third(m).attention, rotary=Rotary(8, 1e4, YARN, "halves")),
         "model.layers.1.self_attn",
     ),
     "shared experts": (
@@ -226,7 +226,7 @@ def test_script_agrees_and_diverges(folders, tmp_path):
     assert re.search(r"\n\nall 17 modules agree within 1e-04 \(worst: .*\)\n$", out)
     code, out, err = call(f"folder={folder}", "tokens=5", "tolerance=1e-9")
     assert (code, err) == (1, "")
-    assert "\nfirst divergence: model.layers.0.input_layernorm (ours: stacks[0].layer[0].attention_norm), " in out
+    assert "\nfirst divergence: model.layers.0.input_layernorm (ours: stacks[0].blocks[0][0].attention_norm), " in out
 
 
 @pytest.mark.parametrize(
