@@ -171,6 +171,6 @@ class Attention(SelfAttention):
             y = norm(y)
         if self.clip is None:
             return y
-        # Not `jnp.clip`, a compiled function of its own: with it, jax 0.10 lets collectives of a program that comes from
-        # the compilation cache overtake each other on a CPU.
+        # Not `jnp.clip`, a compiled function of its own: with it, jax 0.10 lets the collectives of a program that comes
+        # from the compilation cache overtake each other on a CPU.
         return jax.lax.clamp(jnp.asarray(-self.clip, y.dtype), y, jnp.asarray(self.clip, y.dtype))
