@@ -159,16 +159,19 @@ def _weights(module: PyTree, execution: Execution) -> Moves:
 
     The last dimension first. Axes over which gradients are summed and others take one gather each, minor ones first.
     """
-    forward, backward = [], []
+    forward, again, backward = [], [], []
     for placement, shape in _placed(module, execution):
         numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
         for dim in reversed(placement.gathered):
             for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
                 gathered = _move("all_gather", part, numbers, execution.dtype, execution)
                 forward.append(gathered)
+                # A sum's gradient needs no bias; where nothing is computed twice it is not gathered twice either.
+                needed = placement.axes.role is not Role.BIAS or execution.remat != "none"
+                again += [gathered] if needed else []
                 backward += [gathered.back(execution.reduce_dtype)] if summed else []
                 numbers *= gathered.ways
-    return Moves(tuple(forward), tuple(forward), tuple(backward))
+    return Moves(tuple(forward), tuple(again), tuple(backward))
 
 
 def _placed(module: PyTree, execution: Execution) -> Iterable[tuple[Placement, tuple[int, ...]]]:
