@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 LOCAL, GLOBAL, WIDE = Kind(3, True), Kind(None, False), Kind(None, True)
-KINDS = [LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL, GLOBAL, WIDE]
+KINDS = [LOCAL, GLOBAL, LOCAL, GLOBAL, WIDE]
 NUMBERS = [LayerNumbers(10.0 * (i + 1), 1.0 - 0.1 * i) for i in range(len(KINDS))]
 
 
@@ -109,7 +109,7 @@ def noisy(tree: Any) -> Any:
 
 
 class Patterned(LanguageModel):
-    """All of it in two stacks: three periods of two kinds, and a layer."""
+    """All of it in two stacks: two periods of two kinds, and a layer."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
