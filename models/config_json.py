@@ -1,8 +1,10 @@
 """Reading a Hugging Face config.json: what the families' files share."""
 
+import typing
 from collections.abc import Mapping
 from typing import Any
 
+from moezoo.convert import convert
 from moezoo.errors import UserError
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
@@ -42,18 +44,31 @@ def read_keys(mapping: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, 
 
 
 def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The other way round."""
-    return {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+    """The other way round; a number that may have a fraction is written with one, as transformers refuses 1 for 1.0."""
+    kinds = typing.get_type_hints(type(config))
+    return {theirs: kinds[ours](getattr(config, ours)) for ours, theirs in keys.items()}
+
+
+def read_flag(mapping: Mapping[str, Any], key: str) -> bool:
+    """A key of a config.json that is true or false; missing or null is false. Raises `UserError` for anything else."""
+    return convert(bool, get_or(mapping, key, False), f"config.json: {key}")
 
 
 def refuse_tied(mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` where embedding and unembedding are one."""
-    if mapping.get("tie_word_embeddings"):
+    if read_flag(mapping, "tie_word_embeddings"):
         raise UserError("config.json: tie_word_embeddings is true; this family's embeddings are untied")
 
 
-def read_yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The YaRN settings among the rotary ones, {} for none. Raises `UserError` for another extension."""
+def check_default_rope(mapping: Mapping[str, Any]) -> None:
+    """Raise `UserError` where rotary positions are extended."""
+    if (kind := read_rope(mapping)["rope_type"]) != "default":
+        raise UserError(f"config.json: rope_type {kind}; this family has the default alone")
+
+
+def read_yarn(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The YaRN settings of a config.json, {} for none. Raises `UserError` for another extension."""
+    rope = read_rope(mapping)
     kind = rope["rope_type"]
     if kind not in ("default", "yarn"):
         raise UserError(f"config.json: rope_type {kind}; this family has default and yarn")
@@ -62,8 +77,13 @@ def read_yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.json: {key}={rope[key]} with rope_type {kind}; this family does not have it")
     if kind == "default":
         return {}
+    # As transformers reads a folder that leaves one of the two out.
+    length = get_or(rope, "original_max_position_embeddings", mapping.get("max_position_embeddings"))
+    rope = {**rope, "original_max_position_embeddings": length}
+    if rope.get("factor") is None:
+        rope["factor"] = require(mapping, "max_position_embeddings") / require(rope, "original_max_position_embeddings")
     return {
-        "factor": require(rope, "factor"),
+        "factor": rope["factor"],
         "length": require(rope, "original_max_position_embeddings"),
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
@@ -96,9 +116,11 @@ def read_grouped(mapping: Mapping[str, Any], keys: Mapping[str, str], defaults: 
     refuse_tied(mapping)
     check_activation(mapping)
     said = dict(defaults) | {key: value for key, value in mapping.items() if value is not None}
+    # transformers takes this name for the other one, and writes it in its newer versions.
+    said["num_experts"] = said.get("num_local_experts", said.get("num_experts"))
     return read_keys(said, keys) | {
-        "router": {"gates": "renormalised" if mapping.get("norm_topk_prob") else "scores"},
-        "attention_bias": "all" if mapping.get("attention_bias") else "none",
+        "router": {"gates": "renormalised" if read_flag(mapping, "norm_topk_prob") else "scores"},
+        "attention_bias": "all" if read_flag(mapping, "attention_bias") else "none",
         "rope_base": get_or(read_rope(mapping), "rope_theta", 1e4),
     }
 
@@ -106,7 +128,8 @@ def read_grouped(mapping: Mapping[str, Any], keys: Mapping[str, str], defaults: 
 def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, architecture: str) -> dict[str, Any]:
     """The other way round, for `model_type`. Raises `UserError` for a router that transformers does not have there."""
     router: Choice = config.router
-    if router != Choice(gates=router.gates, bias_rate=router.bias_rate):
+    # Of one group, how it is scored does not matter.
+    if router != Choice(gates=router.gates, bias_rate=router.bias_rate, group_score=router.group_score):
         raise UserError(
             f"model.router has score={router.score}, groups={router.groups}, scale={router.scale}, "
             f"choice_bias={router.choice_bias}; {model_type} in transformers has softmax, 1, 1.0 and none alone"

@@ -72,7 +72,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         max_length=mapping.get("max_position_embeddings") or (4096 if sigmoid else 2048),
         norm_eps=require(mapping, "rms_norm_eps"),
         init_std=get_or(mapping, "initializer_range", 0.02),
-        yarn=read_yarn(rope),
+        yarn=read_yarn(mapping),
     )
     return convert(DeepSeekConfig, settings, "config.json: model")
 

@@ -4,8 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from moezoo.convert import convert
-from moezoo.errors import UserError
-from moezoo.models.config_json import check_activation, get_or, nothing_unused, read_rope, refuse_tied, require
+from moezoo.models.config_json import (
+    check_activation,
+    check_default_rope,
+    get_or,
+    nothing_unused,
+    read_rope,
+    refuse_tied,
+    require,
+)
 from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.mixtral import NAMES as NAMES
 from moezoo.models.mixtral import MixtralConfig
@@ -18,9 +25,8 @@ def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
     """The configuration. Raises `UserError` for what the family does not have."""
     refuse_tied(mapping)
     check_activation(mapping)
+    check_default_rope(mapping)
     rope = read_rope(mapping)
-    if rope["rope_type"] != "default":
-        raise UserError(f"config.json: rope_type {rope['rope_type']}; this family has the default alone")
     heads = require(mapping, "num_attention_heads")
     settings = dict(
         vocab=require(mapping, "vocab_size"),

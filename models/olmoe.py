@@ -20,7 +20,7 @@ from moezoo.errors import UserError, check_positive
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.config_json import nothing_unused, read_grouped, read_rope, read_yarn, write_grouped
+from moezoo.models.config_json import check_default_rope, nothing_unused, read_grouped, write_grouped
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -145,9 +145,8 @@ def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
     # What a folder means that does not say it.
     defaults = {"num_key_value_heads": mapping.get("num_attention_heads"), "router_aux_loss_coef": 0.01}
     defaults |= {"max_position_embeddings": 4096, "initializer_range": 0.02}
+    check_default_rope(mapping)
     settings = read_grouped(mapping, _KEYS, defaults)
-    if read_yarn(read_rope(mapping)):
-        raise UserError("config.json: rope_type yarn; this family has the default alone")
     settings |= {"head_dim": settings["embed"] // settings["heads"], "clip_qkv": mapping.get("clip_qkv")}
     return convert(OlmoeConfig, settings, "config.json: model")
 
@@ -161,4 +160,7 @@ def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
             "no other OLMoE"
         )
     rope = {"rope_type": "default", "rope_theta": c.rope_base}
-    return write_grouped(c, _KEYS, "olmoe", "Olmoe") | {"clip_qkv": c.clip_qkv, "rope_parameters": rope}
+    return write_grouped(c, _KEYS, "olmoe", "Olmoe") | {
+        "clip_qkv": None if c.clip_qkv is None else float(c.clip_qkv),
+        "rope_parameters": rope,
+    }

@@ -20,7 +20,7 @@ from moezoo.errors import UserError, check_positive
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.config_json import nothing_unused, read_grouped, read_rope, read_yarn, write_grouped, write_rope
+from moezoo.models.config_json import nothing_unused, read_flag, read_grouped, read_yarn, write_grouped, write_rope
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -167,17 +167,20 @@ _KEYS |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "int
 _KEYS |= {"expert_mlp": "moe_intermediate_size", "experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _KEYS |= {"moe_every": "decoder_sparse_step", "norm_eps": "rms_norm_eps", "max_length": "max_position_embeddings"}
 _KEYS |= {"init_std": "initializer_range", "load_balance": "router_aux_loss_coef"}
-# What a folder means that does not say it; newer versions of transformers write the number of experts by another name.
+# What a folder means that does not say it.
 _DEFAULTS = {"decoder_sparse_step": 1, "max_position_embeddings": 32768, "initializer_range": 0.02}
 _DEFAULTS |= {"router_aux_loss_coef": 0.001}
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
     """The configuration. Raises `UserError` for what the family does not have."""
-    settings = read_grouped(mapping, _KEYS, {"num_experts": mapping.get("num_local_experts"), **_DEFAULTS}) | {
-        "mlp_layers": mapping.get("mlp_only_layers") or [],
-        "window": mapping.get("sliding_window", 4096) if mapping.get("use_sliding_window") else None,
-        "yarn": read_yarn(read_rope(mapping)),
+    size = mapping.get("hidden_size", 0) // (mapping.get("num_attention_heads") or 1)
+    settings = read_grouped(mapping, _KEYS, _DEFAULTS | {"head_dim": size})
+    layers = range(settings["layers"])
+    settings |= {
+        "mlp_layers": [i for i in mapping.get("mlp_only_layers") or [] if i in layers],
+        "window": mapping.get("sliding_window", 4096) if read_flag(mapping, "use_sliding_window") else None,
+        "yarn": read_yarn(mapping),
     }
     return convert(Qwen3MoeConfig, settings, "config.json: model")
 

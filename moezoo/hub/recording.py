@@ -14,7 +14,7 @@ from moezoo.models.block import Block, LayerOutput
 from moezoo.models.layers import block_path, layer_places, run_layers
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
-from moezoo.nn.base import FedForward
+from moezoo.nn.base import FeedForwardOutput
 from moezoo.nn.positions import TokenPositions, gather_positions
 from moezoo.parallel.execution import Execution
 
@@ -123,7 +123,7 @@ class _Wrapped:
         # over a token's experts, where our `Experts` returns a row for each; logits, where ours has a matrix.
         if isinstance(self._module, Unembedding):
             self._records[f"{self._path}.weight"] = (None, output)
-        if isinstance(result, FedForward) and result.routed is not None:
+        if isinstance(result, FeedForwardOutput) and result.routed is not None:
             self._records[f"{self._path}.experts"] = (None, result.routed)
         self._records[self._path] = (x, output)
         return result

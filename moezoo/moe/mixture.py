@@ -10,7 +10,7 @@ from moezoo.moe.dispatch import Assignment
 from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
-from moezoo.nn.base import FedForward, FeedForward
+from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.mlp import MLP
 from moezoo.parallel.collectives import vary_like, varying_axes
 from moezoo.parallel.execution import Execution
@@ -28,7 +28,7 @@ class MoE(FeedForward):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
-    ) -> FedForward:
+    ) -> FeedForwardOutput:
         """Each token's sum over its experts times their gates, plus the shared part; padding is routed nowhere.
 
         Tokens travel in as many chunks as the strategy says. The shared part runs while the first one travels.
@@ -47,7 +47,7 @@ class MoE(FeedForward):
         rows, dropped = exchange.finish(there, later, shared)
         routed = rearrange(rows, "(b s) d -> b s d", b=x.shape[0])
         sums = sums._replace(dropped=vary_like(dropped, tokens))
-        return FedForward(routed if shared is None else routed + shared, sums, routed)
+        return FeedForwardOutput(routed if shared is None else routed + shared, sums, routed)
 
     def after_step(self, load: Array) -> "MoE":
         """With the router's choice bias moved by a training step's `load` [layer, experts]."""

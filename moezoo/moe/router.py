@@ -81,8 +81,8 @@ class Choice:
 class Router(eqx.Module):
     """Scores every expert for every token, and chooses `k`.
 
-    `bias` is trained and part of the scores. `choice_bias` is no part of them: no gradient reaches it, `rebalance`
-    moves it.
+    `bias` is trained and added to the logits. `choice_bias` is no part of the scores: no gradient reaches it, and
+    `rebalance` moves it.
     """
 
     weight: Weight[Array, "embed -> router"]

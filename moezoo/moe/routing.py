@@ -1,4 +1,4 @@
-"""What is told of routing: sums that each layer returns, and the losses and figures made of them after one reduction.
+"""What is told of routing: sums that each layer returns, and the losses and figures made of them after they are summed.
 
 The load-balance loss of a layer is alpha * E * sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e the share of the
 K * T assignments that went to expert e, P_e its mean router probability over the T tokens. Its balanced value is

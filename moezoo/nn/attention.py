@@ -1,5 +1,6 @@
 """Causal attention over packed documents, with grouped key-value heads and an optional window."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -160,7 +161,7 @@ class Attention(SelfAttention):
         return length if self.window is None else min(length, self.window)
 
     def _project(
-        self, x: Array, weight: Array, bias: Array | None, norm: RMSNorm | None
+        self, x: Array, weight: Array, bias: Array | None, norm: Callable[[Array], Array] | None
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
         if bias is not None:

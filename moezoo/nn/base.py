@@ -32,7 +32,7 @@ class SelfAttention(eqx.Module):
         """How many tokens of a text of `length` tokens later ones may look back on: the slots of its cache."""
 
 
-class FedForward(NamedTuple):
+class FeedForwardOutput(NamedTuple):
     """The result `y`; a mixture's routing sums and the part of `y` that its routed experts gave, None for an MLP."""
 
     y: Float[Array, "batch seq embed"]
@@ -46,5 +46,5 @@ class FeedForward(eqx.Module):
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
-    ) -> FedForward:
+    ) -> FeedForwardOutput:
         """Tokens through it; where not `valid`, at padding, results do not matter and nothing is counted."""

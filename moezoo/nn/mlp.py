@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moezoo.nn.activation import Activation
-from moezoo.nn.base import FedForward, FeedForward
+from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.linear import normal, project
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
@@ -39,7 +39,7 @@ class MLP(FeedForward):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
-    ) -> FedForward:
+    ) -> FeedForwardOutput:
         """Each token by itself, padding too."""
         del valid, execution
-        return FedForward(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))
+        return FeedForwardOutput(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))

@@ -32,7 +32,7 @@ class RotaryScaling(abc.ABC):
     @property
     @abc.abstractmethod
     def score_scale(self) -> float:
-        """What scores are multiplied with."""
+        """What scores are multiplied with, by families whose scores are: DeepSeek's."""
 
 
 @dataclasses.dataclass(frozen=True)

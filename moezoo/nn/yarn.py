@@ -17,7 +17,8 @@ class Yarn(RotaryScaling):
 
     A pair that turns more than `beta_fast` times in `length` keeps its frequency, one that turns less than `beta_slow`
     times has it divided by `factor`, in between is a ramp. `mscale` and `mscale_all` scale attention with the logarithm
-    of the factor: the rotated part of it by their ratio, all of it by `mscale_all` squared; 0 for none.
+    of the factor: the rotated part of it by their ratio, DeepSeek's scores by `mscale_all` squared; 0 for none. The
+    base of the frequencies is a number, the same in all layers.
     """
 
     factor: float = 1.0

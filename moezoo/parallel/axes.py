@@ -40,7 +40,7 @@ LOGICAL_AXES = {
     "expert_embed": "model.embed",
     "expert_mlp": "model.expert_mlp",
     "router": "model.experts",
-    "norm": "model.embed",
+    "norm": "the size of a norm",
 }
 
 
@@ -98,7 +98,6 @@ if TYPE_CHECKING:  # a type checker reads Weight[Array, "..."] as Array
     from typing import Annotated as Weight
 else:
     Weight = _Alias(Role.WEIGHT)
-    Bias = _Alias(Role.BIAS)
     Scale = _Alias(Role.SCALE)
     Bias = _Alias(Role.BIAS)
     Embedding = _Alias(Role.EMBEDDING)

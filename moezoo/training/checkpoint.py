@@ -31,6 +31,7 @@ from moezoo.parallel import distributed
 # What about.json, the folder and the paths of arrays look like; raised when an older reader would misunderstand. Only
 # this format is read: a version of moezoo continues its own runs.
 FORMAT = 2
+_READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
 
 
@@ -222,7 +223,8 @@ def _verify(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is no checkpoint of moezoo: {_ABOUT} does not say what it should")
     if format_ != FORMAT:
         raise _OtherFormatError(
-            f"{folder} has checkpoint format {format_} and this moezoo reads format {FORMAT}; moezoo {by} reads it"
+            f"{folder} has checkpoint format {format_} and this moezoo reads format {FORMAT}; moezoo "
+            f"{_READ_BY.get(format_, by)} reads it"
         )
     if step != int(folder.name):
         raise UserError(f"{folder} is the checkpoint of step {step} under another name; rename it")

@@ -1,4 +1,4 @@
-"""The contract of a family's configuration, which both families keep."""
+"""The contract of a family's configuration, which all families keep."""
 
 from typing import Any
 

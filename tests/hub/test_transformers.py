@@ -1,4 +1,4 @@
-"""Both families against transformers, on random tiny models: logits, loss, every gradient, and folders both ways."""
+"""All families against transformers, on random tiny models: logits, loss, every gradient, and folders both ways."""
 
 import json
 from dataclasses import replace
@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 from against import agree, load, results, results_of_transformers
-from tiny import CONFIGS, ROUTER, YARN, random_model, third
+from tiny import CONFIGS, ROUTER, YARN, olmoe, qwen3, random_model, third
 
 import moezoo
+from moezoo.moe.router import Choice
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
 
@@ -74,7 +75,7 @@ def test_reads_settings_as_transformers_does(name, edit, tmp_path):
 
 
 def test_limits_are_those_of_transformers_where_nothing_is_said(tmp_path):
-    for name, length in (("mixtral", 131072), ("v2", 2048), ("v3", 4096)):
+    for name, length in (("mixtral", 131072), ("v2", 2048), ("v3", 4096), ("qwen3", 32768), ("olmoe", 4096)):
         moezoo.save_pretrained(random_model(CONFIGS[name]), tmp_path / name)
         file = tmp_path / name / "config.json"
         mapping = json.loads(file.read_text())
@@ -83,4 +84,44 @@ def test_limits_are_those_of_transformers_where_nothing_is_said(tmp_path):
         file.write_text(json.dumps(mapping))
         ours, theirs = moezoo.from_pretrained(tmp_path / name).config, load(tmp_path / name).config
         assert ours.max_length == theirs.max_position_embeddings == length
-        assert name != "mixtral" or ours.load_balance == theirs.router_aux_loss_coef
+        assert name in ("v2", "v3") or ours.load_balance == theirs.router_aux_loss_coef
+
+
+def drop(*keys):
+    """Leave keys out of a config.json."""
+    return lambda c: [c.pop(key) for key in keys]
+
+
+# Keys of the grouped families that a folder may leave out, name otherwise, or fill with what means nothing.
+_SAID_BY_BOTH = ("rope_parameters", "norm_topk_prob", "initializer_range", "attention_bias")
+LEFT_OUT = {
+    "qwen3 head size": (qwen3(head_dim=4), drop("head_dim")),
+    "qwen3 defaults": (
+        qwen3(mlp_layers=(), rope_base=1e4, router=Choice(gates="scores")),
+        drop("mlp_only_layers", "decoder_sparse_step", "sliding_window", *_SAID_BY_BOTH),
+    ),
+    "qwen3 other layers": (qwen3(), lambda c: c.update(mlp_only_layers=[1, 9])),
+    "qwen3 experts": (qwen3(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
+    "qwen3 yarn length": (
+        qwen3(yarn=replace(YARN, mscale=0.0, mscale_all=0.0), max_length=64),
+        lambda c: c["rope_parameters"].pop("original_max_position_embeddings"),
+    ),
+    "olmoe defaults": (
+        olmoe(rope_base=1e4, clip_qkv=None),
+        drop("num_key_value_heads", "clip_qkv", *_SAID_BY_BOTH),
+    ),
+    "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_reads_what_is_left_out_as_transformers_does(name, tmp_path):
+    config, edit = LEFT_OUT[name]
+    moezoo.save_pretrained(random_model(config), tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    mapping = json.loads(file.read_text())
+    edit(mapping)
+    file.write_text(json.dumps(mapping))
+    wanted = results_of_transformers(load(tmp_path / "m"), TOKENS).logits
+    found = moezoo.from_pretrained(tmp_path / "m")(TOKENS).logits
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)

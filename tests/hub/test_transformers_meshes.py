@@ -1,4 +1,4 @@
-"""Both families against transformers, split over eight devices: the same numbers under every strategy."""
+"""All families against transformers, split over eight devices: the same numbers under every strategy."""
 
 import dataclasses
 import itertools

@@ -80,7 +80,8 @@ def test_places():
     assert [p.routing_row for p in places if p.routing_row is not None] == [0, 1, 2]
 
 
-def test_equals_the_blocks_one_after_the_other():
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_equals_the_blocks_one_after_the_other(remat):
     """Logits, loads and every gradient, with remat or without."""
 
     def loss(run: Any, model: Any) -> Any:
@@ -88,7 +89,7 @@ def test_equals_the_blocks_one_after_the_other():
         return (jax.nn.log_softmax(logits)[..., 0] ** 2).sum(), (logits, load)
 
     def ours(model: Any) -> Any:
-        out = model(TOKENS, execution=moezoo.Execution())
+        out = model(TOKENS, execution=moezoo.Execution(remat=remat))
         return out.logits, out.routing.load
 
     (_, (wanted, load)), gradients = jax.jit(

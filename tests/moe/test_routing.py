@@ -1,4 +1,4 @@
-"""What is made of routing sums, against loops; and the same on any mesh, by one reduction."""
+"""What is made of routing sums, against loops; and the same on any mesh, summed over devices."""
 
 import functools
 import re

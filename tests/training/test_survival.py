@@ -188,14 +188,18 @@ def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):
     "overrides", ["mesh=ep8 dispatch=ragged", "mesh=single dispatch=gather", "mesh=fsdp8 rules=pure_fsdp"]
 )
 def test_continues_on_another_mesh(whole, tmp_path, overrides):
-    """Losses, every moment and every expert within a few roundings of float32, of which one is 1e-7."""
+    """Losses, every moment and every expert within a few roundings of float32, of which one is 1e-7.
+
+    A second moment is a sum of squares: where gradients are apart by 1e-6 of the largest, it is by 2e-6 of its largest.
+    """
     other = moezoo.train(
         moezoo.compose(f"resume={whole.folder}/checkpoints/8", f"run_dir={tmp_path}/b", *overrides.split())
     )
     for ours, theirs in zip(numbers(other.folder), numbers(whole.folder), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     for (path, a), (_, b) in zip(arrays(other.folder, 12), arrays(whole.folder, 12), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1e-30), err_msg=path)
+        bound = (2e-6 if ".nu." in path else 1e-6) * max(np.abs(b).max(), 1e-30)
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=path)
 
 
 def damaged(folder, how):
