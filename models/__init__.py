@@ -32,12 +32,17 @@ FAMILIES = {
 }
 
 
+def family_of(config: ModelConfig) -> Family:
+    """The family that a configuration is of."""
+    for family in FAMILIES.values():
+        if type(config) is family.config:
+            return family
+    raise TypeError(f"{type(config).__name__} is no family's configuration")
+
+
 def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
     """A model of the family that `config` belongs to."""
-    for family in FAMILIES.values():
-        if isinstance(config, family.config):
-            return family.model(config, dtype=jnp.dtype(dtype), key=key)
-    raise TypeError(f"{type(config).__name__} is no family's configuration")
+    return family_of(config).model(config, dtype=jnp.dtype(dtype), key=key)
 
 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
@@ -58,5 +63,6 @@ __all__ = [
     "Qwen3Moe",
     "Qwen3MoeConfig",
     "build_model",
+    "family_of",
     "model_shapes",
 ]

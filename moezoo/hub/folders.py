@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from moezoo.convert import convert
 from moezoo.errors import UserError, nearest
 from moezoo.hub.tensors import Tensor, arrays_by_path, tensors
-from moezoo.models import FAMILIES, Family, ModelConfig, build_model
+from moezoo.models import FAMILIES, Family, ModelConfig, build_model, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
 
@@ -90,7 +90,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     folder = Path(folder).expanduser()
     if any((folder / name).exists() for name in ("config.json", _SINGLE, _INDEX)):
         raise UserError(f"{folder} already holds a model; name another folder")
-    family = next(f for f in FAMILIES.values() if isinstance(model, f.model))
+    family = family_of(model.config)
     arrays = arrays_by_path(model)
     plan = list(tensors(model, family.hub))
     sizes = [_size(t, arrays) for t in plan]

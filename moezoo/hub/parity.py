@@ -13,7 +13,7 @@ import numpy as np
 from moezoo.hub import peer
 from moezoo.hub.folders import from_pretrained
 from moezoo.hub.recording import ModuleRecord, Where, record_model
-from moezoo.models import FAMILIES
+from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import layer_places
 from moezoo.parallel.axes import parameter_table
@@ -133,7 +133,7 @@ def _path_in_model(where: Where, model: LanguageModel) -> str:
 
 def pair_modules(model: LanguageModel) -> dict[Where, str]:
     """Our modules and the names of theirs with the same parameters; a part that is a matrix may be a module there."""
-    hub = next(f for f in FAMILIES.values() if isinstance(model, f.model)).hub
+    hub = family_of(model.config).hub
     held = [path.lstrip(".") for path, _, _ in parameter_table(model)]
     found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}
     for place in layer_places(model.stacks):
