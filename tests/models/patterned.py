@@ -34,8 +34,8 @@ class Kind(NamedTuple):
     experts: bool
 
 
-LOCAL, GLOBAL, WIDE = Kind(3, True), Kind(None, False), Kind(None, True)
-KINDS = [LOCAL, GLOBAL, LOCAL, GLOBAL, WIDE]
+LOCAL, GLOBAL, DENSE = Kind(3, True), Kind(None, True), Kind(None, False)
+KINDS = [LOCAL, GLOBAL, LOCAL, GLOBAL, DENSE]
 NUMBERS = [LayerNumbers(10.0 * (i + 1), 1.0 - 0.1 * i) for i in range(len(KINDS))]
 
 

@@ -77,7 +77,7 @@ def test_places():
         (4, 1, 0, 0),
     ]
     assert [p.number for p in places if p.routing_row is not None] == WITH_EXPERTS
-    assert [p.routing_row for p in places if p.routing_row is not None] == [0, 1, 2]
+    assert [p.routing_row for p in places if p.routing_row is not None] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
@@ -147,7 +147,8 @@ def test_names_count_layers_and_not_periods():
     assert set(tensors) == {f"layers.{i}.q.bias" for i in range(5)} | {f"layers.{i}.gate" for i in WITH_EXPERTS}
     assert tensors["layers.3.q.bias"].parts == (("stacks[0].blocks[1].attention.query_bias", (1,)),)
     assert tensors["layers.3.q.bias"].shape == (4 * 8,)
-    assert tensors["layers.4.gate"].parts == (("stacks[1].blocks[0].feed_forward.router.weight", (0,)),)
+    assert tensors["layers.2.gate"].parts == (("stacks[0].blocks[0].feed_forward.router.weight", (1,)),)
+    assert tensors["layers.4.q.bias"].parts == (("stacks[1].blocks[0].attention.query_bias", (0,)),)
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 1, "expert": 4}, {"fsdp": 2, "expert": 2, "context": 2}])
