@@ -20,8 +20,9 @@ from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
 from moezoo.nn.cache import Cache
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.positions import Context, TokenPositions, gather_positions
+from moezoo.nn.positions import Context, make_context
 from moezoo.parallel.axes import Embedding, Stack, Weight
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
 
@@ -136,21 +137,21 @@ class LanguageModel(eqx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         positions = jnp.asarray(positions, jnp.int32)
 
-        def local(model: LanguageModel, tokens: Array, token_positions: TokenPositions) -> Output:
-            context = gather_positions(token_positions, execution)
+        def local(model: LanguageModel, tokens: Array, place: Place) -> Output:
+            context = make_context(place, execution)
             out = model.layers(model.embed(tokens, execution), context, execution)
             assert out.sums is not None
             routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
             return Output(model.head(out.x, execution), routing)
 
-        token_positions = TokenPositions(positions, segments)
+        place = Place(positions, segments)
         if execution.mesh is None:
-            return local(self, tokens, token_positions)
+            return local(self, tokens, place)
         split: Any = execution.tokens_spec
-        specs = (execution.specs(self), split, TokenPositions(split, split))
+        specs = (execution.specs(self), split, Place(split, split))
         replicated: Any = PartitionSpec()
         out = Output(split, replicated)
-        return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=out)(self, tokens, token_positions)
+        return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=out)(self, tokens, place)
 
 
 def check_tokens(

@@ -49,9 +49,9 @@ _SCALARS = {int: "a whole number such as 4", float: "a number such as 0.5", bool
 def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
     """`value` as an instance of `kind`.
 
-    `kind` is int, float (takes whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]`,
-    `Mapping[str, X]`, or a dataclass of these, whose defaults count where `value` says nothing. `key` is the dotted
-    key of `value`, empty at the top.
+    `kind` is int, float (takes whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]` (of a `Literal`
+    one name alone will do), `Mapping[str, X]`, or a dataclass of these, whose defaults count where `value` says
+    nothing. `key` is the dotted key of `value`, empty at the top.
 
     Raises `UserError` naming the key, what was expected and what was found.
     """
@@ -65,6 +65,8 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
     elif origin is tuple:
+        if isinstance(value, str) and typing.get_origin(arguments[0]) is typing.Literal:
+            value = [value]
         if isinstance(value, list | tuple):
             return tuple(convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     elif is_table(inner):
@@ -152,7 +154,10 @@ def _describe_type(kind: Any) -> str:
     elif is_table(inner):
         words = "names and their values such as {a: [b]}"
     else:
-        words = "a list such as [a, b]" if origin is tuple else _SCALARS.get(inner, "a section with keys")
+        words = _SCALARS.get(inner, "a section with keys")
+        if origin is tuple:
+            names = typing.get_args(arguments[0])
+            words = f"a list of {', '.join(map(show, names))}" if names else "a list such as [a, b]"
     return f"{words}, or null" if optional else words
 
 

@@ -1,5 +1,6 @@
 """One matrix product a group of rows: what every dispatch strategy runs its experts on."""
 
 from moezoo.kernels.grouped_matmul.api import Implementation as Implementation
-from moezoo.kernels.grouped_matmul.api import default_implementation as default_implementation
+from moezoo.kernels.grouped_matmul.api import chosen_backend as chosen_backend
+from moezoo.kernels.grouped_matmul.api import gated as gated
 from moezoo.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

@@ -1,6 +1,7 @@
-"""`grouped_matmul`: the contract that every backend keeps, the choice of one, and the gradients."""
+"""`grouped_matmul` and `gated`: the contracts that every backend keeps, the choice of one, and the gradients."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import jax
@@ -9,22 +10,37 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
-from moezoo.kernels.grouped_matmul.backend import Backend
+from moezoo.kernels.grouped_matmul.backend import Activation, Backend
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
+from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
-_BACKENDS: dict[str, Backend] = {"reference": reference, "blocked": blocked, "ragged_dot": ragged_dot}
+_BACKENDS: dict[str, Backend] = {
+    "reference": Backend(reference.multiply, reference.outer),
+    "blocked": Backend(blocked.multiply, blocked.outer),
+    "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
+}
+_RUNS_ON = {name: backend.runs_on for name, backend in _BACKENDS.items()}
 assert set(_BACKENDS) == set(get_args(Implementation))
 
-# What None takes by platform; `blocked` on any other.
-_PREFERRED: dict[str, Implementation] = {"tpu": "ragged_dot"}
+
+def _own_order(target: Target) -> Sequence[str]:
+    # XLA's own product is one kernel on a TPU, and the work of every group on every row elsewhere.
+    return ("ragged_dot", "blocked") if target.platform == "tpu" else ("blocked",)
 
 
-def default_implementation(platform: str) -> Implementation:
-    """The backend that `implementation=None` takes on a platform, named as a JAX device names it."""
-    return _PREFERRED.get(platform, "blocked")
+def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
+    """The backend that runs on `target`: the first of `names` that does, or of the kernel's own order.
+
+    Raises `UserError` for a name that is no backend, and where none of them runs there.
+    """
+    return _choose(KernelOrder(names, target))[0][1]
+
+
+def _choose(implementation: str | KernelOrder | None) -> Choice:
+    return choose("grouped_matmul", _RUNS_ON, implementation, _own_order)
 
 
 def grouped_matmul(
@@ -32,7 +48,7 @@ def grouped_matmul(
     weights: Float[Array, "groups inputs outputs"],
     group_sizes: Int[Array, " groups"],
     *,
-    implementation: str | None = None,
+    implementation: str | KernelOrder | None = None,
 ) -> Float[Array, "rows outputs"]:
     """Multiply each run of rows by its group's matrix.
 
@@ -41,17 +57,16 @@ def grouped_matmul(
     group without rows has a gradient of exactly zero. Products are accumulated in float32; the result has the dtype of
     `rows`. Inside `shard_map` the result varies wherever an operand does.
 
-    `implementation` names a backend: `blocked` (portable: loops that stop at the sum of the group sizes),
-    `ragged_dot` (XLA's own, one kernel on a TPU, `groups` times the work elsewhere) or `reference` (naive, to compare
-    with). None takes `ragged_dot` where the program is compiled for a TPU, whatever machine compiles it, and
-    `blocked` elsewhere.
+    `implementation` names a backend, or is the order that `Execution.kernel` gives: `blocked` (portable: loops that
+    stop at the sum of the group sizes), `ragged_dot` (XLA's own, one kernel on a TPU, `groups` times the work
+    elsewhere) or `reference` (naive, to compare with). None takes `ragged_dot` where the program is compiled for a
+    TPU, whatever machine compiles it, and `blocked` elsewhere.
 
     Gradients are of first order and in reverse mode.
 
-    Raises `UserError` for a backend that does not exist, or another number of sizes than of matrices.
+    Raises `UserError` for a backend that does not exist or run here, or another number of sizes than of matrices.
     """
-    if implementation is not None and implementation not in _BACKENDS:
-        raise UserError(f"grouped_matmul: no implementation '{implementation}'; {nearest(implementation, _BACKENDS)}")
+    choice = _choose(implementation)
     if weights.shape[0] != group_sizes.shape[0] or not weights.shape[0]:
         raise UserError(
             f"grouped_matmul: {group_sizes.shape[0]} group sizes for {weights.shape[0]} matrices; give one for each, "
@@ -61,7 +76,7 @@ def grouped_matmul(
     # The gradients below must vary exactly as their operands: make all three vary alike first, and the transpose of
     # that cast is the sum over devices that a replicated operand needs.
     result = _product(
-        implementation,
+        choice,
         vary_like(rows, weights, group_sizes),
         vary_like(weights, rows, group_sizes),
         vary_like(group_sizes, rows, weights),
@@ -70,33 +85,63 @@ def grouped_matmul(
     return checkpoint_name(result, GROUPED_MATMUL)
 
 
-def _run(implementation: Implementation | None, part: Literal["multiply", "outer"], last: object, *operands: Array):
-    """A backend's function. None is settled when the program is lowered: only then is its platform known."""
+def gated(
+    rows: Float[Array, "rows inputs"],
+    gate: Float[Array, "groups inputs outputs"],
+    up: Float[Array, "groups inputs outputs"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    activation: Activation,
+    gate_bias: Float[Array, "groups outputs"] | None = None,
+    up_bias: Float[Array, "groups outputs"] | None = None,
+    implementation: str | KernelOrder | None = None,
+) -> Float[Array, "rows outputs"]:
+    """activation(rows x gate + gate_bias, rows x up + up_bias), each row by its group's matrices and biases.
 
-    def of(name: Implementation):
-        return lambda *operands: getattr(_BACKENDS[name], part)(*operands, last)
+    Rows beyond the sum of `group_sizes` come out exactly zero, whatever `activation` makes of zeros. All else is as
+    for `grouped_matmul`, which this is made of where the backend has no such kernel of its own.
+    """
+    choice = _choose(implementation)
+    composed = functools.partial(_gated, activation=activation)
+    if not any(_BACKENDS[name].gated for _, name in choice):
+        return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
 
-    if implementation is not None:
-        return of(implementation)(*operands)
-    return lax.platform_dependent(*operands, default=of("blocked"), **{p: of(n) for p, n in _PREFERRED.items()})
+    def own(name: str) -> Callable[..., Array]:
+        one = _BACKENDS[name].gated
+        return functools.partial(composed, name) if one is None else functools.partial(one, activation=activation)
+
+    operands = (rows, gate, up, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
+    alike = jax.tree.leaves(operands)
+    return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
+
+
+def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, activation):
+    product = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
+
+    def biased(weights: Array, bias: Array | None) -> Array:
+        y = product(rows, weights)
+        # A product too, so that a bias's gradient is summed group by group in fixed order.
+        return y if bias is None else y + product(jnp.ones_like(rows[:, :1]), bias[:, None])
+
+    result = activation(biased(gate, gate_bias), biased(up, up_bias))
+    used = lax.iota(jnp.int32, rows.shape[0])[:, None] < jnp.sum(group_sizes, dtype=jnp.int32)
+    return jnp.where(used, result, jnp.zeros((), result.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(implementation, rows, weights, group_sizes):
-    return _run(implementation, "multiply", 1, rows, weights, group_sizes)
+def _product(choice, rows, weights, group_sizes):
+    return run(choice, lambda name: lambda *x: _BACKENDS[name].multiply(*x, 1), rows, weights, group_sizes)
 
 
-def _forward(implementation, rows, weights, group_sizes):
-    return _product(implementation, rows, weights, group_sizes), (rows, weights, group_sizes)
+def _forward(choice, rows, weights, group_sizes):
+    return _product(choice, rows, weights, group_sizes), (rows, weights, group_sizes)
 
 
-def _backward(implementation, residuals, cotangent):
+def _backward(choice, residuals, cotangent):
     rows, weights, group_sizes = residuals
-    return (
-        _run(implementation, "multiply", 2, cotangent, weights, group_sizes),
-        _run(implementation, "outer", weights.dtype, rows, cotangent, group_sizes),
-        None,
-    )
+    by_rows = run(choice, lambda name: lambda *x: _BACKENDS[name].multiply(*x, 2), cotangent, weights, group_sizes)
+    outer = lambda name: lambda *x: _BACKENDS[name].outer(*x, weights.dtype)  # noqa: E731
+    return by_rows, run(choice, outer, rows, cotangent, group_sizes), None
 
 
 _product.defvjp(_forward, _backward)

@@ -23,6 +23,7 @@ from moezoo.moe.chunks import chunk_sizes
 from moezoo.moe.dispatch import Dispatch, Gather, Sizes
 from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.mixture import MoE
+from moezoo.nn.context_parallel import context_parallel
 from moezoo.parallel.axes import Role, Stack
 from moezoo.parallel.collectives import MeshAxes, split_by_tokens
 from moezoo.parallel.execution import Execution
@@ -64,12 +65,16 @@ def communication(
     length = config.seq_len // execution.ways(execution.sequence_axes)
     both(_weights(model.embedding, execution), 1, again=False)
     both(_weights(model.unembedding, execution), 1, again=True)
-    both(_positions(rows * length, execution), 1, again=False)
+    attention, group = context_parallel(execution), execution.sequence_group
+    if group.axes:
+        both(attention.place_exchanges(rows * length, group), 1, again=False)
     routing_layers = 0
     for stack in model.stacks:
         both(_weights(stack, execution), stack.count, again=True)
         for block in stack.blocks:
-            both(_keys(config.model.kept_dims, rows * length, execution), stack.count, again=not kept)
+            if group.axes:
+                numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
+                both(attention.exchanges(numbers, execution.dtype, group), stack.count, again=not kept)
             if block.moe is not None:
                 routing_layers += stack.count
                 both(_experts(block.moe, rows * length, execution), stack.count, again=not kept)
@@ -177,19 +182,6 @@ def _weights(module: PyTree, execution: Execution) -> Moves:
 def _placed(module: PyTree, execution: Execution) -> Iterable[tuple[Placement, tuple[int, ...]]]:
     leaves = zip(jax.tree.leaves(execution.placements(module)), jax.tree.leaves(module), strict=True)
     return ((placement, leaf.shape) for placement, leaf in leaves)
-
-
-def _positions(tokens: int, execution: Execution) -> Moves:
-    """Of the whole sequence, positions and segments."""
-    return Moves((_move("all_gather", execution.sequence_axes, tokens, jnp.int32, execution),) * 2)
-
-
-def _keys(dims: tuple[int, ...], tokens: int, execution: Execution) -> Moves:
-    """Of the whole sequence, what attention looks back on."""
-    gathered = tuple(
-        _move("all_gather", execution.sequence_axes, tokens * dim, execution.dtype, execution) for dim in dims
-    )
-    return Moves(gathered, gathered, tuple(move.back() for move in gathered))
 
 
 def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:

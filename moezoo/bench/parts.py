@@ -13,11 +13,12 @@ from jax import lax
 from moezoo.bench import torch_peers
 from moezoo.bench.candidates import Candidate, compile_passes
 from moezoo.bench.shapes import Shape
-from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
+from moezoo.kernels.grouped_matmul import chosen_backend, grouped_matmul
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.kernels import Kernels, device_target
 
 Routing = Literal["uniform", "zipf"]
 
@@ -60,7 +61,7 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     if t * k % e == 0:
         yield BATCHED, partial(compile_passes, jnp.matmul, (x.reshape(e, -1, d), w), (), c.reshape(e, -1, f))
     on_device = jnp.asarray(sizes)
-    own = default_implementation(jax.default_backend())
+    own = chosen_backend(device_target(jax.devices()[0]))
     yield f"moezoo {own}", partial(compile_passes, grouped_matmul, (x, w), (on_device,), c)
     ragged = partial(compile_passes, lax.ragged_dot, (x, w), (on_device,), c)
     yield "xla ragged_dot", _TOO_LARGE if _expands(shape, dtype) else ragged
@@ -98,11 +99,11 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     x = x.at[..., 0].set(1)
     block, valid = MoE(router, experts), jnp.ones((1, t), bool)
 
-    def with_backend(backend: Implementation) -> Candidate:
-        execution = Execution(dtype=dtype, grouped_matmul=backend)
+    def with_backend(backend: str) -> Candidate:
+        execution = Execution(dtype=dtype, kernels=Kernels(grouped_matmul=(backend,)))
         return compile_passes(lambda x, block, valid: block(x, valid, execution)[0], (x, block), (valid,), c)
 
-    own = default_implementation(jax.default_backend())
+    own = chosen_backend(device_target(jax.devices()[0]))
     yield f"moezoo {own}", partial(with_backend, own)
     if own != "ragged_dot":
         yield "moezoo ragged_dot", _TOO_LARGE if _expands(shape, dtype) else partial(with_backend, "ragged_dot")

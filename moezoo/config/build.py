@@ -8,7 +8,9 @@ from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.models.base import check_tokens
+from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import make_mesh
 
 
@@ -29,7 +31,8 @@ def build_execution(
         dtype=cfg.execution.dtype,
         reduce_dtype=cfg.execution.reduce_dtype,
         remat=cfg.execution.remat,
-        grouped_matmul=cfg.execution.grouped_matmul,
+        context_parallel=CONTEXT_PARALLEL[cfg.execution.context_parallel](),
+        kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
         routing=cfg.execution.routing,
     )
     _check_experts(cfg.model.experts, execution)

@@ -8,7 +8,8 @@ import dataclasses
 from typing import Literal
 
 from moezoo.data import SOURCES, DataSettings
-from moezoo.kernels.grouped_matmul import Implementation
+from moezoo.kernels.attention import Implementation as AttentionBackend
+from moezoo.kernels.grouped_matmul import Implementation as GroupedMatmulBackend
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.moe.dispatch import STRATEGIES, Dispatch
 from moezoo.optim import SCHEDULES, UPDATE_RULES, Schedule, UpdateRule
@@ -41,8 +42,10 @@ class ExecutionSettings:
     parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what
     a layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
     everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
-    `grouped_matmul` names a backend of that kernel; null leaves the choice to the platform compiled for. `routing`:
-    whether the router chooses experts or, to measure speed, chance or turns do.
+    `context_parallel` says how queries meet keys of other devices where the rules split the sequence. `grouped_matmul`
+    and `attention` name backends of these kernels in the order in which they are tried; null leaves the choice to the
+    devices and sizes compiled for. `routing`: whether the router chooses experts or, to measure speed, chance or turns
+    do.
     """
 
     dtype: DType = "float32"
@@ -50,7 +53,9 @@ class ExecutionSettings:
     reduce_dtype: DType = "float32"
     remat: Literal["full", "dots", "none"] = "full"
     microbatches: int = 1
-    grouped_matmul: Implementation | None = None
+    context_parallel: Literal["gather"] = "gather"
+    grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None
+    attention: tuple[AttentionBackend, ...] | None = None
     routing: Literal["learned", "random", "balanced"] = "learned"
 
 

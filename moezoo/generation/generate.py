@@ -17,8 +17,9 @@ from moezoo.generation.sampling import Sampling
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.nn.cache import Cache, fit
-from moezoo.nn.positions import Context, TokenPositions
+from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import psum, vary
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
 
 
@@ -32,7 +33,7 @@ class Advanced(NamedTuple):
 def prefill(
     model: LanguageModel,
     tokens: Int[Array, "batch seq"],
-    token_positions: TokenPositions,
+    at: Place,
     length: int,
     execution: Execution,
 ) -> Advanced:
@@ -42,10 +43,10 @@ def prefill(
         slots = block.attention.count_slots(length)
         return jax.tree.map(lambda leaf: fit(leaf, slots, dim=1), kept)
 
-    context = Context(token_positions, token_positions)
+    context = Context(at, at)
     x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, keep=keep)
     room = {block.attention.count_slots(length) for stack in model.stacks for block in stack.blocks}
-    keys = {slots: TokenPositions(*(fit(p, slots, dim=1) for p in token_positions)) for slots in room}
+    keys = {slots: Place(*(fit(p, slots, dim=1) for p in at)) for slots in room}
     cache = Cache(kept, keys, jnp.int32(tokens.shape[1]))
     return Advanced(model.head(x[:, -1:], execution)[:, 0], cache)
 
@@ -53,13 +54,13 @@ def prefill(
 def decode(
     model: LanguageModel,
     tokens: Int[Array, "batch 1"],
-    token_positions: TokenPositions,
+    at: Place,
     cache: Cache,
     execution: Execution,
 ) -> Advanced:
     """Read one more token of each text, on one device of those that `execution` has."""
-    cache = cache.add_key(token_positions)
-    context = Context(token_positions, token_positions)
+    cache = cache.add_key(at)
+    context = Context(at, at)
     x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, cache)
     return Advanced(model.head(x, execution)[:, 0], Cache(kept, cache.keys, cache.column + 1))
 
@@ -222,14 +223,12 @@ def _continue(
 
         def step(loop: _Loop) -> _Loop:
             # A text that has ended goes on as padding, which no expert sees.
-            here = TokenPositions((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
+            here = Place((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
             advanced = decode(model, loop.token[:, None], here, loop.cache, execution)
             return append_choice(loop._replace(cache=advanced.cache), advanced.logits)
 
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
-        logits, cache = prefill(
-            model, tokens, TokenPositions(position, valid.astype(jnp.int32)), width + room, execution
-        )
+        logits, cache = prefill(model, tokens, Place(position, valid.astype(jnp.int32)), width + room, execution)
         empty = vary(jnp.zeros((len(tokens), room), jnp.int32), execution.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), execution.token_axes)
         start = _Loop(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)

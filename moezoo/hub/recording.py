@@ -15,7 +15,8 @@ from moezoo.models.layers import block_path, layer_places, run_layers
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
 from moezoo.nn.base import FeedForwardOutput
-from moezoo.nn.positions import TokenPositions, gather_positions
+from moezoo.nn.positions import make_context
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
 
@@ -38,7 +39,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
 
     @jax.jit
     def program(model: LanguageModel) -> tuple[Any, Any, Any]:
-        context = gather_positions(TokenPositions(positions, jnp.ones_like(ids)), execution)
+        context = make_context(Place(positions, jnp.ones_like(ids)), execution)
         x, before = _call_recording(model.embedding, "embedding", paths)(ids)
         stacks = tuple(
             dataclasses.replace(

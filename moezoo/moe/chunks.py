@@ -13,6 +13,7 @@ from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched
 from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import ExpertGroup
+from moezoo.parallel.kernels import KernelOrder
 
 
 class Chunk(NamedTuple):
@@ -28,7 +29,7 @@ class Exchange(NamedTuple):
     strategy: Dispatch
     group: ExpertGroup
     experts: Experts
-    grouped_matmul: str | None
+    grouped_matmul: KernelOrder
 
     def send(self, chunk: Chunk) -> Dispatched:
         """Start a chunk on its way."""

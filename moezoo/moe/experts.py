@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moezoo.kernels.grouped_matmul import grouped_matmul
+from moezoo.kernels.grouped_matmul import gated, grouped_matmul
 from moezoo.nn.activation import Activation
 from moezoo.nn.linear import normal
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
+from moezoo.parallel.kernels import KernelOrder
 
 
 class Experts(eqx.Module):
@@ -38,9 +39,11 @@ class Experts(eqx.Module):
         self.activation = activation
 
     def __call__(
-        self, rows: Float[Array, "rows embed"], group_sizes: Int[Array, " experts"], backend: str | None
+        self,
+        rows: Float[Array, "rows embed"],
+        group_sizes: Int[Array, " experts"],
+        implementation: str | KernelOrder | None,
     ) -> Float[Array, "rows embed"]:
         """Each row through its expert; rows after the sum of `group_sizes` come out zero."""
-        gate = grouped_matmul(rows, self.gate, group_sizes, implementation=backend)
-        up = grouped_matmul(rows, self.up, group_sizes, implementation=backend)
-        return grouped_matmul(self.activation(gate, up), self.down, group_sizes, implementation=backend)
+        inner = gated(rows, self.gate, self.up, group_sizes, activation=self.activation, implementation=implementation)
+        return grouped_matmul(inner, self.down, group_sizes, implementation=implementation)

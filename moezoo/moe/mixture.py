@@ -39,7 +39,7 @@ class MoE(FeedForward):
         # Every part of an assignment varies as the tokens do, so that strategies see one type.
         assignment: Assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)
         strategy = resolve(execution.dispatch, group, varying_axes(tokens))
-        exchange = Exchange(strategy, group, self.experts, execution.grouped_matmul)
+        exchange = Exchange(strategy, group, self.experts, execution.kernel("grouped_matmul"))
         first, *later = cut(tokens, assignment, strategy.chunks)
         there = exchange.send(first)
         with jax.named_scope("shared"):

@@ -1,7 +1,7 @@
 """Causal attention over packed documents, with grouped key-value heads and an optional window."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -9,65 +9,19 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.base import Attended, SelfAttention
+from moezoo.nn.base import AttentionOutput, SelfAttention
 from moezoo.nn.cache import Past
+from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.positions import Context, TokenPositions
+from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
-from moezoo.parallel.collectives import gather_tokens
+from moezoo.parallel.context_parallel import Scoring
 from moezoo.parallel.execution import Execution
-
-# Queries scored at once: bounds the scores held to [batch, heads, this, seq].
-_QUERY_CHUNK = 512
-_MASKED = -1e30  # finite: a row with nothing to see becomes uniform instead of NaN
 
 # What norms of queries and keys take together.
 NormOver = Literal["nothing", "head", "projection"]
-
-
-def attend(
-    q: Float[Array, "batch seq kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    context: Context,
-    *,
-    scale: float | Float[Array, ""],
-    window: int | None,
-) -> Float[Array, "batch seq kv_heads group value_dim"]:
-    """Each query's average of values in its own document, at its own position or up to `window` - 1 before.
-
-    Weights are the softmax of `scale` q . k, in float32. Order does not matter: positions and segments say who sees
-    whom.
-    """
-    length = q.shape[1]
-    if length <= _QUERY_CHUNK:
-        return _attend(q, context.queries, k, v, context.keys, scale, window)
-    pad = -length % _QUERY_CHUNK
-
-    def chunks(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
-        return rearrange(padded, "b (n c) ... -> n b c ...", c=_QUERY_CHUNK)
-
-    @jax.checkpoint  # scores are recomputed, not kept
-    def one(chunk: tuple[Array, TokenPositions]) -> Array:
-        return _attend(*chunk, k, v, context.keys, scale, window)
-
-    result = jax.lax.map(one, (chunks(q), TokenPositions(*map(chunks, context.queries))))
-    return rearrange(result, "n b c ... -> b (n c) ...")[:, :length]
-
-
-def _attend(
-    q: Array, queries: TokenPositions, k: Array, v: Array, keys: TokenPositions, scale: Any, window: int | None
-) -> Array:
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
-    distance = queries.position[:, :, None] - keys.position[:, None, :]
-    seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED))
-    return jnp.einsum("bkgqs,bskh->bqkgh", weights.astype(v.dtype), v)
 
 
 class KeyValue(NamedTuple):
@@ -75,6 +29,12 @@ class KeyValue(NamedTuple):
 
     key: Float[Array, "*dims kv_heads head_dim"]
     value: Float[Array, "*dims kv_heads head_dim"]
+
+
+def expand(weights: None, kept: KeyValue) -> tuple[Array, Array]:
+    """What tokens leave behind are keys and values already."""
+    del weights
+    return kept.key, kept.value
 
 
 class Attention(SelfAttention):
@@ -138,23 +98,25 @@ class Attention(SelfAttention):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> Attended:
-        """Attend, to what is `past` too. Where the sequence is split, keys and values are gathered, queries stay."""
+    ) -> AttentionOutput:
+        """Attend, to what is `past` too. Where the sequence is split, keys and values travel."""
         q = self.rotary(self._project(x, self.query, self.query_bias, self.query_norm), context)
         k = self.rotary(self._project(x, self.key, self.key_bias, self.key_norm), context)
         v = self._project(x, self.value, self.value_bias, None)
         kept: PyTree = KeyValue(k, v)
-        if past is None:
-            k, v = (gather_tokens(y, execution.sequence_axes, 1, tokens=execution.token_axes) for y in (k, v))
-        else:
-            (k, v), kept = past.append(kept)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
         scale = q.shape[-1] ** -0.5
         if context.numbers is not None:
             scale = scale * context.numbers.score_scale
-        y = attend(q, k, v, context, scale=scale, window=self.window)
+        scoring = Scoring(scale, self.window, order=execution.kernel("attention"))
+        if past is None:
+            attend = context_parallel(execution).attend
+            y = attend(q, kept, None, expand, context.places, scoring, execution.sequence_group)
+        else:
+            (k, v), kept = past.append(kept)
+            y = attend_whole(q, k, v, context.places, scoring)
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
-        return Attended(y if self.out_bias is None else y + self.out_bias[None, None], kept)
+        return AttentionOutput(y if self.out_bias is None else y + self.out_bias[None, None], kept)
 
     def count_slots(self, length: int) -> int:
         """Those of the window."""

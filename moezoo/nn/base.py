@@ -11,7 +11,7 @@ from moezoo.nn.positions import Context
 from moezoo.parallel.execution import Execution
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Attention's result; and what later tokens need of these, or all that is kept where there is a past."""
 
     y: Float[Array, "batch seq embed"]
@@ -24,7 +24,7 @@ class SelfAttention(eqx.Module):
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> Attended:
+    ) -> AttentionOutput:
         """Attend; with a `past`, also to the tokens that it holds."""
 
     @abc.abstractmethod

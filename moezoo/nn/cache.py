@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from moezoo.nn.positions import TokenPositions
+from moezoo.parallel.context_parallel import Place
 
 
 class Past(NamedTuple):
@@ -44,21 +44,19 @@ class Cache(NamedTuple):
     """
 
     kept: tuple[tuple[PyTree, ...], ...]
-    keys: dict[int, TokenPositions]
+    keys: dict[int, Place]
     column: Int[Array, ""]
 
-    def add_key(self, token_positions: TokenPositions) -> "Cache":
+    def add_key(self, at: Place) -> "Cache":
         """With the positions [batch, 1] of token `column`."""
 
-        def write(slots: int, keys: TokenPositions) -> TokenPositions:
-            at = (0, self.column % slots)
-            return TokenPositions(
-                *(lax.dynamic_update_slice(p, new, at) for p, new in zip(keys, token_positions, strict=True))
-            )
+        def write(slots: int, keys: Place) -> Place:
+            slot = (0, self.column % slots)
+            return Place(*(lax.dynamic_update_slice(p, new, slot) for p, new in zip(keys, at, strict=True)))
 
         return self._replace(keys={slots: write(slots, keys) for slots, keys in self.keys.items()})
 
-    def past(self, stack: int, kind: int, kept: PyTree, layer: Int[Array, ""]) -> tuple[Past, TokenPositions]:
+    def past(self, stack: int, kind: int, kept: PyTree, layer: Int[Array, ""]) -> tuple[Past, Place]:
         """For layer number `layer` of that kind, whose stack keeps `kept` so far: its past, and whose its slots are."""
         slots = jax.tree.leaves(self.kept[stack][kind])[0].shape[2]
         return Past(kept, layer, self.column % slots), self.keys[slots]

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.attention import attend
-from moezoo.nn.base import Attended, SelfAttention
+from moezoo.nn.base import AttentionOutput, SelfAttention
 from moezoo.nn.cache import Past
+from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
-from moezoo.parallel.collectives import gather_tokens
+from moezoo.parallel.context_parallel import Places, Scoring
 from moezoo.parallel.execution import Execution
 
 _NORM_EPS = 1e-6  # of the norms of the latents, whatever the model's others have
@@ -42,6 +42,16 @@ class Latents(NamedTuple):
 
     latent: Float[Array, "batch keys kv_lora"]
     shared: Float[Array, "batch keys rope_dim"]
+
+
+def expand(
+    weights: tuple[Array, Array], latents: Latents
+) -> tuple[Float[Array, "batch keys heads head_dim"], Float[Array, "batch keys heads value_dim"]]:
+    """Keys and values of all heads, of `weights` key_up and value_up."""
+    key_up, value_up = weights
+    keys = project(latents.latent, key_up)
+    shared = jnp.broadcast_to(latents.shared[:, :, None], (*keys.shape[:3], latents.shared.shape[-1]))
+    return jnp.concatenate([keys, shared], axis=-1), project(latents.latent, value_up)
 
 
 class LatentAttention(SelfAttention):
@@ -89,33 +99,28 @@ class LatentAttention(SelfAttention):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> Attended:
-        """Attend, to what is `past` too. Where the sequence is split, the latents are gathered: few bytes a token."""
+    ) -> AttentionOutput:
+        """Attend, to what is `past` too. Where the sequence is split, latents travel: few bytes a token."""
         plain, turned = self._queries(x, context)
         kept: PyTree = self.latents(x, context)
+        scoring = Scoring(self._scale_scores(context), order=execution.kernel("attention"))
         if past is None:
-            latents = Latents(
-                *(gather_tokens(y, execution.sequence_axes, 1, tokens=execution.token_axes) for y in kept)
-            )
-            y = self._attend(plain, turned, latents, context)
+            # Keys and values of every head: the fewest operations where queries are many.
+            q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
+            attend = context_parallel(execution).attend
+            y = attend(q, kept, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
         else:
             latents, kept = past.append(kept)
-            y = self._attend_to_latents(plain, turned, latents, context)
-        return Attended(project(y, self.out, inputs=2), kept)
+            y = self._attend_to_latents(plain, turned, latents, context.places, scoring)
+        return AttentionOutput(project(y, self.out, inputs=2), kept)
 
     def count_slots(self, length: int) -> int:
         """All."""
         return length
 
-    def _attend(self, plain: Array, turned: Array, past: Latents, context: Context) -> Array:
-        """Keys and values of every head are made from the latents: the fewest operations where queries are many."""
-        shared = jnp.broadcast_to(past.shared[:, :, None], (*past.shared.shape[:2], *turned.shape[2:]))
-        q = jnp.concatenate([plain, turned], axis=-1)
-        k = jnp.concatenate([project(past.latent, self.key_up), shared], axis=-1)
-        v = project(past.latent, self.value_up)
-        return attend(q[:, :, :, None], k, v, context, scale=self._scale_scores(context), window=None)[:, :, :, 0]
-
-    def _attend_to_latents(self, plain: Array, turned: Array, past: Latents, context: Context) -> Array:
+    def _attend_to_latents(
+        self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring
+    ) -> Float[Array, "batch seq heads value_dim"]:
         """The same numbers without a key or a value of any head, where a token looks back on many.
 
         q . (latent K) = (q K^T) . latent, and an average of (latent V) is an average of latents times V: all heads
@@ -123,9 +128,7 @@ class LatentAttention(SelfAttention):
         """
         q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
         k = jnp.concatenate(past, axis=-1)[:, :, None]
-        y = attend(q[:, :, None], k, past.latent[:, :, None], context, scale=self._scale_scores(context), window=None)[
-            :, :, 0
-        ]
+        y = attend_whole(q[:, :, None], k, past.latent[:, :, None], places, scoring)[:, :, 0]
         return jnp.einsum("bshl,lhv->bshv", y, self.value_up)
 
     def _scale_scores(self, context: Context) -> float | Array:

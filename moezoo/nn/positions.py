@@ -1,18 +1,12 @@
-"""Where tokens are: their positions, the documents they belong to, and what attention is given of both."""
+"""What attention is given besides activations: the places of tokens, and numbers that differ by layer."""
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from moezoo.parallel.collectives import gather
+from moezoo.nn.context_parallel import context_parallel
+from moezoo.parallel.context_parallel import Place, Places
 from moezoo.parallel.execution import Execution
-
-
-class TokenPositions(NamedTuple):
-    """Each token's `position` in its document, and its `segment`: the document's number in its row, 0 for padding."""
-
-    position: Int[Array, "batch seq"]
-    segment: Int[Array, "batch seq"]
 
 
 class LayerNumbers(NamedTuple):
@@ -23,18 +17,18 @@ class LayerNumbers(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a layer's attention needs besides activations.
+    """The places of this device's tokens and of keys; `numbers` is None where all layers have the same."""
 
-    The positions of this device's tokens, and of all keys. `numbers` is None where all layers have the same.
-    """
-
-    queries: TokenPositions
-    keys: TokenPositions
+    queries: Place
+    keys: Place
     numbers: LayerNumbers | None = None
 
+    @property
+    def places(self) -> Places:
+        """Without the numbers."""
+        return Places(self.queries, self.keys)
 
-def gather_positions(queries: TokenPositions, execution: Execution) -> Context:
-    """Gather positions over the axes that split the sequence: once per forward pass, as all layers share them."""
-    axes = execution.sequence_axes
-    keys = TokenPositions(*(gather(p, axes, 1, tokens=execution.token_axes) for p in queries))
-    return Context(queries, keys)
+
+def make_context(queries: Place, execution: Execution) -> Context:
+    """The context of a forward pass, made once, as all layers share it."""
+    return Context(*context_parallel(execution).places(queries, execution.sequence_group))

@@ -17,8 +17,10 @@ from jaxtyping import PyTree
 from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel.axes import Axes, Role, axes_of
-from moezoo.parallel.collectives import GATHERED_WEIGHT, GROUPED_MATMUL, gather_weight, vary
+from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, gather_weight, vary
+from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
+from moezoo.parallel.kernels import ANY_BACKEND, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 
@@ -36,10 +38,11 @@ class Execution:
     are cast to it before they are gathered. Gradients are summed over devices in `reduce_dtype`. `remat` says what a
     layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
     everything but gathered weights. `dispatch` is a strategy; without one, tokens stay and weights move (`gather`).
-    `grouped_matmul` names a backend of that kernel; None leaves the choice to the platform that the step is compiled
-    for. `routing` is `learned`; to measure speed, `random` or `balanced` choose experts instead and the router only
-    gives the gates. `rows_over`: mesh axes that split the batch in place of those that the rules name, with whole
-    sequences (`for_rows`).
+    `context_parallel` says how queries meet keys of other devices where the sequence is split; without one, what tokens
+    leave behind is gathered. `kernels` names backends; what it leaves open follows from the mesh's devices. `routing`
+    is `learned`; to measure speed, `random` or `balanced` choose experts instead and the router only gives the gates.
+    `rows_over`: mesh axes that split the batch in place of those that the rules name, with whole sequences
+    (`for_rows`).
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, and when `dispatch` is not a
     strategy.
@@ -51,7 +54,8 @@ class Execution:
     dtype: DTypeLike = jnp.float32
     reduce_dtype: DTypeLike = jnp.float32
     remat: Remat = "full"
-    grouped_matmul: str | None = None
+    context_parallel: ContextParallel | None = None
+    kernels: Kernels = ANY_BACKEND
     routing: Literal["learned", "random", "balanced"] = "learned"
     rows_over: tuple[str, ...] | None = None
 
@@ -141,6 +145,20 @@ class Execution:
         return ExpertGroup(axes, self.ways(axes), num_experts)
 
     @property
+    def sequence_group(self) -> SequenceGroup:
+        """The devices that share sequences."""
+        return SequenceGroup(self.sequence_axes, self.ways(self.sequence_axes), self.token_axes)
+
+    @functools.cached_property
+    def target(self) -> Target | None:
+        """What programs are compiled for: of the mesh, never of this machine; None where the mesh names no device."""
+        return target_of(self.mesh)
+
+    def kernel(self, name: Literal["grouped_matmul", "attention"]) -> KernelOrder:
+        """What calls of a kernel are given."""
+        return KernelOrder(getattr(self.kernels, name), self.target)
+
+    @property
     def moves_weights(self) -> bool:
         """Whether every device runs all experts, on its own tokens; without a dispatch it does."""
         return self.dispatch is None or self.dispatch.moves == "weights"
@@ -202,7 +220,8 @@ class Execution:
         policy = {
             "full": checkpoint_policies.nothing_saveable,
             "dots": checkpoint_policies.save_from_both_policies(
-                checkpoint_policies.checkpoint_dots, checkpoint_policies.save_only_these_names(GROUPED_MATMUL)
+                checkpoint_policies.checkpoint_dots,
+                checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_MATMUL),
             ),
             "none": _everything_but_gathered_weights,
         }[self.remat]

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.moe.routing import Routing, reduce_routing
-from moezoo.nn.positions import TokenPositions, gather_positions
+from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import psum, vary_like
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
 # Most logits held at once: rows of a chunk times vocabulary.
@@ -57,7 +58,7 @@ def cross_entropy(
 
 def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
     """Losses over all devices, of arrays and parameters local to this one."""
-    context = gather_positions(TokenPositions(batch.positions, batch.segments), execution)
+    context = make_context(Place(batch.positions, batch.segments), execution)
     out = model.layers(model.embed(batch.tokens, execution), context, execution)
     assert out.sums is not None
     nats = psum(cross_entropy(model, out.x, batch.labels, execution), execution.token_axes)

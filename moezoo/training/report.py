@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
-from moezoo.kernels.grouped_matmul import default_implementation
+from moezoo.kernels.attention import chosen_backend as chosen_attention
+from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
@@ -76,6 +77,17 @@ def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
     return f"{name}: tokens move {where}, expert weights stay"
 
 
+def kernels_line(execution: Execution, length: int) -> str:
+    """The backends that a step on sequences of `length` tokens runs."""
+    target, names = execution.target, execution.kernels
+    assert target is not None
+    queries = length // execution.sequence_group.size
+    return (
+        f"grouped matmul {chosen_product(target, names.grouped_matmul)}, "
+        f"attention {chosen_attention(target, queries, length, names.attention)}"
+    )
+
+
 def summarize(
     cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
 ) -> list[tuple[str, str]]:
@@ -111,7 +123,7 @@ def summarize(
             [("routing", f"{execution.routing}: the router chooses no expert; measure speed, do not train")]
             * (not learned)
         ),
-        ("kernels", f"grouped matmul: {execution.grouped_matmul or default_implementation(devices.flat[0].platform)}"),
+        ("kernels", kernels_line(execution, cfg.seq_len)),
         *(("layout", line) for line in layout_lines(placements.model)),
         ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
         *(

@@ -14,8 +14,8 @@ import moezoo
 from moezoo.generation import generate as generation
 from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
-from moezoo.nn.positions import TokenPositions
 from moezoo.nn.yarn import Yarn
+from moezoo.parallel.context_parallel import Place
 
 VOCAB = 40
 SMALL: dict[str, Any] = {
@@ -98,11 +98,11 @@ def test_logits_with_a_cache_equal_those_without(name):
 
     @jax.jit
     def read(model, tokens, segments, positions):
-        at = TokenPositions(positions[:, :width], segments[:, :width])
+        at = Place(positions[:, :width], segments[:, :width])
         first, cache = generation.prefill(model, tokens[:, :width], at, width + NEW, execution)
 
         def one(cache, column):
-            here = TokenPositions(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
+            here = Place(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
             token = jax.lax.dynamic_slice_in_dim(tokens, column, 1, 1)
             logits, cache = generation.decode(model, token, here, cache, execution)
             return cache, logits
@@ -118,7 +118,7 @@ def test_logits_with_a_cache_equal_those_without(name):
 def test_what_is_kept():
     """Mixtral's window and DeepSeek's latents bound it: no key or value of a head, no token beyond a window."""
     for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8, 4})):
-        at: Any = TokenPositions(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
+        at: Any = Place(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
         read = functools.partial(generation.prefill, length=14, execution=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.kept)

@@ -15,8 +15,9 @@ from meshes import auto_mesh
 from programs import largest_array
 
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import Implementation, default_implementation, grouped_matmul
+from moezoo.kernels.grouped_matmul import Implementation, chosen_backend, grouped_matmul
 from moezoo.kernels.grouped_matmul import blocked as blocked_module
+from moezoo.parallel.kernels import Target
 from moezoo.parallel.traces import equations
 
 GROUPS, INPUTS, OUTPUTS = 4, 5, 3
@@ -228,7 +229,7 @@ def test_on_a_mesh(implementation, over):
 
 def test_unknown_implementation():
     x, weights, _ = operands(4)
-    with pytest.raises(UserError, match=r"^grouped_matmul: no implementation 'block'; did you mean 'blocked'\?$"):
+    with pytest.raises(UserError, match=r"^grouped_matmul: no backend 'block'; did you mean 'blocked'\?$"):
         grouped_matmul(x, weights, jnp.zeros(4, jnp.int32), implementation="block")
 
 
@@ -239,10 +240,10 @@ def test_none_is_settled_by_the_platform_compiled_for():
     arguments = x, weights, jnp.zeros(GROUPS, jnp.int32), cotangent
     for platform in ("cpu", "cuda", "tpu"):
         program = run.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
-        expected = default_implementation(platform)
+        expected = chosen_backend(Target(platform))
         assert ("ragged_dot" in program) == (expected == "ragged_dot"), platform
         assert ("stablehlo.while" in program) == (expected == "blocked"), platform
-    assert default_implementation("tpu") == "ragged_dot"
+    assert chosen_backend(Target("tpu")) == "ragged_dot"
 
 
 def test_blocked_makes_no_array_of_every_row_for_every_group():

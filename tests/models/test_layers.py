@@ -17,7 +17,8 @@ import moezoo
 from moezoo.generation import generate as generation
 from moezoo.hub import tensors as hub
 from moezoo.models.layers import find_periods, layer_places
-from moezoo.nn.positions import Context, TokenPositions
+from moezoo.nn.positions import Context
+from moezoo.parallel.context_parallel import Place
 
 VOCAB, LENGTH, NEW = 40, 6, 8
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (4, LENGTH)).astype(np.int32)
@@ -40,7 +41,7 @@ def unstacked(model: Any) -> list[Any]:
 def naive(model: Any, tokens: Any) -> tuple[Any, Any]:
     """Logits, and assignments to each expert [layers with experts, experts]."""
     execution, loads = moezoo.Execution(), []
-    at = TokenPositions(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
+    at = Place(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
     x = model.embedding.weight[tokens]
     for block, numbers in zip(unstacked(model), NUMBERS, strict=True):
         x, sums, _ = block(x, Context(at, at, numbers), execution)
@@ -115,7 +116,7 @@ def test_each_kind_has_the_cache_it_needs():
     np.testing.assert_array_equal(moezoo.generate(model(), TOKENS, max_new_tokens=NEW), padded)
 
     def prefill(model: Any) -> Any:
-        at = TokenPositions(jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape), jnp.ones_like(jnp.asarray(TOKENS)))
+        at = Place(jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape), jnp.ones_like(jnp.asarray(TOKENS)))
         return generation.prefill(model, jnp.asarray(TOKENS), at, 14, moezoo.Execution()).cache
 
     cache = jax.eval_shape(prefill, model())
@@ -165,7 +166,7 @@ def test_a_mesh_changes_nothing(mesh):
 def test_a_block_by_its_formula():
     """Each part behind its norm, normalised again, and added to the stream."""
     block, x = unstacked(model())[0], jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16), np.float32))
-    at = TokenPositions(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
+    at = Place(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
     context, execution = Context(at, at, NUMBERS[0]), moezoo.Execution()
 
     def normed(norm: Any, y: Any) -> Any:

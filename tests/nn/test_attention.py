@@ -1,6 +1,7 @@
 """Attention against a loop over queries and keys; rotary positions against complex numbers; RMSNorm by its formula."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import moezoo.nn.attention as attention
-from moezoo.nn.attention import Attention, attend
+from moezoo.kernels.attention import attend, reference
+from moezoo.nn.attention import Attention
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.positions import Context, LayerNumbers, TokenPositions, gather_positions
+from moezoo.nn.positions import Context, LayerNumbers, make_context
 from moezoo.nn.rope import frequencies, rotate
 from moezoo.nn.rotary import Rotary
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.rules import Rules
@@ -26,7 +28,7 @@ PRECISION = 50 * 2.0**-24
 # Documents of 5, 4 and 3 tokens; and one of 8 with padding (segment 0) behind it.
 SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32)
 POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
-TOKEN_POSITIONS = TokenPositions(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+TOKEN_POSITIONS = Place(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 
 def projections(seed=0):
@@ -60,14 +62,14 @@ def attended(chunk, window):
     """Value and gradients of `attend` with this many queries a chunk, compiled once."""
 
     def run(q, k, v, cotangent):
-        context = Context(TOKEN_POSITIONS, TOKEN_POSITIONS)
-        one = functools.partial(attend, context=context, scale=HEAD_DIM**-0.5, window=window)
+        places = {"queries": TOKEN_POSITIONS, "keys": TOKEN_POSITIONS}
+        one = lambda *qkv: attend(*qkv, **places, scale=HEAD_DIM**-0.5, window=window).result  # noqa: E731
         value, pull = jax.vjp(one, q, k, v)
         return value, *pull(cotangent)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in projections()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_QUERY_CHUNK", chunk)
+        patch.setattr(reference, "_QUERY_CHUNK", chunk)
         return jax.jit(run).lower(*shapes).compile()
 
 
@@ -134,9 +136,9 @@ def test_no_attention_across_documents_or_ahead():
 def test_a_query_that_sees_nothing_stays_finite():
     """As when padding's segment is on no key at all."""
     q, k, v, _ = map(jnp.asarray, projections())
-    alone = TokenPositions(TOKEN_POSITIONS.position, TOKEN_POSITIONS.segment + 10)
-    context = Context(alone, TOKEN_POSITIONS)
-    run = jax.value_and_grad(lambda q: attend(q, k, v, context, scale=1.0, window=None).sum())
+    alone = Place(TOKEN_POSITIONS.position, TOKEN_POSITIONS.segment + 10)
+    places: Any = {"queries": alone, "keys": TOKEN_POSITIONS}
+    run = jax.value_and_grad(lambda q: attend(q, k, v, **places, scale=1.0, window=None).result.sum())
     for result in jax.jit(run)(q):
         assert np.isfinite(result).all()
 
@@ -166,7 +168,7 @@ def complex_rotation(x, positions, base):
 
 def layer_and_gradients(execution, layer, x, positions, cotangent):
     """The layer's value and gradients by its weights and input."""
-    value, pull = jax.vjp(lambda layer, x: layer(x, gather_positions(positions, execution), execution).y, layer, x)
+    value, pull = jax.vjp(lambda layer, x: layer(x, make_context(positions, execution), execution).y, layer, x)
     return value, *pull(cotangent)
 
 
