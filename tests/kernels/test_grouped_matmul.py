@@ -15,7 +15,7 @@ from meshes import auto_mesh
 from programs import largest_array
 
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import Implementation, chosen_backend, grouped_matmul
+from moezoo.kernels.grouped_matmul import Implementation, api, chosen_backend, gated, grouped_matmul
 from moezoo.kernels.grouped_matmul import blocked as blocked_module
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.traces import equations
@@ -268,3 +268,81 @@ def test_a_size_for_each_matrix(implementation):
     sizes = np.asarray((2, 0, 5, 0), np.int8)  # any integers will do, from NumPy too
     want = loop(x, weights, sizes.tolist(), np.zeros((8, OUTPUTS)))[0]
     np.testing.assert_allclose(run(x, weights, sizes, implementation=implementation), want, atol=1e-5)
+
+
+def plus_one(gate, up):
+    """Not zero where both are zero, as activations of some families."""
+    return jnp.tanh(gate) * (up + 1) + 0.5
+
+
+def gated_loop(rows, gate, up, gate_bias, up_bias, sizes):
+    """`gated` by its definition, group by group; zero beyond the groups."""
+    parts, first = [], 0
+    for group, size in enumerate(sizes):
+        mine = rows[first : first + size]
+        parts.append(plus_one(mine @ gate[group] + gate_bias[group][None], mine @ up[group] + up_bias[group][None]))
+        first += size
+    return jnp.concatenate([*parts, jnp.zeros((rows.shape[0] - first, gate.shape[2]))])
+
+
+def gated_operands():
+    """Rows, both matrices and both biases; what flows back."""
+    rng = np.random.default_rng(5)
+    shapes = (12, INPUTS), *((GROUPS, INPUTS, OUTPUTS),) * 2, *((GROUPS, OUTPUTS),) * 2, (12, OUTPUTS)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("biases", ["none", "both"])
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 2), (0, 0, 0, 0), (0, 0, 12, 0)])
+def test_gated_equals_a_loop(implementation, sizes, biases):
+    """Value and gradients; what lies beyond the groups is zero to the bit, whatever it holds."""
+    x, gate, up, gate_bias, up_bias, cotangent = gated_operands()
+    x, cotangent = x.at[sum(sizes) :].set(jnp.nan), cotangent.at[sum(sizes) :].set(jnp.nan)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+
+    def run(x, gate, up, *biases):
+        named = dict(zip(("gate_bias", "up_bias"), biases, strict=False))
+        options = {"activation": plus_one, "implementation": implementation}
+        return gated(x, gate, up, group_sizes, **named, **options)
+
+    def want(x, gate, up, *biases):
+        return gated_loop(x, gate, up, *(biases or (jnp.zeros((GROUPS, OUTPUTS)),) * 2), sizes)
+
+    arguments = x, gate, up, *((gate_bias, up_bias) if biases == "both" else ())
+    value, pull = jax.vjp(run, *arguments)
+    assert not np.asarray(value)[sum(sizes) :].any()
+    wanted, pull_wanted = jax.vjp(want, jnp.nan_to_num(x), *arguments[1:])
+    found = [value, *pull(cotangent)]
+    for result, target in zip(found, [wanted, *pull_wanted(jnp.nan_to_num(cotangent))], strict=True):
+        # Sums of at most 12 products of order ten.
+        np.testing.assert_allclose(result, target, rtol=0, atol=120 * ROUNDING["float32"])
+
+
+def test_a_backend_with_a_gated_kernel_runs_it(monkeypatch):
+    """On mesh axes its operands vary alike, and where it is one of several the lowering chooses."""
+    seen = []
+
+    def fused(rows, gate, up, sizes, gate_bias, up_bias, *, activation):
+        seen.append({frozenset(jax.typeof(x).mat.varying) for x in (rows, gate, up, sizes, gate_bias)})
+        assert up_bias is None
+        return activation(rows @ gate[0] + gate_bias[0][None], rows @ up[0])
+
+    new = api.Backend(blocked_module.multiply, blocked_module.outer, fused, lambda target: target.platform == "cpu")
+    monkeypatch.setitem(api._BACKENDS, "fused", new)
+    monkeypatch.setitem(api._RUNS_ON, "fused", new.runs_on)
+    monkeypatch.setattr(api, "_own_order", lambda target: ("fused", "reference"))
+    x, gate, up, bias, *_ = gated_operands()
+    sizes = jnp.asarray((12, 0, 0, 0), jnp.int32)
+    run = functools.partial(gated, activation=plus_one)
+    split, whole = PartitionSpec("a"), PartitionSpec()
+    mapped = jax.shard_map(
+        lambda x, gate, up, bias: run(x, gate, up, sizes // 2, gate_bias=bias),
+        mesh=auto_mesh(a=2),
+        in_specs=(split, whole, whole, whole),
+        out_specs=split,
+    )
+    want = gated_loop(x, gate, up, bias, jnp.zeros_like(bias), sizes)
+    np.testing.assert_allclose(jax.jit(mapped)(x, gate, up, bias), want, atol=1e-5)
+    assert seen == [{frozenset("a")}]
+    text = jax.jit(run).trace(x, gate, up, sizes, gate_bias=bias).lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.compare" in text  # the reference's mask: a composed product
