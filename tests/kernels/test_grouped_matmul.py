@@ -322,8 +322,8 @@ def test_a_backend_with_a_gated_kernel_runs_it(monkeypatch):
     """On mesh axes its operands vary alike, and where it is one of several the lowering chooses."""
     seen = []
 
-    def fused(rows, gate, up, sizes, gate_bias, up_bias, *, activation):
-        seen.append({frozenset(jax.typeof(x).mat.varying) for x in (rows, gate, up, sizes, gate_bias)})
+    def fused(rows, gate, up, group_sizes, gate_bias, up_bias, *, activation):
+        seen.append({frozenset(jax.typeof(x).mat.varying) for x in (rows, gate, up, group_sizes, gate_bias)})
         assert up_bias is None
         return activation(rows @ gate[0] + gate_bias[0][None], rows @ up[0])
 

@@ -1,0 +1,98 @@
+"""Attention on a split sequence, for a value that gathers and one that passes parts around, against one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from moezoo.kernels.attention import attend, join
+from moezoo.nn.attention import Attention
+from moezoo.nn.context_parallel import GatherKept
+from moezoo.nn.latent_attention import LatentAttention, LatentSizes
+from moezoo.nn.positions import make_context
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.context_parallel import ContextParallel, Place, Places
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import MeshShape, make_mesh
+from moezoo.parallel.rules import Rules
+
+BATCH, SEQ, EMBED = 2, 12, 6
+# Averages of values of order one under weights from scores of order ten: some 50 roundings to float32.
+PRECISION = 50 * 2.0**-24
+OPTIONS = {"out_std": 1.0, "dtype": jnp.dtype("float32"), "key": jax.random.key(0)}
+LAYERS = {
+    "grouped": Attention(EMBED, 4, 2, 4, rotary=Rotary(4, 100.0), window=5, **OPTIONS),
+    "latent": LatentAttention(EMBED, LatentSizes(3, None, 5, 3, 2, 4), rotary=Rotary(2, 100.0), **OPTIONS),
+}
+PLACE = Place(
+    jnp.asarray([[*range(5), *range(7)], [*range(8), *range(4)]], jnp.int32),
+    jnp.asarray([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4], jnp.int32),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassAround(ContextParallel):
+    """Every device in turn sees what every other one keeps; partial results are joined."""
+
+    def places(self, queries, group):
+        return Places(queries, queries)
+
+    def attend(self, q, kept, weights, expand, places, scoring, group):
+        around = [(i, (i + 1) % group.size) for i in range(group.size)]
+        options = {"scale": scoring.scale, "window": scoring.window, "implementation": scoring.order}
+        travelling, parts = (kept, places.keys), []
+        for _ in range(group.size):
+            keys, values = expand(weights, travelling[0])
+            parts.append(attend(q, keys, values, queries=places.queries, keys=travelling[1], **options))
+            travelling = jax.tree.map(lambda x: lax.ppermute(x, group.axes, around), travelling)
+        return functools.reduce(join, parts).result
+
+    def place_exchanges(self, tokens, group):
+        raise NotImplementedError
+
+    def exchanges(self, numbers, dtype, group):
+        raise NotImplementedError
+
+
+def layer_and_gradients(execution, layer, x, place, cotangent):
+    """The layer's value and gradients by its weights and input."""
+    value, pull = jax.vjp(lambda layer, x: layer(x, make_context(place, execution), execution).y, layer, x)
+    return value, *pull(cotangent)
+
+
+def inputs():
+    """Activations, their places, and what flows back: nothing at padding."""
+    x, cotangent = np.random.default_rng(0).standard_normal((2, BATCH, SEQ, EMBED), np.float32)
+    return x, PLACE, cotangent * (np.asarray(PLACE.segment) > 0)[:, :, None]
+
+
+@functools.cache
+def on_one_device(name):
+    """The layer without a mesh."""
+    return jax.jit(functools.partial(layer_and_gradients, Execution()))(LAYERS[name], *inputs())
+
+
+@pytest.mark.parametrize("value", [None, GatherKept(), PassAround()], ids=["default", "gather", "pass around"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_split_sequence_changes_nothing(name, value):
+    """Output and gradients by the input and by every weight, those that make keys of latents included."""
+    rules = Rules("mine", {}, {}, ("data",), ("context",))
+    mesh = make_mesh(MeshShape(data=2, context=3))
+    execution = Execution(mesh=mesh, rules=rules, context_parallel=value)
+    split, whole = execution.tokens_spec, PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(layer_and_gradients, execution),
+        mesh=mesh,
+        in_specs=(whole, split, split, split),
+        out_specs=(split, whole, split),
+    )
+    found, wanted = jax.jit(mapped)(LAYERS[name], *inputs()), on_one_device(name)
+    valid = np.asarray(PLACE.segment) > 0
+    np.testing.assert_allclose(np.asarray(found[0])[valid], np.asarray(wanted[0])[valid], rtol=0, atol=PRECISION)
+    for result, want in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(wanted[1:]), strict=True):
+        np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * max(1, np.abs(want).max()))
