@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.collectives import gather
@@ -33,6 +34,7 @@ class Context(NamedTuple):
     numbers: LayerNumbers | None = None
 
 
+@jax.named_scope("positions")
 def gather_positions(queries: TokenPositions, execution: Execution) -> Context:
     """Gather positions over the axes that split the sequence: once per forward pass, as all layers share them."""
     axes = execution.sequence_axes
