@@ -91,10 +91,12 @@ class LanguageModel(eqx.Module):
             model = eqx.tree_at(mine, model, mine(model).after_step(load if len(rows) == len(load) else load[rows]))
         return model
 
+    @jax.named_scope("embedding")
     def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
         """Tokens to activations."""
         return execution.whole(self.embedding)(tokens)
 
+    @jax.named_scope("layers")
     def layers(
         self,
         x: Float[Array, "batch seq embed"],
@@ -106,6 +108,7 @@ class LanguageModel(eqx.Module):
         """All layers, as `moezoo.models.layers.run_layers` says."""
         return run_layers(self.stacks, x, context, execution, cache, keep)
 
+    @jax.named_scope("head")
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
         """Activations to logits."""
         return execution.whole(self.unembedding)(hidden)

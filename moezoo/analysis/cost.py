@@ -30,7 +30,7 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules
-from moezoo.parallel.traffic import Move, Moves, TrafficTable
+from moezoo.parallel.traffic import Move, Moves, Phase, Row, Traffic, TrafficTable
 
 
 def communication(
@@ -41,10 +41,11 @@ def communication(
 ) -> TrafficTable:
     """How often each collective of a training step runs, and the bytes that one device receives by it.
 
-    By collective and mesh axes; `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch`, or names of them,
-    take the place of those of `config`; the name of the strategy that it has changes none of its options. What a
-    collective brings is defined in `moezoo.parallel.traffic.received_bytes`; for `ragged`, of routed rows evenly
-    spread. Counts are those of the program, before a compiler joins or splits collectives.
+    By part of the step, to two names a scope (`TrafficTable.outline(2)` of the trace), phase, collective and mesh axes;
+    `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch`, or names of them, take the place of those of
+    `config`; the name of the strategy that it has changes none of its options. What a collective brings is defined in
+    `moezoo.parallel.traffic.received_bytes`; for `ragged`, of routed rows evenly spread. Counts are those of the
+    program, before a compiler joins or splits collectives.
 
     Raises `UserError` where they do not fit together, and for a mesh axis of -1.
     """
@@ -52,42 +53,40 @@ def communication(
     execution = build_execution(config, abstract_mesh(config.mesh))
     model, micro_steps, table = model_shapes(config.model), config.execution.microbatches, TrafficTable()
 
-    def add(moves: Iterable[Move], times: int) -> None:
+    def add(scope: str, phase: Phase, moves: Iterable[Move], times: int) -> None:
         for move in moves:
             if move.axes:
-                table.add(move.collective, move.axes, times, move.received_bytes)
+                traffic = Traffic(times, times * move.received_bytes)
+                table.add(Row(scope, phase, move.collective, move.axes), traffic)
 
-    def both(moves: Moves, times: int, *, again: bool) -> None:
-        add(moves.of_a_step(again=again), times * micro_steps)
+    def both(scope: str, moves: Moves, times: int, *, again: bool) -> None:
+        for phase, part in moves.phases(again=again).items():
+            add(scope, phase, part, times * micro_steps)
 
     kept = config.execution.remat == "none"  # nothing is computed twice, and only weights are gathered twice
     rows = config.batch_size // micro_steps // execution.ways(execution.batch_axes)
     length = config.seq_len // execution.ways(execution.sequence_axes)
-    both(_weights(model.embedding, execution), 1, again=False)
-    both(_weights(model.unembedding, execution), 1, again=True)
+    both("embedding/weights", _weights(model.embedding, execution), 1, again=False)
+    both("head/weights", _weights(model.unembedding, execution), 1, again=True)
     attention, group = context_parallel(execution), execution.sequence_group
-    if group.axes:
-        both(attention.place_exchanges(rows * length, group), 1, again=False)
+    both("positions", attention.place_exchanges(rows * length, group), 1, again=False)
     routing_layers = 0
     for stack in model.stacks:
-        both(_weights(stack, execution), stack.count, again=True)
+        both("layers/weights", _weights(stack, execution), stack.count, again=True)
         for block in stack.blocks:
-            if group.axes:
-                numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
-                both(attention.exchanges(numbers, execution.dtype, group), stack.count, again=not kept)
+            numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
+            kept_moves = attention.exchanges(numbers, execution.dtype, group)
+            both("layers/attention", kept_moves, stack.count, again=not kept)
             if block.moe is not None:
                 routing_layers += stack.count
-                both(_experts(block.moe, rows * length, execution), stack.count, again=not kept)
-    add(_statistics(config, routing_layers, rows, execution), micro_steps)
+                rows_there = _experts(block.moe, rows * length, execution)
+                both("layers/feed_forward", rows_there, stack.count, again=not kept)
+    add("routing", "forward", _statistics(config, routing_layers, rows, execution), micro_steps)
+    add("loss", "forward", [_move("psum", execution.token_axes, 1, jnp.float32, execution)], micro_steps)
     # Once a step: the number of predicted tokens, gradients of what is not stored over all axes of tokens, the norm.
-    add(
-        [
-            _move("psum", execution.token_axes, 1, jnp.int32, execution),
-            _move("psum", execution.live_axes, 1, jnp.float32, execution),
-        ],
-        1,
-    )
-    add(_gradient_sums(model, execution), 1)
+    add("loss", "outside", [_move("psum", execution.token_axes, 1, jnp.int32, execution)], 1)
+    add("gradient_sums", "outside", _gradient_sums(model, execution), 1)
+    add("gradient_norm", "outside", [_move("psum", execution.live_axes, 1, jnp.float32, execution)], 1)
     return table
 
 
@@ -197,17 +196,16 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
 
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
-    """The sums over devices of the loss and of routing (`reduce_routing`), one an array; numbers have four bytes."""
+    """The sums over devices of routing (`reduce_routing`), one an array; numbers have four bytes."""
     num_experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
 
     def sums(axes: MeshAxes, *numbers: int) -> list[Move]:
         return [_move("psum", axes, layers * each, jnp.float32, execution) for each in numbers]
 
-    loss = _move("psum", batch + sequence, 1, jnp.float32, execution)
     if config.model.load_balance_over == "batch":  # load, probabilities, tokens, z, drops
-        return [loss, *sums(batch + sequence, num_experts, num_experts, 1, 1, 1)]
+        return sums(batch + sequence, num_experts, num_experts, 1, 1, 1)
     by_row = sums(sequence, rows * num_experts, rows * num_experts, rows, 1, 1)
-    return [loss, *by_row, *sums(batch, 1, 1, num_experts, 1, 1, 1)]  # balance, rows, load, tokens, z, drops
+    return [*by_row, *sums(batch, 1, 1, num_experts, 1, 1, 1)]  # balance, rows, load, tokens, z, drops
 
 
 def _gradient_sums(model: PyTree, execution: Execution) -> list[Move]:

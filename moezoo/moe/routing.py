@@ -59,6 +59,7 @@ def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Arra
     return counts.shape[-1] * (share * probabilities / total).sum(-1)
 
 
+@jax.named_scope("routing")
 def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes, sequence_axes: MeshAxes) -> Routing:
     """Sum over devices, for all layers at once; differentiable.
 

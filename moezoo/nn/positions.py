@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float
 
 from moezoo.nn.context_parallel import context_parallel
@@ -29,6 +30,7 @@ class Context(NamedTuple):
         return Places(self.queries, self.keys)
 
 
+@jax.named_scope("positions")
 def make_context(queries: Place, execution: Execution) -> Context:
     """The context of a forward pass, made once, as all layers share it."""
     return Context(*context_parallel(execution).places(queries, execution.sequence_group))

@@ -88,6 +88,7 @@ def gather_tokens(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Ar
     return checkpoint_name(gather(x, axes, dim, tokens=tokens), GATHERED_TOKENS) if axes else x
 
 
+@jax.named_scope("weights")
 def gather_weight(
     x: Array, dims: tuple[MeshAxes, ...], tokens: MeshAxes, dtype: DTypeLike, reduce_dtype: DTypeLike
 ) -> Array:

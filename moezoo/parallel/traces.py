@@ -1,14 +1,19 @@
-"""Reading traced programs: every equation with the number of times it runs, and the collectives among them."""
+"""Reading traced programs: every equation with the number of times it runs, and the collectives among them.
+
+Dead code does not count: a program is cleaned of it before it is read, inner programs included.
+"""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters import partial_eval
 
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.traffic import TrafficTable, received_bytes
+from moezoo.parallel.traffic import Phase, Row, Traffic, TrafficTable, received_bytes
 
 # Primitives by which devices exchange data, by the name that counts give them: JAX has several of one kind, which
 # differ in whether their result is typed as varying.
@@ -29,30 +34,54 @@ _COLLECTIVES = {
 }
 
 
+# What rematerialisation calls its bodies in name stacks.
+_REPEATED, _BODIES = "rematted_computation", ("rematted_computation", "checkpoint")
+
+
 class Equation(NamedTuple):
     """An equation of a traced program, inside `shard_map` with the sizes of its `mesh`'s axes.
 
-    It runs `times` times, None where a loop without a known end holds it.
+    It runs `times` times, None where a loop without a known end holds it. `path` joins the name stacks of all that
+    holds it and its own, as JAX writes them: named scopes in the transformations that they went through.
     """
 
     equation: JaxprEqn
     times: int | None
     mesh: Mapping[str, int]
+    path: str
+
+    @property
+    def scope(self) -> str:
+        """Its named scopes, "/" between outer and inner ones."""
+        path = re.sub(r"(jvp\([^()]*\))\)/\1", r"\1)", self.path)  # a transposed checkpoint names its scopes twice
+        names = re.findall(r"([^/()]+)(\(?)", path)  # what stands before a parenthesis is a transformation
+        return "/".join(name for name, opens in names if not opens and name not in _BODIES)
+
+    @property
+    def phase(self) -> Phase:
+        """The pass that it belongs to."""
+        if _REPEATED in self.path:
+            return "again"
+        return "backward" if "transpose(" in self.path else "forward" if "jvp(" in self.path else "outside"
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterator[Equation]:
-    """Every equation of a traced program, inner programs included.
+    """Every equation of a traced program that its results or effects need, inner programs included.
 
     All branches of a choice; but where the platform compiled for will choose, that of `platform` alone, if given.
+    jax 0.10 leaves dead code in a loop that ends on a condition.
     """
-    yield from _walk(jaxpr, 1, platform, {})
+    program: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    cleaned, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    yield from _walk(cleaned, 1, platform, {}, "")
 
 
 def _walk(
-    jaxpr: ClosedJaxpr | Jaxpr, times: int | None, platform: str | None, mesh: Mapping[str, int]
+    jaxpr: ClosedJaxpr | Jaxpr, times: int | None, platform: str | None, mesh: Mapping[str, int], path: str
 ) -> Iterator[Equation]:
     for equation in jaxpr.eqns:
-        yield Equation(equation, times, mesh)
+        here = f"{path}/{equation.source_info.name_stack}"
+        yield Equation(equation, times, mesh, here)
         inside, sizes = times, mesh
         if equation.primitive.name == "scan":
             inside = None if times is None else times * equation.params["length"]
@@ -64,7 +93,7 @@ def _walk(
         if platform is not None and (branch := _branch(equation, platform)) is not None:
             parts = (branch,)
         for inner in _inner(parts):
-            yield from _walk(inner, inside, platform, sizes)
+            yield from _walk(inner, inside, platform, sizes, here)
 
 
 def _branch(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
@@ -94,10 +123,11 @@ def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Tra
     program does not say: in a loop that ends on a condition, or in a branch.
     """
     table = TrafficTable()
-    for equation, times, mesh in equations(jaxpr, platform):
+    for found in equations(jaxpr, platform):
+        equation, times, mesh, _ = found
         kind = equation.primitive.name
         chosen = kind != "cond" or _branch(equation, platform) is not None
-        if not chosen and any(count_collectives(branch, platform) for branch in equation.params["branches"]):
+        if not chosen and any(collective_traffic(branch, platform) for branch in equation.params["branches"]):
             raise ValueError("a collective in a branch: how often it runs depends on the data")
         if (name := _COLLECTIVES.get(kind)) is None:
             continue
@@ -107,13 +137,15 @@ def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Tra
             raise ValueError(
                 f"{name} over {axes} in a loop that ends on a condition: it runs an unknown number of times"
             )
-        table.add(name, axes, times, _bytes_of(name, equation, axes, mesh))
+        each = _bytes_of(name, equation, axes, mesh)
+        table.add(Row(found.scope, found.phase, name, axes), Traffic(times, times * each))
     return table
 
 
 def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, MeshAxes]]:
-    """How often each collective runs."""
-    return Counter({key: traffic.count for key, traffic in collective_traffic(jaxpr, platform).items()})
+    """How often each collective runs, whatever part of the program it belongs to."""
+    found = collective_traffic(jaxpr, platform).by("collective", "axes")
+    return Counter({(kind, axes): traffic.count for (kind, axes), traffic in found.items()})
 
 
 def _bytes_of(name: str, equation: JaxprEqn, axes: MeshAxes, mesh: Mapping[str, int]) -> int:

@@ -1,7 +1,8 @@
 """What collectives bring a device: one definition, for what is predicted and for what a traced program says."""
 
 import dataclasses
-from typing import NamedTuple
+import itertools
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -10,6 +11,10 @@ from moezoo.parallel.collectives import MeshAxes
 
 # In a reduction the order of axes says nothing.
 UNORDERED = ("pmax", "pmin", "psum")
+
+# What computes first, what rematerialisation repeats, what gradients take; and what runs outside of differentiation, as
+# gradients' sums do.
+Phase = Literal["forward", "again", "backward", "outside"]
 
 
 def received_bytes(collective: str, given: int, ways: int) -> int:
@@ -59,26 +64,60 @@ class Moves:
     def __add__(self, other: "Moves") -> "Moves":
         return Moves(self.forward + other.forward, self.again + other.again, self.backward + other.backward)
 
-    def of_a_step(self, *, again: bool) -> tuple[Move, ...]:
+    def phases(self, *, again: bool) -> dict[Phase, tuple[Move, ...]]:
         """All that run in a training step, those that are repeated only if `again`."""
-        return (*self.forward, *(self.again if again else ()), *self.backward)
+        return {"forward": self.forward, "again": self.again if again else (), "backward": self.backward}
+
+    def of_a_step(self, *, again: bool) -> tuple[Move, ...]:
+        """`phases`, one after the other."""
+        return tuple(itertools.chain(*self.phases(again=again).values()))
+
+
+class Row(NamedTuple):
+    """Collectives of one kind that one part of a step runs, over `axes` in the order in which blocks are joined.
+
+    `scope` names the part by its `jax.named_scope`s, "/" between outer and inner ones.
+    """
+
+    scope: str
+    phase: Phase
+    collective: str
+    axes: MeshAxes
 
 
 class Traffic(NamedTuple):
-    """How often a collective runs, and the bytes that a device receives by it in all."""
+    """How often collectives run, and the bytes that a device receives by them in all."""
 
     count: int
     bytes: int
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.count + other.count, self.bytes + other.bytes)
 
-class TrafficTable(dict[tuple[str, MeshAxes], Traffic]):
-    """`Traffic` by collective and mesh axes, in the order in which blocks are joined; alphabetical for sums."""
 
-    def add(self, collective: str, axes: MeshAxes, count: int, each: int) -> None:
-        """`count` runs more, of `each` bytes."""
-        axes = tuple(sorted(axes)) if collective in UNORDERED else axes
-        had = self.get((collective, axes), Traffic(0, 0))
-        self[collective, axes] = Traffic(had.count + count, had.bytes + count * each)
+class TrafficTable(dict[Row, Traffic]):
+    """`Traffic` of every part of a step, by collective and mesh axes; axes of sums are in alphabetical order."""
+
+    def add(self, row: Row, traffic: Traffic) -> None:
+        """So much more."""
+        if row.collective in UNORDERED:
+            row = row._replace(axes=tuple(sorted(row.axes)))
+        self[row] = self.get(row, Traffic(0, 0)) + traffic
+
+    def outline(self, depth: int) -> "TrafficTable":
+        """The same, with the `depth` outermost names of each scope."""
+        table = TrafficTable()
+        for row, traffic in self.items():
+            table.add(row._replace(scope="/".join(row.scope.split("/")[:depth])), traffic)
+        return table
+
+    def by(self, *fields: str) -> dict[tuple[Any, ...], Traffic]:
+        """Sums over the rows that agree in these fields of `Row`, the most bytes first."""
+        found: dict[tuple[Any, ...], Traffic] = {}
+        for row, traffic in self.items():
+            key = tuple(getattr(row, field) for field in fields)
+            found[key] = found.get(key, Traffic(0, 0)) + traffic
+        return dict(sorted(found.items(), key=lambda item: -item[1].bytes))
 
     @property
     def bytes(self) -> int:
@@ -91,11 +130,11 @@ class TrafficTable(dict[tuple[str, MeshAxes], Traffic]):
         return sum(traffic.count for traffic in self.values())
 
     def __str__(self) -> str:
-        lines = [("collective", "over", "times", "bytes")]
+        lines = [("scope", "phase", "collective", "over", "times", "bytes")]
         ranked = sorted(self.items(), key=lambda item: -item[1].bytes)
-        lines += [(kind, " ".join(axes), f"{t.count:,}", f"{t.bytes:,}") for (kind, axes), t in ranked]
-        lines.append(("all", "", f"{self.count:,}", f"{self.bytes:,}"))
+        lines += [(*row[:3], " ".join(row.axes), f"{t.count:,}", f"{t.bytes:,}") for row, t in ranked]
+        lines.append(("all", "", "", "", f"{self.count:,}", f"{self.bytes:,}"))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
-            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in lines
+            "  ".join(f"{cell:{'<' if i < 4 else '>'}{widths[i]}}" for i, cell in enumerate(line)) for line in lines
         )

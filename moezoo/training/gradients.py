@@ -16,6 +16,7 @@ def _with_placements(tree: PyTree, placements: PyTree) -> Iterator[tuple[Array, 
     return zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
 
 
+@jax.named_scope("gradient_sums")
 def reduce_gradients(gradients: PyTree, placements: PyTree, dtype: DTypeLike) -> PyTree:
     """Sum each leaf, in `dtype`, over the axes it varies over but is not stored over: one psum a leaf that has such.
 
@@ -31,6 +32,7 @@ def reduce_gradients(gradients: PyTree, placements: PyTree, dtype: DTypeLike) ->
     return jax.tree.unflatten(jax.tree.structure(gradients), leaves)
 
 
+@jax.named_scope("gradient_norm")
 def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[Array, ""]:
     """The 2-norm of the whole gradient, float32: one sum over all `axes` of the mesh, every value counted once.
 

@@ -26,6 +26,7 @@ class Losses(NamedTuple):
     routing: Routing
 
 
+@jax.named_scope("head")
 def cross_entropy(
     model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
 ) -> Float[Array, ""]:
@@ -61,6 +62,8 @@ def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
     context = make_context(Place(batch.positions, batch.segments), execution)
     out = model.layers(model.embed(batch.tokens, execution), context, execution)
     assert out.sums is not None
-    nats = psum(cross_entropy(model, out.x, batch.labels, execution), execution.token_axes)
+    local = cross_entropy(model, out.x, batch.labels, execution)
+    with jax.named_scope("loss"):
+        nats = psum(local, execution.token_axes)
     routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
     return Losses(nats, routing)

@@ -20,12 +20,13 @@ from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import MetricsRow
 from moezoo.training.sample import Sample
 from moezoo.training.step import Step
 
-_MOST_NAMES = 60
+_MOST_NAMES, _MOST_PARTS = 60, 4
 
 
 def _bytes(number: int) -> str:
@@ -88,6 +89,17 @@ def kernels_line(execution: Execution, length: int) -> str:
     )
 
 
+def traffic_lines(traffic: TrafficTable) -> list[str]:
+    """What a step's collectives bring a device, and the parts of the step for which they bring most."""
+    if not traffic:
+        return []
+    parts = list(traffic.outline(2).by("scope").items())[:_MOST_PARTS]
+    return [
+        f"{_bytes(traffic.bytes)} to a device a step, by {traffic.count:,} collectives",
+        "most for " + ", ".join(f"{scope} {_bytes(part.bytes)}" for (scope,), part in parts),
+    ]
+
+
 def summarize(
     cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
 ) -> list[tuple[str, str]]:
@@ -97,7 +109,6 @@ def summarize(
     model, learned = state.model, execution.routing == "learned"
     total, active = count_parameters(model, cfg.model.experts_per_token)
     used = {a: s for a, s in execution.sizes.items() if s > 1}
-    traffic = collective_traffic(step.traced.jaxpr)
     devices = execution.mesh.devices
     stored = local_bytes(state, placements)
     gradients = local_bytes(model, placements.model)
@@ -126,10 +137,7 @@ def summarize(
         ("kernels", kernels_line(execution, cfg.seq_len)),
         *(("layout", line) for line in layout_lines(placements.model)),
         ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
-        *(
-            [("traffic", f"{_bytes(traffic.bytes)} to a device a step, by {traffic.count:,} collectives")]
-            * bool(traffic)
-        ),
+        *(("traffic", line) for line in traffic_lines(collective_traffic(step.traced.jaxpr))),
         (
             "precision",
             f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "

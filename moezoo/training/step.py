@@ -82,7 +82,8 @@ def gradients_of(
     the cross-entropy a token of the whole step, plus the mean over micro-steps of the routing losses.
     """
     micro_steps = batch.tokens.shape[0]
-    predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
+    with jax.named_scope("loss"):
+        predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
     # Varying from here on: gradients stay one device's own until they are summed once, below.
     parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
@@ -165,7 +166,8 @@ class Step:
         loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)
         accepted = state.guard.accepts(loss, norm, self._guard)
         guard = state.guard.after(accepted, loss, norm)
-        parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
+        with jax.named_scope("optimizer"):
+            parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
         micro_steps = batch.tokens.shape[0]
         load = sums.load.astype(jnp.float32)
         metrics = Metrics(

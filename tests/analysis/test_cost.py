@@ -11,7 +11,7 @@ from moezoo.config.build import build_execution
 from moezoo.config.settings import TrainConfig
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic
-from moezoo.parallel.traffic import Move, TrafficTable, received_bytes
+from moezoo.parallel.traffic import Move, Row, Traffic, TrafficTable, received_bytes
 from moezoo.training.build import build_step
 
 # Released sizes on slices of up to 1024 devices; between them every strategy, a bound, chunks, both precisions, and
@@ -50,14 +50,14 @@ def test_equals_the_traced_step(words):
     step = build_step(cfg, build_execution(cfg, abstract_mesh(cfg.mesh)))
     traced = collective_traffic(step.traced.jaxpr)
     assert traced
-    assert communication(cfg) == traced
+    assert communication(cfg) == traced.outline(2)
 
 
 def test_by_hand():
     """Mixtral 8x7B on eight devices of one axis, 2 x 2048 tokens each, `ragged`, in bfloat16: the layers' exchanges."""
     cfg = composed("model=mixtral_8x7b mesh.expert=8 dispatch=ragged")
     tokens, embed, layers, vocab = 2 * 2048, 4096, 32, 32000
-    table = communication(cfg)
+    table = communication(cfg).by("collective", "axes")
     # Two experts a token; seven in eight rows come from elsewhere; there and back, again, and gradients both ways.
     assert table["ragged_all_to_all", ("expert",)] == (6 * layers, 6 * layers * 2 * tokens * embed * 2 * 7 // 8)
     # Everything but experts and norms, in bfloat16 twice and its gradient in float32; the embedding once; counts.
@@ -104,15 +104,21 @@ def test_takes_the_place_of_what_the_configuration_says():
 
 def test_table():
     table = TrafficTable()
-    table.add("all_gather", ("fsdp", "expert"), 2, 500)
-    table.add("psum", ("fsdp", "expert"), 1, 7000)
-    table.add("psum", ("expert", "fsdp"), 1, 1)
-    assert table.bytes == 8001
-    assert str(table).splitlines() == [
-        "collective  over         times  bytes",
-        "psum        expert fsdp      2  7,001",
-        "all_gather  fsdp expert      2  1,000",
-        "all                          4  8,001",
+    weights = Row("layers/weights", "forward", "all_gather", ("fsdp", "expert"))
+    table.add(weights, Traffic(2, 1000))
+    table.add(Row("layers/feed_forward/combine", "backward", "psum", ("fsdp", "expert")), Traffic(1, 7000))
+    table.add(Row("layers/feed_forward/dispatch", "backward", "psum", ("expert", "fsdp")), Traffic(1, 1))
+    assert (table.count, table.bytes) == (4, 8001)
+    short = table.outline(2)
+    joined = Row("layers/feed_forward", "backward", "psum", ("expert", "fsdp"))
+    assert short == {weights: (2, 1000), joined: (2, 7001)}
+    assert table.outline(1).by("scope") == {("layers",): (4, 8001)}
+    assert list(table.by("collective", "axes")) == [("psum", ("expert", "fsdp")), ("all_gather", ("fsdp", "expert"))]
+    assert str(short).splitlines() == [
+        "scope                phase     collective  over         times  bytes",
+        "layers/feed_forward  backward  psum        expert fsdp      2  7,001",
+        "layers/weights       forward   all_gather  fsdp expert      2  1,000",
+        "all                                                         4  8,001",
     ]
 
 

@@ -305,8 +305,9 @@ def test_gated_equals_a_loop(implementation, sizes, biases):
         options = {"activation": plus_one, "implementation": implementation}
         return gated(x, gate, up, group_sizes, **named, **options)
 
-    def want(x, gate, up, one=jnp.zeros((GROUPS, OUTPUTS)), other=jnp.zeros((GROUPS, OUTPUTS))):
-        return gated_loop(x, gate, up, one, other, sizes)
+    def want(x, gate, up, one=None, other=None):
+        nothing = jnp.zeros((GROUPS, OUTPUTS))
+        return gated_loop(x, gate, up, nothing if one is None else one, nothing if other is None else other, sizes)
 
     arguments = x, gate, up, *((gate_bias, up_bias) if biases == "both" else ())
     value, pull = jax.vjp(run, *arguments)
