@@ -13,6 +13,7 @@ from moezoo.errors import UserError, nearest
 from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
 from moezoo.kernels.grouped_matmul.backend import Backend
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
+from moezoo.parallel.stored import Stored, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
 _BACKENDS: dict[str, Backend] = {"reference": reference, "blocked": blocked, "ragged_dot": ragged_dot}
@@ -29,7 +30,7 @@ def default_implementation(platform: str) -> Implementation:
 
 def grouped_matmul(
     rows: Float[Array, "rows inputs"],
-    weights: Float[Array, "groups inputs outputs"],
+    weights: Float[Array, "groups inputs outputs"] | Stored,
     group_sizes: Int[Array, " groups"],
     *,
     implementation: str | None = None,
@@ -58,6 +59,7 @@ def grouped_matmul(
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
+    weights = plain(weights, rows.dtype)
     # The gradients below must vary exactly as their operands: make all three vary alike first, and the transpose of
     # that cast is the sum over devices that a replicated operand needs.
     result = _product(

@@ -18,6 +18,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.stored import Stored
 
 # Queries scored at once: bounds the scores held to [batch, heads, this, seq].
 _QUERY_CHUNK = 512
@@ -161,7 +162,7 @@ class Attention(SelfAttention):
         return length if self.window is None else min(length, self.window)
 
     def _project(
-        self, x: Array, weight: Array, bias: Array | None, norm: Callable[[Array], Array] | None
+        self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[[Array], Array] | None
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
         if bias is not None:

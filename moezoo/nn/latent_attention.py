@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from moezoo.nn.attention import attend
 from moezoo.nn.base import Attended, SelfAttention
 from moezoo.nn.cache import Past
-from moezoo.nn.linear import normal, project
+from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
@@ -121,12 +121,12 @@ class LatentAttention(SelfAttention):
         q . (latent K) = (q K^T) . latent, and an average of (latent V) is an average of latents times V: all heads
         attend to the latents as to one key-value head (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1.2).
         """
-        q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
+        q = jnp.concatenate([contract("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
         k = jnp.concatenate(past, axis=-1)[:, :, None]
         y = attend(q[:, :, None], k, past.latent[:, :, None], context, scale=self._scale_scores(context), window=None)[
             :, :, 0
         ]
-        return jnp.einsum("bshl,lhv->bshv", y, self.value_up)
+        return contract("bshl,lhv->bshv", y, self.value_up)
 
     def _scale_scores(self, context: Context) -> float | Array:
         """What q . k is multiplied with."""
