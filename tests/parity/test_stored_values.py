@@ -40,8 +40,8 @@ CASES = [
 ]
 
 # Both models sum the same float32 numbers; a product by integers is scaled after its sum, not before, which rounds a
-# number once more in about forty operations, some 1e-6 of an array's largest value.
-TOLERANCE = 3e-6
+# number once more. Gradients of arrays alone differ by up to 2e-6 of their largest value between these meshes.
+TOLERANCE, GRADIENTS = 1e-6, 3e-6
 
 
 def chosen(path: str) -> bool:
@@ -100,7 +100,7 @@ def test_steps(case):
         np.testing.assert_array_equal(metrics.load, their.load)
         for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
             assert float(getattr(metrics, name)) == pytest.approx(float(getattr(their, name)), rel=TOLERANCE)
-        assert worst(gradients, wanted) < TOLERANCE
+        assert worst(gradients, wanted) < GRADIENTS
         assert worst(after, {path: p for path, p in parameters.items() if frozen_alike(path)}) < TOLERANCE
         for path in set(begun) - set(parameters):  # what containers hold
             np.testing.assert_array_equal(after[path], begun[path], strict=True)
@@ -222,7 +222,7 @@ def test_frozen_arrays_scatter_no_gradient():
 
 
 # No activation has the shape of a weight: tokens are 16 or 128 on a device.
-_SIZES = {"embed": 40, "q_lora": 32, "kv_lora": 72, "nope_dim": 11, "value_dim": 13, "expert_mlp": 36, "experts": 24}
+_SIZES: dict[str, Any] = {"embed": 40, "q_lora": 32, "kv_lora": 72, "nope_dim": 11, "value_dim": 13, "expert_mlp": 36, "experts": 24}
 POLICIES = [
     (s, m, r, "default") for s, m in (("gather", "single"), ("ring", "fsdp2_ep4")) for r in ("full", "dots", "none")
 ]
