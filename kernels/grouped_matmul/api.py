@@ -15,6 +15,7 @@ from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
 from moezoo.kernels.grouped_matmul.backend import Activation, Backend
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
+from moezoo.parallel.stored import Stored, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
 _BACKENDS: dict[str, Backend] = {
@@ -45,7 +46,7 @@ def _choose(implementation: str | KernelOrder | None) -> Choice:
 
 def grouped_matmul(
     rows: Float[Array, "rows inputs"],
-    weights: Float[Array, "groups inputs outputs"],
+    weights: Float[Array, "groups inputs outputs"] | Stored,
     group_sizes: Int[Array, " groups"],
     *,
     implementation: str | KernelOrder | None = None,
@@ -73,6 +74,7 @@ def grouped_matmul(
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
+    weights = plain(weights, rows.dtype)
     # The gradients below must vary exactly as their operands: make all three vary alike first, and the transpose of
     # that cast is the sum over devices that a replicated operand needs.
     result = _product(
@@ -87,8 +89,8 @@ def grouped_matmul(
 
 def gated(
     rows: Float[Array, "rows inputs"],
-    gate: Float[Array, "groups inputs outputs"],
-    up: Float[Array, "groups inputs outputs"],
+    gate: Float[Array, "groups inputs outputs"] | Stored,
+    up: Float[Array, "groups inputs outputs"] | Stored,
     group_sizes: Int[Array, " groups"],
     *,
     activation: Activation,
@@ -110,7 +112,8 @@ def gated(
         one = _BACKENDS[name].gated
         return functools.partial(composed, name) if one is None else functools.partial(one, activation=activation)
 
-    operands = (rows, gate, up, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
+    matrices = (plain(weights, rows.dtype) for weights in (gate, up))
+    operands = (rows, *matrices, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
     alike = jax.tree.leaves(operands)
     return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
 
@@ -118,7 +121,7 @@ def gated(
 def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, activation):
     product = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
 
-    def biased(weights: Array, bias: Array | None) -> Array:
+    def biased(weights: Array | Stored, bias: Array | None) -> Array:
         y = product(rows, weights)
         # A product too, so that a bias's gradient is summed group by group in fixed order.
         return y if bias is None else y + product(jnp.ones_like(rows[:, :1]), bias[:, None])

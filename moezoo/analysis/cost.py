@@ -6,7 +6,7 @@ layer exchanges (`Dispatch.exchanges`), and the rest is a few sums. Nothing is t
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,12 +19,13 @@ from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
+from moezoo.models.base import LanguageModel
 from moezoo.moe.chunks import chunk_sizes
 from moezoo.moe.dispatch import Dispatch, Gather, Sizes
 from moezoo.moe.dispatch.resolve import resolve
 from moezoo.moe.mixture import MoE
 from moezoo.nn.context_parallel import context_parallel
-from moezoo.parallel.axes import Role, Stack
+from moezoo.parallel.axes import Role, Stack, trainable_mask
 from moezoo.parallel.collectives import MeshAxes, split_by_tokens
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
@@ -38,6 +39,9 @@ def communication(
     mesh: MeshShape | str | None = None,
     rules: Rules | str | None = None,
     dispatch: Dispatch | str | None = None,
+    *,
+    model: LanguageModel | None = None,
+    trained: Callable[[str], bool] | None = None,
 ) -> TrafficTable:
     """How often each collective of a training step runs, and the bytes that one device receives by it.
 
@@ -45,13 +49,16 @@ def communication(
     `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch`, or names of them, take the place of those of
     `config`; the name of the strategy that it has changes none of its options. What a collective brings is defined in
     `moezoo.parallel.traffic.received_bytes`; for `ragged`, of routed rows evenly spread. Counts are those of the
-    program, before a compiler joins or splits collectives.
+    program, before a compiler joins or splits collectives. `model`: shapes in place of those that `config.model` has,
+    with containers. `trained` as `moezoo.training.step.Step` has it; where something is frozen, `remat=dots` brings no
+    more than this: tokens that only gradients of frozen weights would need are not brought again.
 
     Raises `UserError` where they do not fit together, and for a mesh axis of -1.
     """
     config = _instead(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh))
-    model, micro_steps, table = model_shapes(config.model), config.execution.microbatches, TrafficTable()
+    model = model_shapes(config.model) if model is None else model
+    mask, micro_steps, table = trainable_mask(model, trained), config.execution.microbatches, TrafficTable()
 
     def add(scope: str, phase: Phase, moves: Iterable[Move], times: int) -> None:
         for move in moves:
@@ -59,33 +66,37 @@ def communication(
                 traffic = Traffic(times, times * move.received_bytes)
                 table.add(Row(scope, phase, move.collective, move.axes), traffic)
 
-    def both(scope: str, moves: Moves, times: int, *, again: bool) -> None:
+    def both(scope: str, moves: Moves, times: int, *, again: bool, learns: bool = True) -> None:
         for phase, part in moves.phases(again=again).items():
-            add(scope, phase, part, times * micro_steps)
+            if learns or phase == "forward":
+                add(scope, phase, part, times * micro_steps)
 
     kept = config.execution.remat == "none"  # nothing is computed twice, and only weights are gathered twice
     rows = config.batch_size // micro_steps // execution.ways(execution.batch_axes)
     length = config.seq_len // execution.ways(execution.sequence_axes)
-    both("embedding/weights", _weights(model.embedding, execution), 1, again=False)
-    both("head/weights", _weights(model.unembedding, execution), 1, again=True)
+    # The backward pass goes back to the first stack that something is trained in, or before.
+    learns = any(jax.tree.leaves(mask.embedding))
+    both("embedding/weights", _weights(model.embedding, mask.embedding, execution), 1, again=False)
+    both("head/weights", _weights(model.unembedding, mask.unembedding, execution), 1, again=True)
     attention, group = context_parallel(execution), execution.sequence_group
     both("positions", attention.place_exchanges(rows * length, group), 1, again=False)
     routing_layers = 0
-    for stack in model.stacks:
-        both("layers/weights", _weights(stack, execution), stack.count, again=True)
+    for stack, chosen in zip(model.stacks, mask.stacks, strict=True):
+        learns = learns or any(jax.tree.leaves(chosen))
+        both("layers/weights", _weights(stack, chosen, execution), stack.count, again=True, learns=learns)
         for block in stack.blocks:
             numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
             kept_moves = attention.exchanges(numbers, execution.dtype, group)
-            both("layers/attention", kept_moves, stack.count, again=not kept)
+            both("layers/attention", kept_moves, stack.count, again=not kept, learns=learns)
             if block.moe is not None:
                 routing_layers += stack.count
                 rows_there = _experts(block.moe, rows * length, execution)
-                both("layers/feed_forward", rows_there, stack.count, again=not kept)
+                both("layers/feed_forward", rows_there, stack.count, again=not kept, learns=learns)
     add("routing", "forward", _statistics(config, routing_layers, rows, execution), micro_steps)
     add("loss", "forward", [_move("psum", execution.token_axes, 1, jnp.float32, execution)], micro_steps)
     # Once a step: the number of predicted tokens, gradients of what is not stored over all axes of tokens, the norm.
     add("loss", "outside", [_move("psum", execution.token_axes, 1, jnp.int32, execution)], 1)
-    add("gradient_sums", "outside", _gradient_sums(model, execution), 1)
+    add("gradient_sums", "outside", _gradient_sums(model, mask, execution), 1)
     add("gradient_norm", "outside", [_move("psum", execution.live_axes, 1, jnp.float32, execution)], 1)
     return table
 
@@ -115,7 +126,7 @@ def break_even(
     def count_bytes(strategy: Dispatch, tokens: int) -> int:
         other = dataclasses.replace(execution, dispatch=strategy)
         layer = Stack((block,), stack.count)
-        weights = _weights(layer, other).of_a_step(again=True)  # gathered weights are never kept
+        weights = _weights(layer, trainable_mask(layer), other).of_a_step(again=True)  # gathered weights are never kept
         moves = _experts(block.moe, tokens, other).of_a_step(again=execution.remat != "none")
         return sum(move.received_bytes for move in (*weights, *moves))
 
@@ -158,29 +169,30 @@ def _move(collective: str, axes: MeshAxes, numbers: int, dtype: DTypeLike, execu
     return Move(collective, axes, execution.ways(axes), numbers, dtype)
 
 
-def _weights(module: PyTree, execution: Execution) -> Moves:
+def _weights(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
     """Of making a module's weights whole (`Execution.whole`), or one layer's of a stack: gathers, and again, and back.
 
     The last dimension first. Axes over which gradients are summed and others take one gather each, minor ones first.
     """
     forward, again, backward = [], [], []
-    for placement, shape in _placed(module, execution):
+    for placement, array, learns in _placed(module, trained, execution):
+        shape, role = array.shape, placement.axes.role
+        dtype = array.dtype if role is Role.PART else execution.dtype
         numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
         for dim in reversed(placement.gathered):
             for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
-                gathered = _move("all_gather", part, numbers, execution.dtype, execution)
+                gathered = _move("all_gather", part, numbers, dtype, execution)
                 forward.append(gathered)
                 # A sum's gradient needs no bias; where nothing is computed twice it is not gathered twice either.
-                needed = placement.axes.role is not Role.BIAS or execution.remat != "none"
+                needed = role is not Role.BIAS or execution.remat != "none"
                 again += [gathered] if needed else []
-                backward += [gathered.back(execution.reduce_dtype)] if summed else []
+                backward += [gathered.back(execution.reduce_dtype)] if summed and learns else []
                 numbers *= gathered.ways
     return Moves(tuple(forward), tuple(again), tuple(backward))
 
 
-def _placed(module: PyTree, execution: Execution) -> Iterable[tuple[Placement, tuple[int, ...]]]:
-    leaves = zip(jax.tree.leaves(execution.placements(module)), jax.tree.leaves(module), strict=True)
-    return ((placement, leaf.shape) for placement, leaf in leaves)
+def _placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[tuple[Placement, Any, bool]]:
+    return zip(*map(jax.tree.leaves, (execution.placements(module), module, trained)), strict=True)
 
 
 def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
@@ -208,11 +220,11 @@ def _statistics(config: TrainConfig, layers: int, rows: int, execution: Executio
     return [*by_row, *sums(batch, 1, 1, num_experts, 1, 1, 1)]  # balance, rows, load, tokens, z, drops
 
 
-def _gradient_sums(model: PyTree, execution: Execution) -> list[Move]:
+def _gradient_sums(model: PyTree, trained: PyTree, execution: Execution) -> list[Move]:
     """Gradients' sums over axes that split tokens and do not store the parameter."""
     moves = []
-    for placement, shape in _placed(model, execution):
+    for placement, array, learns in _placed(model, trained, execution):
         rest = tuple(sorted(set(execution.token_axes) - set(placement.mesh_axes)))
-        if rest and placement.axes.role is not Role.BUFFER:
-            moves.append(_move("psum", rest, placement.local_size(shape), execution.reduce_dtype, execution))
+        if rest and learns:
+            moves.append(_move("psum", rest, placement.local_size(array.shape), execution.reduce_dtype, execution))
     return moves

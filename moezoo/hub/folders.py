@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from moezoo.convert import convert
 from moezoo.errors import UserError, nearest
-from moezoo.hub.tensors import Tensor, arrays_by_path, tensors
+from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
 from moezoo.models import FAMILIES, Family, ModelConfig, build_model, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
@@ -83,6 +83,8 @@ def end_of_text(folder: str | Path) -> list[int]:
 def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     """Write a folder that transformers loads: config.json and safetensors, in files of at most 5 GB with an index.
 
+    Containers are written as the arrays that they stand for.
+
     What transformers has no key for is not kept: of a run the coefficients of its losses, and how its biases move.
 
     Raises `UserError` when the folder already holds a model, or cannot be written.
@@ -141,7 +143,7 @@ def _size(tensor: Tensor, arrays: Mapping[str, Any]) -> int:
 def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
     from safetensors.numpy import save_file
 
-    values = {t.name: t.to_file([np.asarray(arrays[p][index]) for p, index in t.parts]) for t in shard}
+    values = {t.name: t.to_file([read_part(arrays[p], index) for p, index in t.parts]) for t in shard}
     save_file(values, path, metadata={"format": "pt"})  # the format that transformers asks for
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from moezoo.models.base import Hub
 from moezoo.models.layers import LayerPlace, layer_places
-from moezoo.parallel.axes import Axes, Role, parameter_table
+from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
+from moezoo.parallel.stored import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,11 @@ def _layer_tensors(
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:
-    """A model's arrays (or shapes) by the paths that tensors name."""
-    leaves = jax.tree_util.tree_leaves_with_path(model)
+    """A model's parameters (or shapes) by the paths that tensors name."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stored)
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
+
+
+def read_part(parameter: Any, index: tuple[int, ...]) -> np.ndarray:
+    """One matrix of a parameter, given its stacked dimensions' `index`; of a container, what it stands for."""
+    return np.asarray(plain(jax.tree.map(lambda array: array[index], parameter), parameter.dtype))

@@ -167,7 +167,7 @@ class Router(eqx.Module):
         """Scores drawn at random: other ones in every layer, and on every device whose tokens are others."""
         key = jax.random.key(0)
         # Several weights of the layer: one, rounded to bfloat16, another layer may have too.
-        for weight in self.weight.reshape(-1)[:4].astype(jnp.float32):
+        for weight in jax.tree.leaves(self.weight)[0].reshape(-1)[:4].astype(jnp.float32):
             key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(weight, jnp.uint32))
         if axes := tuple(sorted(varying_axes(scores))):
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))

@@ -19,6 +19,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.context_parallel import Scoring
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.stored import Stored
 
 # What norms of queries and keys take together.
 NormOver = Literal["nothing", "head", "projection"]
@@ -123,7 +124,7 @@ class Attention(SelfAttention):
         return length if self.window is None else min(length, self.window)
 
     def _project(
-        self, x: Array, weight: Array, bias: Array | None, norm: Callable[[Array], Array] | None
+        self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[[Array], Array] | None
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
         if bias is not None:

@@ -11,13 +11,14 @@ from jaxtyping import Array, Float, PyTree
 from moezoo.nn.base import AttentionOutput, SelfAttention
 from moezoo.nn.cache import Past
 from moezoo.nn.context_parallel import attend_whole, context_parallel
-from moezoo.nn.linear import normal, project
+from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.context_parallel import Places, Scoring
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.stored import Stored
 
 _NORM_EPS = 1e-6  # of the norms of the latents, whatever the model's others have
 
@@ -45,7 +46,7 @@ class Latents(NamedTuple):
 
 
 def expand(
-    weights: tuple[Array, Array], latents: Latents
+    weights: tuple[Array | Stored, Array | Stored], latents: Latents
 ) -> tuple[Float[Array, "batch keys heads head_dim"], Float[Array, "batch keys heads value_dim"]]:
     """Keys and values of all heads, of `weights` key_up and value_up."""
     key_up, value_up = weights
@@ -126,10 +127,10 @@ class LatentAttention(SelfAttention):
         q . (latent K) = (q K^T) . latent, and an average of (latent V) is an average of latents times V: all heads
         attend to the latents as to one key-value head (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1.2).
         """
-        q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
+        q = jnp.concatenate([contract("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
         k = jnp.concatenate(past, axis=-1)[:, :, None]
         y = attend_whole(q[:, :, None], k, past.latent[:, :, None], places, scoring)[:, :, 0]
-        return jnp.einsum("bshl,lhv->bshv", y, self.value_up)
+        return contract("bshl,lhv->bshv", y, self.value_up)
 
     def _scale_scores(self, context: Context) -> float | Array:
         """What q . k is multiplied with."""

@@ -5,21 +5,27 @@
 
 reads: one matrix an expert, from `expert_embed` to `expert_mlp`, stored as an array [expert, expert_embed, expert_mlp].
 Axes before the comma number independent matrices; the arrow parts inputs from outputs. Each alias is jaxtyping's
-`Float[Array, "expert expert_embed expert_mlp"]` underneath, so a run-time type checker still checks the shape. From the
-same string come the layout (`moezoo.parallel.rules`), the decay mask and the parameter table.
+`Float[Array, "expert expert_embed expert_mlp"]` underneath, so a run-time type checker still checks the shape; a
+`Weight` may also be a container that stands for such an array (`moezoo.parallel.stored`). From the same string come the
+layout (`moezoo.parallel.rules`), the decay mask and the parameter table.
 """
 
 import dataclasses
-import enum
 import functools
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Float, PyTree
+
+from moezoo.errors import UserError
+from moezoo.parallel.roles import Axes as Axes
+from moezoo.parallel.roles import Role as Role
+from moezoo.parallel.stored import Stored
 
 # Logical axes and the configuration key that sets each one's size; `layer` is the number of stacked layers.
 LOGICAL_AXES = {
@@ -44,31 +50,6 @@ LOGICAL_AXES = {
 }
 
 
-class Role(enum.Enum):
-    """What a parameter is for: decay, casting, initial values and reduction follow from it."""
-
-    WEIGHT = "weight"
-    SCALE = "scale"
-    BIAS = "bias"  # trained and counted, never decayed; starts at zero
-    EMBEDDING = "embedding"
-    BUFFER = "buffer"  # saved and reduced, but never trained, decayed, cast below float32 or counted
-
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """A parameter's role and logical axes: `stacked` ones number independent matrices from `inputs` to `outputs`."""
-
-    role: Role
-    stacked: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Logical axes in the order of the array's dimensions."""
-        return self.stacked + self.inputs + self.outputs
-
-
 def _parse(role: Role, text: str) -> Axes:
     stacked, comma, matrix = text.rpartition(",")
     inputs, arrow, outputs = matrix.partition("->")
@@ -79,7 +60,7 @@ def _parse(role: Role, text: str) -> Axes:
 
 
 class _Alias:
-    """`Weight[Array, "embed -> mlp"]` is `Annotated[Float[Array, "embed mlp"], Axes(...)]`."""
+    """`Scale[Array, "norm"]` is `Annotated[Float[Array, "norm"], Axes(...)]`; a `Weight` may be `Stored` too."""
 
     def __init__(self, role: Role):
         self._role = role
@@ -87,7 +68,8 @@ class _Alias:
     def __getitem__(self, item: tuple[type, str]) -> Any:
         array, text = item
         axes = _parse(self._role, text)
-        return Annotated[Float[array, " ".join(axes.names)], axes]
+        plain = Float[array, " ".join(axes.names)]
+        return Annotated[plain | Stored if self._role is Role.WEIGHT else plain, axes]
 
 
 if TYPE_CHECKING:  # a type checker reads Weight[Array, "..."] as Array
@@ -129,18 +111,29 @@ def _declared_axes(kind: type) -> dict[str, Axes]:
     return {name: axes for name, hint in hints.items() if (axes := find(hint)) is not None}
 
 
-def _walk(node: Any, path: str, stacked: tuple[str, ...]) -> Iterator[tuple[str, Axes]]:
+def _walk(node: Any, path: str, stacked: tuple[str, ...]) -> Iterator[tuple[str, Axes, Any]]:
+    """Path, axes and value of every declared field."""
     if isinstance(node, eqx.Module):
         inside = (*stacked, "layer") if isinstance(node, Stack) else stacked
         declared = _declared_axes(type(node))
         for field in dataclasses.fields(node):
+            where, value = f"{path}.{field.name}", getattr(node, field.name)
             if (axes := declared.get(field.name)) is not None:
-                yield f"{path}.{field.name}", dataclasses.replace(axes, stacked=inside + axes.stacked)
+                yield where, dataclasses.replace(axes, stacked=inside + axes.stacked), value
             else:
-                yield from _walk(getattr(node, field.name), f"{path}.{field.name}", inside)
+                yield from _walk(value, where, inside)
     elif isinstance(node, tuple | list):
         for index, child in enumerate(node):
             yield from _walk(child, f"{path}[{index}]", stacked)
+
+
+def _arrays(path: str, axes: Axes, value: Any) -> Iterator[tuple[str, Axes]]:
+    """Path and axes of every array of a declared field."""
+    if isinstance(value, Stored):
+        for name, inner in value.axes(axes).items():
+            yield from _arrays(f"{path}.{name}", inner, getattr(value, name))
+    else:
+        yield path, axes
 
 
 def axes_of(module: PyTree) -> PyTree:
@@ -148,26 +141,36 @@ def axes_of(module: PyTree) -> PyTree:
 
     Raises `TypeError` for an array whose field declares no axes.
     """
-    declared = dict(_walk(module, "", ()))
+    declared = dict(array for field in _walk(module, "", ()) for array in _arrays(*field))
+    return jax.tree_util.tree_map_with_path(functools.partial(_look_up, module, declared), module)
 
-    def look_up(path: Any, leaf: Any) -> Axes:
-        name = jax.tree_util.keystr(path)
-        if name not in declared:
-            raise TypeError(f"{type(module).__name__}{name} has shape {leaf.shape} but declares no axes")
-        return declared[name]
 
-    return jax.tree_util.tree_map_with_path(look_up, module)
+def _look_up(module: PyTree, declared: dict[str, Axes], path: Any, leaf: Any) -> Axes:
+    name = jax.tree_util.keystr(path)
+    if name not in declared:
+        raise TypeError(f"{type(module).__name__}{name} has shape {leaf.shape} but declares no axes")
+    return declared[name]
+
+
+def is_stored(x: Any) -> bool:
+    """Whether `x` is a container that stands for an array: `is_leaf` of trees whose leaves are parameters."""
+    return isinstance(x, Stored)
 
 
 def parameter_table(module: PyTree) -> list[tuple[str, Axes, tuple[int, ...]]]:
-    """Every array of `module`: its path, axes and shape."""
-    leaves = jax.tree_util.tree_leaves_with_path(module)
-    axes = jax.tree.leaves(axes_of(module), is_leaf=lambda x: isinstance(x, Axes))
-    return [(jax.tree_util.keystr(path), a, tuple(leaf.shape)) for (path, leaf), a in zip(leaves, axes, strict=True)]
+    """Every parameter of `module`: its path, axes and shape; of a container those of the array that it stands for."""
+    declared = {path: axes for path, axes, _ in _walk(module, "", ())}
+    leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=is_stored)
+    return [
+        (jax.tree_util.keystr(path), _look_up(module, declared, path, leaf), tuple(leaf.shape)) for path, leaf in leaves
+    ]
 
 
 def count_parameters(module: PyTree, experts_per_token: int) -> tuple[int, int]:
-    """All parameters of `module`, and those that one token uses; buffers count in neither."""
+    """All parameters of `module`, and those that one token uses; buffers count in neither.
+
+    A container counts as the numbers that it stands for.
+    """
     total = active = 0
     for _, axes, shape in parameter_table(module):
         if axes.role is Role.BUFFER:
@@ -179,6 +182,25 @@ def count_parameters(module: PyTree, experts_per_token: int) -> tuple[int, int]:
     return total, active
 
 
-def trainable_mask(module: PyTree) -> PyTree:
-    """A tree of booleans: false at buffers, which no gradient or optimiser touches."""
-    return jax.tree.map(lambda axes: axes.role is not Role.BUFFER, axes_of(module))
+def trainable_mask(module: PyTree, trained: Callable[[str], bool] | None = None) -> PyTree:
+    """A tree of booleans, false at arrays that no gradient or optimiser touches.
+
+    `trained` says it of each array, given its path, such as ".stacks[0].blocks[0].attention.query"; None trains all
+    but buffers and the parts of containers. Raises `UserError` where it trains nothing, a buffer, or integers.
+    """
+
+    def leaf(path: Any, x: Any, axes: Axes) -> bool:
+        if trained is None:
+            return axes.role not in (Role.BUFFER, Role.PART)
+        name = jax.tree_util.keystr(path)
+        chosen = bool(trained(name))
+        if chosen and (axes.role is Role.BUFFER or not jnp.issubdtype(x.dtype, jnp.floating)):
+            what = "a buffer" if axes.role is Role.BUFFER else str(x.dtype)
+            raise UserError(f"trained chooses {name}, which is {what}; choose floating-point parameters alone")
+        return chosen
+
+    mask = jax.tree_util.tree_map_with_path(leaf, module, axes_of(module))
+    if trained is not None and not any(jax.tree.leaves(mask)):
+        first = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(module)[0][0])
+        raise UserError(f"trained chooses no parameter; it is given paths such as {first}")
+    return mask

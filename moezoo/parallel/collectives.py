@@ -7,7 +7,7 @@ none), so that each collective written here is one that runs.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,8 +94,8 @@ def gather_weight(
 ) -> Array:
     """A stored weight made whole: dimension i is gathered over `dims[i]`, the last dimension first.
 
-    The weight is cast to `dtype` before it travels; its gradient is cast to `reduce_dtype` before it is summed. The
-    result carries a checkpoint name, and rematerialisation never saves it.
+    The weight is cast to `dtype` before it travels; its gradient is cast to `reduce_dtype` before it is summed. Values
+    of 8 bits travel as `uint8`. The result carries a checkpoint name, and rematerialisation never saves it.
     """
     if not any(dims):
         return x.astype(dtype)
@@ -107,9 +107,11 @@ def gather_weight(
 def _gather_weight(dims, tokens, dtype, reduce_dtype, x):
     del reduce_dtype
     x = x.astype(dtype)
+    if dtype.itemsize == 1:  # XLA's CPU gathers FP8 as FP16
+        x = lax.bitcast_convert_type(x, jnp.uint8)
     for dim, axes in reversed(list(enumerate(dims))):
         x = gather(x, axes, dim, tokens=tokens)
-    return x
+    return lax.bitcast_convert_type(x, dtype) if dtype.itemsize == 1 else x
 
 
 def _gather_weight_forward(dims, tokens, dtype, reduce_dtype, x):
@@ -126,3 +128,27 @@ def _gather_weight_backward(dims, tokens, dtype, reduce_dtype, like, cotangent):
 
 
 _gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
+
+
+def unsaved(function: Callable[..., Array], *operands: PyTree) -> Array:
+    """`function(*operands)`, made again where it is needed again: rematerialisation never saves it.
+
+    A name alone would not do, because what the name was given to would be saved.
+    """
+    return checkpoint_name(_unsaved(function, *operands), GATHERED_WEIGHT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unsaved(function, *operands):
+    return function(*operands)
+
+
+def _unsaved_forward(function, *operands):
+    return _unsaved(function, *operands), operands
+
+
+def _unsaved_backward(function, operands, cotangent):
+    return jax.vjp(function, *operands)[1](cotangent)
+
+
+_unsaved.defvjp(_unsaved_forward, _unsaved_backward)

@@ -198,11 +198,16 @@ class Execution:
         return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
 
     def whole(self, module: PyTree) -> PyTree:
-        """A layer's weights, cast to `dtype` and gathered as the rules say; called where the layer is about to run."""
+        """A layer's weights, cast to `dtype` and gathered as the rules say; called where the layer is about to run.
+
+        Containers stay containers: their arrays are gathered one by one, in their own dtypes.
+        """
 
         def leaf(x: jax.Array, axes: Axes) -> jax.Array:
             placement = self.placement(axes)
-            dtype = jnp.promote_types(x.dtype, jnp.float32) if axes.role is Role.BUFFER else self.dtype
+            dtype = x.dtype if axes.role is Role.PART else self.dtype
+            if axes.role is Role.BUFFER:
+                dtype = jnp.promote_types(x.dtype, jnp.float32)
             return gather_weight(x, placement.gathered, self.summed_axes(placement), dtype, self.reduce_dtype)
 
         arrays, rest = eqx.partition(module, eqx.is_array)

@@ -1,5 +1,7 @@
 """From a configuration to what trains: the step, and a state laid out for it."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -21,13 +23,21 @@ def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel
     return make(jax.random.key(cfg.seed))
 
 
-def build_step(cfg: TrainConfig, execution: Execution) -> Step:
-    """The step of a run; nothing is compiled yet."""
-    shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
+def build_step(
+    cfg: TrainConfig,
+    execution: Execution,
+    model: LanguageModel | None = None,
+    trained: Callable[[str], bool] | None = None,
+) -> Step:
+    """The step of a run; nothing is compiled yet.
+
+    `model`, or its shapes, where it is not as `cfg.model` alone says: with containers. `trained` as `Step` has it.
+    """
+    shapes = model_shapes(cfg.model, cfg.execution.param_dtype) if model is None else model
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
-    return Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard)
+    return Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, trained)
 
 
 def build_state(cfg: TrainConfig, execution: Execution, step: Step) -> State:

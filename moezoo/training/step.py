@@ -8,6 +8,7 @@ micro-step; gradients of replicated leaves one sum each; the global norm one.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -124,11 +125,17 @@ class Step:
         execution: Execution,
         batch: Batch,
         guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
+        trained: Callable[[str], bool] | None = None,
     ):
-        """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq]."""
+        """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq].
+
+        `trained` says of each array's path, such as ".stacks[0].blocks[0].attention.query", whether it is trained; None
+        trains all but buffers and the parts of containers. What is not trained has no gradient, moment or part in the
+        norm, and only its gathers travel. Raises `UserError` as `moezoo.parallel.axes.trainable_mask` does.
+        """
         assert execution.mesh is not None
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
-        self.trained, placements = trainable_mask(model), execution.placements(model)
+        self.trained, placements = trainable_mask(model, trained), execution.placements(model)
         moments = optimizer.placements(eqx.filter(model, self.trained), eqx.filter(placements, self.trained))
         everywhere: Any = EVERYWHERE
         self.placements = State(placements, moments, Guard(*(everywhere,) * len(Guard._fields)), everywhere)

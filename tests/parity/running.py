@@ -64,13 +64,13 @@ def shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
 class Running:
     """A compiled step of a case, and its state so far."""
 
-    def __init__(self, case: Case, optimizer: Optimizer | None = None, start: Any = None):
+    def __init__(self, case: Case, optimizer: Optimizer | None = None, start: Any = None, trained: Any = None):
         """`start` is a model; its optimiser is by default gradient descent whose state is the last gradient."""
         start = model(case.family, case.balance) if start is None else start
         self._micro_steps, self._start = case.microbatches, start
         placements = case.execution.placements(start)
         self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, placements)
-        self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches))
+        self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches), trained=trained)
         self._compiled = self.step.function.lower(*self.step.arguments).compile()
         self.state = self.begin()
 

@@ -1,0 +1,202 @@
+"""Containers against plain loops over channels, and what a model makes of them."""
+
+import itertools
+from typing import get_type_hints
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+from moezoo import UserError
+from moezoo.models import MixtralConfig, model_shapes
+from moezoo.nn.containers import Int8, store
+from moezoo.nn.linear import contract, project
+from moezoo.parallel.axes import (
+    Axes,
+    Role,
+    Stack,
+    Weight,
+    axes_of,
+    count_parameters,
+    parameter_table,
+    trainable_mask,
+)
+
+# Stacked, inputs and outputs of declared weights, and the sizes of these dimensions.
+DECLARED = [
+    (((), ("embed",), ("heads", "head_dim")), (6, 3, 4)),
+    (((), ("heads", "head_dim"), ("embed",)), (3, 4, 6)),
+    (((), ("kv_lora",), ("heads", "nope_dim")), (5, 3, 4)),
+    ((("layer",), ("embed",), ("mlp",)), (2, 5, 7)),
+    ((("layer", "expert"), ("expert_embed",), ("expert_mlp",)), (2, 3, 5, 4)),
+]
+
+
+def weight(shape, dtype=jnp.float32):
+    """Channels of very different magnitude, the last one zero."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(shape) * 10.0 ** rng.uniform(-4, 2, shape[-1])
+    values[..., -1] = 0
+    return jnp.asarray(values, dtype)
+
+
+@pytest.mark.parametrize(("names", "shape"), DECLARED, ids=lambda x: " ".join(map(str, x)))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_channel_by_channel(names, shape, dtype):
+    axes = Axes(Role.WEIGHT, *names)
+    array = weight(shape, dtype)
+    stored = jax.jit(Int8, static_argnums=1)(array, axes)
+    wide = np.asarray(array.astype(jnp.float32))
+    first, last = len(names[0]), len(names[0]) + len(names[1])
+    assert stored.values.dtype == jnp.int8
+    assert stored.scale.dtype == jnp.float32
+    assert (stored.shape, stored.ndim, stored.dtype) == (shape, len(shape), jnp.dtype(dtype))
+    assert stored.scale.shape == shape[:first] + shape[last:]
+    whole = np.asarray(stored.whole(jnp.float32))
+    for before in itertools.product(*map(range, shape[:first])):
+        for after in itertools.product(*map(range, shape[last:])):
+            channel = (*before, *(slice(None),) * len(names[1]), *after)
+            largest = np.abs(wide[channel]).max()
+            scale = np.float32(largest / np.float32(127)) if largest else np.float32(1)
+            np.testing.assert_allclose(stored.scale[(*before, *after)], scale, rtol=2e-7)
+            np.testing.assert_allclose(whole[channel], np.rint(wide[channel] / scale) * scale, rtol=3e-7)
+            assert np.abs(whole[channel] - wide[channel]).max() <= scale * 0.5001
+            assert np.abs(np.asarray(stored.values)[channel]).max() == (127 if largest else 0)
+    assert stored.whole(dtype).dtype == dtype
+    assert {name: a.names for name, a in stored.axes(axes).items()} == {
+        "values": axes.names,
+        "scale": (*names[0], *names[2]),
+    }
+
+
+@pytest.mark.parametrize(("names", "shape"), [d for d in DECLARED if not d[0][0]], ids=lambda x: " ".join(map(str, x)))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products(names, shape, dtype):
+    """By integers and by the whole array, forward and back, against float64."""
+    inputs = len(names[1])
+    stored = Int8(weight(shape), Axes(Role.WEIGHT, *names))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, *shape[:inputs])), dtype)
+    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(stored.whole(jnp.float32), np.float64), inputs)
+    scale = np.abs(exact).max(tuple(range(exact.ndim - 1)))  # channels differ by orders of magnitude
+    # float32: some dozen roundings. bfloat16, 8 bits: the product, and the product times the scale, are rounded; the
+    # default instead rounds the array and the product.
+    tolerance = 1e-6 if dtype == jnp.float32 else 2.0**-7
+    for y in (project(x, stored, inputs), super(Int8, stored).product(x, inputs, dtype)):
+        assert y.dtype == dtype
+        assert (np.abs(np.asarray(y, np.float64) - exact) <= tolerance * scale).all()
+    assert project(x, stored, inputs, dtype=jnp.float32).dtype == jnp.float32
+
+    def loss(product):
+        return lambda x: (product(x).astype(jnp.float32) ** 2).sum()
+
+    found = jax.grad(loss(lambda x: project(x, stored, inputs)))(x)
+    wanted = jax.grad(loss(lambda x: project(x, stored.whole(dtype), inputs)))(x)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64),
+        np.asarray(wanted, np.float64),
+        atol=2 * tolerance * float(jnp.abs(wanted).max()),
+        rtol=0,
+    )
+    letters = "wxyz"[: len(names[2])]
+    equation = f"bs{'ij'[:inputs]},{'ij'[:inputs]}{letters}->bs{letters}"
+    found = contract(equation, x, stored)
+    assert (np.abs(np.asarray(found, np.float64) - exact) <= tolerance * scale).all()
+    np.testing.assert_array_equal(found, contract(equation, x, stored.whole(dtype)))
+
+
+def test_scales_have_a_gradient_where_they_are_trained():
+    """Forwards by the integers, by the array, and rematerialised: the derivative of the array times its cotangent."""
+    stored = Int8(weight((5, 4)), Axes(Role.WEIGHT, (), ("embed",), ("mlp",)))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5)), jnp.float32)
+    wanted = np.einsum(
+        "bi,io->o", 2 * np.asarray(x @ stored.whole(jnp.float32)).sum(1, keepdims=True) * x, stored.values
+    )
+
+    def loss(scale, multiply):
+        return (multiply(x, eqx.tree_at(lambda s: s.scale, stored, scale)).sum(1) ** 2).sum()
+
+    for multiply in (project, lambda x, s: contract("bi,io->bo", x, s), jax.checkpoint(project)):
+        np.testing.assert_allclose(jax.grad(loss)(stored.scale, multiply), wanted, rtol=1e-5)
+
+
+class Pair(eqx.Module):
+    up: Weight[Array, "embed -> mlp"]
+    down: Weight[Array, "expert, expert_mlp -> expert_embed"]
+
+
+def pair():
+    return Pair(weight((4, 6)), weight((3, 5, 4)))
+
+
+def test_axes_and_masks_go_array_by_array():
+    module = Stack((jax.tree.map(lambda x: jnp.stack([x, x]), pair()),), 2)
+    stored = store(module, lambda path: path.endswith("down"))
+    axes = axes_of(stored).blocks[0]
+    assert axes.up == Axes(Role.WEIGHT, ("layer",), ("embed",), ("mlp",))
+    assert axes.down.values == Axes(Role.PART, ("layer", "expert"), ("expert_mlp",), ("expert_embed",))
+    assert axes.down.scale == Axes(Role.PART, ("layer", "expert"), (), ("expert_embed",))
+    assert jax.tree.leaves(trainable_mask(stored)) == [True, False, False]
+    mask = trainable_mask(stored, lambda path: path.endswith("scale"))
+    assert jax.tree.leaves(mask) == [False, False, True]
+    # As many parameters as before, and the same rows of the table.
+    assert parameter_table(stored) == parameter_table(module)
+    assert count_parameters(stored, 2) == count_parameters(module, 2)
+    # What a scan takes apart are containers of one layer.
+    one = jax.tree.map(lambda x: x[1], stored.blocks[0])
+    np.testing.assert_array_equal(one.down.whole(jnp.float32), stored.blocks[0].down.whole(jnp.float32)[1])
+    assert axes_of(one).down.values.stacked == ("expert",)
+
+
+def test_a_weight_may_be_a_container_and_nothing_else():
+    """The type checker at run time admits both, and still refuses a wrong shape."""
+    hint = get_type_hints(Pair)["up"]
+    assert isinstance(pair().up, hint)
+    assert isinstance(store(pair(), lambda path: path == ".up").up, hint)
+    assert not isinstance(jnp.ones((4, 6, 1)), hint)
+    assert not isinstance(jnp.ones((4, 6), jnp.int8), hint)
+    assert not isinstance(Pair, hint)
+
+
+def test_a_whole_model():
+    """A layer sees shapes of what is stored; shapes alone are enough."""
+    shapes = model_shapes(MixtralConfig(layers=2))
+    stored = jax.eval_shape(
+        lambda m: store(m, lambda path: "embedding.weight" not in path and "norm" not in path), shapes
+    )
+    assert stored.vocab == shapes.vocab
+    assert parameter_table(stored) == parameter_table(shapes)
+    experts = stored.stacks[0].blocks[0].feed_forward.experts
+    assert experts.gate.scale.shape == (2, 8, 256)
+
+
+@pytest.mark.parametrize(
+    ("matches", "message"),
+    [
+        (lambda path: "rooter" in path, "store: no parameter matches; paths look like .stacks[0].blocks[0].attention."),
+        (lambda path: path == ".embedding.weight", "store: .embedding.weight is of kind embedding, expected a weight"),
+        (lambda path: path == ".unembedding.weight", "store: .unembedding.weight is of kind Int8, expected a weight"),
+    ],
+)
+def test_store_refuses(matches, message):
+    shapes = jax.eval_shape(
+        lambda m: store(m, lambda path: path == ".unembedding.weight"), model_shapes(MixtralConfig())
+    )
+    with pytest.raises(UserError) as error:
+        jax.eval_shape(lambda m: store(m, matches), shapes)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("trained", "message"),
+    [
+        (lambda path: path.startswith(".up"), "trained chooses .up.values, which is int8; choose"),
+        (lambda path: "weight" in path, "trained chooses no parameter; it is given paths such as .up.values"),
+    ],
+)
+def test_filter_refuses(trained, message):
+    with pytest.raises(UserError) as error:
+        trainable_mask(store(pair(), lambda path: path == ".up"), trained)
+    assert str(error.value).startswith(message)
