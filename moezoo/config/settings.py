@@ -40,9 +40,10 @@ class ExecutionSettings:
     `dtype` is what layers compute in and what weights are cast to before they are gathered, `param_dtype` what
     parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what a
     layer keeps for its backward pass: `full` its input only, `offload` its input in the host's memory, `dots` the
-    results of matrix products too, `none` everything but gathered weights. `microbatches` splits a step's batch into
-    micro-steps whose gradients are summed. `grouped_matmul` names a backend of that kernel; null leaves the choice to
-    the platform compiled for. `routing`: whether the router chooses experts or, to measure speed, chance or turns do.
+    results of matrix products too, `none`
+    everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
+    `grouped_matmul` names a backend of that kernel; null leaves the choice to the platform compiled for. `routing`:
+    whether the router chooses experts or, to measure speed, chance or turns do.
     """
 
     dtype: DType = "float32"

@@ -35,11 +35,12 @@ class Execution:
     The default is one device; a `mesh` without devices is enough to trace. `dtype` is what layers compute in; weights
     are cast to it before they are gathered. Gradients are summed over devices in `reduce_dtype`. `remat` says what a
     layer keeps for its backward pass: `full` its input only, `offload` its input in the host's memory, `dots` the
-    results of matrix products too, `none` everything but gathered weights. `dispatch` is a strategy; without one,
-    tokens stay and weights move (`gather`). `grouped_matmul` names a backend of that kernel; None leaves the choice to
-    the platform that the step is compiled for. `routing` is `learned`; to measure speed, `random` or `balanced` choose
-    experts instead and the router only gives the gates. `rows_over`: mesh axes that split the batch in place of those
-    that the rules name, with whole sequences (`for_rows`).
+    results of matrix products too, `none`
+    everything but gathered weights. `dispatch` is a strategy; without one, tokens stay and weights move (`gather`).
+    `grouped_matmul` names a backend of that kernel; None leaves the choice to the platform that the step is compiled
+    for. `routing` is `learned`; to measure speed, `random` or `balanced` choose experts instead and the router only
+    gives the gates. `rows_over`: mesh axes that split the batch in place of those that the rules name, with whole
+    sequences (`for_rows`).
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, and when `dispatch` is not a
     strategy.
