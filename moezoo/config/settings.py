@@ -39,8 +39,9 @@ class ExecutionSettings:
     """How the model runs beyond mesh, rules and dispatch.
 
     `dtype` is what layers compute in and what weights are cast to before they are gathered, `param_dtype` what
-    parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what
-    a layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
+    parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what a
+    layer keeps for its backward pass: `full` its input only, `offload` its input in the host's memory, `dots` the
+    results of matrix products too, `none`
     everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
     `context_parallel` says how queries meet keys of other devices where the rules split the sequence. `grouped_matmul`
     and `attention` name backends of these kernels in the order in which they are tried; null leaves the choice to the
@@ -51,7 +52,7 @@ class ExecutionSettings:
     dtype: DType = "float32"
     param_dtype: DType = "float32"
     reduce_dtype: DType = "float32"
-    remat: Literal["full", "dots", "none"] = "full"
+    remat: Literal["full", "offload", "dots", "none"] = "full"
     microbatches: int = 1
     context_parallel: Literal["gather"] = "gather"
     grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None

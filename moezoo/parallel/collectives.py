@@ -19,11 +19,13 @@ from jaxtyping import Array, PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Names for rematerialisation: gathered weights are never saved; gathered tokens and what kernels return may be.
+# Names for rematerialisation: gathered weights are never saved; gathered tokens and what kernels return may be,
+# and a layer's input may be in the host's memory.
 GATHERED_WEIGHT = "gathered_weight"
 GATHERED_TOKENS = "gathered_tokens"
 GROUPED_MATMUL = "grouped_matmul"
 ATTENTION = "attention"
+LAYER_INPUT = "layer_input"
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel.axes import Axes, Role, axes_of
-from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, gather_weight, vary
+from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.kernels import ANY_BACKEND, KernelOrder, Kernels, Target, target_of
@@ -27,7 +27,7 @@ from moezoo.parallel.rules import Rules, live
 # Where a model runs without a mesh: nothing is stored over anything.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
 
-Remat = Literal["full", "dots", "none"]
+Remat = Literal["full", "offload", "dots", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Execution:
 
     The default is one device; a `mesh` without devices is enough to trace. `dtype` is what layers compute in; weights
     are cast to it before they are gathered. Gradients are summed over devices in `reduce_dtype`. `remat` says what a
-    layer keeps for its backward pass: `full` its input only, `dots` the results of matrix products too, `none`
-    everything but gathered weights. `dispatch` is a strategy; without one, tokens stay and weights move (`gather`).
-    `context_parallel` says how queries meet keys of other devices where the sequence is split; without one, what tokens
-    leave behind is gathered. `kernels` names backends; what it leaves open follows from the mesh's devices. `routing`
-    is `learned`; to measure speed, `random` or `balanced` choose experts instead and the router only gives the gates.
-    `rows_over`: mesh axes that split the batch in place of those that the rules name, with whole sequences
-    (`for_rows`).
+    layer keeps for its backward pass: `full` its input only, `offload` its input in the host's memory, `dots` the
+    results of matrix products too, `none` everything but gathered weights. `dispatch` is a strategy; without one,
+    tokens stay and weights move (`gather`). `context_parallel` says how queries meet keys of other devices where the
+    sequence is split; without one, what tokens leave behind is gathered. `kernels` names backends; what it leaves open
+    follows from the mesh's devices. `routing` is `learned`; to measure speed, `random` or `balanced` choose experts
+    instead and the router only gives the gates. `rows_over`: mesh axes that split the batch in place of those that the
+    rules name, with whole sequences (`for_rows`).
 
     Raises `UserError` when a mesh has an axis of more than one device that no rule names, and when `dispatch` is not a
     strategy.
@@ -221,16 +221,31 @@ class Execution:
         return jax.tree.map(lambda x: vary(x, self.token_axes) if eqx.is_array(x) else x, module)
 
     def checkpoint(self, layer: Any) -> Any:
-        """`layer` with rematerialisation as `remat` says. Gathered weights are never saved, under any policy."""
+        """`layer`, whose first argument is its input, with rematerialisation as `remat` says.
+
+        Gathered weights are never saved, under any policy.
+        """
         policy = {
             "full": checkpoint_policies.nothing_saveable,
+            # XLA's CPU has one memory: there what is offloaded stays where it is.
+            "offload": checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[LAYER_INPUT],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
             "dots": checkpoint_policies.save_from_both_policies(
                 checkpoint_policies.checkpoint_dots,
                 checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_MATMUL),
             ),
             "none": _everything_but_gathered_weights,
         }[self.remat]
-        return jax.checkpoint(layer, policy=policy)
+
+        def named(x: Any, *rest: Any) -> Any:
+            # Inside what is rematerialised: else the input itself would be kept too, on the device.
+            return layer(checkpoint_name(x, LAYER_INPUT), *rest)
+
+        return jax.checkpoint(named if self.remat == "offload" else layer, policy=policy)
 
 
 def place(model: PyTree, execution: Execution) -> PyTree:

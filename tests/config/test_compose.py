@@ -196,7 +196,7 @@ SET = [  # when keys are set
     ("model.layers=null", ["model.layers=null", "whole number", "found null"]),
     ("model.window=x", ["model.window=x", "whole number", "or null", "found text"]),
     ("execution.dtype=float16", ["execution.dtype=float16", "float32, bfloat16"]),
-    ("execution.remat=null", ["execution.remat=null", "full, dots, none"]),
+    ("execution.remat=null", ["execution.remat=null", "full, offload, dots, none"]),
     ("optimizer.learning_rate=nan", ["optimizer.learning_rate=nan", "no finite number"]),
     ("run_dir=2026", ["run_dir=2026", "text, or null", "found a whole number", "quotes"]),
     ("run_dir=", ["run_dir=:", "text", "found nothing"]),

@@ -142,7 +142,7 @@ def operations(remat):
     execution = Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP, remat=remat)
 
     @execution.checkpoint
-    def body(stored, x):
+    def body(x, stored):
         whole = execution.whole(stored)
         tokens = checkpoint_name(lax.all_gather(x, "fsdp", tiled=True), GATHERED_TOKENS)
         sizes = jnp.asarray((3, 5), jnp.int32)
@@ -151,7 +151,7 @@ def operations(remat):
         return lax.psum_scatter(y, "fsdp", tiled=True)
 
     def local(stored, x):
-        return jax.grad(lambda *arguments: body(*arguments).sum(), argnums=(0, 1))(stored, x)
+        return jax.grad(lambda *arguments: body(*arguments).sum(), argnums=(1, 0))(x, stored)
 
     layout = PartitionSpec("fsdp")
     step = jax.shard_map(
@@ -175,6 +175,7 @@ def operations(remat):
 # tokens' gradients. Of four grouped products one is the forward one again, and of seven others the first is.
 EXPECTED: dict[Remat, dict[str, int]] = {
     "full": {"gathered weights": 4, "gathered tokens": 3, "grouped": 4, "dot": 7, "tanh": 2},
+    "offload": {"gathered weights": 4, "gathered tokens": 3, "grouped": 4, "dot": 7, "tanh": 2},
     "dots": {"gathered weights": 4, "gathered tokens": 3, "grouped": 3, "dot": 6, "tanh": 2},
     "none": {"gathered weights": 4, "gathered tokens": 2, "grouped": 3, "dot": 6, "tanh": 1},
 }

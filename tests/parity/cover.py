@@ -216,7 +216,7 @@ def product() -> tuple[Case, ...]:
         tuple(STRATEGIES),
         MESHES,
         rules(),
-        ("full", "dots", "none"),
+        ("full", "offload", "dots", "none"),
         (1, 2),
         ("batch", "sequence"),
         FAMILIES,

@@ -2,8 +2,10 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import pytest
 from cover import Case, config
 from running import RATE, STEPS, shapes
@@ -42,22 +44,40 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_scan_returns_gathered_weights(case):
-    """What a layer leaves for the backward pass, the scan over layers returns stacked: no weight may be among it."""
-    found = large(case)
+def kept_of_a_layer(case: Case) -> list[Any]:
+    """The types of what a layer leaves for the backward pass, and of its gradients."""
     kept = []
-    for equation, *_ in equations(found.step.traced.jaxpr):
+    for equation, *_ in equations(large(case).step.traced.jaxpr):
         if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
             body = equation.params["jaxpr"]
             results: Any = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
             # A carry leaves the scan in the shape its body gives it; what is stacked gains a dimension.
-            kept += [math.prod(inner.aval.shape) for outer, inner in results if outer.aval.shape != inner.aval.shape]
+            kept += [inner.aval for outer, inner in results if outer.aval.shape != inner.aval.shape]
+    return kept
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_scan_returns_gathered_weights(case):
+    """What a layer leaves for the backward pass, the scan over layers returns stacked: no weight may be among it."""
+    kept = [math.prod(array.shape) for array in kept_of_a_layer(case)]
     # Of a layer there are returned: gradients, which lie as the parameters do, an eighth each; and activations, of
     # which the largest are an expert's inner values, MLP for each of this device's tokens, twice over for K = 2.
     tokens = 16
     assert max(kept) <= max(EXPERTS * EMBED * MLP // 8, 2 * tokens * MLP)
     assert max(kept) < EXPERTS * EMBED * MLP // 4  # which is far below one gathered weight
+
+
+def test_offloaded_inputs_lie_on_the_host_and_nowhere_else():
+    """A layer keeps what `full` keeps; the array that is as large as its input is on the host."""
+    full, offload = (
+        [(array.shape, array.memory_space) for array in kept_of_a_layer(replace(CASES[0], remat=remat))]
+        for remat in ("full", "offload")
+    )
+    rows = (2, 8, EMBED)
+    assert [where for shape, where in full if shape == rows] == [jax.memory.Space.Device]
+    assert [where for shape, where in offload if shape == rows] == [jax.memory.Space.Host]
+    assert sorted(shape for shape, _ in full) == sorted(shape for shape, _ in offload)
+    assert [where for _, where in offload].count(jax.memory.Space.Host) == 1
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.mesh != "fsdp2_ep4"], ids=str)
