@@ -8,20 +8,24 @@ import importlib.metadata
 from dataclasses import replace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cover import LAYERS, MESHES, Case, batch, config, model
+from jaxtyping import Array
 from running import RATE, STEPS, Running, shapes
 from test_collectives_count import settings
 
 import moezoo
 from moezoo.analysis.cost import communication
 from moezoo.models import model_shapes
-from moezoo.nn.containers import store
+from moezoo.nn.containers import Int8, store
+from moezoo.nn.linear import project
 from moezoo.optim import SGD, AdamW, Constant, Optimizer
-from moezoo.parallel.axes import Role, is_stored, parameter_table, trainable_mask
+from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table, trainable_mask
+from moezoo.parallel.stored import Stored, plain
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.step import State, Step
@@ -123,6 +127,57 @@ def test_logits():
 def step_of(case: Case, shapes_: Any, trained: Any = None, optimizer: Any = None) -> Step:
     optimizer = Optimizer(optimizer or SGD(RATE), Constant(), STEPS, case.execution.placements(shapes_))
     return Step(shapes_, optimizer, case.execution, shapes(case.microbatches), trained=trained)
+
+
+class LowRank(Stored):
+    """A frozen base, itself a container, and a trained pair of thin matrices: what others may write."""
+
+    base: Array | Stored
+    down: Array
+    up: Array
+    dtype: np.dtype = eqx.field(static=True)
+
+    def __init__(self, weight: Array, axes: Axes):
+        first, last = len(axes.stacked), len(axes.stacked + axes.inputs)
+        self.base, self.dtype = Int8(weight, axes), weight.dtype
+        self.down = 0.1 * jax.random.normal(jax.random.key(0), (*weight.shape[:last], 2))
+        self.up = 0.1 * jax.random.normal(jax.random.key(1), (*weight.shape[:first], 2, *weight.shape[last:]))
+
+    def axes(self, declared: Axes) -> dict[str, Axes]:
+        down = Axes(Role.WEIGHT, declared.stacked, declared.inputs, ("rank",))
+        return {"base": declared, "down": down, "up": Axes(Role.WEIGHT, declared.stacked, ("rank",), declared.outputs)}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def whole(self, dtype: Any) -> Array:
+        return plain(self.base, dtype) + jnp.tensordot(self.down, self.up, 1)
+
+    def product(self, x: Array, inputs: int, dtype: Any) -> Array:
+        return project(x, self.base, inputs, dtype=dtype) + project(project(x, self.down, inputs), self.up, dtype=dtype)
+
+
+def test_a_container_of_containers():
+    """A pair beside integers: its product is that of the merged matrix, only the pair is trained, on any mesh alike."""
+    pair: Any = jax.jit(lambda m: store(m, lambda path: path.endswith(("query_up", "attention.out")), LowRank))(
+        model("deepseek")
+    )
+    one = jax.tree.map(lambda x: x[1], pair.stacks[1].blocks[0].attention.out)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *one.shape[:2])), jnp.float32)
+    np.testing.assert_allclose(project(x, one, 2), jnp.tensordot(x, one.whole(jnp.float32), 2), atol=1e-5)
+
+    only = lambda path: path.endswith((".down", ".up")) and "attention" in path  # noqa: E731
+    found, wanted = (Running(case, start=pair, trained=only) for case in (replace(CASES[1], remat="none"), CASES[0]))
+    (metrics, gradients, _), (their, expected, _) = steps_of(found)[0], steps_of(wanted)[0]
+    assert len(gradients) == 2 * 2 * 2  # of two matrices in each of two stacks
+    assert min(abs(g).max() for g in expected.values()) > 1e-4
+    assert worst(gradients, expected) < GRADIENTS
+    assert float(metrics.gradient_norm) == pytest.approx(float(their.gradient_norm), rel=TOLERANCE)
+    default = {path for path, one in by_path(trainable_mask(pair)).items() if one and "query_up" in path}
+    assert {path.rpartition(".")[2] for path in default} == {"down", "up"}
+    predicted = communication(settings(replace(CASES[1], remat="none")), model=pair, trained=only)
+    assert collective_traffic(found.step.traced.jaxpr) == predicted
 
 
 def test_optimizer_has_nothing_of_what_is_frozen():
@@ -313,7 +368,7 @@ def test_checkpoint_of_arrays_is_refused(tmp_path):
 
 
 def test_folders_have_plain_arrays(tmp_path):
-    moezoo.save_pretrained(stored(), tmp_path / "hub")
+    moezoo.save_pretrained(moezoo.place(stored(), CASES[1].execution), tmp_path / "hub")
     loaded = by_path(moezoo.from_pretrained(tmp_path / "hub"))
     for path, x in by_path(arrays()).items():
         np.testing.assert_array_equal(loaded[path], x, strict=True)
