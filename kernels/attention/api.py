@@ -6,21 +6,21 @@ from typing import Literal, get_args
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention import reference
+from moezoo.kernels.attention import chunked, reference
 from moezoo.kernels.attention.base import Attended, Backend, Place
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import ATTENTION
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 
-Implementation = Literal["reference"]
-_BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend)}
+Implementation = Literal["reference", "chunked"]
+_BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend), "chunked": Backend(chunked.attend)}
 _RUNS_ON = {name: backend.runs_on for name, backend in _BACKENDS.items()}
 assert set(_BACKENDS) == set(get_args(Implementation))
 
 
 def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
-    del target, queries, keys
-    return ("reference",)
+    del target
+    return ("chunked",) if chunked.suits(queries, keys) else ("reference",)
 
 
 def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = ()) -> str:
