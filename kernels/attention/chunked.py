@@ -32,7 +32,7 @@ _SHORT = 512
 _FLOOR = NOTHING / 2
 _LAST = jnp.iinfo(jnp.int32).max
 
-Block = Float[Array, "heads rows dim"]  # rows: tokens, of queries the tokens of each head of a group
+Block = Float[Array, "_ _ _"]  # heads, rows, dim; rows: tokens, of queries the tokens of each head of a group
 
 
 class _Keys(NamedTuple):
@@ -67,8 +67,8 @@ def attend(
     scale: float | Float[Array, ""],
     window: int | None,
 ) -> Attended:
-    """Row after row, block after block; `scale` is multiplied into the queries and rounded to their dtype."""
-    q = q * jnp.asarray(scale, q.dtype)
+    """Row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     # The gradients must vary exactly as their operands: make all vary alike first, and the transpose of that cast is
     # the sum over devices that a replicated operand needs.
     operands = (q, k, v, *queries, *keys)

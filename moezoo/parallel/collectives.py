@@ -19,10 +19,11 @@ from jaxtyping import Array, PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Names for rematerialisation: gathered weights are never saved; gathered tokens and grouped products may be.
+# Names for rematerialisation: gathered weights are never saved; gathered tokens and what kernels return may be.
 GATHERED_WEIGHT = "gathered_weight"
 GATHERED_TOKENS = "gathered_tokens"
 GROUPED_MATMUL = "grouped_matmul"
+ATTENTION = "attention"
 
 
 def varying_axes(x: Any) -> frozenset[str]:
