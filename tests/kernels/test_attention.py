@@ -189,10 +189,11 @@ def test_equals_a_loop(implementation, case):
     @given(places=places(case.queries, case.keys), seed=st.integers(0, 9))
     def compare(places: Any, seed: int):
         operands, cotangent = random_operands(case, seed)
-        results = run(operands, *places, cotangent)
+        queries, keys = places
+        results = run(operands, queries, keys, cotangent)
         assert [x.dtype for x in results[0]] == [case.dtype, "float32"]
         assert [x.dtype for x in results[1]] == [x.dtype for x in operands]
-        check(results, loop(case.window, operands, *places, cotangent), case.dtype)
+        check(results, loop(case.window, operands, queries, keys, cotangent), case.dtype)
 
     compare()
 
@@ -304,8 +305,9 @@ def test_parts_joined_are_the_whole(implementation):
 @settings(max_examples=60)
 @given(places=places(8, 14), window=st.sampled_from([None, 1, 4]))
 def test_every_pair_with_something_seen_is_visited(places: Any, window):
-    seen = sees(*places, window).reshape(BATCH, 2, 4, 7, 2).any((2, 4))
-    queries, keys = (Place(*(x.reshape(BATCH, n, -1) for x in p)) for p, n in zip(places, (2, 7), strict=True))
+    queries, keys = places
+    seen = sees(queries, keys, window).reshape(BATCH, 2, 4, 7, 2).any((2, 4))
+    queries, keys = (Place(*(x.reshape(BATCH, n, -1) for x in p)) for p, n in ((queries, 2), (keys, 7)))
     visited = np.asarray(chunked_module._visible(queries, keys, window))
     assert not (seen & ~visited).any()
 
