@@ -3,24 +3,22 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention import reference
+from moezoo.kernels.attention import chunked, reference
 from moezoo.kernels.attention.base import Attended, Backend, Place
 from moezoo.kernels.attention.partial import add_sinks
-from moezoo.parallel.collectives import ATTENTION
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 
-Implementation = Literal["reference"]
-_BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend)}
+Implementation = Literal["reference", "chunked"]
+_BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend), "chunked": Backend(chunked.attend)}
 _RUNS_ON = {name: backend.runs_on for name, backend in _BACKENDS.items()}
 assert set(_BACKENDS) == set(get_args(Implementation))
 
 
 def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
-    del target, queries, keys
-    return ("reference",)
+    # On accelerators its loops over small blocks have not been timed.
+    return ("chunked",) if target.platform == "cpu" and chunked.suits(queries, keys) else ("reference",)
 
 
 def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = ()) -> str:
@@ -65,5 +63,4 @@ def attend(
         return lambda *operands: _BACKENDS[name].attend(*operands, scale=scale, window=window)
 
     attended = run(choice, backend, q, k, v, queries, keys)
-    attended = Attended(*(checkpoint_name(x, ATTENTION) for x in attended))
     return attended if sinks is None else add_sinks(attended, sinks)

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moezoo.kernels.attention.base import NOTHING, Attended, Place
+from moezoo.parallel.collectives import ATTENTION
 
 # Bounds the scores held to [batch, heads, this, keys].
 _QUERY_CHUNK = 512
@@ -25,7 +27,7 @@ def attend(
     """Chunk by chunk of queries, each over all keys."""
     length = q.shape[1]
     if length <= _QUERY_CHUNK:
-        return _attend(q, queries, k, v, keys, scale, window)
+        return _named(_attend(q, queries, k, v, keys, scale, window))
     pad = -length % _QUERY_CHUNK
 
     def chunks(x: Array) -> Array:
@@ -37,7 +39,12 @@ def attend(
         return _attend(*chunk, k, v, keys, scale, window)
 
     parts = jax.lax.map(one, (chunks(q), Place(*map(chunks, queries))))
-    return Attended(*(rearrange(x, "n b c ... -> b (n c) ...")[:, :length] for x in parts))
+    return _named(Attended(*(rearrange(x, "n b c ... -> b (n c) ...")[:, :length] for x in parts)))
+
+
+def _named(attended: Attended) -> Attended:
+    """Under the name that policies of rematerialisation may save."""
+    return Attended(*(checkpoint_name(x, ATTENTION) for x in attended))
 
 
 def _attend(

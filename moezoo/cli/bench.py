@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from moezoo.bench import compiling, parts, results, strategies
+from moezoo.bench import attention, compiling, parts, results, strategies
 from moezoo.bench.shapes import ACCELERATOR, LAPTOP, SHAPES
 from moezoo.bench.train_step import train_steps
 from moezoo.cli.command import Command
@@ -18,6 +18,7 @@ from moezoo.errors import UserError, nearest
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.parallel.mesh import prepare
 
+_TIMED = ("dtype", "seconds", "samples", "json", "out")
 _KERNEL = ("shapes", "routing", "passes", "dtype", "only", "seconds", "samples", "json", "out")
 # Every part, and the options it takes.
 PARTS = {
@@ -25,6 +26,7 @@ PARTS = {
     "moe_layer": _KERNEL,
     "train_step": ("steps", "dtype", "seconds", "samples", "json", "out"),
     "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
+    "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
     "compile": ("shapes", "absent", "dtype"),
 }
 # A training step in one word each: overrides of `moezoo.compose`.
@@ -39,7 +41,10 @@ _DEFAULTS = {
     "mesh": list(MESHES),
     "settings": "",
     "updates": 20,
-    "absent": ["h200", "v5p"],
+    "tokens": list(attention.LENGTHS),
+    "heads": "2x2",
+    "dims": "32x32",
+    "documents": 1,
     "seconds": 5.0,
     "samples": 15,
 }
@@ -75,7 +80,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     several("mesh", "NAME", f"strategies: on which meshes (default: {', '.join(MESHES)})")
     parser.add_argument("--settings", metavar="OVERRIDES", help="strategies: what else to compose, for all of them")
     parser.add_argument("--updates", type=int, metavar="N", help="strategies: of the parameters (default: 20)")
-    several("absent", "KIND", "compile: for what (default: h200 v5p)")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="attention: lengths of a row")
+    parser.add_argument("--heads", metavar="KxG", help="attention: key-value heads, query heads of each (default: 2x2)")
+    parser.add_argument("--dims", metavar="HxV", help="attention: dimensions of keys and of values (default: 32x32)")
+    parser.add_argument("--documents", type=int, metavar="N", help="attention: in a row (default: 1)")
+    parser.add_argument("--window", type=int, metavar="N", help="attention: tokens that a query sees (default: all)")
+    several("absent", "KIND", "compile: for what (default: h200 v5p); attention: compile for it, do not run")
     parser.add_argument("--seconds", type=float, help="time for each implementation and pass (default: 5)")
     parser.add_argument("--samples", type=int, help="samples of each at most (default: 15)")
     parser.add_argument("--json", action="store_const", const=True, help="print the rows as JSON and nothing else")
@@ -99,9 +109,11 @@ def _check(options: argparse.Namespace) -> None:
     _check_known("--passes", options.passes, ("forward", "backward", "both"))
     _check_known("--dtype", [options.dtype] if options.dtype else [], ("float32", "bfloat16"))
     _check_known("--shapes", options.shapes or [], (*SHAPES, "laptop", "accelerator"))
-    for name in ("seconds", "samples", "updates"):
-        if getattr(options, name) <= 0:
-            raise UserError(f"--{name} {getattr(options, name)}: must be more than 0")
+    for name in ("seconds", "samples", "updates", "documents", "window"):
+        if (given := getattr(options, name)) is not None and given <= 0:
+            raise UserError(f"--{name} {given}: must be more than 0")
+    if min(options.tokens) <= 0:
+        raise UserError(f"--tokens {min(options.tokens)}: must be more than 0")
     if options.out:
         try:
             Path(options.out).mkdir(parents=True, exist_ok=True)
@@ -163,10 +175,29 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
 def _compile(options: argparse.Namespace) -> None:
     prepare(1)
     programs = []
-    for result in compiling.compile_all(options.absent, _names(options, "accelerator"), options.dtype or "bfloat16"):
+    targets, dtype = options.absent or ["h200", "v5p"], options.dtype or "bfloat16"
+    for result in compiling.compile_all(targets, _names(options, "accelerator"), dtype):
         _log(f"compiled {result.part} {result.name} for {result.target}")
         programs.append(result)
     compiling.print_compiled(programs, _console())
+
+
+def _attention(options: argparse.Namespace) -> list[attention.Measurement]:
+    prepare(1)
+    heads, dims = (_two_numbers(name, getattr(options, name)) for name in ("heads", "dims"))
+    on_cpu = jax.default_backend() == "cpu" and not options.absent
+    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
+    sizes = attention.Sizes(*heads, *dims, options.documents, options.window, dtype)
+    if options.absent:
+        return list(attention.compile_attention(options.absent, options.tokens, sizes, _log))
+    return list(attention.compare_attention(options.tokens, sizes, options.seconds, options.samples, _log))
+
+
+def _two_numbers(name: str, text: str) -> tuple[int, int]:
+    numbers = text.split("x")
+    if len(numbers) != 2 or not all(n.isdecimal() and int(n) for n in numbers):
+        raise UserError(f"--{name} {text}: must be two numbers more than 0, such as {_DEFAULTS[name]}")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _names(options: argparse.Namespace, otherwise: str) -> list[str]:
@@ -209,6 +240,14 @@ class _Bench(Command):
         _check(options)
         if options.part == "compile":
             _compile(options)
+        elif options.part == "attention":
+            rows = _attention(options)
+            if not options.absent:
+                _leave(rows, options, attention.print_table, attention.picture)
+            elif options.json:
+                print(results.to_json(rows))
+            else:
+                attention.print_table(rows, _console())
         elif options.part == "strategies":
             rows = strategies.compare_strategies(
                 options.dispatch, options.mesh, options.settings, options.updates, _log

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -111,7 +112,7 @@ def summarize(
     used = {a: s for a, s in execution.sizes.items() if s > 1}
     devices = execution.mesh.devices
     stored = local_bytes(state, placements)
-    gradients = local_bytes(model, placements.model)
+    gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (model, placements.model)))
     rows = [
         (
             "model",

@@ -1,0 +1,244 @@
+"""The portable backend: an online softmax over blocks of keys, and no pair of blocks in which nothing is seen.
+
+Both passes hold the scores of one pair of blocks at a time (Dao, 2023, FlashAttention-2, arXiv:2307.08691). The forward
+pass keeps its operands and results alone; the backward pass makes weights again from the log-sum-exp.
+
+What makes it fast on a CPU, where each product inside a loop is one call of a good matrix product:
+- operands are laid out [blocks, heads, tokens, dim] once, outside the loops; query heads that share a key head are rows
+  of one product;
+- keys are the last dimension of scores: XLA reduces and multiplies over the last dimension at full speed;
+- a list of pairs to visit is made before the loops, which run over these only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from moezoo.kernels.attention.base import NOTHING, Attended, Place
+from moezoo.parallel.collectives import ATTENTION, vary_like
+
+# Tokens of a block at most: of up to `_SHORT` tokens, and of more.
+_BLOCKS = (64, 128)
+_SHORT = 512
+# Below every score, and above `NOTHING`, the score of an unseen key: as a query's largest score at first, and as the
+# log-sum-exp of one that sees no key, it makes the weights of unseen keys zero.
+_FLOOR = NOTHING / 2
+_LAST = jnp.iinfo(jnp.int32).max
+
+Block = Float[Array, "_ _ _"]  # heads, rows, dim; rows: tokens, of queries the tokens of each head of a group
+
+
+class _Keys(NamedTuple):
+    """Blocks of keys and values, and where they are."""
+
+    key: Float[Array, "*blocks kv_heads keys head_dim"]
+    value: Float[Array, "*blocks kv_heads keys value_dim"]
+    place: Place
+
+
+class _Step(NamedTuple):
+    """A block of queries: arrays of its tokens, and the blocks of keys to visit, the first `count` of `order`."""
+
+    parts: tuple[Block, ...]
+    place: Place
+    order: Int[Array, "*steps blocks"]
+    count: Int[Array, "*steps"]
+
+
+def suits(queries: int, keys: int) -> bool:
+    """Whether there is work enough for blocks: less of it, decoding above all, is faster at once."""
+    return queries >= 16 and queries * keys >= 64 * 64
+
+
+def attend(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    queries: Place,
+    keys: Place,
+    *,
+    scale: float | Float[Array, ""],
+    window: int | None,
+) -> Attended:
+    """Row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    # The gradients must vary exactly as their operands: make all vary alike first, and the transpose of that cast is
+    # the sum over devices that a replicated operand needs.
+    operands = (q, k, v, *queries, *keys)
+    q, k, v, *places = (vary_like(x, *operands) for x in operands)
+    return _attend(window, q, k, v, Place(*places[:2]), Place(*places[2:]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(window, q, k, v, queries, keys):
+    return _forward(window, q, k, v, queries, keys)[0]
+
+
+def _forward(window, q, k, v, queries, keys):
+    past, steps = _plan((q,), k, v, queries, keys, window)
+
+    def step(_: None, x: _Step) -> tuple[None, tuple[Block, Block]]:
+        (q,) = x.parts
+
+        def visit(j: Int[Array, ""], carry: tuple[Block, Block, Block]) -> tuple[Block, Block, Block]:
+            highest, total, sums = carry
+            block = _take(past, j)
+            scores, _ = _score(q, block.key, x.place, block.place, window)
+            higher = jnp.maximum(highest, scores.max(-1, keepdims=True))
+            weights, fade = jnp.exp(scores - higher), jnp.exp(highest - higher)
+            total = total * fade + weights.sum(-1, keepdims=True)
+            return higher, total, sums * fade + _dot(weights.astype(v.dtype), block.value, 2, 1)
+
+        zeros = _zeros((*q.shape[:2], 1), q)
+        highest, total, sums = _visit_all(x, visit, (zeros + _FLOOR, zeros, _zeros((*q.shape[:2], v.shape[3]), q)))
+        some = total > 0
+        total = jnp.where(some, total, 1)
+        return None, ((sums / total).astype(v.dtype), jnp.where(some, highest + jnp.log(total), NOTHING))
+
+    _, (result, logsumexp) = lax.scan(step, None, steps)
+    result, logsumexp = _join(result, q), _join(logsumexp, q)[..., 0]
+    # Named here, where the backward pass takes them: with a policy that saves them, no loop runs twice.
+    attended = Attended(checkpoint_name(result, ATTENTION), checkpoint_name(logsumexp, ATTENTION))
+    return attended, (q, k, v, queries, keys, attended)
+
+
+def _backward(window, residuals, cotangent):
+    q, k, v, queries, keys, attended = residuals
+    # A score's gradient is its weight times what flows back to the weight, less this.
+    through_result = (cotangent.result.astype(jnp.float32) * attended.result.astype(jnp.float32)).sum(-1)
+    less = (through_result - cotangent.logsumexp)[..., None]
+    total = jnp.maximum(attended.logsumexp, _FLOOR)[..., None]
+    past, steps = _plan((q, cotangent.result, less, total), k, v, queries, keys, window)
+
+    def step(carry: tuple[Array, Array], x: _Step) -> tuple[tuple[Array, Array], Block]:
+        q, back, less, total = x.parts
+
+        def visit(j: Int[Array, ""], carry: tuple[Block, Array, Array]) -> tuple[Block, Array, Array]:
+            by_q, by_k, by_v = carry
+            block = _take(past, j)
+            scores, seen = _score(q, block.key, x.place, block.place, window)
+            weights = jnp.exp(scores - total)
+            # Selected again, as what flows back to an unseen key's weight may be infinite.
+            by_score = jnp.where(seen, weights * (_dot(back, block.value, 2, 2) - less), 0).astype(q.dtype)
+            by_q = by_q + _dot(by_score, block.key, 2, 1)
+            by_k = _add(by_k, j, _dot(by_score, q, 1, 1))
+            by_v = _add(by_v, j, _dot(weights.astype(back.dtype), back, 1, 1))
+            return by_q, by_k, by_v
+
+        by_q, by_k, by_v = _visit_all(x, visit, (_zeros(q.shape, q), *carry))
+        return (by_k, by_v), by_q.astype(q.dtype)
+
+    start = _zeros(past.key.shape, q), _zeros(past.value.shape, q)
+    (by_k, by_v), by_q = lax.scan(step, start, steps)
+    by_k, by_v = (_join(by, x[:, :, :, None])[:, :, :, 0].astype(x.dtype) for by, x in ((by_k, k), (by_v, v)))
+    return _join(by_q, q), by_k, by_v, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _plan(
+    parts: tuple[Array, ...], k: Array, v: Array, queries: Place, keys: Place, window: int | None
+) -> tuple[_Keys, _Step]:
+    """All blocks of keys, and a step for each block of queries; `parts` are arrays of queries."""
+    # What fills up the last block: queries that see what the last one sees, and keys that no query sees.
+    at = Place(*(_cut_places(x, mode="edge") for x in queries))
+    key_at = Place(_cut_places(keys.position, constant_values=_LAST), _cut_places(keys.segment, mode="edge"))
+    visible = _visible(at, key_at, window)
+    order = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
+    order = order + order.shape[2] * lax.broadcasted_iota(jnp.int32, order.shape, 0)
+
+    def flat(x: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
+
+    past = _Keys(_cut(k[:, :, :, None]), _cut(v[:, :, :, None]), flat(key_at))
+    return past, _Step(tuple(map(_cut, parts)), *flat((at, order, visible.sum(-1, dtype=jnp.int32))))
+
+
+def _count_blocks(tokens: int) -> int:
+    return -(-tokens // _BLOCKS[tokens > _SHORT])
+
+
+def _cut(x: Float[Array, "batch tokens kv_heads group dim"]) -> Float[Array, "blocks kv_heads rows dim"]:
+    """Of each row of the batch blocks of equally many tokens; zeros at the end."""
+    blocks = _count_blocks(x.shape[1])
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % blocks), (0, 0), (0, 0), (0, 0)))
+    return rearrange(x, "b (n t) k g d -> (b n) k (g t) d", n=blocks)
+
+
+def _join(x: Float[Array, "blocks kv_heads rows dim"], like: Array) -> Float[Array, "batch tokens kv_heads group dim"]:
+    """The inverse of `_cut`, for as many tokens as `like` has."""
+    x = rearrange(x, "(b n) k (g t) d -> b (n t) k g d", b=like.shape[0], g=like.shape[3])
+    return x[:, : like.shape[1]]
+
+
+def _cut_places(x: Int[Array, "batch tokens"], **padding: Any) -> Int[Array, "batch blocks block"]:
+    blocks = _count_blocks(x.shape[1])
+    x = jnp.pad(x.astype(jnp.int32), ((0, 0), (0, -x.shape[1] % blocks)), **padding)
+    return x.reshape(x.shape[0], blocks, -1)
+
+
+def _visible(queries: Place, keys: Place, window: int | None) -> Bool[Array, "batch queries keys"]:
+    """Which blocks of queries must visit which of keys; places are [batch blocks tokens].
+
+    Tokens are in order by segment, then position; a query sees keys from the first of its window up to itself. Where
+    both are in order, as packed documents are, the pairs visited are those in which something is seen; anything else
+    costs visits in vain.
+    """
+    first, last = (jax.tree.map(lambda x: x[:, :, None], place) for place in _bounds(queries))
+    first_key, last_key = (jax.tree.map(lambda x: x[:, None], place) for place in _bounds(keys))
+    oldest = jnp.full_like(first.position, -_LAST) if window is None else first.position - (window - 1)
+    return _up_to(first_key, last) & _up_to(Place(oldest, first.segment), last_key)
+
+
+def _bounds(place: Place) -> tuple[Place, Place]:
+    """The first and the last token of each block. Padding, segment 0, usually stands behind, and comes last here."""
+    segment = jnp.where(place.segment == 0, _LAST, place.segment)
+    low, high = segment.min(-1), segment.max(-1)
+    first = jnp.where(segment == low[..., None], place.position, _LAST).min(-1)
+    last = jnp.where(segment == high[..., None], place.position, -_LAST).max(-1)
+    return Place(first, low), Place(last, high)
+
+
+def _up_to(one: Place, other: Place) -> Bool[Array, "batch queries keys"]:
+    same = one.segment == other.segment
+    return (one.segment < other.segment) | (same & (one.position <= other.position))
+
+
+def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
+    return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(x.order[i], carry), carry)
+
+
+def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) -> tuple[Array, Array]:
+    """Scores of a pair of blocks, `NOTHING` of keys unseen, and which are seen; [kv_heads rows keys]."""
+    at, key_at = queries.position[:, None], keys.position[None, :]
+    seen = (queries.segment[:, None] == keys.segment[None, :]) & (key_at <= at)
+    if window is not None:
+        seen &= key_at > at - window
+    scores = _dot(q, k, 2, 2)
+    seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[1] // seen.shape[0], *seen.shape)).reshape(scores.shape)
+    return jnp.where(seen, scores, NOTHING), seen
+
+
+def _dot(x: Block, y: Block, x_dim: int, y_dim: int) -> Block:
+    """For each head the product that sums over a dimension of each, in float32."""
+    return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+
+
+def _take(tree: PyTree, j: Int[Array, ""]) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), tree)
+
+
+def _add(x: Array, j: Int[Array, ""], part: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, _take(x, j) + part, j, 0)
+
+
+def _zeros(shape: tuple[int, ...], like: Array) -> Array:
+    return vary_like(jnp.zeros(shape, jnp.float32), like)

@@ -1,0 +1,198 @@
+"""Backends of attention beside each other: time and temporary memory by length, here or compiled for absent devices."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moezoo.bench.timing import measure
+from moezoo.kernels.attention import Implementation, attend
+from moezoo.kernels.attention.base import Place
+from moezoo.parallel.absent import absent_devices
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# A batch has at least this many tokens, in rows of the length that is measured.
+_TOKENS = 1024
+_PASSES = ("forward", "both")
+
+
+class Sizes(NamedTuple):
+    """What does not differ by length: `group` query heads a key head, `documents` of random lengths in each row."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int
+    documents: int
+    window: int | None
+    dtype: str
+
+
+Measurement = TypedDict(
+    "Measurement",
+    {
+        "part": str,
+        "tokens": int,
+        "rows": int,
+        "sizes": Mapping[str, Any],
+        "pass": str,
+        "implementation": str,
+        "device": str,
+        "ms": float | None,
+        "ms_spread": float | None,
+        "temporary_bytes": int,
+    },
+)
+
+
+def compare_attention(
+    lengths: Sequence[int], sizes: Sizes, seconds: float, samples: int, log: Callable[[str], None]
+) -> Iterator[Measurement]:
+    """Time every backend by turns, forward, and forward and backward in one program."""
+    device = jax.devices()[0]
+    for tokens in lengths:
+        arguments = jax.device_put(_operands(tokens, sizes), device)
+        for name in _PASSES:
+            log(f"{tokens} tokens, {name}")
+            programs = {who: _compile(who, name, sizes, arguments) for who in get_args(Implementation)}
+            calls = {who: partial(_wait, program, *arguments) for who, program in programs.items()}
+            timings = measure(calls, seconds=seconds, samples=samples)
+            for who, timing in timings.items():
+                row = _row(tokens, sizes, name, who, device.device_kind, programs[who])
+                row.update(ms=round(timing.ms, 4), ms_spread=round(timing.spread, 4))
+                yield row
+
+
+def compile_attention(
+    targets: Sequence[str], lengths: Sequence[int], sizes: Sizes, log: Callable[[str], None]
+) -> Iterator[Measurement]:
+    """The same programs, compiled for devices that are not here."""
+    for target in targets:
+        there = NamedSharding(Mesh(np.asarray(absent_devices(target)[:1]), ("x",)), PartitionSpec())
+        for tokens in lengths:
+            shapes = jax.tree.map(partial(_shape, there), _operands(tokens, sizes))
+            for name in _PASSES:
+                log(f"{target}, {tokens} tokens, {name}")
+                for who in get_args(Implementation):
+                    yield _row(tokens, sizes, name, who, target, _compile(who, name, sizes, shapes))
+
+
+def _shape(sharding: NamedSharding, x: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _wait(program: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.block_until_ready(program(*arguments))
+
+
+def _rows(tokens: int) -> int:
+    return max(1, _TOKENS // tokens)
+
+
+def _operands(tokens: int, sizes: Sizes) -> tuple[tuple[np.ndarray, ...], Place, np.ndarray]:
+    """Queries, keys and values; where they are; what flows back to the result."""
+    rng, batch = np.random.default_rng(0), _rows(tokens)
+    heads = sizes.kv_heads, sizes.group
+    shapes = (*heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.value_dim)
+    *qkv, back = (
+        rng.standard_normal((batch, tokens, *shape), np.float32).astype(jnp.dtype(sizes.dtype))
+        for shape in (*shapes, (*heads, sizes.value_dim))
+    )
+    starts = np.zeros((batch, tokens), bool)
+    starts[:, 0] = True
+    for row in starts:
+        row[rng.choice(np.arange(1, tokens), min(sizes.documents, tokens) - 1, replace=False)] = True
+    at = np.arange(tokens, dtype=np.int32)
+    position = at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)
+    place = Place(jnp.asarray(position), jnp.cumsum(starts, axis=1, dtype=jnp.int32))
+    return tuple(qkv), place, back
+
+
+def _compile(who: str, name: str, sizes: Sizes, arguments: Any) -> jax.stages.Compiled:
+    def run(qkv: tuple[Any, Any, Any], place: Place) -> Any:
+        options: Any = {"scale": sizes.head_dim**-0.5, "window": sizes.window, "implementation": who}
+        q, k, v = qkv
+        return attend(q, k, v, queries=place, keys=place, **options).result
+
+    def forward(qkv: Any, place: Place, back: Any) -> Any:
+        del back
+        return run(qkv, place)
+
+    def both(qkv: Any, place: Place, back: Any) -> Any:
+        result, pull = jax.vjp(lambda qkv: run(qkv, place), qkv)
+        return result, pull(back)
+
+    return jax.jit({"forward": forward, "both": both}[name]).lower(*arguments).compile()
+
+
+def _row(tokens: int, sizes: Sizes, name: str, who: str, device: str, program: jax.stages.Compiled) -> Measurement:
+    memory = program.memory_analysis()
+    assert memory is not None
+    return {
+        "part": "attention",
+        "tokens": tokens,
+        "rows": _rows(tokens),
+        "sizes": sizes._asdict(),
+        "pass": name,
+        "implementation": who,
+        "device": device,
+        "ms": None,
+        "ms_spread": None,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def _cases(results: Sequence[Measurement]) -> dict[tuple[str, int, int, str], dict[str, Measurement]]:
+    """Rows of all backends by device, tokens, rows and pass."""
+    cases: dict[tuple[str, int, int, str], dict[str, Measurement]] = {}
+    for row in results:
+        case = row["device"], row["tokens"], row["rows"], row["pass"]
+        cases.setdefault(case, {})[row["implementation"]] = row
+    return cases
+
+
+def print_table(results: Sequence[Measurement], console: Console) -> None:
+    """A line a device, length and pass. Ratios: what another backend takes, over what `reference` takes."""
+    who = list(dict.fromkeys(row["implementation"] for row in results))
+    others = [w for w in who if w != "reference"]
+    sizes = " ".join(f"{key}={value}" for key, value in results[0]["sizes"].items())
+    columns = ["device", "tokens", "rows", "pass"]
+    for unit in ("ms", "MB"):
+        columns += [f"{w} {unit}" for w in who] + ["ratio"] * len(others)
+    table = Table(*columns, title=f"attention, {sizes}", box=box.SIMPLE)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for case, rows in _cases(results).items():
+        line = [str(x) for x in case]
+        for values in ({w: rows[w]["ms"] for w in who}, {w: rows[w]["temporary_bytes"] / 1e6 for w in who}):
+            line += ["" if values[w] is None else f"{values[w]:.4g}" for w in who]
+            line += [_ratio(values[w], values["reference"]) for w in others]
+        table.add_row(*line)
+    console.print(table)
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return "" if one is None or not other else f"{one / other:.2f}"
+
+
+def picture(results: Sequence[Measurement], path: Path) -> None:
+    """Time over length, a panel a pass, a line a backend."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(_PASSES)), _PASSES, strict=True):
+        for who in dict.fromkeys(row["implementation"] for row in results):
+            points = [(r["tokens"], r["ms"]) for r in results if (r["pass"], r["implementation"]) == (name, who)]
+            axes.loglog(*zip(*points, strict=True), marker="o", label=who)
+        axes.set(title=name, xlabel="tokens of a row", ylabel="ms")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
