@@ -302,6 +302,19 @@ def test_parts_joined_are_the_whole(implementation):
     check(jax.jit(both)(operands), loop(case.window, operands, queries, keys, cotangent))
 
 
+def test_sinks_come_in_once(implementation):
+    """Given to one part and not to the other, they are what they are for the whole."""
+    case = CASES[1]
+    (operands, _), (queries, keys) = random_operands(case), packed(case)
+    q, k, v, scale = operands
+    sinks = jnp.linspace(-1, 2, KV_HEADS * GROUP).reshape(KV_HEADS, GROUP)
+    options: Any = {"queries": queries, "scale": scale, "window": case.window, "implementation": implementation}
+    first, last = (Place(*(x[:, which] for x in keys)) for which in (slice(6), slice(6, None)))
+    one = attend(q, k[:, :6], v[:, :6], keys=first, **options, sinks=sinks)
+    joined = join(one, attend(q, k[:, 6:], v[:, 6:], keys=last, **options))
+    check(joined, Value(*attend(q, k, v, keys=keys, **options, sinks=sinks)))
+
+
 @settings(max_examples=60)
 @given(places=places(8, 14), window=st.sampled_from([None, 1, 4]))
 def test_every_pair_with_something_seen_is_visited(places: Any, window):

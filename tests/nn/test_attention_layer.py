@@ -1,15 +1,12 @@
 """Attention against a loop over queries and keys; rotary positions against complex numbers; RMSNorm by its formula."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from moezoo.kernels.attention import attend, reference
 from moezoo.nn.attention import Attention
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context, LayerNumbers, make_context
@@ -17,8 +14,6 @@ from moezoo.nn.rope import frequencies, rotate
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import MeshShape, make_mesh
-from moezoo.parallel.rules import Rules
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
 GROUP = HEADS // KV_HEADS
@@ -29,13 +24,6 @@ PRECISION = 50 * 2.0**-24
 SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32)
 POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
 TOKEN_POSITIONS = Place(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
-
-
-def projections(seed=0):
-    """Random queries, keys and values, and what flows back to the result."""
-    rng, heads = np.random.default_rng(seed), (KV_HEADS, GROUP)
-    shapes = (BATCH, SEQ, *heads, HEAD_DIM), (BATCH, SEQ, KV_HEADS, HEAD_DIM), (BATCH, SEQ, KV_HEADS, HEAD_DIM)
-    return [rng.standard_normal(shape, np.float32) for shape in (*shapes, shapes[0])]
 
 
 def loop(q, k, v, positions, segments, window):
@@ -55,92 +43,6 @@ def loop(q, k, v, positions, segments, window):
         weights /= weights.sum()
         result[b, i, head, member] = sum(w * v[b, j, head] for w, j in zip(weights, seen, strict=True))
     return result
-
-
-@functools.cache
-def attended(chunk, window):
-    """Value and gradients of `attend` with this many queries a chunk, compiled once."""
-
-    def run(q, k, v, cotangent):
-        places = {"queries": TOKEN_POSITIONS, "keys": TOKEN_POSITIONS}
-        one = lambda *qkv: attend(*qkv, **places, scale=HEAD_DIM**-0.5, window=window).result  # noqa: E731
-        value, pull = jax.vjp(one, q, k, v)
-        return value, *pull(cotangent)
-
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in projections()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_QUERY_CHUNK", chunk)
-        return jax.jit(run).lower(*shapes).compile()
-
-
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("chunk", [512, 5])
-def test_equals_a_loop(chunk, window):
-    """Grouped heads, packed documents, a window; queries all at once, and in chunks with a rest."""
-    q, k, v, cotangent = projections()
-    value, *_ = attended(chunk, window)(q, k, v, cotangent)
-    wanted = loop(q, k, v, POSITIONS, SEGMENTS, window)
-    np.testing.assert_allclose(value, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_gradients_equal_those_of_the_loop(window):
-    """The derivative along random directions, by differences of the loop in float64."""
-    *qkv, cotangent = projections()
-    gradients = attended(512, window)(*qkv, cotangent)[1:]
-    for argument, gradient in enumerate(gradients):
-        direction = np.random.default_rng(argument).standard_normal(gradient.shape)
-
-        def along(step, argument=argument, direction=direction):
-            moved = [np.asarray(x, np.float64) for x in qkv]
-            moved[argument] = moved[argument] + step * direction
-            q, k, v = moved
-            return (loop(q, k, v, POSITIONS, SEGMENTS, window) * cotangent).sum()
-
-        wanted = (along(1e-5) - along(-1e-5)) / 2e-5
-        # The sum of at most 192 products in float64; its terms carry the precision of float32.
-        terms = np.abs(np.asarray(gradient, np.float64) * direction).sum()
-        np.testing.assert_allclose((gradient * direction).sum(), wanted, rtol=0, atol=PRECISION * terms)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_chunks_of_queries_change_nothing(window):
-    """Five queries at once: twelve are two chunks and a padded third."""
-    arguments = projections()
-    for chunked, whole in zip(attended(5, window)(*arguments), attended(512, window)(*arguments), strict=True):
-        np.testing.assert_allclose(chunked, whole, rtol=0, atol=PRECISION * np.abs(whole).max())
-
-
-def test_no_attention_across_documents_or_ahead():
-    """To the bit: another document's, a later token's or padding's keys and values may be anything finite."""
-    q, k, v, cotangent = projections()
-    value, *gradients = attended(512, None)(q, k, v, cotangent)
-    changed = [k.copy(), v.copy()]
-    for x in changed:
-        x[0, 6:] += 100  # from the second document's second token on
-        x[1, 8:] += 100  # padding
-    other = attended(512, None)(q, *changed, cotangent)[0]
-    np.testing.assert_array_equal(other[0, :6], value[0, :6])
-    np.testing.assert_array_equal(other[1, :8], value[1, :8])
-    assert (np.asarray(other)[0, 6:] != np.asarray(value)[0, 6:]).all()
-    # And nothing flows back to keys that no query with a gradient saw.
-    blocked = cotangent.copy()
-    blocked[0, 5:], blocked[1] = 0, 0
-    for gradient in attended(512, None)(q, k, v, blocked)[2:]:
-        assert not np.asarray(gradient)[0, 5:].any()
-        assert not np.asarray(gradient)[1].any()
-        assert np.asarray(gradient)[0, :5].any()
-    assert all(np.isfinite(gradient).all() for gradient in gradients)
-
-
-def test_a_query_that_sees_nothing_stays_finite():
-    """As when padding's segment is on no key at all."""
-    q, k, v, _ = map(jnp.asarray, projections())
-    alone = Place(TOKEN_POSITIONS.position, TOKEN_POSITIONS.segment + 10)
-    places: Any = {"queries": alone, "keys": TOKEN_POSITIONS}
-    run = jax.value_and_grad(lambda q: attend(q, k, v, **places, scale=1.0, window=None).result.sum())
-    for result in jax.jit(run)(q):
-        assert np.isfinite(result).all()
 
 
 def block(window=3):
@@ -231,23 +133,6 @@ def test_the_layer_equals_a_loop():
     """Query head n is served by key-value head n // 2, as in the released weights."""
     wanted = loop_block(block(), inputs()[0], window=3)
     np.testing.assert_allclose(on_one_device()[0], wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())
-
-
-@pytest.mark.parametrize("shape", [MeshShape(context=4), MeshShape(data=2, context=2)], ids=["4", "2x2"])
-def test_a_split_sequence_changes_nothing(shape):
-    """Keys and values are gathered over the axes that split the sequence; gradients come back summed."""
-    rules = Rules("mine", {}, {}, ("data",), ("context",))
-    execution = Execution(mesh=make_mesh(shape), rules=rules)
-    split, whole = execution.tokens_spec, PartitionSpec()
-    mapped = jax.shard_map(
-        functools.partial(layer_and_gradients, execution),
-        mesh=execution.mesh,
-        in_specs=(whole, split, split, split),
-        out_specs=(split, whole, split),
-    )
-    results = jax.jit(mapped)(block(), *inputs())
-    for result, want in zip(jax.tree.leaves(results), jax.tree.leaves(on_one_device()), strict=True):
-        np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * np.abs(want).max())
 
 
 @pytest.mark.parametrize("base", [100.0, 1e6])
