@@ -165,22 +165,20 @@ def print_table(results: Sequence[Measurement], console: Console) -> None:
     others = [w for w in who if w != "reference"]
     sizes = " ".join(f"{key}={value}" for key, value in results[0]["sizes"].items())
     columns = ["device", "tokens", "rows", "pass"]
-    for unit in ("ms", "MB"):
+    timed = any(row["ms"] is not None for row in results)
+    for unit in ("ms", "MB") if timed else ("MB",):
         columns += [f"{w} {unit}" for w in who] + ["ratio"] * len(others)
     table = Table(*columns, title=f"attention, {sizes}", box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for case, rows in _cases(results).items():
         line = [str(x) for x in case]
-        for values in ({w: rows[w]["ms"] for w in who}, {w: rows[w]["temporary_bytes"] / 1e6 for w in who}):
-            line += ["" if values[w] is None else f"{values[w]:.4g}" for w in who]
-            line += [_ratio(values[w], values["reference"]) for w in others]
+        bytes_ = {w: rows[w]["temporary_bytes"] / 1e6 for w in who}
+        for values in ({w: rows[w]["ms"] or 0.0 for w in who}, bytes_) if timed else (bytes_,):
+            line += [f"{values[w]:.4g}" for w in who]
+            line += [f"{values[w] / values['reference']:.2f}" if values["reference"] else "" for w in others]
         table.add_row(*line)
     console.print(table)
-
-
-def _ratio(one: float | None, other: float | None) -> str:
-    return "" if one is None or not other else f"{one / other:.2f}"
 
 
 def picture(results: Sequence[Measurement], path: Path) -> None:

@@ -119,6 +119,23 @@ def test_strategies(capsys):
     assert ring["received_bytes"] > ragged["received_bytes"]
 
 
+def test_attention(capsys, tmp_path):
+    """A row a backend, length and pass; a table with ratios, and a picture."""
+    options = ["attention", "--tokens", "8", "96", "--heads", "1x2", "--dims", "4x3", "--documents", "3", *QUICK]
+    code, out, _ = bench(capsys, *options, "--json")
+    assert not code
+    rows = json.loads(out)
+    assert [r["tokens"] for r in rows] == [8] * 4 + [96] * 4
+    assert [r["implementation"] for r in rows] == ["reference", "chunked"] * 4
+    assert [r["rows"] for r in rows] == [128] * 4 + [10] * 4
+    assert all(r["ms"] > 0 and r["temporary_bytes"] > 0 for r in rows)
+    assert rows[0]["sizes"]["value_dim"] == 3
+    code, out, _ = bench(capsys, *options, "--out", str(tmp_path / "new"))
+    assert not code
+    assert "ratio" in out
+    assert (tmp_path / "new" / "speed.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -129,6 +146,10 @@ def test_strategies(capsys):
         (["moe_layer", "--steps", "mesh=ep8"], "--steps is not of moe_layer, which takes --shapes --routing"),
         (["train_step", "--shapes", "L1"], "--shapes is not of train_step, which takes --steps"),
         (["train_step", "--steps", "mesh=ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
+        (["attention", "--heads", "2"], "--heads 2: must be two numbers more than 0, such as 2x2"),
+        (["attention", "--tokens", "0"], "--tokens 0: must be more than 0"),
+        (["attention", "--window", "0"], "--window 0: must be more than 0"),
+        (["attention", "--shapes", "L1"], "--shapes is not of attention, which takes --tokens"),
         (["compile", "--json"], "--json is not of compile, which takes --shapes --absent --dtype"),
         (["strategies", "--updates", "0"], "--updates 0: must be more than 0"),
         (["strategies", "--mesh", "ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
