@@ -432,7 +432,8 @@ def test_rematerialised_in_a_scan_over_layers(implementation, saved):
         plain, again = (jax.jit(gradient)(*operands[:2]) for gradient in gradients)
         program = jax.make_jaxpr(gradients[1])(*operands[:2])
     for one, other in zip(plain, again, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=50 * 2.0**-24 * np.abs(one).max())
+        # Two layers, each with the precision of `check`, and the second amplifies what the first rounds.
+        np.testing.assert_allclose(one, other, rtol=0, atol=200 * 2.0**-24 * np.abs(one).max())
     if implementation == "chunked":
         products = [e for e, *_ in equations(program) if e.primitive.name == "dot_general"]
         assert len(products) == 2 + 5 + (0 if saved else 2)
