@@ -13,6 +13,7 @@ from moezoo.generation.generate import generate
 from moezoo.hub.folders import from_pretrained, save_pretrained
 from moezoo.models import build_model
 from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
 from moezoo.parallel.rules import Rules
 from moezoo.training.evaluate import Evaluation, evaluate
@@ -23,6 +24,7 @@ from moezoo.training.train import Run, train
 __all__ = [
     "Evaluation",
     "Execution",
+    "Kernels",
     "MeshShape",
     "Rules",
     "Run",

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+import jax
 from jaxtyping import Array, Float
 
 from moezoo.kernels.attention import chunked, reference
 from moezoo.kernels.attention.base import Attended, Backend, Place
 from moezoo.kernels.attention.partial import add_sinks
+from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 
 Implementation = Literal["reference", "chunked"]
@@ -49,7 +51,8 @@ def attend(
 
     Weights are the softmax of `scale` q . k, in float32. The order of tokens does not matter: a query sees a key where
     their segments are equal and their positions say so. `sinks`: scores that every query of a head has besides, of
-    values of zero. A query that sees no key gets zero, and a log-sum-exp of -1e30.
+    values of zero; the log-sum-exp includes them. A query that sees no key gets zero and, without sinks, log-sum-exp
+    -1e30. Keys and values that a query does not see must be finite, and so must their products with it.
 
     Differentiable, in reverse mode and first order, by both results. To join partial results over different keys with
     `join`, leave `sinks` out and give them to the whole.
@@ -62,5 +65,8 @@ def attend(
     def backend(name: str) -> Callable[..., Attended]:
         return lambda *operands: _BACKENDS[name].attend(*operands, scale=scale, window=window)
 
-    attended = run(choice, backend, q, k, v, queries, keys)
+    # Backends must agree on what varies; the transpose of the cast sums the gradients of a replicated operand.
+    operands = (q, k, v, queries, keys)
+    alike = jax.tree.leaves(operands)
+    attended = run(choice, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
     return attended if sinks is None else add_sinks(attended, sinks)

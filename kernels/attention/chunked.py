@@ -1,7 +1,7 @@
 """The portable backend: an online softmax over blocks of keys, and no pair of blocks in which nothing is seen.
 
 Both passes hold the scores of one pair of blocks at a time (Dao, 2023, FlashAttention-2, arXiv:2307.08691). The forward
-pass keeps its operands and results alone; the backward pass makes weights again from the log-sum-exp.
+pass keeps its operands, its result and two numbers a query; the backward pass makes weights again from these.
 
 What makes it fast on a CPU, where each product inside a loop is one call of a good matrix product:
 - operands are laid out [blocks, heads, tokens, dim] once, outside the loops; query heads that share a key head are rows
@@ -27,8 +27,8 @@ from moezoo.parallel.collectives import ATTENTION, vary_like
 # Tokens of a block at most: of up to `_SHORT` tokens, and of more.
 _BLOCKS = (64, 128)
 _SHORT = 512
-# Below every score, and above `NOTHING`, the score of an unseen key: as a query's largest score at first, and as the
-# log-sum-exp of one that sees no key, it makes the weights of unseen keys zero.
+# Below every score, and above `NOTHING`, the score of an unseen key: as a query's largest score at first, and to the
+# end of one that sees no key, it makes the weights of unseen keys zero.
 _FLOOR = NOTHING / 2
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -68,12 +68,7 @@ def attend(
     window: int | None,
 ) -> Attended:
     """Row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    # The gradients must vary exactly as their operands: make all vary alike first, and the transpose of that cast is
-    # the sum over devices that a replicated operand needs.
-    operands = (q, k, v, *queries, *keys)
-    q, k, v, *places = (vary_like(x, *operands) for x in operands)
-    return _attend(window, q, k, v, Place(*places[:2]), Place(*places[2:]))
+    return _attend(window, (q.astype(jnp.float32) * scale).astype(q.dtype), k, v, queries, keys)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,7 +79,7 @@ def _attend(window, q, k, v, queries, keys):
 def _forward(window, q, k, v, queries, keys):
     past, steps = _plan((q,), k, v, queries, keys, window)
 
-    def step(_: None, x: _Step) -> tuple[None, tuple[Block, Block]]:
+    def step(_: None, x: _Step) -> tuple[None, tuple[Block, Block, Block]]:
         (q,) = x.parts
 
         def visit(j: Int[Array, ""], carry: tuple[Block, Block, Block]) -> tuple[Block, Block, Block]:
@@ -98,33 +93,32 @@ def _forward(window, q, k, v, queries, keys):
 
         zeros = _zeros((*q.shape[:2], 1), q)
         highest, total, sums = _visit_all(x, visit, (zeros + _FLOOR, zeros, _zeros((*q.shape[:2], v.shape[3]), q)))
-        some = total > 0
-        total = jnp.where(some, total, 1)
-        return None, ((sums / total).astype(v.dtype), jnp.where(some, highest + jnp.log(total), NOTHING))
+        total = jnp.where(total > 0, total, 1)
+        return None, ((sums / total).astype(v.dtype), highest, total)
 
-    _, (result, logsumexp) = lax.scan(step, None, steps)
-    result, logsumexp = _join(result, q), _join(logsumexp, q)[..., 0]
+    _, parts = lax.scan(step, None, steps)
     # Named here, where the backward pass takes them: with a policy that saves them, no loop runs twice.
-    attended = Attended(checkpoint_name(result, ATTENTION), checkpoint_name(logsumexp, ATTENTION))
-    return attended, (q, k, v, queries, keys, attended)
+    result, highest, total = (checkpoint_name(_join(x, q), ATTENTION) for x in parts)
+    logsumexp = jnp.where(highest > _FLOOR, highest + jnp.log(total), NOTHING)[..., 0]
+    # Not the log-sum-exp: of large scores it is rounded too much to make weights that sum to one.
+    return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
 
 
 def _backward(window, residuals, cotangent):
-    q, k, v, queries, keys, attended = residuals
+    q, k, v, queries, keys, result, highest, total = residuals
     # A score's gradient is its weight times what flows back to the weight, less this.
-    through_result = (cotangent.result.astype(jnp.float32) * attended.result.astype(jnp.float32)).sum(-1)
+    through_result = (cotangent.result.astype(jnp.float32) * result.astype(jnp.float32)).sum(-1)
     less = (through_result - cotangent.logsumexp)[..., None]
-    total = jnp.maximum(attended.logsumexp, _FLOOR)[..., None]
-    past, steps = _plan((q, cotangent.result, less, total), k, v, queries, keys, window)
+    past, steps = _plan((q, cotangent.result, less, highest, 1 / total), k, v, queries, keys, window)
 
     def step(carry: tuple[Array, Array], x: _Step) -> tuple[tuple[Array, Array], Block]:
-        q, back, less, total = x.parts
+        q, back, less, highest, share = x.parts
 
         def visit(j: Int[Array, ""], carry: tuple[Block, Array, Array]) -> tuple[Block, Array, Array]:
             by_q, by_k, by_v = carry
             block = _take(past, j)
             scores, seen = _score(q, block.key, x.place, block.place, window)
-            weights = jnp.exp(scores - total)
+            weights = jnp.exp(scores - highest) * share
             # Selected again, as what flows back to an unseen key's weight may be infinite.
             by_score = jnp.where(seen, weights * (_dot(back, block.value, 2, 2) - less), 0).astype(q.dtype)
             by_q = by_q + _dot(by_score, block.key, 2, 1)

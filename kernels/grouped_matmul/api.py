@@ -100,7 +100,8 @@ def gated(
 ) -> Float[Array, "rows outputs"]:
     """activation(rows x gate + gate_bias, rows x up + up_bias), each row by its group's matrices and biases.
 
-    Rows beyond the sum of `group_sizes` come out exactly zero, whatever `activation` makes of zeros. All else is as
+    Rows beyond the sum of `group_sizes` come out exactly zero, whatever `activation` makes of zeros: a finite number
+    with a finite gradient. All else is as
     for `grouped_matmul`, which this is made of where the backend has no such kernel of its own.
     """
     choice = _choose(implementation)

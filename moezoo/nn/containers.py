@@ -13,7 +13,6 @@ from jaxtyping import Int8 as Int8Array
 
 from moezoo.errors import UserError
 from moezoo.parallel.axes import is_stored, parameter_table
-from moezoo.parallel.collectives import unsaved
 from moezoo.parallel.roles import Axes, Role
 from moezoo.parallel.stored import Stored
 
@@ -22,8 +21,8 @@ class Int8(Stored):
     """A weight of 8-bit integers, each output channel of each matrix times a scale of its own.
 
     The scale is the channel's largest magnitude / 127, values are rounded to the nearest integer, ties to even; a
-    channel of zeros has scale 1. A value is off by at most half its scale. Scales have the stacked dimensions and the
-    outputs of `values`.
+    channel of zeros has scale 1, and one with a number that is not finite stands for NaN in part. A value is off by at
+    most half its scale. Scales have the stacked dimensions and the outputs of `values`.
     """
 
     values: Int8Array[Array, "..."]
@@ -36,7 +35,7 @@ class Int8(Stored):
         inputs = tuple(range(first, first + len(axes.inputs)))
         wide = weight.astype(jnp.float32)
         scale = jnp.abs(wide).max(inputs, keepdims=True) / 127
-        scale = jnp.where(scale > 0, scale, 1)
+        scale = jnp.where(scale == 0, 1, scale)
         self.values = jnp.clip(jnp.round(wide / scale), -127, 127).astype(jnp.int8)
         self.scale = scale.squeeze(inputs)
         self.outputs, self.dtype = len(axes.outputs), np.dtype(weight.dtype)
@@ -59,25 +58,22 @@ class Int8(Stored):
         inputs = tuple(range(first, self.values.ndim - self.outputs))
         return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, inputs)).astype(dtype)
 
-    def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The product with the integers, which every dtype of a layer holds exactly, then the scale in float32."""
-        y = jnp.tensordot(x, unsaved(lambda v: v.astype(x.dtype), self.values), inputs, preferred_element_type=dtype)
-        scale = unsaved(lambda s: s.reshape((1,) * (y.ndim - s.ndim) + s.shape), self.scale)
-        return (y.astype(jnp.float32) * scale).astype(dtype)
-
 
 def store(
     module: Any, matches: Callable[[str], bool], container: Callable[[Float[Array, "..."], Axes], Stored] = Int8
 ) -> Any:
     """`module`, such as a model, with every weight whose path `matches` put into a container.
 
-    Paths are as in ".stacks[0].blocks[0].feed_forward.experts.gate". `container(array, axes)` makes one. Raises
-    `UserError` where nothing matches, or something that is no weight, or one that is in a container already.
+    `matches` says it of a path, such as ".stacks[0].blocks[0].feed_forward.experts.gate". `container(array, axes)`
+    makes one. Raises
+    `UserError` where nothing matches, or something that is no weight, or one that is in a container already, or a
+    part of a stack. Of shapes: `jax.eval_shape(lambda m: store(m, matches), shapes)`.
     """
     chosen = {path: axes for path, axes, _ in parameter_table(module) if matches(path)}
     if not chosen:
-        some = next(path for path, axes, _ in parameter_table(module) if axes.role is Role.WEIGHT)
-        raise UserError(f"store: no parameter matches; paths look like {some}")
+        some = next((path for path, axes, _ in parameter_table(module) if axes.role is Role.WEIGHT), None)
+        hint = f"paths look like {some}" if some else f"{type(module).__name__} has no weight"
+        raise UserError(f"store: no parameter matches; {hint}")
 
     def put(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path)
@@ -86,6 +82,11 @@ def store(
         if axes.role is not Role.WEIGHT or is_stored(leaf):
             what = type(leaf).__name__ if is_stored(leaf) else axes.role.value
             raise UserError(f"store: {name} is of kind {what}, expected a weight in an array; match weights alone")
+        if leaf.ndim != len(axes.names):
+            raise UserError(
+                f"store: {name} has {leaf.ndim} dimensions and its axes are {' '.join(axes.names)}; a block of a stack "
+                "has no meaning of its own, give the whole model"
+            )
         return container(leaf, axes)
 
     return jax.tree_util.tree_map_with_path(put, module, is_leaf=is_stored)

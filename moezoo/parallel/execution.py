@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.convert import show
-from moezoo.errors import UserError
+from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
@@ -28,6 +28,7 @@ from moezoo.parallel.rules import Rules, live
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
 
 Remat = Literal["full", "offload", "dots", "none"]
+RoutingChoice = Literal["learned", "random", "balanced"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Execution:
     instead and the router only gives the gates. `rows_over`: mesh axes that split the batch in place of those that the
     rules name, with whole sequences (`for_rows`).
 
-    Raises `UserError` when a mesh has an axis of more than one device that no rule names, and when `dispatch` is not a
-    strategy.
+    Raises `UserError` when a mesh has an axis of more than one device that no rule names, when `dispatch` is not a
+    strategy, and for a `remat`, `routing` or `kernels` that cannot be.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -56,7 +57,7 @@ class Execution:
     remat: Remat = "full"
     context_parallel: ContextParallel | None = None
     kernels: Kernels = ANY_BACKEND
-    routing: Literal["learned", "random", "balanced"] = "learned"
+    routing: RoutingChoice = "learned"
     rows_over: tuple[str, ...] | None = None
 
     def __post_init__(self):
@@ -64,6 +65,20 @@ class Execution:
             raise UserError(
                 f"dispatch={self.dispatch!r} is not a strategy; give a value such as moezoo.moe.dispatch.Ring(), or "
                 "take the execution from moezoo.execution(cfg), which knows strategies by name"
+            )
+        if not isinstance(self.context_parallel, ContextParallel | None):
+            raise UserError(
+                f"context_parallel={self.context_parallel!r} is no ContextParallel; leave it out for gather, or take "
+                "the execution from moezoo.execution(cfg), which knows them by name"
+            )
+        for key, choices in (("remat", get_args(Remat)), ("routing", get_args(RoutingChoice))):
+            if (value := getattr(self, key)) not in choices:
+                raise UserError(f"{key}={value!r}: {nearest(str(value), choices)}")
+        orders = self.kernels if isinstance(self.kernels, Kernels) else (None,)
+        if not all(isinstance(names, tuple) and all(isinstance(name, str) for name in names) for names in orders):
+            raise UserError(
+                f"kernels={self.kernels!r}: expected tuples of names, such as "
+                'moezoo.Kernels(attention=("chunked", "reference"))'
             )
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "reduce_dtype", jnp.dtype(self.reduce_dtype))

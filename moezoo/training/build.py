@@ -10,7 +10,7 @@ from moezoo.data import Batch
 from moezoo.models import build_model, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.optim import Optimizer
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.execution import Execution, place
 from moezoo.training.step import State, Step
 
 
@@ -40,8 +40,13 @@ def build_step(
     return Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, trained)
 
 
-def build_state(cfg: TrainConfig, execution: Execution, step: Step) -> State:
-    """The state before the first step, laid out as the step needs it."""
+def build_state(cfg: TrainConfig, execution: Execution, step: Step, model: LanguageModel | None = None) -> State:
+    """The state before the first step, laid out as the step needs it.
+
+    `model`: the one to start from, of which the state has a copy; None makes a fresh one from the seed.
+    """
+    if model is not None:
+        return jax.jit(step.begin, out_shardings=step.state_shardings)(place(model, execution))
     model = build_model_on_mesh(cfg, execution)
     rest = jax.jit(lambda m: step.begin(m)[1:], out_shardings=tuple(step.state_shardings[1:]))
     return State(model, *rest(model))

@@ -13,6 +13,7 @@ from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
+from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
 from moezoo.training.feed import Feed
@@ -69,8 +70,10 @@ def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
 
     Raises `UserError` where these do not fit the model, or when it is not the one that `cfg.model` describes.
     """
-    expected = [(p, x.shape) for p, x in jax.tree_util.tree_leaves_with_path(model_shapes(cfg.model))]
-    if expected != [(p, x.shape) for p, x in jax.tree_util.tree_leaves_with_path(model)]:
+    expected, found = (
+        [(path, shape) for path, _, shape in parameter_table(m)] for m in (model_shapes(cfg.model), model)
+    )
+    if expected != found:
         raise UserError(
             "evaluate: the model's arrays are not those of cfg.model; compose the configuration that the model was "
             "made with, or take both from moezoo.load_run"

@@ -112,10 +112,10 @@ def gradients_of(
 
 
 class Step:
-    """A compiled training step for one model, mesh and batch shape: `state, metrics = step(state, batch)`.
+    """The training step of one model, mesh and batch shape.
 
-    The state passed in is donated. Compiled once, ahead of the first call; inputs laid out otherwise are refused
-    rather than moved.
+    `run = step.compile()` compiles it; `state, metrics = run(state, batch)` runs it and donates `state`. Both arguments
+    lie as `state_shardings` and `batch_shardings` say; `check_shardings` refuses others.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Step:
         )
 
     def begin(self, model: LanguageModel) -> State:
-        """The state of a fresh model; under `jit` with `state_shardings`, or for shapes."""
+        """The state of a fresh model: for shapes, or under `jit`, as `moezoo.training.build.build_state` does."""
         return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:

@@ -313,9 +313,35 @@ def test_sinks_come_in_once(implementation):
     sinks = jnp.linspace(-1, 2, KV_HEADS * GROUP).reshape(KV_HEADS, GROUP)
     options: Any = {"queries": queries, "scale": scale, "window": case.window, "implementation": implementation}
     first, last = (Place(*(x[:, which] for x in keys)) for which in (slice(6), slice(6, None)))
-    one = attend(q, k[:, :6], v[:, :6], keys=first, **options, sinks=sinks)
-    joined = join(one, attend(q, k[:, 6:], v[:, 6:], keys=last, **options))
-    check(joined, Value(*attend(q, k, v, keys=keys, **options, sinks=sinks)))
+
+    def both(q, k, v, sinks):
+        one = attend(q, k[:, :6], v[:, :6], keys=first, **options, sinks=sinks)
+        other = attend(q, k[:, 6:], v[:, 6:], keys=last, **options)
+        return join(one, other), attend(q, k, v, keys=keys, **options, sinks=sinks)
+
+    joined, whole = jax.jit(both)(q, k, v, sinks)
+    check(joined, Value(*(np.asarray(x, np.float64) for x in whole)))
+
+
+@pytest.mark.parametrize("size", [1e4, 1e7])
+def test_weights_of_large_scores_sum_to_one(implementation, size):
+    """Also those that the backward pass makes: what flows to values of one is what flows to their averages."""
+    tokens = 40
+    place = Place(jnp.arange(tokens, dtype=jnp.int32)[None], jnp.ones((1, tokens), jnp.int32))
+    q, k, v = (jnp.ones((1, tokens, *heads, 1)) for heads in ((1, 1), (1,), (1,)))
+    run = functools.partial(attend, queries=place, keys=place, scale=size, window=None, implementation=implementation)
+    by_v = jax.jit(jax.grad(lambda v: run(q, k, v).result[:, -1].sum()))(v)
+    assert float(by_v.sum()) == pytest.approx(1, rel=1e-5)
+
+
+def test_backends_of_several_platforms_vary_alike():
+    """Without a target every one is traced: both results vary wherever an operand does, here the values alone."""
+    place = Place(jnp.arange(80, dtype=jnp.int32)[None], jnp.ones((1, 80), jnp.int32))
+    q, k, v = jnp.ones((1, 80, 1, 1, 2)), jnp.ones((1, 80, 1, 2)), jnp.ones((2, 80, 1, 2))
+    run = lambda q, k, v: tuple(attend(q, k, v, queries=place, keys=place, scale=1.0, window=None))  # noqa: E731
+    split, whole = PartitionSpec("a"), PartitionSpec()
+    mapped = jax.shard_map(run, mesh=auto_mesh(a=2), in_specs=(whole, whole, split), out_specs=(split, split))
+    np.testing.assert_allclose(jax.jit(mapped)(q, k, v)[0], 1, rtol=1e-6)
 
 
 @settings(max_examples=60)

@@ -81,7 +81,7 @@ def test_places():
     assert [p.routing_row for p in places if p.routing_row is not None] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("remat", ["full", "offload", "none"])
+@pytest.mark.parametrize("remat", ["offload", "none"])
 def test_equals_the_blocks_one_after_the_other(remat):
     """Logits, loads and every gradient, with remat or without."""
 

@@ -85,3 +85,21 @@ def test_devices_that_say_gpu_are_told_apart():
     for platform, capability, kind, wanted in [*kinds, ("tpu", None, "TPU v5p", Target("tpu"))]:
         attributes = {} if capability is None else {"compute_capability": capability}
         assert device_target(SimpleNamespace(platform=platform, device_kind=kind, **attributes)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernels": ("chunked",)}, r"^kernels=\('chunked',\): expected tuples of names, such as moezoo.Kernels\("),
+        ({"kernels": Kernels(attention="chunked")}, r"expected tuples of names"),  # type: ignore[arg-type]
+        ({"context_parallel": "gather"}, r"^context_parallel='gather' is no ContextParallel"),
+        ({"remat": "ful"}, r"^remat='ful': did you mean 'full'"),
+        ({"routing": "chance"}, r"^routing='chance': valid: "),
+    ],
+)
+def test_an_execution_checks_what_it_is_given(options, said):
+    execution = Execution()
+    for name, value in options.items():  # past the suite's type checker, which refuses first
+        object.__setattr__(execution, name, value)
+    with pytest.raises(UserError, match=said):
+        execution.__post_init__()

@@ -43,9 +43,10 @@ CASES = [
     Case("dense", "data2_fsdp2_ep2", "router_on_data", "none", 2, "batch", "deepseek"),
 ]
 
-# Both models sum the same float32 numbers; a product by integers is scaled after its sum, not before, which rounds a
-# number once more. Gradients of arrays alone differ by up to 2e-6 of their largest value between these meshes.
+# On the same mesh both models compute the same float32 numbers. Gradients of arrays alone differ by up to 2e-6 of their
+# largest value between these meshes.
 TOLERANCE, GRADIENTS = 1e-6, 3e-6
+SAME_MESH = CASES[:2]
 
 
 def chosen(path: str) -> bool:
@@ -88,8 +89,8 @@ def steps_of(run: Running) -> list[tuple[Any, dict[str, np.ndarray], dict[str, n
 
 
 @functools.cache
-def oracle() -> Any:
-    return steps_of(Running(CASES[0], start=arrays(), trained=frozen_alike))
+def oracle(case: Case) -> Any:
+    return steps_of(Running(case, start=arrays(), trained=frozen_alike))
 
 
 def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
@@ -99,12 +100,13 @@ def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps(case):
     begun = by_path(stored())
-    for (metrics, gradients, after), (their, wanted, parameters) in zip(steps_of(running(case)), oracle(), strict=True):
+    expected = oracle(case if case in SAME_MESH else CASES[0])
+    for (metrics, gradients, after), (their, wanted, parameters) in zip(steps_of(running(case)), expected, strict=True):
         assert set(gradients) == set(wanted)
         np.testing.assert_array_equal(metrics.load, their.load)
         for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
             assert float(getattr(metrics, name)) == pytest.approx(float(getattr(their, name)), rel=TOLERANCE)
-        assert worst(gradients, wanted) < GRADIENTS
+        assert worst(gradients, wanted) < (TOLERANCE if case in SAME_MESH else GRADIENTS)
         assert worst(after, {path: p for path, p in parameters.items() if frozen_alike(path)}) < TOLERANCE
         for path in set(begun) - set(parameters):  # what containers hold
             np.testing.assert_array_equal(after[path], begun[path], strict=True)
@@ -177,7 +179,7 @@ def test_a_container_of_containers():
     default = {path for path, one in by_path(trainable_mask(pair)).items() if one and "query_up" in path}
     assert {path.rpartition(".")[2] for path in default} == {"down", "up"}
     predicted = communication(settings(replace(CASES[1], remat="none")), model=pair, trained=only)
-    assert collective_traffic(found.step.traced.jaxpr) == predicted
+    assert collective_traffic(found.step.traced.jaxpr).outline(2) == predicted
 
 
 def test_optimizer_has_nothing_of_what_is_frozen():
