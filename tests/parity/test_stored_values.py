@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cover import LAYERS, MESHES, Case, batch, config, model
+from cover import LAYERS, MESHES, Case, batch, config, cover, model
 from jaxtyping import Array
 from running import RATE, STEPS, Running, shapes
 from test_collectives_count import settings
@@ -24,7 +24,7 @@ from moezoo.models import model_shapes
 from moezoo.nn.containers import Int8, store
 from moezoo.nn.linear import project
 from moezoo.optim import SGD, AdamW, Constant, Optimizer
-from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table, trainable_mask
+from moezoo.parallel.axes import Axes, Role, axes_of, is_stored, parameter_table, trainable_mask
 from moezoo.parallel.stored import Stored, plain
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
@@ -110,6 +110,49 @@ def test_steps(case):
         assert worst(after, {path: p for path, p in parameters.items() if frozen_alike(path)}) < TOLERANCE
         for path in set(begun) - set(parameters):  # what containers hold
             np.testing.assert_array_equal(after[path], begun[path], strict=True)
+
+
+@functools.cache
+def whole_cover(family: Any, balance: Any) -> tuple[Any, Any]:
+    """Of any family: attention's output, experts and, where there are some, shared experts in containers; as arrays."""
+    ends = ("attention.out", "experts.gate", "experts.down", "shared.up")
+    inside = jax.jit(lambda m: store(m, lambda path: path.endswith(ends)))(model(family, balance))
+    return inside, jax.tree.map(lambda x: x.whole(x.dtype) if is_stored(x) else x, inside, is_leaf=is_stored)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cover(), ids=str)
+def test_on_the_cover(case):
+    """Every case of the cover: logits, figures and gradients of the rest are those of arrays on the same mesh.
+
+    Logits to the bit. Gradients of the first step within 1e-6 of each array's largest; parameters then differ, so later
+    ones within 1e-6 of the largest of all.
+    """
+    inside, outside = whole_cover(case.family, case.balance)
+    parts = {path for path, axes in axes_by_path(inside).items() if axes.role is Role.PART}
+    fields = {path.rpartition(".")[0] for path in parts}
+    learns = lambda path: path not in fields and "choice_bias" not in path  # noqa: E731
+    forward = jax.jit(lambda m: m(batch(0)["tokens"], execution=case.execution).logits)
+    found, wanted = (np.asarray(forward(moezoo.place(m, case.execution))) for m in (inside, outside))
+    np.testing.assert_array_equal(found, wanted)
+    both = zip(
+        steps_of(Running(case, start=inside)), steps_of(Running(case, start=outside, trained=learns)), strict=True
+    )
+    for (metrics, gradients, _), (their, expected, _) in both:
+        assert set(gradients) == set(expected)
+        np.testing.assert_array_equal(metrics.load, their.load)
+        for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
+            assert float(getattr(metrics, name)) == pytest.approx(float(getattr(their, name)), rel=TOLERANCE)
+        largest = max(abs(w).max() for w in expected.values())
+        for path, want in expected.items():
+            bound = TOLERANCE * (largest if step else abs(want).max())
+            np.testing.assert_allclose(gradients[path], want, rtol=0, atol=bound, err_msg=f"step {step} {path}")
+
+
+def axes_by_path(tree: Any) -> dict[str, Axes]:
+    """Of every array, parts of containers included."""
+    found = jax.tree_util.tree_leaves_with_path(axes_of(tree), is_leaf=lambda x: isinstance(x, Axes))
+    return {jax.tree_util.keystr(path): axes for path, axes in found}
 
 
 def logits(model_: Any) -> np.ndarray:
