@@ -125,8 +125,8 @@ def whole_cover(family: Any, balance: Any) -> tuple[Any, Any]:
 def test_on_the_cover(case):
     """Every case of the cover: logits, figures and gradients of the rest are those of arrays on the same mesh.
 
-    Logits within 1e-6 of the largest. Gradients of the first step within 1e-6 of each array's largest; parameters then differ, so later
-    ones within 1e-6 of the largest of all.
+    Logits within 1e-6 of the largest, and gradients of the first step within 1e-6 of each array's largest. Parameters
+    differ from then on, so later gradients are within 1e-6 of the largest of all.
     """
     inside, outside = whole_cover(case.family, case.balance)
     parts = {path for path, axes in axes_by_path(inside).items() if axes.role is Role.PART}
