@@ -292,8 +292,7 @@ def gated_operands():
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize("biases", ["none", "both"])
-@pytest.mark.parametrize("sizes", [(3, 0, 5, 2), (0, 0, 0, 0), (0, 0, 12, 0)])
+@pytest.mark.parametrize(("sizes", "biases"), [((3, 0, 5, 2), "both"), ((0, 0, 12, 0), "none")])
 def test_gated_equals_a_loop(implementation, sizes, biases):
     """Value and gradients; what lies beyond the groups is zero to the bit, whatever it holds."""
     x, gate, up, gate_bias, up_bias, cotangent = gated_operands()

@@ -97,7 +97,7 @@ def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
     return max(float(abs(found[path] - w).max() / (abs(w).max() or 1)) for path, w in wanted.items())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_steps(case):
     begun = by_path(stored())
     expected = oracle(case if case in SAME_MESH else CASES[0])
