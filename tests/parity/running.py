@@ -9,11 +9,13 @@ import numpy as np
 import oracle
 import oracle_deepseek
 import oracle_grouped
+import pytest
 from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, with_experts
 from oracle_rope import Rope
 
 from moezoo.data import Batch
+from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, MixtralConfig, Qwen3MoeConfig
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.training.step import Metrics, State, Step
@@ -71,7 +73,9 @@ class Running:
         placements = case.execution.placements(start)
         self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, placements)
         self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches), trained=trained)
-        self._compiled = self.step.function.lower(*self.step.arguments).compile()
+        with pytest.MonkeyPatch.context() as patch:  # several blocks a row, where attention is cut into blocks
+            patch.setattr(chunked, "_BLOCKS", (LENGTH // 2, LENGTH // 2))
+            self._compiled = self.step.function.lower(*self.step.arguments).compile()
         self.state = self.begin()
 
     def begin(self) -> State:
