@@ -1,5 +1,6 @@
 """Every test runs strictly, on 8 virtual CPU devices, with shapes and dtypes of all annotations checked."""
 
+import gc
 import importlib.metadata
 import os
 
@@ -27,9 +28,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("moezoo", "beartype.beartype")
 
+# Tracing makes many small objects, and a collection of garbage visits all that live: collect rarely.
+gc.set_threshold(100_000, 20, 100)
+
 # Compilation takes the time of a first example, so deadlines say nothing; the same examples every run.
 settings.register_profile("moezoo", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("moezoo")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return a process for each core that this one may use, with 4 GiB of memory each."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // 2**32))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,18 +18,21 @@ from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, MixtralConfig, Qwen3MoeConfig
 from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.step import Metrics, State, Step
 
 STEPS, RATE = 3, 0.1
 
 
 class Observed(NamedTuple):
-    """Each of the steps' figures and gradients, and the parameters and choice biases after the last."""
+    """The metrics and gradients of each step, the parameters and choice biases after the last, and the traffic."""
 
     metrics: list[Metrics]
     gradients: list[oracle.Parameters]
     parameters: oracle.Parameters
     bias: np.ndarray | None
+    traffic: TrafficTable
 
 
 class Expected(NamedTuple):
@@ -75,7 +78,7 @@ class Running:
         self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # several blocks a row, where attention is cut into blocks
             patch.setattr(chunked, "_BLOCKS", (LENGTH // 2, LENGTH // 2))
-            self._compiled = self.step.function.lower(*self.step.arguments).compile()
+            self._compiled = self.step.compile()
         self.state = self.begin()
 
     def begin(self) -> State:
@@ -109,7 +112,8 @@ def observe(case: Case) -> Observed:
         metrics.append(running(number))
         gradients.append(parameters_of(case.family, running.state.optimizer))
     after: Any = running.state.model
-    return Observed(metrics, gradients, parameters_of(case.family, after), oracle_deepseek.bias_of(after))
+    traffic = collective_traffic(running.step.traced.jaxpr)
+    return Observed(metrics, gradients, parameters_of(case.family, after), oracle_deepseek.bias_of(after), traffic)
 
 
 def _rope(base: float, yarn: Any, *, interleaved: bool = False) -> Rope:

@@ -42,6 +42,7 @@ CASES = [
     for strategy, mesh in (("ring", "fsdp8"), ("gather", "ep8"), ("gather", "fsdp2_ep4"))
     for remat in ("full", "dots", "none")
 ]
+COMPILED = {("gather", "ep8", "full"), ("ring", "fsdp8", "dots"), ("gather", "ep8", "none")}
 
 
 def kept_of_a_layer(case: Case) -> list[Any]:
@@ -80,16 +81,15 @@ def test_offloaded_inputs_lie_on_the_host_and_nowhere_else():
     assert [where for _, where in offload].count(jax.memory.Space.Host) == 1
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.mesh != "fsdp2_ep4"], ids=str)
+# Every policy, and both strategies' ways to bring weights.
+@pytest.mark.parametrize("case", [c for c in CASES if (c.strategy, c.mesh, c.remat) in COMPILED], ids=str)
 def test_compiled_step_holds_few_gathered_layers(case):
     """What XLA sets aside beside arguments and results."""
     found = large(case)
-    lowered = found.step.function.lower(*found.step.arguments)
-    analysis: Any = lowered.compile().memory_analysis()
+    analysis: Any = found.step.compile().memory_analysis()
     temporary = analysis.temp_size_in_bytes
     # Needed at a time: one layer's three gathered weights and the gradients of them before they are scattered, and
     # transposed copies for the products; the gradient itself, an eighth of all layers; activations are small. With
     # residuals of all layers it would be LAYERS of them at least.
     gradient = LAYERS * ONE_LAYER // 8
-    print(case, temporary / ONE_LAYER)
     assert ONE_LAYER < temporary < 4 * ONE_LAYER + 2 * gradient < LAYERS * ONE_LAYER

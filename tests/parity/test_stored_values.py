@@ -16,7 +16,6 @@ import pytest
 from cover import LAYERS, MESHES, Case, batch, config, cover, model
 from jaxtyping import Array
 from running import RATE, STEPS, Running, shapes
-from test_collectives_count import settings
 
 import moezoo
 from moezoo.analysis.cost import communication
@@ -46,7 +45,7 @@ CASES = [
 # On the same mesh both models compute the same float32 numbers. Gradients of arrays alone differ by up to 2e-6 of their
 # largest value between these meshes.
 TOLERANCE, GRADIENTS = 1e-6, 3e-6
-SAME_MESH = CASES[:2]
+pytestmark = pytest.mark.xdist_group("containers")  # one process: the tests share compiled steps
 
 
 def chosen(path: str) -> bool:
@@ -89,24 +88,23 @@ def steps_of(run: Running) -> list[tuple[Any, dict[str, np.ndarray], dict[str, n
 
 
 @functools.cache
-def oracle(case: Case) -> Any:
-    return steps_of(Running(case, start=arrays(), trained=frozen_alike))
+def oracle() -> Any:
+    return steps_of(Running(CASES[1], start=arrays(), trained=frozen_alike))
 
 
 def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
     return max(float(abs(found[path] - w).max() / (abs(w).max() or 1)) for path, w in wanted.items())
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=str)
+@pytest.mark.parametrize("case", CASES[1:4], ids=str)
 def test_steps(case):
     begun = by_path(stored())
-    expected = oracle(case if case in SAME_MESH else CASES[0])
-    for (metrics, gradients, after), (their, wanted, parameters) in zip(steps_of(running(case)), expected, strict=True):
+    for (metrics, gradients, after), (their, wanted, parameters) in zip(steps_of(running(case)), oracle(), strict=True):
         assert set(gradients) == set(wanted)
         np.testing.assert_array_equal(metrics.load, their.load)
         for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
             assert float(getattr(metrics, name)) == pytest.approx(float(getattr(their, name)), rel=TOLERANCE)
-        assert worst(gradients, wanted) < (TOLERANCE if case in SAME_MESH else GRADIENTS)
+        assert worst(gradients, wanted) < (TOLERANCE if case is CASES[1] else GRADIENTS)
         assert worst(after, {path: p for path, p in parameters.items() if frozen_alike(path)}) < TOLERANCE
         for path in set(begun) - set(parameters):  # what containers hold
             np.testing.assert_array_equal(after[path], begun[path], strict=True)
@@ -222,7 +220,7 @@ def test_a_container_of_containers():
     assert float(metrics.gradient_norm) == pytest.approx(float(their.gradient_norm), rel=TOLERANCE)
     default = {path for path, one in by_path(trainable_mask(pair)).items() if one and "query_up" in path}
     assert {path.rpartition(".")[2] for path in default} == {"down", "up"}
-    predicted = communication(settings(replace(CASES[1], remat="none")), model=pair, trained=only)
+    predicted = communication(replace(CASES[1], remat="none").settings, model=pair, trained=only)
     assert collective_traffic(found.step.traced.jaxpr).outline(2) == predicted
 
 
@@ -249,8 +247,8 @@ FILTERS = {
 }
 
 
-# Every filter meets two cases.
-TRAFFIC = [(case, name) for i, case in enumerate(CASES[1:]) for name in (*FILTERS, *FILTERS)[i : i + 2]]
+# Every filter meets one case.
+TRAFFIC = list(zip(CASES[1:], FILTERS, strict=True))
 
 
 @pytest.mark.parametrize(("case", "trained"), TRAFFIC, ids=str)
@@ -258,7 +256,7 @@ def test_traffic_is_that_of_the_formula(case, trained):
     """To the byte, with containers and with what is not trained."""
     case = replace(case, chunks=1, remat="full" if case.remat == "dots" else case.remat)
     step = step_of(case, shapes_of(case), FILTERS[trained])
-    predicted = communication(settings(case), model=step.arguments[0].model, trained=FILTERS[trained])
+    predicted = communication(case.settings, model=step.arguments[0].model, trained=FILTERS[trained])
     assert collective_traffic(step.traced.jaxpr).outline(2) == predicted
 
 
@@ -267,7 +265,7 @@ def test_formula_is_a_bound_where_products_are_kept():
     case = CASES[2]
     step = step_of(case, shapes_of(case))
     traced = collective_traffic(step.traced.jaxpr).outline(2)
-    predicted = communication(settings(case), model=step.arguments[0].model)
+    predicted = communication(case.settings, model=step.arguments[0].model)
     different = {row for row in predicted if traced.get(row) != predicted[row]}
     assert {(row.collective, row.axes, row.phase) for row in different} == {("all_gather", ("context",), "again")}
     assert set(traced) <= set(predicted)
