@@ -14,16 +14,14 @@ import numpy as np
 import pytest
 
 import moezoo
+from moezoo.config.compose import groups
 from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
 
 Balance = Literal["batch", "sequence"]
-# The four that the product contains; the older DeepSeek's other choices, and a Qwen3 of which every other layer has
-# experts, which a few cases try.
-Family = Literal["mixtral", "deepseek", "qwen3_moe", "olmoe", "deepseek_v2", "qwen3_moe_periodic"]
-FAMILIES: tuple[Family, ...] = ("mixtral", "deepseek", "qwen3_moe", "olmoe")
+Family = str  # a key of _KINDS
 
 # Every size differs from its neighbours where it may, so that no two dimensions can be confused. The routing losses'
 # coefficients are large, so that their gradients are as visible as the cross-entropy's.
@@ -54,6 +52,7 @@ _OLMOE |= {"router": {"gates": "scores"}}
 
 Config = MixtralConfig | DeepSeekConfig | Qwen3MoeConfig | OlmoeConfig
 # The class of a configuration, its values, and a seed with which the oracle finds no choice of experts to be a tie.
+# `deepseek_v2` has the older DeepSeek's settings, `qwen3_moe_periodic` experts in every second layer: cases of BESIDE.
 _KINDS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
     "deepseek": (DeepSeekConfig, _DEEPSEEK, 3),
@@ -62,6 +61,9 @@ _KINDS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
     "olmoe": (OlmoeConfig, _OLMOE, 4),
 }
+# The product contains every family of moezoo.
+FAMILIES: tuple[Family, ...] = tuple(name for name in _KINDS if name in moezoo.models.FAMILIES)
+assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _KINDS"
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
@@ -140,7 +142,7 @@ MESHES = {
 
 @functools.cache
 def rules() -> dict[str, moezoo.Rules]:
-    """Layouts: the two that ship, and three that users write."""
+    """Layouts: those that ship, and four that users might write."""
     everywhere = ("fsdp", "context", "expert")
     kept = {"expert": ("expert",)}
     own = [
@@ -177,7 +179,7 @@ def rules() -> dict[str, moezoo.Rules]:
             (),
         ),
     ]
-    shipped = {name: moezoo.compose(f"rules={name}").rules for name in ("fsdp_ep", "pure_fsdp")}
+    shipped = {name: moezoo.compose(f"rules={name}").rules for name in groups()["rules"]}
     return shipped | {r.name: r for r in own}
 
 

@@ -16,7 +16,7 @@ from oracle_rope import Rope
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
-from moezoo.models import DeepSeekConfig, MixtralConfig, Qwen3MoeConfig
+from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
@@ -132,18 +132,20 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         "sparse": with_experts(c.layers),
         "rope": Rope(c.rope_base),
         "norm_eps": c.norm_eps,
-        "renormalised": isinstance(c, MixtralConfig) or c.router.gates == "renormalised",
+        "renormalised": True,
         "window": None,
         "clip": None,
         "losses": losses,
     }
+    own: dict[str, Any] = {}
     if isinstance(c, MixtralConfig):
         own = {"window": c.window}
     elif isinstance(c, Qwen3MoeConfig):
         sparse = with_experts(c.layers, c.moe_every, c.mlp_layers)
         own = {"sparse": sparse, "rope": _rope(c.rope_base, c.yarn), "window": c.window}
-    else:
-        own = {"clip": c.clip_qkv}
+        own["renormalised"] = c.router.gates == "renormalised"
+    elif isinstance(c, OlmoeConfig):
+        own = {"clip": c.clip_qkv, "renormalised": c.router.gates == "renormalised"}
     return Grouped(**{**common, **own})
 
 

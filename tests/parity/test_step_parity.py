@@ -12,7 +12,7 @@ from cover import BESIDE, FAMILIES, LAYERS, UNUSED, Case, as_parameters, batch, 
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped
 from running import STEPS, Running, expected, observe, oracle_family, parameters_of, worst
-from table import leave
+from table import write_section
 
 from moezoo.analysis.cost import communication
 from moezoo.optim import AdamW, Cosine, Optimizer
@@ -244,19 +244,20 @@ def whole() -> list[Case]:
 
 @pytest.mark.full
 def test_whole_product():
-    """All of them, in one process; leaves the table."""
-    rows = {case: errors(case) for case in whole()}
-    text = f"""
-The training step of a tiny model on 8 virtual CPU devices in float32, against an oracle of plain loops over rows,
-tokens and chosen experts in float64. Three updates of gradient descent; the worst relative error of any figure (loss,
-routing losses, gradient norm), of any gradient and of any parameter after the last update, each relative to the largest
-value of its array. Expert loads and choice biases are equal. All must be below {TOLERANCE:g}. Remat and balance go by
-turns, so that each meets every strategy, mesh, rules, family and number of micro-steps.
+    """All of them in one process; writes the table."""
+    found = {case: errors(case) for case in whole()}
+    about = f"""
+The training step of a tiny model on 8 virtual CPU devices in float32, compared with an oracle of plain loops over
+rows, tokens and chosen experts in float64. Each case is three updates of gradient descent. The table shows the
+largest relative error of any figure (loss, routing losses, gradient norm, largest load), of any gradient, and of any
+parameter after the last update; an array's error is relative to its largest value. All are below {TOLERANCE:g}.
+Expert loads and choice biases are equal. Remat and balance alternate: each value meets every strategy, mesh, rule
+set, family and number of micro-steps.
 """
     settings = ("family", "strategy", "mesh", "rules", "remat", "micro-steps", "balance")
-    cells = [
-        (c.family, c.strategy, c.mesh, c.rules, c.remat, str(c.microbatches), c.balance, *(f"{x:.0e}" for x in e))
-        for c, e in rows.items()
-    ]
-    leave("Training", text, (*settings, *Errors._fields), cells)
-    assert max(max(e) for e in rows.values()) < TOLERANCE
+    cases = {
+        (c.family, c.strategy, c.mesh, c.rules, c.remat, str(c.microbatches), c.balance): tuple(e)
+        for c, e in found.items()
+    }
+    write_section("Training", about, settings, Errors._fields, cases, by=("family", "strategy"))
+    assert max(max(e) for e in found.values()) < TOLERANCE
