@@ -1,4 +1,4 @@
-"""Kernels: a folder each, with one `api` and one file per backend.
+"""Kernels: one folder per kernel, with the contract in `api` and one file per backend.
 
 `moezoo.kernels.grouped_matmul` is the function.
 """

@@ -1,4 +1,4 @@
-"""Plain values, as YAML and the command line give them, checked into frozen dataclasses field by field; and back."""
+"""Conversion between plain values, as YAML and the command line give them, and checked frozen dataclasses."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from moezoo.errors import UserError, nearest
 
 
 class Range(NamedTuple):
-    """The numbers a setting may be."""
+    """The numbers that a setting may have."""
 
     at_least: float = -math.inf
     at_most: float = math.inf
@@ -20,7 +20,7 @@ class Range(NamedTuple):
     below: float = math.inf
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is one of them."""
+        """Return whether `value` is in the range."""
         return self.at_least <= value <= self.at_most and self.above < value < self.below
 
     def __str__(self) -> str:
@@ -29,11 +29,12 @@ class Range(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """What types do not say, by dotted key.
+    """What types cannot express, by dotted key.
 
-    - `tags`: (the key inside a section that picks its class, the classes by name);
-    - `ranges`: the numbers a setting may be, where it is not null;
-    - `renamed`: what a key that is no more is called now, in a section that has the new one.
+    Attributes:
+        tags: For a section whose class depends on one of its keys: (that key, class by its value).
+        ranges: The numbers that a setting may have if it is not null.
+        renamed: Old key -> new key.
     """
 
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
@@ -47,13 +48,17 @@ _SCALARS = {int: "a whole number such as 4", float: "a number such as 0.5", bool
 
 
 def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
-    """`value` as an instance of `kind`.
+    """Convert `value` to an instance of `kind`.
 
-    `kind` is int, float (takes whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]` (of a `Literal`
-    one name alone will do), `Mapping[str, X]`, or a dataclass of these, whose defaults count where `value` says
-    nothing. `key` is the dotted key of `value`, empty at the top.
+    Args:
+        kind: int, float (whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]` (for a `Literal` one
+            name alone too), `Mapping[str, X]`, or a dataclass of these.
+        value: A plain value. What it omits of a dataclass takes the default of the field.
+        key: The dotted key of `value`; empty at the top.
+        checks: Further conditions.
 
-    Raises `UserError` naming the key, what was expected and what was found.
+    Raises:
+        UserError: `value` does not fit. The message has the key, what was expected and what was found.
     """
     if key in checks.tags or dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, key, checks)
@@ -83,7 +88,7 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
 
 
 def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
-    """What `convert` makes `value` from: dicts, lists, numbers, text and None."""
+    """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None."""
     if dataclasses.is_dataclass(value):
         names = (field.name for field in dataclasses.fields(value))
         fields = {name: plain(getattr(value, name), _join(key, name), checks) for name in names}
@@ -97,9 +102,10 @@ def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
 
 
 def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, default: Any = None) -> Any:
-    """`value`, which `convert` will make a `kind` of, with everything that it leaves to a default, as plain values.
+    """Return a copy of the plain `value` with all defaults filled in, for `convert` to make a `kind` of.
 
-    The defaults are those of the dataclass `default`, else of `kind`. What `convert` will refuse stays as it is.
+    Defaults are those of the dataclass instance `default`, otherwise of `kind`. What `convert` refuses is kept as it
+    is.
     """
     if key in checks.tags and isinstance(value, Mapping):
         tag, classes = checks.tags[key]
@@ -122,18 +128,18 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
 
 @functools.cache
 def types_of(kind: type) -> dict[str, Any]:
-    """Field -> type of a dataclass, in the order they are declared."""
+    """Return field name -> type of a dataclass, in the order of declaration."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def is_table(kind: Any) -> bool:
-    """Whether `kind` is a mapping, whose keys are free."""
+    """Return whether `kind` is a mapping, whose keys are free."""
     return typing.get_origin(kind) is Mapping
 
 
 def show(value: Any) -> str:
-    """`value` on one line, as it would be typed."""
+    """Return `value` on one line, as a user would type it."""
     if isinstance(value, str):
         return value if value.isprintable() else repr(value)
     if isinstance(value, Mapping):
@@ -146,7 +152,7 @@ def show(value: Any) -> str:
 
 
 def _describe_type(kind: Any) -> str:
-    """What a value of `kind` looks like, in words."""
+    """Describe in words what a value of `kind` looks like."""
     inner, optional = _optional(kind)
     origin, arguments = typing.get_origin(inner), typing.get_args(inner)
     if origin is typing.Literal:
@@ -162,9 +168,17 @@ def _describe_type(kind: Any) -> str:
 
 
 def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: Checks = NO_CHECKS) -> None:
-    """Put `value` at the dotted `key` of `mapping`, which `convert` will make a `kind` of, in place of what is there.
+    """Replace the value at the dotted `key` of `mapping`.
 
-    Raises `UserError` for a key that does not exist and for a section, whose keys are set one by one.
+    Args:
+        kind: The dataclass that `convert` will make of `mapping`.
+        mapping: Plain values; changed in place.
+        key: The key of one value. A section cannot be replaced.
+        value: The plain value.
+        checks: Those that `convert` will be given.
+
+    Raises:
+        UserError: There is no such key, or it is a section.
     """
     section, at, named, names = mapping, "", "", key.split(".")
     while True:
@@ -199,7 +213,7 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
 
 
 def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str, type]:
-    """The tag of a section, and the class that it picks."""
+    """Return the tag of a section and the class that it selects."""
     tag, classes = checks.tags[key]
     if tag not in section:
         raise UserError(f"{key}.{tag} is missing; set it to one of {', '.join(classes)}")
@@ -228,7 +242,7 @@ def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
 
 
 def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[str, Any], checks: Checks) -> UserError:
-    """The error for the dotted `key`, whose part `name` the section `at` (empty at the top) does not have."""
+    """Return the error for the dotted `key`, whose part `name` is not in the section `at` (empty at the top)."""
     old = _join(at, show(name))
     new = checks.renamed.get(old, "")
     if new.removeprefix(f"{at}.").partition(".")[0] in valid:
@@ -239,13 +253,13 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
 
 
 def _is_scalar(value: Any, kind: Any) -> bool:
-    if kind is float:  # nan and infinity are never what a setting means
+    if kind is float:  # no setting may be nan or infinite
         return type(value) in (int, float) and abs(value) <= 1e308
     return kind in _SCALARS and type(value) is kind and value != ""
 
 
 def _optional(kind: Any) -> tuple[Any, bool]:
-    """`X | None` as (X, True), anything else as itself and False."""
+    """Return (X, True) for `X | None`, otherwise (kind, False)."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) not in (typing.Union, types.UnionType) or types.NoneType not in arguments:
         return kind, False

@@ -1,4 +1,4 @@
-"""The one exception for mistakes a user can make, the nearest-name hint that goes with it, and two common checks."""
+"""The exception for users' mistakes, the hint at the nearest valid name, and two common checks."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,27 +8,27 @@ from typing import Any
 class UserError(ValueError):
     """A mistake in what the user asked for.
 
-    Its message is one line: what was wrong, what was expected and what was found, what to do. Scripts print it
-    without a traceback and exit with code 2.
+    Its message is one line: the key or value as the user typed it, what was expected and found, and what to do.
+    Commands print it without a traceback and exit with code 2.
     """
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """A closing hint for an unknown `name`: the nearest valid one where one is near, else all of them."""
+    """Return the end of a message about an unknown `name`: the most similar of `options`, or all of them."""
     valid = sorted(options)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
 
 
 def check_positive(section: str, settings: Any, *names: str) -> None:
-    """Raise `UserError` unless these numbers of `settings`, which the user knows as `section`, are greater than 0."""
+    """Raise `UserError` unless these numbers of `settings` are greater than 0; `section` is its key for the user."""
     for name in names:
         if getattr(settings, name) <= 0:
             raise UserError(f"{section}.{name}={getattr(settings, name)} must be greater than 0")
 
 
 def check_not_negative(section: str, settings: Any, *names: str) -> None:
-    """Raise `UserError` where one of these numbers of `settings`, which the user knows as `section`, is below 0."""
+    """Raise `UserError` if one of these numbers of `settings` is below 0; `section` is its key for the user."""
     for name in names:
         if getattr(settings, name) < 0:
             raise UserError(f"{section}.{name}={getattr(settings, name)} must not be negative; 0 turns it off")

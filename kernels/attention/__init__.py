@@ -1,4 +1,4 @@
-"""Attention over packed documents: what every attention layer scores its queries on."""
+"""Attention over packed documents: the kernel of every attention layer."""
 
 from moezoo.kernels.attention.api import Implementation as Implementation
 from moezoo.kernels.attention.api import attend as attend

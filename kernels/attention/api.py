@@ -1,13 +1,14 @@
-"""`attend`: the contract that every backend keeps, and the choice of one."""
+"""`attend`: its contract, and the choice of a backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.kernels.attention import chunked, reference
-from moezoo.kernels.attention.base import Attended, Backend, Place
+from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Place
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
@@ -19,14 +20,17 @@ assert set(_BACKENDS) == set(get_args(Implementation))
 
 
 def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
-    # On accelerators its loops over small blocks have not been timed.
+    # The loops of `chunked` over small blocks have not been timed on accelerators.
     return ("chunked",) if target.platform == "cpu" and chunked.suits(queries, keys) else ("reference",)
 
 
 def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = ()) -> str:
-    """The backend that runs so many queries and keys on `target`: the first of `names`, or of the kernel's own order.
+    """Return the name of the backend for these numbers of queries and keys per row on `target`.
 
-    Raises `UserError` for a name that is no backend, and where none of them runs there.
+    It is the first of `names`, or of the kernel's own order, that runs there.
+
+    Raises:
+        UserError: A name is not a backend, or none of them runs there.
     """
     return _choose(KernelOrder(names, target), queries, keys)[0][1]
 
@@ -47,26 +51,50 @@ def attend(
     sinks: Float[Array, "kv_heads group"] | None = None,
     implementation: str | KernelOrder | None = None,
 ) -> Attended:
-    """Each query's average of values in its own document, at its own position or up to `window` - 1 before.
+    """Average values by the softmax of scores, for each query over the keys that it sees.
 
-    Weights are the softmax of `scale` q . k, in float32. The order of tokens does not matter: a query sees a key where
-    their segments are equal and their positions say so. `sinks`: scores that every query of a head has besides, of
-    values of zero; the log-sum-exp includes them. A query that sees no key gets zero and, without sinks, log-sum-exp
-    -1e30. Keys and values that a query does not see must be finite, and so must their products with it.
+    A query sees a key of its own document (equal segments) at its own position or up to `window` - 1 positions before.
+    The order of tokens in the arrays does not matter. Scores `scale` q . k and their softmax are float32.
 
-    Differentiable, in reverse mode and first order, by both results. To join partial results over different keys with
-    `join`, leave `sinks` out and give them to the whole.
+    Differentiable by both results, in reverse mode and first order, in q, k, v, `scale` and `sinks`. To combine results
+    over different keys, call `join` on results without sinks. Inside `shard_map` both results vary wherever q, k, v or
+    a place does, and no collective runs in the forward pass; the gradient of an operand that does not vary over an axis
+    is summed over it (psum).
 
-    `implementation` names a backend, or is the order that `Execution.kernel` gives. Raises `UserError` for a backend
-    that does not exist or run here.
+    | backend | how | memory for scores |
+    |---|---|---|
+    | `reference` | all keys of up to 512 queries; naive | queries x keys |
+    | `chunked` | an online softmax over blocks; the default on CPUs, except for small work | one pair of blocks |
+
+    Args:
+        q: Queries; `group` query heads share one key head.
+        k: Keys. Keys that a query does not see must still be finite, and so must their products with it.
+        v: Values, as finite as keys.
+        queries: The places of queries.
+        keys: The places of keys.
+        scale: The factor of scores, a number or a float32 scalar.
+        window: The number of positions that a query sees, its own included; None for all up to its own.
+        sinks: An extra score per query head, for a value of zero. The log-sum-exp includes it.
+        implementation: A backend's name, or the order that `Execution.kernel` gives; None for the default.
+
+    Returns:
+        The result and the log-sum-exp of scores. A query that sees no key has result 0 and, without sinks, log-sum-exp
+            -1e30.
+
+    Raises:
+        UserError: The backend does not exist or does not run here.
     """
     choice = _choose(implementation, q.shape[1], k.shape[1])
 
     def backend(name: str) -> Callable[..., Attended]:
         return lambda *operands: _BACKENDS[name].attend(*operands, scale=scale, window=window)
 
-    # Backends must agree on what varies; the transpose of the cast sums the gradients of a replicated operand.
     operands = (q, k, v, queries, keys)
     alike = jax.tree.leaves(operands)
-    attended = run(choice, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
+    if 0 in (*q.shape[:4], k.shape[1]):
+        empty = jnp.zeros((*q.shape[:4], v.shape[3]), v.dtype), jnp.full(q.shape[:4], NOTHING, jnp.float32)
+        attended = Attended(*(vary_like(x, *alike) for x in empty))
+    else:
+        # Backends must vary alike. The transpose of the cast sums the gradients of a replicated operand.
+        attended = run(choice, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
     return attended if sinks is None else add_sinks(attended, sinks)

@@ -1,4 +1,4 @@
-"""What a backend of `attend` is, and what it returns."""
+"""The contract of a backend of `attend`, and what it returns."""
 
 from typing import NamedTuple, Protocol
 
@@ -12,14 +12,22 @@ NOTHING = -1e30
 
 
 class Attended(NamedTuple):
-    """`result`, in the dtype of the values; `logsumexp` of each query's scores, `NOTHING` where it sees no key."""
+    """What `attend` returns.
+
+    Attributes:
+        result: The averages, in the dtype of the values.
+        logsumexp: The log-sum-exp of each query's scores, float32; `NOTHING` for a query that sees no key.
+    """
 
     result: Float[Array, "batch queries kv_heads group value_dim"]
     logsumexp: Float[Array, "batch queries kv_heads group"]
 
 
 class Attend(Protocol):
-    """`moezoo.kernels.attention.attend` without sinks; differentiable in q, k, v and `scale` by both results."""
+    """Compute `moezoo.kernels.attention.attend` without sinks; differentiable in q, k, v and `scale` by both results.
+
+    All arrays except `scale` vary over the same mesh axes. `attend` calls it only with at least one query and one key.
+    """
 
     def __call__(
         self,
@@ -35,7 +43,12 @@ class Attend(Protocol):
 
 
 class Backend(NamedTuple):
-    """`runs_on`: where the backend can be traced and run."""
+    """A backend.
+
+    Attributes:
+        attend: The function.
+        runs_on: Return whether the backend can be traced and run for a target.
+    """
 
     attend: Attend
     runs_on: RunsOn = anywhere

@@ -1,13 +1,14 @@
-"""The portable backend: an online softmax over blocks of keys, and no pair of blocks in which nothing is seen.
+"""The portable backend: an online softmax over pairs of blocks of queries and keys in which something is visible.
 
 Both passes hold the scores of one pair of blocks at a time (Dao, 2023, FlashAttention-2, arXiv:2307.08691). The forward
-pass keeps its operands, its result and two numbers a query; the backward pass makes weights again from these.
+pass keeps its operands, its result and two numbers per query; the backward pass recomputes weights from these.
 
-What makes it fast on a CPU, where each product inside a loop is one call of a good matrix product:
-- operands are laid out [blocks, heads, tokens, dim] once, outside the loops; query heads that share a key head are rows
-  of one product;
-- keys are the last dimension of scores: XLA reduces and multiplies over the last dimension at full speed;
-- a list of pairs to visit is made before the loops, which run over these only.
+On a CPU a product inside a loop is one call of a fast matrix product. Three choices make use of that:
+
+- Operands are laid out as [blocks, heads, tokens, dim] once, outside the loops. Query heads that share a key head are
+  rows of one product.
+- Keys are the last dimension of scores, where XLA reduces and multiplies at full speed.
+- The pairs to visit are listed before the loops, which run over these only.
 """
 
 import functools
@@ -24,19 +25,19 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from moezoo.kernels.attention.base import NOTHING, Attended, Place
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
-# Tokens of a block at most: of up to `_SHORT` tokens, and of more.
+# The most tokens per block: for up to `_SHORT` tokens, and for more.
 _BLOCKS = (64, 128)
 _SHORT = 512
-# Below every score, and above `NOTHING`, the score of an unseen key: as a query's largest score at first, and to the
-# end of one that sees no key, it makes the weights of unseen keys zero.
+# The initial value of a query's largest score: below every score, above `NOTHING`, the score of unseen keys. It makes
+# the weights of unseen keys zero, also for a query that sees no key.
 _FLOOR = NOTHING / 2
 _LAST = jnp.iinfo(jnp.int32).max
 
-Block = Float[Array, "_ _ _"]  # heads, rows, dim; rows: tokens, of queries the tokens of each head of a group
+Block = Float[Array, "_ _ _"]  # heads, rows, dim; the rows of queries are the tokens of each query head
 
 
 class _Keys(NamedTuple):
-    """Blocks of keys and values, and where they are."""
+    """Blocks of keys and values, and their places."""
 
     key: Float[Array, "*blocks kv_heads keys head_dim"]
     value: Float[Array, "*blocks kv_heads keys value_dim"]
@@ -44,7 +45,7 @@ class _Keys(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A block of queries: arrays of its tokens, and the blocks of keys to visit, the first `count` of `order`."""
+    """One block of queries: arrays of its tokens, and the blocks of keys to visit, the first `count` of `order`."""
 
     parts: tuple[Block, ...]
     place: Place
@@ -53,7 +54,7 @@ class _Step(NamedTuple):
 
 
 def suits(queries: int, keys: int) -> bool:
-    """Whether there is work enough for blocks: less of it, decoding above all, is faster at once."""
+    """Return whether there is enough work for blocks. Less work, such as decoding, is faster in one product."""
     return queries >= 16 and queries * keys >= 64 * 64
 
 
@@ -67,7 +68,7 @@ def attend(
     scale: float | Float[Array, ""],
     window: int | None,
 ) -> Attended:
-    """Row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
+    """Attend row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
     return _attend(window, (q.astype(jnp.float32) * scale).astype(q.dtype), k, v, queries, keys)
 
 
@@ -97,16 +98,16 @@ def _forward(window, q, k, v, queries, keys):
         return None, ((sums / total).astype(v.dtype), highest, total)
 
     _, parts = lax.scan(step, None, steps)
-    # Named here, where the backward pass takes them: with a policy that saves them, no loop runs twice.
+    # Named where the backward pass uses them: if a policy saves them, no loop runs twice.
     result, highest, total = (checkpoint_name(_join(x, q), ATTENTION) for x in parts)
     logsumexp = jnp.where(highest > _FLOOR, highest + jnp.log(total), NOTHING)[..., 0]
-    # Not the log-sum-exp: of large scores it is rounded too much to make weights that sum to one.
+    # Keep two numbers, not the log-sum-exp: for large scores it is too rounded to give weights that sum to one.
     return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
 
 
 def _backward(window, residuals, cotangent):
     q, k, v, queries, keys, result, highest, total = residuals
-    # A score's gradient is its weight times what flows back to the weight, less this.
+    # The gradient of a score is its weight times (the gradient of the weight - `less`).
     through_result = (cotangent.result.astype(jnp.float32) * result.astype(jnp.float32)).sum(-1)
     less = (through_result - cotangent.logsumexp)[..., None]
     past, steps = _plan((q, cotangent.result, less, highest, 1 / total), k, v, queries, keys, window)
@@ -119,7 +120,7 @@ def _backward(window, residuals, cotangent):
             block = _take(past, j)
             scores, seen = _score(q, block.key, x.place, block.place, window)
             weights = jnp.exp(scores - highest) * share
-            # Selected again, as what flows back to an unseen key's weight may be infinite.
+            # Selected too, since the gradient of an unseen key's weight may be infinite.
             by_score = jnp.where(seen, weights * (_dot(back, block.value, 2, 2) - less), 0).astype(q.dtype)
             by_q = by_q + _dot(by_score, block.key, 2, 1)
             by_k = _add(by_k, j, _dot(by_score, q, 1, 1))
@@ -141,8 +142,8 @@ _attend.defvjp(_forward, _backward)
 def _plan(
     parts: tuple[Array, ...], k: Array, v: Array, queries: Place, keys: Place, window: int | None
 ) -> tuple[_Keys, _Step]:
-    """All blocks of keys, and a step for each block of queries; `parts` are arrays of queries."""
-    # What fills up the last block: queries that see what the last one sees, and keys that no query sees.
+    """Return all blocks of keys, and one step for each block of queries; `parts` are arrays of queries."""
+    # The padding of the last block: queries that see what the last one sees, and keys that no query sees.
     at = Place(*(_cut_places(x, mode="edge") for x in queries))
     key_at = Place(_cut_places(keys.position, constant_values=_LAST), _cut_places(keys.segment, mode="edge"))
     visible = _visible(at, key_at, window)
@@ -161,14 +162,14 @@ def _count_blocks(tokens: int) -> int:
 
 
 def _cut(x: Float[Array, "batch tokens kv_heads group dim"]) -> Float[Array, "blocks kv_heads rows dim"]:
-    """Of each row of the batch blocks of equally many tokens; zeros at the end."""
+    """Cut each row of the batch into equal blocks, padded with zeros at the end."""
     blocks = _count_blocks(x.shape[1])
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % blocks), (0, 0), (0, 0), (0, 0)))
     return rearrange(x, "b (n t) k g d -> (b n) k (g t) d", n=blocks)
 
 
 def _join(x: Float[Array, "blocks kv_heads rows dim"], like: Array) -> Float[Array, "batch tokens kv_heads group dim"]:
-    """The inverse of `_cut`, for as many tokens as `like` has."""
+    """Invert `_cut`, for the number of tokens of `like`."""
     x = rearrange(x, "(b n) k (g t) d -> b (n t) k g d", b=like.shape[0], g=like.shape[3])
     return x[:, : like.shape[1]]
 
@@ -180,11 +181,11 @@ def _cut_places(x: Int[Array, "batch tokens"], **padding: Any) -> Int[Array, "ba
 
 
 def _visible(queries: Place, keys: Place, window: int | None) -> Bool[Array, "batch queries keys"]:
-    """Which blocks of queries must visit which of keys; places are [batch blocks tokens].
+    """Return which blocks of queries must visit which blocks of keys; places are [batch, blocks, tokens].
 
-    Tokens are in order by segment, then position; a query sees keys from the first of its window up to itself. Where
-    both are in order, as packed documents are, the pairs visited are those in which something is seen; anything else
-    costs visits in vain.
+    Tokens are ordered by segment, then position, and a query sees keys from the first of its window up to itself. If
+    both are in that order, as packed documents are, exactly the pairs with something visible are visited. Any other
+    order costs visits in vain.
     """
     first, last = (jax.tree.map(lambda x: x[:, :, None], place) for place in _bounds(queries))
     first_key, last_key = (jax.tree.map(lambda x: x[:, None], place) for place in _bounds(keys))
@@ -193,7 +194,7 @@ def _visible(queries: Place, keys: Place, window: int | None) -> Bool[Array, "ba
 
 
 def _bounds(place: Place) -> tuple[Place, Place]:
-    """The first and the last token of each block. Padding, segment 0, usually stands behind, and comes last here."""
+    """Return the first and the last token of each block. Padding, segment 0, is ordered last, where it usually is."""
     segment = jnp.where(place.segment == 0, _LAST, place.segment)
     low, high = segment.min(-1), segment.max(-1)
     first = jnp.where(segment == low[..., None], place.position, _LAST).min(-1)
@@ -211,7 +212,7 @@ def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any
 
 
 def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) -> tuple[Array, Array]:
-    """Scores of a pair of blocks, `NOTHING` of keys unseen, and which are seen; [kv_heads rows keys]."""
+    """Return the scores of a pair of blocks, `NOTHING` for unseen keys, and which are seen; [kv_heads, rows, keys]."""
     at, key_at = queries.position[:, None], keys.position[None, :]
     seen = (queries.segment[:, None] == keys.segment[None, :]) & (key_at <= at)
     if window is not None:
@@ -222,7 +223,7 @@ def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) 
 
 
 def _dot(x: Block, y: Block, x_dim: int, y_dim: int) -> Block:
-    """For each head the product that sums over a dimension of each, in float32."""
+    """Sum the product over one dimension of each operand, for each head, in float32."""
     return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""The naive equivalent: all scores of up to `_QUERY_CHUNK` queries at once, and their softmax."""
+"""The naive backend: all scores of up to `_QUERY_CHUNK` queries, and their softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 from moezoo.kernels.attention.base import NOTHING, Attended, Place
 from moezoo.parallel.collectives import ATTENTION
 
-# Bounds the scores held to [batch, heads, this, keys].
+# Bounds the memory for scores to [batch, heads, _QUERY_CHUNK, keys].
 _QUERY_CHUNK = 512
-_MASKED = -1e30  # finite: a query that sees no key becomes uniform instead of NaN
+_MASKED = -1e30  # finite: a query that sees no key gets uniform weights instead of NaN
 
 
 def attend(
@@ -24,7 +24,7 @@ def attend(
     scale: float | Float[Array, ""],
     window: int | None,
 ) -> Attended:
-    """Chunk by chunk of queries, each over all keys."""
+    """Attend chunk by chunk of queries, each over all keys."""
     length = q.shape[1]
     if length <= _QUERY_CHUNK:
         return _named(_attend(q, queries, k, v, keys, scale, window))
@@ -34,7 +34,7 @@ def attend(
         padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
         return rearrange(padded, "b (n c) ... -> n b c ...", c=_QUERY_CHUNK)
 
-    @jax.checkpoint  # scores are recomputed, not kept
+    @jax.checkpoint  # scores are recomputed in the backward pass
     def one(chunk: tuple[Array, Place]) -> Attended:
         return _attend(*chunk, k, v, keys, scale, window)
 
@@ -43,7 +43,7 @@ def attend(
 
 
 def _named(attended: Attended) -> Attended:
-    """Under the name that policies of rematerialisation may save."""
+    """Give both results the checkpoint name under which policies of rematerialisation may save them."""
     return Attended(*(checkpoint_name(x, ATTENTION) for x in attended))
 
 

@@ -1,4 +1,4 @@
-"""One matrix product a group of rows: what every dispatch strategy runs its experts on."""
+"""One matrix product per group of rows: the kernel that experts run on."""
 
 from moezoo.kernels.grouped_matmul.api import Implementation as Implementation
 from moezoo.kernels.grouped_matmul.api import chosen_backend as chosen_backend

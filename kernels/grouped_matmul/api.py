@@ -1,4 +1,4 @@
-"""`grouped_matmul` and `gated`: the contracts that every backend keeps, the choice of one, and the gradients."""
+"""`grouped_matmul` and `gated`: their contracts, the choice of a backend, and the gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,14 +28,15 @@ assert set(_BACKENDS) == set(get_args(Implementation))
 
 
 def _own_order(target: Target) -> Sequence[str]:
-    # XLA's own product is one kernel on a TPU, and the work of every group on every row elsewhere.
+    # XLA's own product is one kernel on a TPU; elsewhere it multiplies every row by every group's matrix.
     return ("ragged_dot", "blocked") if target.platform == "tpu" else ("blocked",)
 
 
 def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
-    """The backend that runs on `target`: the first of `names` that does, or of the kernel's own order.
+    """Return the name of the backend that runs on `target`: the first of `names`, or of the kernel's own order.
 
-    Raises `UserError` for a name that is no backend, and where none of them runs there.
+    Raises:
+        UserError: A name is not a backend, or none of them runs there.
     """
     return _choose(KernelOrder(names, target))[0][1]
 
@@ -51,21 +52,32 @@ def grouped_matmul(
     *,
     implementation: str | KernelOrder | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """Multiply each run of rows by its group's matrix.
+    """Multiply the rows of each group by the group's matrix.
 
-    Rows lie group after group; `group_sizes` (int32) says how many each has, none included, and sums to at most the
-    number of rows. Rows beyond that sum come out exactly zero, whatever they hold, and take no part in any gradient; a
-    group without rows has a gradient of exactly zero. Products are accumulated in float32; the result has the dtype of
-    `rows`. Inside `shard_map` the result varies wherever an operand does.
+    Products are accumulated in float32. Inside `shard_map` the result varies wherever an operand does, and no
+    collective runs in the forward pass; the gradient of an operand that does not vary over an axis is summed over it
+    (psum). Gradients are of first order, in reverse mode.
 
-    `implementation` names a backend, or is the order that `Execution.kernel` gives: `blocked` (portable: loops that
-    stop at the sum of the group sizes), `ragged_dot` (XLA's own, one kernel on a TPU, `groups` times the work
-    elsewhere) or `reference` (naive, to compare with). None takes `ragged_dot` where the program is compiled for a
-    TPU, whatever machine compiles it, and `blocked` elsewhere.
+    | backend | runs on | work |
+    |---|---|---|
+    | `blocked` | everything; the default except on TPUs | the rows in groups |
+    | `ragged_dot` | everything; the default on TPUs: one kernel of XLA | `groups` times as much except on TPUs |
+    | `reference` | everything; naive, for comparison | `groups` times as much |
 
-    Gradients are of first order and in reverse mode.
+    Args:
+        rows: The rows of group 0, then of group 1, and so on. Rows beyond the last group may hold anything, NaN
+            included.
+        weights: One matrix per group, or a container that stands for them; in the dtype of `rows`.
+        group_sizes: The rows per group, integers, 0 included. Their sum is at most the number of rows.
+        implementation: A backend's name, or the order that `Execution.kernel` gives. None for the default of the
+            platform that the program is compiled for.
 
-    Raises `UserError` for a backend that does not exist or run here, or another number of sizes than of matrices.
+    Returns:
+        The products in the dtype of `rows`. Rows beyond the last group are exactly zero and take no part in any
+            gradient. The gradient of a group without rows is exactly zero.
+
+    Raises:
+        UserError: The backend does not exist or does not run here, or the numbers of sizes and matrices differ.
     """
     choice = _choose(implementation)
     if weights.shape[0] != group_sizes.shape[0] or not weights.shape[0]:
@@ -75,15 +87,15 @@ def grouped_matmul(
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     weights = plain(weights, rows.dtype)
-    # The gradients below must vary exactly as their operands: make all three vary alike first, and the transpose of
-    # that cast is the sum over devices that a replicated operand needs.
+    # A gradient must vary exactly as its operand. All three are made to vary alike first; the transpose of that cast is
+    # the sum over devices that a replicated operand needs.
     result = _product(
         choice,
         vary_like(rows, weights, group_sizes),
         vary_like(weights, rows, group_sizes),
         vary_like(group_sizes, rows, weights),
     )
-    # Rematerialisation never saves what a loop returns, unless it has a name.
+    # Rematerialisation saves the result of a loop only under a name.
     return checkpoint_name(result, GROUPED_MATMUL)
 
 
@@ -98,11 +110,26 @@ def gated(
     up_bias: Float[Array, "groups outputs"] | None = None,
     implementation: str | KernelOrder | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """activation(rows x gate + gate_bias, rows x up + up_bias), each row by its group's matrices and biases.
+    """Compute activation(rows x gate + gate_bias, rows x up + up_bias), with each group's matrices and biases.
 
-    Rows beyond the sum of `group_sizes` come out exactly zero, whatever `activation` makes of zeros: a finite number
-    with a finite gradient. All else is as
-    for `grouped_matmul`, which this is made of where the backend has no such kernel of its own.
+    Backends without a kernel for this compose it of two calls of `grouped_matmul`, whose remarks hold here too.
+
+    Args:
+        rows: As for `grouped_matmul`.
+        gate: One matrix per group.
+        up: One matrix per group.
+        group_sizes: As for `grouped_matmul`.
+        activation: A function of two arrays [rows, outputs]. Its value and gradient at zero must be finite.
+        gate_bias: One bias per group, or None.
+        up_bias: One bias per group, or None.
+        implementation: As for `grouped_matmul`.
+
+    Returns:
+        The activations in the dtype of `rows`. Rows beyond the last group are exactly zero, whatever `activation`
+            returns for zeros.
+
+    Raises:
+        UserError: As for `grouped_matmul`.
     """
     choice = _choose(implementation)
     composed = functools.partial(_gated, activation=activation)
@@ -124,7 +151,7 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
 
     def biased(weights: Array | Stored, bias: Array | None) -> Array:
         y = product(rows, weights)
-        # A product too, so that a bias's gradient is summed group by group in fixed order.
+        # As a product, so that the gradient of a bias is summed group by group in a fixed order.
         return y if bias is None else y + product(jnp.ones_like(rows[:, :1]), bias[:, None])
 
     result = activation(biased(gate, gate_bias), biased(up, up_bias))

@@ -1,4 +1,4 @@
-"""What a backend of `grouped_matmul` is: two products, from which the value and both gradients are made."""
+"""The contract of a backend of `grouped_matmul`: two products, from which the value and both gradients are made."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
@@ -12,7 +12,10 @@ Activation = Callable[[Float[Array, "rows outputs"], Float[Array, "rows outputs"
 
 
 class Multiply(Protocol):
-    """Each row times its group's matrix, summed over dimension `contract` of the weights; other rows are zero."""
+    """Multiply each row by its group's matrix: sum over dimension `contract` of the weights. Other rows become zero.
+
+    The sum is in float32; the result has the dtype of `rows`.
+    """
 
     def __call__(
         self,
@@ -24,7 +27,7 @@ class Multiply(Protocol):
 
 
 class Outer(Protocol):
-    """For each group rows.T @ others over its rows, summed in float32 and rounded once to `dtype`."""
+    """Return rows.T @ others for the rows of each group, summed in float32 and rounded once to `dtype`."""
 
     def __call__(
         self,
@@ -36,7 +39,7 @@ class Outer(Protocol):
 
 
 class Gated(Protocol):
-    """`moezoo.kernels.grouped_matmul.gated` in one kernel, with gradients of its own."""
+    """Compute `moezoo.kernels.grouped_matmul.gated` in one kernel that is differentiable."""
 
     def __call__(
         self,
@@ -52,9 +55,16 @@ class Gated(Protocol):
 
 
 class Backend(NamedTuple):
-    """Groups of rows lie one after the other, and all operands vary alike over mesh axes.
+    """A backend.
 
-    `gated` is optional: without one it is composed of products. `runs_on`: where the backend can be traced and run.
+    `group_sizes` is int32. All operands of a call vary over the same mesh axes, and the result must too. Rows beyond
+    the last group may hold NaN.
+
+    Attributes:
+        multiply: The product for each row.
+        outer: The product for each group.
+        gated: A kernel for `gated`; None to compose it of products.
+        runs_on: Return whether the backend can be traced and run for a target.
     """
 
     multiply: Multiply

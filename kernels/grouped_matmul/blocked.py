@@ -1,10 +1,11 @@
-"""The portable backend: group after group, the rows of each in blocks, and no row beyond the last group.
+"""The portable backend: group after group, the rows of each in blocks, nothing for rows beyond the last group.
 
-What makes it fast on a CPU, where each product inside a loop is one call of a good matrix product:
-- a group's matrix is taken out of `weights` once a group, not once a block, and never transposed in memory;
-- a group goes in large blocks while they fit and then in smaller ones, of which only the last is partly filled, so that
-  products have many rows and yet few are computed in vain: at most `_BLOCKS[-1] - 1` a group;
-- groups without rows are not looked at.
+On a CPU a product inside a loop is one call of a fast matrix product. Three choices make use of that:
+
+- A group's matrix is sliced out of `weights` once per group, not once per block, and never transposed in memory.
+- A group's rows are cut into large blocks while they fit, then into smaller ones. Only the last block is partly filled,
+  so at most `_BLOCKS[-1] - 1` rows per group are computed in vain.
+- Groups without rows are skipped.
 """
 
 import functools
@@ -21,12 +22,12 @@ from moezoo.parallel.collectives import vary_like
 _BLOCKS = (256, 128, 32)
 
 Mask = Bool[Array, "block 1"] | None
-# carry, first row of the block, which of its rows count (None: all), rows a block -> carry
+# (carry, first row of the block, which of its rows count or None for all, rows per block) -> carry
 Step = Callable[[Any, Int[Array, ""], Mask, int], Any]
 
 
 def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Step, carry: Any) -> Any:
-    """Run `step` over blocks that cover rows [start, stop) of `rows`, once each."""
+    """Run `step` over blocks that cover rows [start, stop) of `rows` exactly once."""
     blocks = [block for block in _BLOCKS if block <= rows] or [rows]
     for block in blocks[:-1]:
         count = (stop - start) // block
@@ -53,20 +54,20 @@ def _partial(
 def _window(
     first: Int[Array, ""], stop: Int[Array, ""], rows: int, block: int
 ) -> tuple[Int[Array, ""], Bool[Array, "block 1"]]:
-    """The first row of a block that begins at `first` or before, to stay within `rows`; which of its rows count."""
+    """Return the first row of a block moved back to end within `rows`, and which rows are in [first, stop)."""
     window = jnp.minimum(first, rows - block)
     row = window + lax.iota(window.dtype, block)
     return window, ((row >= first) & (row < stop))[:, None]
 
 
 def _slice(x: Float[Array, "rows a"], first: Int[Array, ""], mask: Mask, block: int) -> Float[Array, "block a"]:
-    """Rows of a block, zero where they do not count: not times zero, which would leave a NaN."""
+    """Return the rows of a block, with zeros in rows that do not count. (Times zero would keep a NaN.)"""
     part = lax.dynamic_slice_in_dim(x, first, block)
     return part if mask is None else jnp.where(mask, part, jnp.zeros((), x.dtype))
 
 
 def _dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: int) -> Float[Array, "d e"]:
-    """The product that sums over a dimension of each, in float32."""
+    """Sum the product over one dimension of each operand, in float32."""
     return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -76,7 +77,7 @@ def multiply(
     group_sizes: Int[Array, " groups"],
     contract: Literal[1, 2],
 ) -> Float[Array, "rows b"]:
-    """Groups with rows, one after the other."""
+    """Multiply group after group, skipping those without rows."""
     ends = jnp.cumsum(group_sizes)
     used = group_sizes > 0
     order = jnp.argsort(~used, stable=True).astype(group_sizes.dtype)
@@ -105,9 +106,9 @@ def outer(
     group_sizes: Int[Array, " groups"],
     dtype: DTypeLike,
 ) -> Float[Array, "groups inputs outputs"]:
-    """A sum over a group's blocks in float32, written once; zero for groups without rows.
+    """Sum over a group's blocks in float32 and write the sum once; zero for groups without rows.
 
-    What does not fill a block of the largest size comes first, in one product: most groups of few rows need no sum.
+    The rows that do not fill a largest block come first, in one product, so a small group needs no sum.
     """
     ends = jnp.cumsum(group_sizes)
     total, largest = rows.shape[0], min(_BLOCKS[0], rows.shape[0])

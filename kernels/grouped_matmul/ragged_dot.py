@@ -1,6 +1,6 @@
-"""XLA's own grouped product, which a TPU runs as one kernel.
+"""XLA's own grouped product, which is one kernel on a TPU.
 
-On a CPU or a CUDA GPU XLA expands it to every group on every row, so it is no backend for those.
+On a CPU or a CUDA GPU XLA expands it to every group's matrix on every row.
 """
 
 from typing import Literal
@@ -17,10 +17,10 @@ def multiply(
     group_sizes: Int[Array, " groups"],
     contract: Literal[1, 2],
 ) -> Float[Array, "rows b"]:
-    """The rows are ragged, and each of their groups has its own matrix."""
+    """Multiply ragged rows by one matrix per group."""
     numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), [0], [0])
     products = lax.ragged_dot_general(rows, weights, group_sizes, numbers, preferred_element_type=jnp.float32)
-    # XLA leaves open what rows beyond the last group are.
+    # XLA does not define the rows beyond the last group.
     used = lax.iota(group_sizes.dtype, rows.shape[0]) < group_sizes.sum(dtype=group_sizes.dtype)
     return jnp.where(used[:, None], products, 0).astype(rows.dtype)
 
@@ -31,6 +31,6 @@ def outer(
     group_sizes: Int[Array, " groups"],
     dtype: DTypeLike,
 ) -> Float[Array, "groups inputs outputs"]:
-    """The contracted dimension is ragged: a product a group."""
+    """Contract the ragged dimension: one product per group."""
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return lax.ragged_dot_general(rows, others, group_sizes, numbers, preferred_element_type=jnp.float32).astype(dtype)

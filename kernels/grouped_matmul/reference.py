@@ -1,4 +1,4 @@
-"""The naive equivalent: every group's matrix on every row, and a mask. Costs `groups` times the useful work."""
+"""The naive backend: every group's matrix on every row, and a mask. It costs `groups` times the useful work."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ def _belongs(rows: int, group_sizes: Int[Array, " groups"]) -> Bool[Array, "grou
 
 
 def _mine(rows: Float[Array, "rows a"], group_sizes: Int[Array, " groups"]) -> Float[Array, "groups rows a"]:
-    # Selecting rows, not multiplying by the mask, keeps a NaN beyond the last group from spreading.
+    # A product with the mask would spread a NaN from beyond the last group.
     return jnp.where(_belongs(rows.shape[0], group_sizes)[:, :, None], rows[None], jnp.zeros((), rows.dtype))
 
 
@@ -25,7 +25,7 @@ def multiply(
     group_sizes: Int[Array, " groups"],
     contract: Literal[1, 2],
 ) -> Float[Array, "rows b"]:
-    """The sum over groups of (row belongs to the group) x row x matrix."""
+    """Sum (row belongs to the group) x row x matrix over groups."""
     equation = "gra,gab->rb" if contract == 1 else "gra,gba->rb"
     products = jnp.einsum(equation, _mine(rows, group_sizes), weights, preferred_element_type=jnp.float32)
     return products.astype(rows.dtype)
@@ -37,6 +37,6 @@ def outer(
     group_sizes: Int[Array, " groups"],
     dtype: DTypeLike,
 ) -> Float[Array, "groups inputs outputs"]:
-    """Each group's rows, all others zero, against the same of `others`."""
+    """Multiply each group's rows, with zeros for all others, by the same rows of `others`."""
     left, right = _mine(rows, group_sizes), _mine(others, group_sizes)
     return jnp.einsum("gra,grb->gab", left, right, preferred_element_type=jnp.float32).astype(dtype)

@@ -1,4 +1,4 @@
-"""Tokens to rows grouped by expert, and back."""
+"""Permutations between tokens and rows grouped by expert."""
 
 from moezoo.kernels.permute.api import Plan as Plan
 from moezoo.kernels.permute.api import permute as permute

@@ -1,6 +1,7 @@
-"""Permutations of tokens that are gathers in both directions: deterministic, and faster than adding by scatter.
+"""Permutations between tokens and rows grouped by expert, as gathers in both directions.
 
-T tokens, K experts a token, R rows. An *assignment* is a pair (token, choice), numbered token * K + choice.
+Gathers are deterministic, and faster than adding by scatter. T tokens, K experts per token, R rows. An *assignment* is
+a pair (token, choice), numbered token * K + choice.
 """
 
 from typing import NamedTuple
@@ -13,12 +14,13 @@ from moezoo.parallel.collectives import vary_like
 
 
 class Plan(NamedTuple):
-    """Where every row comes from and every assignment goes to.
+    """The source of every row and the destination of every assignment; all int32.
 
-    - `source` [R] int32: the assignment that each row holds, T * K where none;
-    - `row` [T, K] int32: the row that holds each assignment, or R where none does;
-    - `group_sizes` [experts here] int32: rows of each expert, in order; rows after their sum are not used;
-    - `dropped` int32: assignments to experts here that found no row.
+    Attributes:
+        source: The assignment that each row holds; T * K for an unused row.
+        row: The row that holds each assignment; R if none does.
+        group_sizes: The rows of each local expert, in order. Rows after their sum are unused.
+        dropped: The number of assignments to local experts that found no row.
     """
 
     source: Int[Array, " rows"]
@@ -28,10 +30,16 @@ class Plan(NamedTuple):
 
 
 def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int, room: int | None = None) -> Plan:
-    """Sort assignments by expert, keeping the `count` experts from `first` on; any other expert is not here.
+    """Sort assignments by expert, keeping those to the `count` experts from `first` on.
 
-    A token's experts differ, so it needs at most min(K, count) rows: R = T * min(K, count) never overflows. With less
-    `room` than that, R = `room` and what comes last is dropped: of the highest experts, the last tokens.
+    A token's experts differ, so it needs at most min(K, count) rows.
+
+    Args:
+        expert_ids: int32 [T, K]. Assignments to other experts are ignored.
+        first: The first local expert.
+        count: The number of local experts.
+        room: R, if less than T * min(K, count), which never overflows. Then the last assignments are dropped: those of
+            the highest experts, and of these the last tokens.
     """
     tokens, k = expert_ids.shape
     rows = tokens * min(k, count)
@@ -53,10 +61,15 @@ def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count:
 
 
 def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity: int) -> Plan:
-    """A row of its own for every assignment: `capacity` rows for each of `count` experts, R = count * capacity.
+    """Give each of `count` experts `capacity` rows: R = count * capacity.
 
-    An expert's rows are taken by first choices in the order of tokens, then by second ones, and so on; what finds
-    none is dropped. Every group has `capacity` rows, used or not.
+    An expert's rows go to first choices in the order of tokens, then to second choices, and so on. Assignments without
+    a row are dropped. `group_sizes` are all `capacity`, whether rows are used or not.
+
+    Args:
+        expert_ids: int32 [T, K]; `count` for a choice that goes nowhere.
+        count: The number of experts.
+        capacity: The rows per expert.
     """
     tokens, k = expert_ids.shape
     key = expert_ids.T.reshape(-1)  # by choice, then by token
@@ -65,24 +78,24 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     sizes = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
     first = jnp.cumsum(sizes) - sizes
-    rank = sorted_index - jnp.take(first, key, mode="clip")  # among the assignments of its expert
+    rank = sorted_index - jnp.take(first, key, mode="clip")  # among the assignments to the same expert
     fits = (key < count) & (rank < capacity)
     rows = count * capacity
     row = jnp.where(fits, key * capacity + rank, rows).reshape(k, tokens).T
-    # The other way round: the assignment that is `rank`-th of its expert in the sorted order.
+    # The inverse: the assignment with each `rank`, in the sorted order.
     rank = jnp.arange(capacity, dtype=jnp.int32)[None]
     nth = jnp.take(order, first[:, None] + rank, mode="clip")
     assignment = nth % tokens * k + nth // tokens
     source = jnp.where(rank < sizes[:, None], assignment, key.size).reshape(-1)
-    # T rows are enough, as a token's experts differ; then this is known before anything is counted.
+    # A token's experts differ, so T rows always suffice: then the number is a constant.
     dropped = ((key < count) & ~fits).sum(dtype=jnp.int32) if capacity < tokens else jnp.zeros((), jnp.int32)
     return Plan(source, row, vary_like(jnp.full((count,), capacity, jnp.int32), source), dropped)
 
 
 def _stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
-    """`argsort` of keys below `bound`, equal keys in order.
+    """Return the stable `argsort` of keys below `bound`.
 
-    Key and index fit one integer nearly always, and plain integers sort much faster on a CPU.
+    Key and index nearly always fit in one integer, and plain integers sort much faster on a CPU.
     """
     size = key.size
     if bound * size >= 2**31:
@@ -92,7 +105,7 @@ def _stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
 
 
 def _take(rows: Float[Array, "rows embed"], index: Int[Array, " n"]) -> Float[Array, "n embed"]:
-    """Rows by index; zeros where the index is the number of rows."""
+    """Return rows by index; zeros where the index is the number of rows."""
     return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
 
 
@@ -143,14 +156,33 @@ _unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 
 def permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "rows embed"]:
-    """Each row's token. Rows that are not used hold some token; nothing flows back from them."""
+    """Return the token of each row.
+
+    Args:
+        tokens: [T, d].
+        plan: Where rows come from.
+
+    Returns:
+        [R, d], in the dtype of the tokens. Unused rows hold an arbitrary token; their gradient is ignored. The result
+            varies wherever an argument does.
+    """
     return _permute(vary_like(tokens, plan.source), jax.tree.map(lambda x: vary_like(x, tokens), plan))
 
 
 def unpermute(
     rows: Float[Array, "rows embed"], gates: Float[Array, "tokens k"], plan: Plan
 ) -> Float[Array, "tokens embed"]:
-    """Each token's sum over its rows here times their gates, float32, in the order of its choices; else zero."""
+    """Return each token's sum over its local rows times their gates; zero for a token without rows.
+
+    Args:
+        rows: [R, d]. Unused rows may hold anything.
+        gates: float32 [T, K].
+        plan: Where assignments went.
+
+    Returns:
+        [T, d], in the dtype of the rows, summed in float32 in the order of choices. The result varies wherever an
+            argument does.
+    """
     return _unpermute(
         vary_like(rows, gates, plan.source),
         vary_like(gates, rows, plan.source),

@@ -66,8 +66,8 @@ def communication(
                 traffic = Traffic(times, times * move.received_bytes)
                 table.add(Row(scope, phase, move.collective, move.axes), traffic)
 
-    def both(scope: str, moves: Moves, times: int, *, again: bool, learns: bool = True) -> None:
-        for phase, part in moves.phases(again=again).items():
+    def both(scope: str, moves: Moves, times: int, *, recomputed: bool, learns: bool = True) -> None:
+        for phase, part in moves.phases(recomputed=recomputed).items():
             if learns or phase == "forward":
                 add(scope, phase, part, times * micro_steps)
 
@@ -76,22 +76,22 @@ def communication(
     length = config.seq_len // execution.ways(execution.sequence_axes)
     # The backward pass goes back to the first stack that something is trained in, or before.
     learns = any(jax.tree.leaves(mask.embedding))
-    both("embedding/weights", _weights(model.embedding, mask.embedding, execution), 1, again=False)
-    both("head/weights", _weights(model.unembedding, mask.unembedding, execution), 1, again=True)
+    both("embedding/weights", _weights(model.embedding, mask.embedding, execution), 1, recomputed=False)
+    both("head/weights", _weights(model.unembedding, mask.unembedding, execution), 1, recomputed=True)
     attention, group = context_parallel(execution), execution.sequence_group
-    both("positions", attention.place_exchanges(rows * length, group), 1, again=False)
+    both("positions", attention.place_exchanges(rows * length, group), 1, recomputed=False)
     routing_layers = 0
     for stack, chosen in zip(model.stacks, mask.stacks, strict=True):
         learns = learns or any(jax.tree.leaves(chosen))
-        both("layers/weights", _weights(stack, chosen, execution), stack.count, again=True, learns=learns)
+        both("layers/weights", _weights(stack, chosen, execution), stack.count, recomputed=True, learns=learns)
         for block in stack.blocks:
             numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
             kept_moves = attention.exchanges(numbers, execution.dtype, group)
-            both("layers/attention", kept_moves, stack.count, again=not kept, learns=learns)
+            both("layers/attention", kept_moves, stack.count, recomputed=not kept, learns=learns)
             if block.moe is not None:
                 routing_layers += stack.count
                 rows_there = _experts(block.moe, rows * length, execution)
-                both("layers/feed_forward", rows_there, stack.count, again=not kept, learns=learns)
+                both("layers/feed_forward", rows_there, stack.count, recomputed=not kept, learns=learns)
     add("routing", "forward", _statistics(config, routing_layers, rows, execution), micro_steps)
     add("loss", "forward", [_move("psum", execution.token_axes, 1, jnp.float32, execution)], micro_steps)
     # Once a step: the number of predicted tokens, gradients of what is not stored over all axes of tokens, the norm.
@@ -126,8 +126,9 @@ def break_even(
     def count_bytes(strategy: Dispatch, tokens: int) -> int:
         other = dataclasses.replace(execution, dispatch=strategy)
         layer = Stack((block,), stack.count)
-        weights = _weights(layer, trainable_mask(layer), other).of_a_step(again=True)  # gathered weights are never kept
-        moves = _experts(block.moe, tokens, other).of_a_step(again=execution.remat != "none")
+        # Gathered weights are never kept.
+        weights = _weights(layer, trainable_mask(layer), other).of_a_step(recomputed=True)
+        moves = _experts(block.moe, tokens, other).of_a_step(recomputed=execution.remat != "none")
         return sum(move.received_bytes for move in (*weights, *moves))
 
     def line(strategy: Dispatch) -> tuple[float, float]:
@@ -174,7 +175,7 @@ def _weights(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
 
     The last dimension first. Axes over which gradients are summed and others take one gather each, minor ones first.
     """
-    forward, again, backward = [], [], []
+    forward, recomputed, backward = [], [], []
     for placement, array, learns in _placed(module, trained, execution):
         shape, role = array.shape, placement.axes.role
         dtype = array.dtype if role is Role.PART else execution.dtype
@@ -185,10 +186,10 @@ def _weights(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
                 forward.append(gathered)
                 # A sum's gradient needs no bias; where nothing is computed twice it is not gathered twice either.
                 needed = role is not Role.BIAS or execution.remat != "none"
-                again += [gathered] if needed else []
+                recomputed += [gathered] if needed else []
                 backward += [gathered.back(execution.reduce_dtype)] if summed and learns else []
                 numbers *= gathered.ways
-    return Moves(tuple(forward), tuple(again), tuple(backward))
+    return Moves(tuple(forward), tuple(recomputed), tuple(backward))
 
 
 def _placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[tuple[Placement, Any, bool]]:

@@ -14,10 +14,9 @@ from moezoo.models import FAMILIES, ModelConfig
 from moezoo.moe.dispatch import STRATEGIES, Dispatch
 from moezoo.optim import SCHEDULES, UPDATE_RULES, Schedule, UpdateRule
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
+from moezoo.parallel.execution import DType, check_dtype
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.rules import Rules
-
-DType = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +57,10 @@ class ExecutionSettings:
     grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None
     attention: tuple[AttentionBackend, ...] | None = None
     routing: Literal["learned", "random", "balanced"] = "learned"
+
+    def __post_init__(self):
+        for name in ("dtype", "param_dtype", "reduce_dtype"):
+            check_dtype(f"execution.{name}", getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)

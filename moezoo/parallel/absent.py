@@ -1,6 +1,7 @@
-"""Devices that are not here: to compile for a slice or a node from a machine without an accelerator.
+"""Describe devices that this machine does not have, to compile programs for them.
 
-XLA's compilers for TPUs and GPUs come as wheels and run anywhere; what they compile can be read, not run.
+XLA's compilers for TPU and GPU are Python wheels and need no accelerator. A program that they compile can be inspected
+but not run.
 """
 
 import os
@@ -9,7 +10,7 @@ from jax.experimental import topologies
 
 from moezoo.errors import UserError, nearest
 
-# Eight devices each: a TPU slice by its name for libtpu, a GPU by XLA's description of one.
+# Eight devices each. libtpu knows a TPU slice by a topology name; for a GPU XLA needs a description of the device.
 _TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
 _H200 = """
 gpu_device_info {
@@ -30,13 +31,17 @@ ABSENT = (*_TPUS, *_GPUS)
 
 
 def absent_devices(kind: str) -> list:
-    """Eight devices of a kind (`ABSENT`), to build a mesh or shardings of and lower and compile a program for.
+    """Return eight absent devices of a kind, for a mesh or shardings to lower and compile a program for.
 
-    Raises `UserError` for an unknown kind, or when the compiler is not installed.
+    Args:
+        kind: One of `ABSENT`.
+
+    Raises:
+        UserError: The kind is unknown, or its compiler is not installed.
     """
     if kind not in ABSENT:
         raise UserError(f"absent device {kind}: not known; {nearest(kind, ABSENT)}")
-    # Otherwise libtpu asks the cloud's metadata server what it runs on, and CUDA looks for its driver.
+    # Without these, libtpu queries the cloud's metadata server and CUDA searches for a driver.
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "CUDA_VISIBLE_DEVICES": "-1"}
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
@@ -45,7 +50,7 @@ def absent_devices(kind: str) -> list:
             topology = topologies.get_topology_desc(platform="tpu", topology_name=_TPUS[kind])
         else:
             topology = topologies.get_topology_desc(platform="cuda", target_config=_GPUS[kind], topology="1x1x8")
-    except Exception as error:  # a missing plugin is a plain RuntimeError or NotImplementedError, by version
+    except Exception as error:  # the exception for a missing plugin differs between versions of JAX
         reason = str(error).partition("\n")[0]
         raise UserError(f"cannot compile for {kind} here ({reason}); pip install -e '.[absent]'") from error
     return list(topology.devices)

@@ -1,13 +1,18 @@
-"""Annotations as the only declaration of a parameter: its role by type, its logical axes by string.
+"""Annotations that declare a parameter: the type gives its role, the string its logical axes.
 
     class Experts(eqx.Module):
         gate: Weight[Array, "expert, expert_embed -> expert_mlp"]
 
-reads: one matrix an expert, from `expert_embed` to `expert_mlp`, stored as an array [expert, expert_embed, expert_mlp].
-Axes before the comma number independent matrices; the arrow parts inputs from outputs. Each alias is jaxtyping's
-`Float[Array, "expert expert_embed expert_mlp"]` underneath, so a run-time type checker still checks the shape; a
-`Weight` may also be a container that stands for such an array (`moezoo.parallel.stored`). From the same string come the
-layout (`moezoo.parallel.rules`), the decay mask and the parameter table.
+declares one matrix per expert, from `expert_embed` to `expert_mlp`, stored as an array [expert, expert_embed,
+expert_mlp].
+
+- Axes before the comma number independent matrices. The arrow separates input axes from output axes.
+- `Bias`, `Scale`, `Embedding` and `Buffer` take axes without an arrow: `Scale[Array, "norm"]`.
+- Inside a `Stack`, every array gains the leading axis `layer`.
+- At run time each alias is jaxtyping's `Float[Array, "expert expert_embed expert_mlp"]`, so a type checker checks
+  shapes. A `Weight` may also be a container that stands for the array (`moezoo.parallel.stored`).
+
+Layouts (`moezoo.parallel.rules`), initial values, weight decay and the parameter table follow from this declaration.
 """
 
 import dataclasses
@@ -27,7 +32,7 @@ from moezoo.parallel.roles import Axes as Axes
 from moezoo.parallel.roles import Role as Role
 from moezoo.parallel.stored import Stored
 
-# Logical axes and the configuration key that sets each one's size; `layer` is the number of stacked layers.
+# Logical axis -> the configuration key that sets its size. `layer` is the number of stacked layers.
 LOGICAL_AXES = {
     "layer": "model.layers",
     "vocab": "model.vocab",
@@ -54,13 +59,13 @@ def _parse(role: Role, text: str) -> Axes:
     stacked, comma, matrix = text.rpartition(",")
     inputs, arrow, outputs = matrix.partition("->")
     if role is Role.WEIGHT and not arrow:
-        raise TypeError(f"a weight says 'inputs -> outputs', got '{text}'")
+        raise TypeError(f"a Weight needs axes 'inputs -> outputs', found '{text}'")
     del comma
     return Axes(role, tuple(stacked.split()), tuple(inputs.split()), tuple(outputs.split()))
 
 
 class _Alias:
-    """`Scale[Array, "norm"]` is `Annotated[Float[Array, "norm"], Axes(...)]`; a `Weight` may be `Stored` too."""
+    """Turn `Scale[Array, "norm"]` into `Annotated[Float[Array, "norm"], Axes(...)]`; a `Weight` admits `Stored` too."""
 
     def __init__(self, role: Role):
         self._role = role
@@ -87,10 +92,13 @@ else:
 
 
 class Stack(eqx.Module):
-    """`count` periods of layers that repeat one pattern, run by one scan.
+    """`count` periods of layers that repeat one pattern; one scan runs them.
 
-    `blocks` has a module for each layer of a period; every array has a leading `layer` dimension of `count`. `numbers`:
-    a tuple of numbers for each layer in order, where layers differ by numbers; None where they are alike.
+    Attributes:
+        blocks: One module per layer of a period. Every array has a leading `layer` dimension of size `count`.
+        count: The number of periods.
+        numbers: One tuple of numbers per layer, in the order of layers, for layers that differ by numbers; None if all
+            layers are alike.
     """
 
     blocks: tuple[Any, ...]
@@ -100,7 +108,7 @@ class Stack(eqx.Module):
 
 @functools.cache
 def _declared_axes(kind: type) -> dict[str, Axes]:
-    """Field name -> Axes of the annotated fields of a module class; an optional field's annotation is looked into."""
+    """Return field name -> Axes of the annotated fields of a module class, optional fields included."""
 
     def find(hint: Any) -> Axes | None:
         if typing.get_origin(hint) is Annotated:
@@ -112,7 +120,7 @@ def _declared_axes(kind: type) -> dict[str, Axes]:
 
 
 def _walk(node: Any, path: str, stacked: tuple[str, ...]) -> Iterator[tuple[str, Axes, Any]]:
-    """Path, axes and value of every declared field."""
+    """Yield path, axes and value of every declared field."""
     if isinstance(node, eqx.Module):
         inside = (*stacked, "layer") if isinstance(node, Stack) else stacked
         declared = _declared_axes(type(node))
@@ -128,7 +136,7 @@ def _walk(node: Any, path: str, stacked: tuple[str, ...]) -> Iterator[tuple[str,
 
 
 def _arrays(path: str, axes: Axes, value: Any) -> Iterator[tuple[str, Axes]]:
-    """Path and axes of every array of a declared field."""
+    """Yield path and axes of every array of a declared field."""
     if isinstance(value, Stored):
         for name, inner in value.axes(axes).items():
             yield from _arrays(f"{path}.{name}", inner, getattr(value, name))
@@ -137,9 +145,13 @@ def _arrays(path: str, axes: Axes, value: Any) -> Iterator[tuple[str, Axes]]:
 
 
 def axes_of(module: PyTree) -> PyTree:
-    """The tree of `module`'s arrays (or their shapes) with an `Axes` at every leaf.
+    """Return the tree of `module` with an `Axes` in place of every array.
 
-    Raises `TypeError` for an array whose field declares no axes.
+    Args:
+        module: A module of arrays, or of their shapes (`jax.ShapeDtypeStruct`).
+
+    Raises:
+        TypeError: The field of an array declares no axes.
     """
     declared = dict(array for field in _walk(module, "", ()) for array in _arrays(*field))
     return jax.tree_util.tree_map_with_path(functools.partial(_look_up, module, declared), module)
@@ -153,12 +165,18 @@ def _look_up(module: PyTree, declared: dict[str, Axes], path: Any, leaf: Any) ->
 
 
 def is_stored(x: Any) -> bool:
-    """Whether `x` is a container that stands for an array: `is_leaf` of trees whose leaves are parameters."""
+    """Return whether `x` is a container; pass this as `is_leaf` to treat a container as one parameter."""
     return isinstance(x, Stored)
 
 
 def parameter_table(module: PyTree) -> list[tuple[str, Axes, tuple[int, ...]]]:
-    """Every parameter of `module`: its path, axes and shape; of a container those of the array that it stands for."""
+    """List path, axes and shape of every parameter of `module`.
+
+    A container is one entry: it has the axes and the shape of the array that it stands for.
+
+    Raises:
+        TypeError: The field of an array declares no axes.
+    """
     declared = {path: axes for path, axes, _ in _walk(module, "", ())}
     leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=is_stored)
     return [
@@ -167,9 +185,10 @@ def parameter_table(module: PyTree) -> list[tuple[str, Axes, tuple[int, ...]]]:
 
 
 def count_parameters(module: PyTree, experts_per_token: int) -> tuple[int, int]:
-    """All parameters of `module`, and those that one token uses; buffers count in neither.
+    """Return the number of all parameters of `module`, and of those that one token uses.
 
-    A container counts as the numbers that it stands for.
+    Buffers are not counted. A container counts as the array that it stands for. A token uses `experts_per_token` of the
+    experts and all other parameters.
     """
     total = active = 0
     for _, axes, shape in parameter_table(module):
@@ -183,10 +202,15 @@ def count_parameters(module: PyTree, experts_per_token: int) -> tuple[int, int]:
 
 
 def trainable_mask(module: PyTree, trained: Callable[[str], bool] | None = None) -> PyTree:
-    """A tree of booleans, false at arrays that no gradient or optimiser touches.
+    """Return a tree of booleans: True for each array that is trained.
 
-    `trained` says it of each array, given its path, such as ".stacks[0].blocks[0].attention.query"; None trains all
-    but buffers and the parts of containers. Raises `UserError` where it trains nothing, a buffer, or integers.
+    Args:
+        module: A module of arrays or of their shapes.
+        trained: Whether to train an array, given its path, such as ".stacks[0].blocks[0].attention.query". None trains
+            all arrays except buffers and the parts of containers.
+
+    Raises:
+        UserError: `trained` selects no array, a buffer, or an array of integers.
     """
 
     def leaf(path: Any, x: Any, axes: Axes) -> bool:
@@ -196,7 +220,7 @@ def trainable_mask(module: PyTree, trained: Callable[[str], bool] | None = None)
         chosen = bool(trained(name))
         if chosen and (axes.role is Role.BUFFER or not jnp.issubdtype(x.dtype, jnp.floating)):
             what = "a buffer" if axes.role is Role.BUFFER else str(x.dtype)
-            raise UserError(f"trained chooses {name}, which is {what}; choose floating-point parameters alone")
+            raise UserError(f"trained chooses {name}, which is {what}; choose only floating-point parameters")
         return chosen
 
     mask = jax.tree_util.tree_map_with_path(leaf, module, axes_of(module))

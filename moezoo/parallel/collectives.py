@@ -1,8 +1,11 @@
-"""Collectives inside `jax.shard_map(check_vma=True)`, typed by the mesh axes that values vary over.
+"""Collectives for code inside `jax.shard_map(check_vma=True)`.
 
-"Varies over an axis" is JAX's term: each device along it may hold another value. A value that does not vary over an
-axis is the same on all its devices, and a type says so. Every function takes axes of more than one device only (or
-none), so that each collective written here is one that runs.
+JAX's types record the mesh axes that a value *varies* over. A value varies over an axis if devices along that axis may
+hold different values; otherwise all devices along it hold the same value. Each function states what its result varies
+over, because the transposes that JAX makes for gradients depend on it.
+
+Arguments `axes` name only mesh axes of more than one device, or none (`moezoo.parallel.rules.live`). Then every
+collective in the code is one that runs.
 """
 
 import functools
@@ -19,8 +22,8 @@ from jaxtyping import Array, PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Names for rematerialisation: gathered weights are never saved; gathered tokens and what kernels return may be,
-# and a layer's input may be in the host's memory.
+# Checkpoint names. No policy saves gathered weights. Policies may save gathered tokens and results of kernels, and
+# offload a layer's input to the host's memory.
 GATHERED_WEIGHT = "gathered_weight"
 GATHERED_TOKENS = "gathered_tokens"
 GROUPED_MATMUL = "grouped_matmul"
@@ -29,45 +32,61 @@ LAYER_INPUT = "layer_input"
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes that `x` varies over."""
+    """Return the mesh axes that `x` varies over."""
     return jax.typeof(x).mat.varying
 
 
 def vary(x: Array, axes: Sequence[str]) -> Array:
-    """`x`, typed as varying over `axes` too (a cast of an axis that already varies would be an error)."""
+    """Cast `x` to vary over `axes` too; axes that it varies over already are allowed. No collective runs.
+
+    The transpose of the cast is a psum over the new axes.
+    """
     new = tuple(a for a in axes if a not in varying_axes(x))
     return lax.pcast(x, new, to="varying") if new else x
 
 
 def vary_like(x: Array, *others: Array) -> Array:
-    """`x`, typed as varying wherever one of `others` does: for the initial carry of a scan."""
+    """Cast `x` to vary over every axis that one of `others` varies over, as the initial carry of a scan must."""
     return vary(x, sorted(frozenset().union(*(varying_axes(o) for o in others))))
 
 
 def psum(x: Array, axes: MeshAxes) -> Array:
-    """Sum over devices along `axes`."""
+    """Sum `x` over the devices along `axes`: one psum. The result does not vary over `axes`.
+
+    `x` need not vary over `axes`: a value that is the same on all n devices counts n times.
+    """
     return lax.psum(vary(x, axes), axes) if axes else x
 
 
 def psum_tree(tree: PyTree, axes: MeshAxes) -> PyTree:
-    """Sum every array of `tree` over devices along `axes`, in its own dtype: integers are exact.
+    """Sum every array of `tree` over the devices along `axes`, each in its own dtype, so that integers are exact.
 
-    One collective an array, which compilers for TPU and GPU join. Differentiable in the floats.
+    One psum per array; compilers for TPU and GPU combine them. Differentiable in arrays of floats.
     """
     return lax.psum(jax.tree.map(lambda x: vary(x, axes), tree), axes) if axes else tree
 
 
 def split_by_tokens(axes: MeshAxes, tokens: MeshAxes) -> list[tuple[bool, MeshAxes]]:
-    """`axes` cut where they change between splitting tokens and not, each part with whether it splits tokens."""
+    """Split `axes` into runs that all split tokens or all do not; return each run with whether it splits tokens."""
     return [(split, tuple(part)) for split, part in itertools.groupby(axes, key=lambda axis: axis in tokens)]
 
 
 def gather(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
-    """Join the blocks of `x` along `axes`, major to minor, in dimension `dim`.
+    """Concatenate the blocks of `x` on the devices along `axes` in dimension `dim`, the first axis outermost.
 
-    Over axes that split `tokens` the result varies, as what is computed from it will differ; its transpose is a
-    reduce-scatter. Over other axes every device goes on with the same values: the result does not vary, and the
-    transpose is a slice. One all-gather, except where the two kinds mix: then one a kind, minor axes first.
+    The collectives are one all-gather per run of axes that split tokens, or do not (`split_by_tokens`): usually one in
+    all. The last run is gathered first.
+
+    | axes | the result | the transpose |
+    |---|---|---|
+    | split tokens | varies over them: devices use it on different tokens | reduce-scatter |
+    | do not split tokens | does not vary: all devices compute the same from it | slice |
+
+    Args:
+        x: The local block. It varies over `axes`.
+        axes: The mesh axes that dimension `dim` is split over.
+        dim: The dimension to concatenate in.
+        tokens: The mesh axes that split tokens.
     """
     for split, part in reversed(split_by_tokens(axes, tokens)):
         x = lax.all_gather(x, part, axis=dim, tiled=True, to="varying" if split else "invarying")
@@ -75,7 +94,7 @@ def gather(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
 
 
 def _scatter(cotangent: Array, axes: MeshAxes, dim: int, tokens: MeshAxes) -> Array:
-    """The transpose of `gather`."""
+    """Apply the transpose of `gather`."""
     for split, part in split_by_tokens(axes, tokens):
         if split:
             cotangent = lax.psum_scatter(cotangent, part, scatter_dimension=dim, tiled=True)
@@ -86,7 +105,7 @@ def _scatter(cotangent: Array, axes: MeshAxes, dim: int, tokens: MeshAxes) -> Ar
 
 
 def gather_tokens(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
-    """`gather` of what belongs to tokens; the result carries a checkpoint name, so that a policy may save it."""
+    """Call `gather` on data of tokens; the result has the checkpoint name `GATHERED_TOKENS`: a policy may save it."""
     return checkpoint_name(gather(x, axes, dim, tokens=tokens), GATHERED_TOKENS) if axes else x
 
 
@@ -94,10 +113,18 @@ def gather_tokens(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Ar
 def gather_weight(
     x: Array, dims: tuple[MeshAxes, ...], tokens: MeshAxes, dtype: DTypeLike, reduce_dtype: DTypeLike
 ) -> Array:
-    """A stored weight made whole: dimension i is gathered over `dims[i]`, the last dimension first.
+    """Gather a stored weight: dimension i over `dims[i]`, the last dimension first, each as `gather` does.
 
-    The weight is cast to `dtype` before it travels; its gradient is cast to `reduce_dtype` before it is summed. Values
-    of 8 bits travel as `uint8`. The result carries a checkpoint name, and rematerialisation never saves it.
+    The backward pass runs the transposes: one reduce-scatter per all-gather over axes that split tokens. Weights of 8
+    bits travel as `uint8`, because XLA's CPU backend would gather FP8 as FP16. The result has the checkpoint name
+    `GATHERED_WEIGHT`; no policy of rematerialisation saves it.
+
+    Args:
+        x: This device's block. It varies over the axes in `dims`.
+        dims: The mesh axes that each dimension is gathered over.
+        tokens: The mesh axes over which devices use the weight on different tokens.
+        dtype: The weight is cast to this dtype before it is gathered. It is the dtype of the result.
+        reduce_dtype: The gradient is cast to this dtype before it is summed, and then to the dtype of `x`.
     """
     if not any(dims):
         return x.astype(dtype)
@@ -109,7 +136,7 @@ def gather_weight(
 def _gather_weight(dims, tokens, dtype, reduce_dtype, x):
     del reduce_dtype
     x = x.astype(dtype)
-    if dtype.itemsize == 1:  # XLA's CPU gathers FP8 as FP16
+    if dtype.itemsize == 1:
         x = lax.bitcast_convert_type(x, jnp.uint8)
     for dim, axes in reversed(list(enumerate(dims))):
         x = gather(x, axes, dim, tokens=tokens)
@@ -117,7 +144,7 @@ def _gather_weight(dims, tokens, dtype, reduce_dtype, x):
 
 
 def _gather_weight_forward(dims, tokens, dtype, reduce_dtype, x):
-    # The backward pass needs nothing of the input but its dtype, which an empty array carries.
+    # The backward pass needs only the dtype of the input; an empty array carries it.
     return _gather_weight(dims, tokens, dtype, reduce_dtype, x), jnp.zeros((0,), x.dtype)
 
 
@@ -133,9 +160,9 @@ _gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
 
 
 def unsaved(function: Callable[..., Array], *operands: PyTree) -> Array:
-    """`function(*operands)`, made again where it is needed again: rematerialisation never saves it.
+    """Return `function(*operands)`, which rematerialisation never saves: where it is needed again, it is recomputed.
 
-    A name alone would not do, because what the name was given to would be saved.
+    A checkpoint name alone does not suffice: a policy could still save the unnamed value that the name is attached to.
     """
     return checkpoint_name(_unsaved(function, *operands), GATHERED_WEIGHT)
 

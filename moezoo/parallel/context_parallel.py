@@ -1,8 +1,14 @@
-"""The contract of context parallelism; what keeps it is in `moezoo.nn.context_parallel`.
+"""The contract of context parallelism: how queries meet keys of tokens on other devices.
 
-Where the sequence is split over devices, a query must meet keys and values of tokens on other devices. Attention hands
-over its queries, what its tokens leave behind (`kept`, a tree whose arrays have a token dimension), and the function
-`expand(weights, kept) -> keys, values`: what travels is `kept`, however many numbers keys and values have.
+Where the sequence is split over devices, attention passes three things to `ContextParallel.attend`:
+
+- its queries;
+- `kept`, what its own tokens keep for later queries: a tree of arrays [batch, tokens, ...], such as keys and values, or
+  the latents of latent attention;
+- `expand(weights, kept) -> keys, values`.
+
+Devices exchange `kept`, which may be much smaller than the keys and values made from it. Implementations are in
+`moezoo.nn.context_parallel`.
 """
 
 import abc
@@ -19,9 +25,11 @@ from moezoo.parallel.traffic import Moves
 
 
 class Place(NamedTuple):
-    """Where tokens are: each one's `position` in its document, and its `segment`, the document's number in its row.
+    """The places of tokens.
 
-    Segment 0 is padding.
+    Attributes:
+        position: Each token's position in its document, from 0; int32.
+        segment: The number of the token's document in its row, from 1; int32. Segment 0 is padding.
     """
 
     position: Int[Array, "batch tokens"]
@@ -29,17 +37,20 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The places of queries and of the keys that attention is given with them."""
+    """The places of the queries and of the keys of one call of attention."""
 
     queries: Place
     keys: Place
 
 
 class Scoring(NamedTuple):
-    """How attention scores: `scale` of q . k, the `window` of tokens that a query sees, itself included, and `sinks`.
+    """How attention scores a query against a key.
 
-    `sinks` [kv_heads group]: a score that every query of a head has besides, of a value of zero. `order`: backends of
-    the kernel.
+    Attributes:
+        scale: The factor of the product q . k.
+        window: The number of tokens that a query sees, itself included; None for all tokens up to itself.
+        sinks: One extra score per query head, [kv_heads, group], for a value of zero.
+        order: The backends of the attention kernel to try, and what the program is compiled for.
     """
 
     scale: float | Float[Array, ""]
@@ -49,7 +60,13 @@ class Scoring(NamedTuple):
 
 
 class SequenceGroup(NamedTuple):
-    """The `size` devices along mesh `axes` that share sequences; `token_axes`: all mesh axes that split tokens."""
+    """The devices that share sequences.
+
+    Attributes:
+        axes: The mesh axes that split the sequence; empty for one device.
+        size: The number of devices along `axes`.
+        token_axes: All mesh axes that split tokens: those that split the batch, then `axes`.
+    """
 
     axes: MeshAxes
     size: int
@@ -62,11 +79,21 @@ Expand = Callable[[PyTree, PyTree], tuple[Array, Array]]
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel(abc.ABC):
-    """How queries meet the keys of other devices; on a group of one device they meet their own."""
+    """How queries meet the keys of other devices. On a group of one device, queries meet their own keys.
+
+    An implementation is a frozen dataclass; its fields are its options. All methods except the two that describe
+    exchanges run inside `jax.shard_map(check_vma=True)`. Arrays of tokens vary over `group.token_axes`, and so do the
+    results.
+    """
 
     @abc.abstractmethod
     def places(self, queries: Place, group: SequenceGroup) -> Places:
-        """The places that all layers give to `attend`: made once per forward pass."""
+        """Return the places that every layer passes to `attend`. Called once per forward pass.
+
+        Args:
+            queries: The places of this device's tokens, [batch, tokens].
+            group: The devices that share sequences.
+        """
 
     @abc.abstractmethod
     def attend(
@@ -79,16 +106,32 @@ class ContextParallel(abc.ABC):
         scoring: Scoring,
         group: SequenceGroup,
     ) -> Float[Array, "batch queries kv_heads group value_dim"]:
-        """This device's queries over the whole sequence.
+        """Attend from this device's queries to the keys of the whole sequence.
 
-        `kept` are this device's; `weights` are all the parameters that `expand` uses, so that a rule for gradients can
-        return theirs.
+        Args:
+            q: The queries, in the dtype that the layer computes in.
+            kept: What this device's tokens keep: arrays [batch, tokens, ...]. Devices exchange these.
+            weights: Every parameter that `expand` uses, already gathered. They are an argument so that an
+                implementation with its own gradient can return theirs.
+            expand: Makes keys and values of `weights` and a `kept` of any number of tokens.
+            places: The result of `places`.
+            scoring: Scale, window, sinks and backends.
+            group: The devices that share sequences.
+
+        Returns:
+            The attended values, in the dtype of the values.
         """
 
     @abc.abstractmethod
     def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
-        """The collectives of `places` for so many tokens per device."""
+        """Return the collectives of `places`, for `tokens` tokens per device. `group` has more than one device."""
 
     @abc.abstractmethod
     def exchanges(self, numbers: tuple[int, ...], dtype: DTypeLike, group: SequenceGroup) -> Moves:
-        """The collectives of `attend` where the arrays of `kept` have so many numbers per device."""
+        """Return the collectives of `attend` on a group of more than one device.
+
+        Args:
+            numbers: The numbers in each array of `kept`, per device.
+            dtype: The dtype of the arrays of `kept`.
+            group: The devices that share sequences.
+        """

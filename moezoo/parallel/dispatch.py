@@ -1,15 +1,17 @@
-"""The contract of a dispatch strategy; the strategies are in `moezoo.moe.dispatch`.
+"""The contract of a dispatch strategy: how tokens meet experts on other devices.
 
-Letters: T tokens on this device, K experts a token, E experts, P devices along the expert axes, d model width.
-The experts run between two calls:
+Letters: T tokens per device, K experts per token, E experts, P devices along the expert axes, d model width, R rows.
+
+A layer runs its experts between two calls:
 
     there = strategy.dispatch(tokens, assignment, group)   # rows grouped by expert
     back = strategy.combine(experts(there.rows, there.group_sizes), there.state, group)
 
-`moves` says which experts those are: where tokens move a device's own, E/P; where weights move all E, which
-`Execution.whole` has gathered with the layer's other weights.
+`Dispatch.moves` decides which experts run on a device. Where tokens move, they are the device's own E/P experts. Where
+weights move, they are all E experts, which `Execution.whole` has gathered with the layer's other weights.
 
-Exact means: `back` is the sum of what every token's K experts return, each times its gate, whatever P is.
+A strategy is exact if `back` is, for each token, the sum of the results of its K experts times their gates, for every
+P. The strategies are in `moezoo.moe.dispatch`.
 """
 
 import abc
@@ -27,9 +29,11 @@ from moezoo.parallel.traffic import Move, Moves
 
 
 class Assignment(NamedTuple):
-    """Which experts each token goes to, and how much each counts.
+    """Which experts each token goes to, and how much each expert counts.
 
-    `expert_ids` [T, K] int32, E where a token goes nowhere; `gates` [T, K] float32.
+    Attributes:
+        expert_ids: int32, from 0 to E - 1, all different for one token; E for a choice that goes to no expert.
+        gates: float32, the factor of each expert's result.
     """
 
     expert_ids: Int[Array, "tokens k"]
@@ -37,10 +41,15 @@ class Assignment(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """Rows where their experts are.
+    """The rows that this device's experts run on.
 
-    `rows` [R, d], those of one expert together and experts in order; `group_sizes` [local experts] int32; `dropped`
-    int32, this device's assignments that found no room; `state`, what the strategy's `combine` needs.
+    Attributes:
+        rows: [R, d], in the dtype of the tokens. The rows of one expert are contiguous, and experts are in order. Rows
+            after the sum of `group_sizes` are unused and may hold any number.
+        group_sizes: int32, the rows of each expert that runs here: E/P of them where tokens move, E where weights move.
+        dropped: int32, a number of assignments that found no room. Summed over the devices that split tokens, it counts
+            each dropped assignment once.
+        state: What `combine` of the same strategy needs: any pytree.
     """
 
     rows: Float[Array, "rows embed"]
@@ -50,7 +59,14 @@ class Dispatched(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What passes through a strategy: T `tokens` of this device, of width `embed` and `dtype`, K experts each."""
+    """The sizes of what passes through a strategy.
+
+    Attributes:
+        tokens: T, the tokens per device.
+        k: K, the experts per token.
+        embed: d, the width of a token.
+        dtype: The dtype of the tokens.
+    """
 
     tokens: int
     k: int
@@ -60,7 +76,13 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGroup:
-    """The P = `size` devices along mesh `axes` that share E = `num_experts` experts, E/P each, in index order."""
+    """The devices that share one set of experts. Each runs E/P of them, in the order of devices.
+
+    Attributes:
+        axes: The mesh axes that experts are split over; empty for one device.
+        size: P, the number of devices along `axes`.
+        num_experts: E.
+    """
 
     axes: MeshAxes
     size: int
@@ -68,40 +90,55 @@ class ExpertGroup:
 
     @property
     def num_local(self) -> int:
-        """Experts per device."""
+        """E/P, the experts per device."""
         return self.num_experts // self.size
 
     def room(self, tokens: int, k: int, factor: float | None) -> int:
-        """Rows that one device's experts can need of all the group's tokens, each of which goes to one at most once.
+        """Return the largest number of rows that one device's experts can need for the tokens of the whole group.
 
-        With a `factor` no more than that many times a device's own assignments.
+        A token goes to an expert at most once, so the bound is P T min(K, E/P).
+
+        Args:
+            tokens: T, the tokens per device.
+            k: K, the experts per token.
+            factor: If given, the result is at most `factor` times T K, a device's own assignments.
         """
         most = self.size * tokens * min(k, self.num_local)
         return most if factor is None else min(most, math.ceil(factor * tokens * k))
 
     def move(self, collective: str, numbers: int, dtype: DTypeLike) -> Move:
-        """A collective over the group."""
+        """Return a collective over the group, to which each device gives `numbers` values of `dtype`."""
         return Move(collective, self.axes, self.size, numbers, dtype)
 
     def index(self) -> Int[Array, ""] | int:
-        """This device's number in the group."""
+        """Return this device's number in the group."""
         return lax.axis_index(self.axes) if self.axes else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch(abc.ABC):
-    """A strategy: a frozen dataclass whose fields are its options. Tokens differ on each device of the group.
+    """The base class of strategies. A strategy is a frozen dataclass whose fields are its options.
 
-    `chunks`: parts of a device's tokens that go through the two calls one after the other, so that one part travels
-    while experts work on another. What bounds room does so in each part.
+    `dispatch` and `combine` run inside `jax.shard_map(check_vma=True)` and must be differentiable. Tokens differ on
+    each device of the group, so tokens and assignment vary over `group.axes`, and so must the result of `combine`. On a
+    group of one device no collective may run. Tokens that are the same on all devices are handled by one wrapper,
+    `moezoo.moe.dispatch.replicated`.
 
-    Raises `UserError` for a bound that is none, or for less than one chunk.
+    Attributes:
+        chunks: The number of parts that a device's tokens are cut into. The parts pass through the two calls one after
+            the other, so one part can travel while experts work on another. Bounds on room apply to each part.
+        moves: "tokens" or "weights": what travels to meet the other.
+        bound: The name of the option that limits room to less than all assignments can need; None if there is none. The
+            option's value None means no limit.
+
+    Raises:
+        UserError: `chunks` is less than 1, or the bounding option is not a positive number.
     """
 
     chunks: int = dataclasses.field(default=1, kw_only=True)
 
     moves: ClassVar[Literal["tokens", "weights"]]
-    bound: ClassVar[str | None] = None  # the option that makes room for less than all assignments, where there is one
+    bound: ClassVar[str | None] = None
 
     def __post_init__(self):
         if self.chunks < 1:
@@ -112,25 +149,49 @@ class Dispatch(abc.ABC):
 
     @property
     def exact(self) -> "Dispatch":
-        """The same with room for all assignments: for evaluation and generation."""
+        """The same strategy with room for all assignments. Evaluation and generation use it."""
         return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
 
     def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
-        """Whether the bound leaves less room than can be needed."""
+        """Return whether the bound leaves less room than assignments can need. Arguments as for `rows`."""
         return self.rows(tokens, k, group) < self.exact.rows(tokens, k, group)
 
     @abc.abstractmethod
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
-        """R: room for rows on each device, used or not, when each has so many tokens of K experts."""
+        """Return R, the rows that each device has room for, used or not.
+
+        Args:
+            tokens: T, the tokens per device.
+            k: K, the experts per token.
+            group: The devices that share experts.
+        """
 
     @abc.abstractmethod
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """The collectives of the two calls on one chunk, for a group of more than one device."""
+        """Return the collectives of `dispatch` and `combine` on one chunk, for a group of more than one device.
+
+        The formula of the traffic (`moezoo.analysis.cost`) adds these up. Tests compare it with the traced program.
+        """
 
     @abc.abstractmethod
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Bring tokens to the experts that this device runs."""
+        """Bring tokens to the experts that this device runs.
+
+        Args:
+            tokens: [T, d], this device's tokens.
+            assignment: Their experts and gates.
+            group: The devices that share experts.
+        """
 
     @abc.abstractmethod
     def combine(self, rows: Float[Array, "rows embed"], state: Any, group: ExpertGroup) -> Float[Array, "tokens embed"]:
-        """Bring the experts' results back: each token's sum over its experts times their gates, in fixed order."""
+        """Bring the experts' results back and sum them per token.
+
+        Args:
+            rows: [R, d], the experts' results, in the order of `Dispatched.rows`. Unused rows may hold any number.
+            state: `Dispatched.state` of the matching call of `dispatch`.
+            group: The devices that share experts.
+
+        Returns:
+            [T, d]: each token's sum over its experts of result times gate, in a fixed order of summation.
+        """

@@ -1,4 +1,4 @@
-"""How a model runs: one immutable value beside the model, which knows nothing of it."""
+"""How a model runs, as one immutable value. The model does not contain it; every call takes it as `execution=`."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from moezoo.convert import show
+from moezoo.convert import convert, show
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
@@ -24,29 +24,48 @@ from moezoo.parallel.kernels import ANY_BACKEND, KernelOrder, Kernels, Target, t
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 
-# Where a model runs without a mesh: nothing is stored over anything.
+# The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
 
+DType = Literal["float32", "bfloat16"]
 Remat = Literal["full", "offload", "dots", "none"]
 RoutingChoice = Literal["learned", "random", "balanced"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a model runs: where (mesh, rules), how tokens meet experts (dispatch), in which precision and memory.
+    """How a model runs: on which devices, in which layout, precision and memory. The default is one device.
 
-    The default is one device; a `mesh` without devices is enough to trace. `dtype` is what layers compute in; weights
-    are cast to it before they are gathered. Gradients are summed over devices in `reduce_dtype`. `remat` says what a
-    layer keeps for its backward pass: `full` its input only, `offload` its input in the host's memory, `dots` the
-    results of matrix products too, `none` everything but gathered weights. `dispatch` is a strategy; without one,
-    tokens stay and weights move (`gather`). `context_parallel` says how queries meet keys of other devices where the
-    sequence is split; without one, what tokens leave behind is gathered. `kernels` names backends; what it leaves open
-    follows from the mesh's devices. `routing` is `learned`; to measure speed, `random` or `balanced` choose experts
-    instead and the router only gives the gates. `rows_over`: mesh axes that split the batch in place of those that the
-    rules name, with whole sequences (`for_rows`).
+    | `remat` | what a layer keeps for its backward pass |
+    |---|---|
+    | `full` | its input |
+    | `offload` | its input, in the host's memory |
+    | `dots` | its input, the results of matrix products, and what kernels return |
+    | `none` | everything except gathered weights |
 
-    Raises `UserError` when a mesh has an axis of more than one device that no rule names, when `dispatch` is not a
-    strategy, and for a `remat`, `routing` or `kernels` that cannot be.
+    | `routing` | which experts a token goes to |
+    |---|---|
+    | `learned` | those that the router chooses |
+    | `random` | random ones, to measure speed; the router gives only the gates |
+    | `balanced` | each expert gets equally many tokens; otherwise as `random` |
+
+    Attributes:
+        mesh: The devices; None for one device. A mesh without devices (`AbstractMesh`) suffices to trace.
+        rules: The layout of parameters and tokens.
+        dispatch: The strategy by which tokens meet experts; None for `gather`, in which weights move.
+        dtype: What layers compute in, float32 or bfloat16. Weights are cast to it before they are gathered.
+        reduce_dtype: What gradients are summed over devices in, float32 or bfloat16.
+        remat: What a layer keeps for its backward pass.
+        context_parallel: How queries meet keys of other devices where the sequence is split; None to gather what tokens
+            keep.
+        kernels: The backends of each kernel; the choices left open follow from the mesh's devices.
+        routing: Whether the router chooses experts.
+        rows_over: The mesh axes that split the batch, in place of those in the rules; sequences are then whole. Set by
+            `for_rows`.
+
+    Raises:
+        UserError: The mesh has an axis of more than one device that the rules do not name, tokens are split over some
+            of the axes that experts are split over, or a field has a value that it cannot have.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -68,8 +87,8 @@ class Execution:
             )
         if not isinstance(self.context_parallel, ContextParallel | None):
             raise UserError(
-                f"context_parallel={self.context_parallel!r} is no ContextParallel; leave it out for gather, or take "
-                "the execution from moezoo.execution(cfg), which knows them by name"
+                f"context_parallel={self.context_parallel!r} is not a ContextParallel; leave it out for gather, or "
+                "take the execution from moezoo.execution(cfg), which knows them by name"
             )
         for key, choices in (("remat", get_args(Remat)), ("routing", get_args(RoutingChoice))):
             if (value := getattr(self, key)) not in choices:
@@ -80,8 +99,8 @@ class Execution:
                 f"kernels={self.kernels!r}: expected tuples of names, such as "
                 'moezoo.Kernels(attention=("chunked", "reference"))'
             )
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        object.__setattr__(self, "reduce_dtype", jnp.dtype(self.reduce_dtype))
+        for key in ("dtype", "reduce_dtype"):
+            object.__setattr__(self, key, check_dtype(key, getattr(self, key)))
         if self.mesh is not None:
             for axis, size in self.mesh.shape.items():
                 if size > 1 and axis not in self.rules.mesh_axes:
@@ -98,52 +117,52 @@ class Execution:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis -> number of devices along it."""
+        """Mesh axis -> the number of devices along it; empty without a mesh."""
         return {} if self.mesh is None else dict(self.mesh.shape)
 
     def ways(self, axes: tuple[str, ...]) -> int:
-        """Number of devices along `axes` together."""
+        """Return the number of devices along all of `axes` together."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the batch."""
+        """The mesh axes that split the batch."""
         return live(self.rules.batch if self.rows_over is None else self.rows_over, self.sizes)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the sequence: context parallelism is whatever the rules name here."""
+        """The mesh axes that split the sequence; context parallelism runs over these."""
         return live(self.rules.sequence if self.rows_over is None else (), self.sizes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split tokens."""
+        """The mesh axes that split tokens: `batch_axes`, then `sequence_axes`."""
         return self.batch_axes + self.sequence_axes
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Mesh axes that experts stay split over while they compute."""
+        """The mesh axes that experts stay split over while they compute."""
         return live(self.rules.compute.get("expert", ()), self.sizes)
 
     @property
     def live_axes(self) -> tuple[str, ...]:
-        """Mesh axes of more than one device."""
+        """The mesh axes of more than one device."""
         return live(tuple(self.sizes), self.sizes)
 
     @property
     def tokens_spec(self) -> PartitionSpec:
-        """Layout of an array [batch, sequence, ...]."""
+        """The layout of an array [batch, seq, ...]."""
         return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
 
     @property
     def exact(self) -> "Execution":
-        """The same with a strategy that drops nothing: for evaluation and generation."""
+        """The same execution with a strategy that drops nothing. Evaluation and generation use it."""
         return dataclasses.replace(self, dispatch=None if self.dispatch is None else self.dispatch.exact)
 
     def for_rows(self, rows: int) -> "Execution":
-        """The same for a batch of any size whose sequences are whole: rows over as many devices as can share them.
+        """Return the execution for a batch of `rows` whole sequences, split over as many devices as divide it.
 
-        Along the other axes devices do the same, but for the experts' work, which they always share.
+        Devices along the other axes repeat the same computation, except the experts' work, which they always share.
         """
         expert_axes = set(self.expert_axes)
         fitting = [
@@ -155,7 +174,7 @@ class Execution:
         return dataclasses.replace(self, rows_over=max(fitting, key=self.ways))
 
     def expert_group(self, num_experts: int) -> ExpertGroup:
-        """The devices that share one set of `num_experts` experts."""
+        """Return the devices that share one set of `num_experts` experts."""
         axes = self.expert_axes
         return ExpertGroup(axes, self.ways(axes), num_experts)
 
@@ -166,24 +185,28 @@ class Execution:
 
     @functools.cached_property
     def target(self) -> Target | None:
-        """What programs are compiled for: of the mesh, never of this machine; None where the mesh names no device."""
+        """What programs are compiled for: as the mesh describes it, not this machine. None if it names no device."""
         return target_of(self.mesh)
 
     def kernel(self, name: Literal["grouped_matmul", "attention"]) -> KernelOrder:
-        """What calls of a kernel are given."""
+        """Return the argument `implementation` for calls of a kernel."""
         return KernelOrder(getattr(self.kernels, name), self.target)
 
     @property
     def moves_weights(self) -> bool:
-        """Whether every device runs all experts, on its own tokens; without a dispatch it does."""
+        """Whether every device runs all experts on its own tokens, as without a dispatch."""
         return self.dispatch is None or self.dispatch.moves == "weights"
 
     def placement(self, axes: Axes) -> Placement:
-        """Where a parameter of these axes lies, and what of it is gathered where its layer runs."""
+        """Return where a parameter with these axes is stored, and over which mesh axes its layer gathers it."""
         return self.rules.placement(axes, self.sizes, whole=("expert",) if self.moves_weights else ())
 
     def placements(self, module: PyTree) -> PyTree:
-        """A `Placement` for every array of `module` or of its shapes. Raises `UserError` where the rules do not fit."""
+        """Return the tree of `module` with a `Placement` in place of every array or array shape.
+
+        Raises:
+            UserError: The rules cannot lay out an array on this mesh.
+        """
 
         def leaf(path: Any, x: Any, axes: Axes) -> Placement:
             placement = self.placement(axes)
@@ -194,28 +217,31 @@ class Execution:
         return jax.tree_util.tree_map_with_path(leaf, arrays, axes_of(arrays))
 
     def specs(self, module: PyTree) -> PyTree:
-        """The layout of every array of `module`, as its placement says."""
+        """Return the tree of `module` with a `PartitionSpec` in place of every array. Raises as `placements` does."""
         return jax.tree.map(lambda placement: placement.spec, self.placements(module))
 
     def shardings(self, module: PyTree) -> PyTree:
-        """`specs` on this mesh."""
+        """Return `specs` as `NamedSharding`s on this execution's mesh. Raises as `placements` does."""
         assert self.mesh is not None
         mesh = self.mesh
         return jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements(module))
 
     def summed_axes(self, placement: Placement) -> tuple[str, ...]:
-        """Mesh axes over which devices use a gathered parameter on different tokens, so that its gradients are summed.
+        """Return the mesh axes that the gradient of a gathered parameter is summed over.
 
-        Those that split tokens. For experts whose weights move also those that split experts: a strategy gives each of
-        their devices other tokens, even where tokens are the same on all.
+        These are the axes along which devices use the parameter on different tokens: those that split tokens and, for
+        experts whose weights move, those that split experts. A strategy gives each of the latter's devices different
+        tokens, even where tokens are the same on all.
         """
         extra = self.expert_axes if self.moves_weights and "expert" in placement.axes.names else ()
         return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
 
     def whole(self, module: PyTree) -> PyTree:
-        """A layer's weights, cast to `dtype` and gathered as the rules say; called where the layer is about to run.
+        """Return a layer's weights, cast to `dtype` and gathered as the rules require. Called just before a layer runs.
 
-        Containers stay containers: their arrays are gathered one by one, in their own dtypes.
+        This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
+        is not gathered and keeps at least float32. A container stays a container: its arrays are gathered one by one,
+        in their own dtypes.
         """
 
         def leaf(x: jax.Array, axes: Axes) -> jax.Array:
@@ -229,20 +255,18 @@ class Execution:
         return eqx.combine(jax.tree.map(leaf, arrays, axes_of(arrays)), rest)
 
     def vary_parameters(self, module: PyTree) -> PyTree:
-        """Parameters typed as varying over all axes that split tokens: once, before layers are scanned.
+        """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.
 
-        Otherwise a replicated leaf gets its sum over devices inside the backward loop, once a layer and micro-step.
+        Otherwise JAX sums the gradient of a replicated parameter over devices inside the backward loop, once per layer
+        and micro-step.
         """
         return jax.tree.map(lambda x: vary(x, self.token_axes) if eqx.is_array(x) else x, module)
 
     def checkpoint(self, layer: Any) -> Any:
-        """`layer`, whose first argument is its input, with rematerialisation as `remat` says.
-
-        Gathered weights are never saved, under any policy.
-        """
+        """Wrap `layer`, whose first argument is its input, in rematerialisation with the policy of `remat`."""
         policy = {
             "full": checkpoint_policies.nothing_saveable,
-            # XLA's CPU has one memory: there what is offloaded stays where it is.
+            # XLA's CPU backend has one memory; offloaded values stay in place there.
             "offload": checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
                 names_which_can_be_offloaded=[LAYER_INPUT],
@@ -257,24 +281,37 @@ class Execution:
         }[self.remat]
 
         def named(x: Any, *rest: Any) -> Any:
-            # Inside what is rematerialised: else the input itself would be kept too, on the device.
+            # Inside the rematerialised function; outside it, the input would also stay in the device's memory.
             return layer(checkpoint_name(x, LAYER_INPUT), *rest)
 
         return jax.checkpoint(named if self.remat == "offload" else layer, policy=policy)
 
 
+def check_dtype(key: str, value: Any) -> jnp.dtype:
+    """Return the dtype `value` of the setting `key`. Raises `UserError` unless it is a `DType`."""
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = str(value)
+    return jnp.dtype(convert(DType, name, key))
+
+
 def place(model: PyTree, execution: Execution) -> PyTree:
-    """A copy of `model` laid out as `execution` needs it, from whatever layout it has."""
+    """Return a copy of `model` in the layout of `execution`, from any layout.
+
+    Raises:
+        UserError: The rules cannot lay out an array on the mesh.
+    """
     if execution.mesh is None:
         return jax.device_put(model, jax.devices()[0])
     return jax.device_put(model, execution.shardings(model))
 
 
 def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that saves all but weights: neither under their name nor as what the name was given to.
+    """Save everything except gathered weights, named or not.
 
-    That is the result of an all-gather, or of a function with its own gradient, as a weight's gather is. What such
-    functions return elsewhere, gathered tokens and grouped products, is saved under names of their own.
+    An unnamed gathered weight is the result of an all-gather, or of a function with its own gradient around one.
+    Gathered tokens and results of kernels come from the same primitives; they are saved under their own names.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED_WEIGHT

@@ -1,4 +1,4 @@
-"""Which backend of a kernel runs: an ordered choice by the platform and the device that a program is compiled for."""
+"""The choice of a kernel's backend: the first of an ordered list that runs on what a program is compiled for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,14 +9,16 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError, nearest
 
-# As JAX's lowering names them: a device of "cuda" or "rocm" itself says "gpu".
+# The platforms of JAX's lowering. A device of "cuda" or "rocm" reports its platform as "gpu".
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Target(NamedTuple):
-    """What a program is compiled for: one of `PLATFORMS`, and the compute capability of its GPU ("9.0", "gfx942").
+    """What a program is compiled for.
 
-    `capability` is None where it is unknown, and on platforms that have none.
+    Attributes:
+        platform: One of `PLATFORMS`.
+        capability: The compute capability of a GPU, such as "9.0" or "gfx942"; None if unknown, and on other platforms.
     """
 
     platform: str
@@ -24,7 +26,7 @@ class Target(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """For each kernel the names of its backends, in the order in which they are tried; none: the kernel's own order."""
+    """For each kernel, the names of backends in the order in which they are tried; empty for the kernel's own order."""
 
     grouped_matmul: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
@@ -34,26 +36,31 @@ ANY_BACKEND = Kernels()
 
 
 class KernelOrder(NamedTuple):
-    """What a call of a kernel is given: names of backends to try in order, and the target; None where it is unknown."""
+    """The argument `implementation` of a kernel.
+
+    Attributes:
+        names: Backends in the order in which they are tried; empty for the kernel's own order.
+        target: What the program is compiled for; None if unknown, and then the choice is made when it is lowered.
+    """
 
     names: tuple[str, ...] = ()
     target: Target | None = None
 
 
-# Whether a backend can be traced and run for a target.
+# Return whether a backend can be traced and run for a target.
 RunsOn = Callable[[Target], bool]
-# What a kernel runs: for each platform the name of a backend; one pair with platform "" where the target is known.
+# Pairs (platform, backend). If the target is known, one pair whose platform is "".
 Choice = tuple[tuple[str, str], ...]
 
 
 def anywhere(target: Target) -> bool:
-    """`runs_on` of portable backends."""
+    """Return True: `runs_on` of portable backends."""
     del target
     return True
 
 
 def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
-    """The target of programs for `mesh`; None without a mesh, and for a mesh that names no device."""
+    """Return the target of programs for `mesh`; None without a mesh, and for a mesh that names no device."""
     if mesh is None:
         return None
     if isinstance(mesh, AbstractMesh):
@@ -62,8 +69,8 @@ def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
 
 
 def device_target(device: Any) -> Target:
-    """The target of programs for a device of JAX, present or not, or for the abstract device of a mesh."""
-    # An attribute of GPUs alone, and not of abstract devices.
+    """Return the target of programs for a device of JAX, present or absent, or for the abstract device of a mesh."""
+    # Only concrete GPU devices have this attribute.
     capability = getattr(device, "compute_capability", None)
     platform = device.platform
     if platform == "gpu":
@@ -77,11 +84,16 @@ def choose(
     implementation: str | KernelOrder | None,
     own_order: Callable[[Target], Sequence[str]],
 ) -> Choice:
-    """The first backend that runs on the target, in the order of `implementation`, or of `own_order` if it names none.
+    """Choose the first backend that runs on the target; without a target, one for each platform.
 
-    Where the target is unknown, one for each platform; `run` leaves the choice to the lowering.
+    Args:
+        kernel: The kernel's name, for messages.
+        backends: Name -> whether the backend runs on a target.
+        implementation: A backend's name, an order, or None for the kernel's own order.
+        own_order: The kernel's own order of names for a target.
 
-    Raises `UserError` for a name that is no backend, and where none of those named runs on the target.
+    Raises:
+        UserError: A name is not a backend, or none of the named backends runs on the target.
     """
     order = KernelOrder((implementation,)) if isinstance(implementation, str) else implementation or KernelOrder()
     for name in order.names:
@@ -105,7 +117,7 @@ def choose(
 
 
 def run(choice: Choice, function_of: Callable[[str], Callable[..., Any]], *operands: PyTree) -> Any:
-    """`function_of(name)` of the chosen backend on `operands`; where platforms differ, the lowering picks one."""
+    """Call `function_of(name)` of the chosen backend on `operands`; where platforms differ, the lowering chooses."""
     (_, usual), *_ = choice
     others = {platform: name for platform, name in choice if name != usual}
     if not others:

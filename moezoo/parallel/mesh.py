@@ -1,4 +1,4 @@
-"""Mesh axes, their sizes, and the devices behind them: accelerators, or virtual CPU devices where none are."""
+"""Mesh axes, their sizes, and the devices of a mesh: accelerators, or virtual CPU devices."""
 
 import dataclasses
 import glob
@@ -7,20 +7,24 @@ import os
 from typing import Any
 
 import jax
-from jax._src import xla_bridge  # the one question JAX has no public name for: has it started?
+from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
-# Where a driver shows its devices; without any of these an installed plugin only prints errors at start-up.
+# The device files of accelerator drivers. Without them, an installed plugin prints errors when JAX starts.
 _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Size of each mesh axis; one of them may be -1: all devices that the others leave."""
+    """The size of each mesh axis. At most one size is -1: all devices that the other axes leave.
+
+    Raises:
+        UserError: A size is neither positive nor -1, or two sizes are -1.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -43,26 +47,27 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """Number of devices, not counting what a -1 would take."""
+        """The product of the sizes other than -1."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
 
 def has_started() -> bool:
-    """Whether JAX has started its devices, after which their number is fixed."""
+    """Return whether JAX has started, after which its number of devices is fixed."""
     return xla_bridge.backends_are_initialized()
 
 
 def accelerators() -> bool:
-    """Whether a driver shows devices here, and none but the CPU is asked for; does not start JAX."""
+    """Return whether a driver shows accelerators and JAX may use them; does not start JAX."""
     settings: Any = jax.config  # its attributes are made at run time
     asked = settings.jax_platforms or ""
     return asked != "cpu" and any(glob.glob(node) for node in _DEVICE_NODES)
 
 
 def cpu_devices(count: int) -> None:
-    """Show this process's CPU as `count` devices; for the first cell of a notebook, before any other use of JAX.
+    """Make JAX run on `count` virtual CPU devices. Call it in a notebook's first cell, before any other use of JAX.
 
-    Raises `UserError` when JAX has already started with another number.
+    Raises:
+        UserError: `count` is less than 1, or JAX has already started with another number of CPU devices.
     """
     if count < 1:
         raise UserError(f"cpu_devices({count}): must be at least 1")
@@ -80,10 +85,11 @@ def cpu_devices(count: int) -> None:
 
 
 def _order_cached_programs() -> None:
-    """Keep XLA's CPU compiler of jax 0.10 from a scheduler whose programs, loaded from a cache, may be wrong.
+    """Disable a scheduler of XLA's CPU compiler whose cached programs may compute wrong numbers with jax 0.10.
 
-    With a compilation cache on disk, a step of `dispatch=ragged dispatch.chunks=2` loaded from it returned other losses
-    at every run, now and then NaN; compiled afresh, or without this scheduler, always the same one.
+    With a compilation cache on disk, a step of `dispatch=ragged dispatch.chunks=2` loaded from the cache returned
+    different losses in each run, sometimes NaN. Compiled afresh, or without this scheduler, it always returned the same
+    loss.
     """
     settings: Any = jax.config  # its attributes are made at run time
     flag, flags = "--xla_cpu_enable_concurrency_optimized_scheduler", os.environ.get("XLA_FLAGS", "")
@@ -92,29 +98,34 @@ def _order_cached_programs() -> None:
 
 
 def prepare(wanted: int) -> None:
-    """Before JAX starts: `wanted` CPU devices, and no search for accelerators on a machine without a driver."""
+    """Configure JAX before it starts: `wanted` CPU devices, and no search for accelerators without a driver."""
     if has_started():
         return
     _order_cached_programs()
     settings: Any = jax.config  # its attributes are made at run time
     if not settings.jax_platforms and not accelerators():
         jax.config.update("jax_platforms", "cpu")
-    # A number the user set, by variable or by call, stands.
+    # A number that the user has set, by variable or by call, takes precedence.
     if settings.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", wanted)
 
 
 def make_mesh(shape: MeshShape) -> Mesh:
-    """The mesh of `shape` over this machine's devices; on a machine without accelerators, over virtual CPU devices.
+    """Return the mesh of `shape` over this machine's devices; without accelerators, over virtual CPU devices.
 
-    Raises `UserError` when there are too few devices, or when what the named axes leave for a -1 does not divide.
+    Raises:
+        UserError: There are too few devices, or the other axes do not divide the devices that -1 takes.
     """
     prepare(shape.devices)
     return mesh_of(shape, jax.devices())
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """The mesh of `shape` without devices: to trace and to predict what runs on as many as are not here."""
+    """Return the mesh of `shape` without devices, to trace programs for more devices than this machine has.
+
+    Raises:
+        UserError: A size is -1.
+    """
     rest = [axis for axis, size in shape.sizes.items() if size == -1]
     if rest:
         raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, and none is asked here; give a number")
@@ -122,7 +133,10 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 
 
 def mesh_of(shape: MeshShape, devices: list) -> Mesh:
-    """The mesh of `shape` over the first of `devices`. Axis types are Auto: the step names its own collectives."""
+    """Return the mesh of `shape` over the first of `devices`.
+
+    Axis types are Auto: the training step writes its own collectives inside `shard_map`. Raises as `make_mesh` does.
+    """
     sizes, wanted = shape.sizes, shape.devices
     have, platform = len(devices), devices[0].platform
     rest = next((axis for axis, size in sizes.items() if size == -1), None)

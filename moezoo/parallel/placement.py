@@ -1,4 +1,4 @@
-"""Where a parameter lies on the mesh: made once from its annotation, the rules and the mesh, and read by all others."""
+"""Where a parameter is stored on the mesh, computed once from its annotation, the rules and the mesh."""
 
 import dataclasses
 import itertools
@@ -12,12 +12,13 @@ from moezoo.parallel.collectives import MeshAxes
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Of one parameter: its `axes`, and dimension by dimension the mesh axes of more than one device it is
+    """Where one parameter is stored. Mesh axes of one device appear nowhere.
 
-    - `stored` over, major to minor;
-    - `gathered` over where its layer runs: the minor ones of those, all where nothing of the dimension stays split.
-
-    `ways`: the number of devices that store different parts of it.
+    Attributes:
+        axes: The parameter's role and logical axes.
+        stored: For each dimension, the mesh axes that it is split over, major to minor.
+        gathered: For each dimension, the mesh axes that its layer gathers it over: the last ones of `stored`, or all.
+        ways: The number of devices that store different parts.
     """
 
     axes: Axes
@@ -27,18 +28,18 @@ class Placement:
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """All mesh axes it is stored over."""
+        """All mesh axes that the parameter is split over."""
         return tuple(itertools.chain(*self.stored))
 
     @property
     def spec(self) -> PartitionSpec:
-        """Its layout for JAX."""
+        """The layout as JAX's `PartitionSpec`."""
         return PartitionSpec(*(axes or None for axes in self.stored))
 
     def local_size(self, shape: tuple[int, ...]) -> int:
-        """Numbers on one device of a parameter of that global shape."""
+        """Return how many numbers each device stores of a parameter of this global shape."""
         return math.prod(shape) // self.ways
 
 
-# Of scalars that every device has.
+# The placement of a scalar that every device stores.
 EVERYWHERE = Placement(Axes(Role.BUFFER, (), (), ()), (), (), 1)

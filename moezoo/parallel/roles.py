@@ -1,23 +1,38 @@
-"""What an annotation says of a parameter: its role and its logical axes."""
+"""What an annotation declares about a parameter: its role and its logical axes."""
 
 import dataclasses
 import enum
 
 
 class Role(enum.Enum):
-    """What a parameter is for: decay, casting, initial values and reduction follow from it."""
+    """What a parameter is for. Casting, training, weight decay and parameter counts follow from it.
+
+    | role | cast to `Execution.dtype` | trained | decayed | counted |
+    |---|---|---|---|---|
+    | weight | yes | yes | yes | yes |
+    | scale, bias, embedding | yes | yes | no | yes |
+    | buffer | only to float32, from less | never | no | no |
+    | part of a container | no | on request | no | as the container's array |
+    """
 
     WEIGHT = "weight"
     SCALE = "scale"
-    BIAS = "bias"  # trained and counted, never decayed; starts at zero
+    BIAS = "bias"
     EMBEDDING = "embedding"
-    BUFFER = "buffer"  # saved and reduced, but never trained, decayed, cast below float32 or counted
-    PART = "part"  # of a stored value: laid out and gathered as a weight, never cast, trained only on request
+    BUFFER = "buffer"
+    PART = "part"
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """A parameter's role and logical axes: `stacked` ones number independent matrices from `inputs` to `outputs`."""
+    """A parameter's role and logical axes.
+
+    Attributes:
+        role: What the parameter is for.
+        stacked: The axes that number independent matrices, such as `layer` and `expert`.
+        inputs: The input axes of a weight; for other roles all axes after the comma.
+        outputs: The output axes of a weight; empty for other roles.
+    """
 
     role: Role
     stacked: tuple[str, ...]
@@ -26,5 +41,5 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Logical axes in the order of the array's dimensions."""
+        """All logical axes, in the order of the array's dimensions."""
         return self.stacked + self.inputs + self.outputs

@@ -1,4 +1,4 @@
-"""Rules: a layout as data. Which mesh axes store, compute and split what; one short YAML file is the whole truth."""
+"""Rules: a layout as data. One short YAML file in `conf/rules/` describes one layout completely."""
 
 import dataclasses
 import math
@@ -10,21 +10,27 @@ from moezoo.parallel.axes import LOGICAL_AXES, Axes, Role
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.placement import Placement
 
-# What a layer can compute on without gathering it first.
+# Logical axes that a layer can compute on without gathering them first.
 _KEPT = ("expert",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A layout.
+    """A layout: which mesh axes split parameters and tokens.
 
-    - `store`: logical axis -> mesh axes the dimension is stored over, major to minor;
-    - `compute`: logical axis -> mesh axes it stays split over while computing, a prefix of the stored ones (what is
-      stored and not computed is gathered);
-    - `batch`, `sequence`: mesh axes that split the two dimensions of tokens.
+    A dimension is gathered, where its layer runs, over the axes in `store` that are not in `compute`.
 
-    Raises `UserError` for names that do not exist, a mesh axis used twice, and a `compute` that is no prefix of
-    `store`.
+    Attributes:
+        name: The name of the layout, for messages.
+        store: Logical axis -> the mesh axes that the dimension is stored over, major to minor.
+        compute: Logical axis -> the mesh axes that the dimension stays split over while computing. They must be the
+            first ones of `store`.
+        batch: The mesh axes that split the batch.
+        sequence: The mesh axes that split the sequence.
+
+    Raises:
+        UserError: A name does not exist, a mesh axis is used twice, `layer` is split, or `compute` does not begin
+            `store`.
     """
 
     name: str
@@ -54,7 +60,7 @@ class Rules:
                 raise UserError(
                     f"rules.compute.{logical}: only {', '.join(_KEPT)} can stay split while computing; leave it out"
                 )
-            # Any other order gathers blocks that do not lie next to each other: experts would be silently permuted.
+            # Any other order would gather blocks that are not adjacent, and silently permute experts.
             if tuple(kept) != tuple(stored[: len(kept)]):
                 raise UserError(
                     f"rules.compute.{logical}={show(kept)} must come first in rules.store.{logical}={show(stored)}; "
@@ -69,20 +75,24 @@ class Rules:
             if axes.count(axis) > 1:
                 raise UserError(f"{key}={show(axes)} names mesh axis '{axis}' twice; name it once")
 
-    def __hash__(self) -> int:  # mappings do not hash; a layout is a key of jit's cache
+    def __hash__(self) -> int:  # the generated hash fails on mappings; an Execution must be hashable for jit
         tables = [tuple(sorted((k, tuple(v)) for k, v in t.items())) for t in (self.store, self.compute)]
         return hash((self.name, *tables, tuple(self.batch), tuple(self.sequence)))
 
     @property
     def mesh_axes(self) -> set[str]:
-        """Every mesh axis that the rules name."""
+        """All mesh axes that the rules name."""
         return {a for axes in (*self.store.values(), self.batch, self.sequence) for a in axes}
 
     def placement(self, axes: Axes, sizes: Mapping[str, int], *, whole: tuple[str, ...] = ()) -> Placement:
-        """Where a parameter of these axes lies on a mesh of these axis sizes.
+        """Return where a parameter is stored, and over which mesh axes it is gathered.
 
-        What is stored and not computed is gathered; dimensions of the logical axes `whole` are gathered altogether.
-        Buffers are whole on every device: a step moves them by figures that all devices have, and they are small.
+        A buffer is stored whole on every device: it is small, and a step updates it from numbers that all devices have.
+
+        Args:
+            axes: The parameter's role and logical axes.
+            sizes: Mesh axis -> number of devices.
+            whole: Logical axes that are gathered completely, `compute` notwithstanding.
         """
         buffer = axes.role is Role.BUFFER
         stored = tuple(() if buffer else live(self.store.get(name, ()), sizes) for name in axes.names)
@@ -93,9 +103,16 @@ class Rules:
     def check_parameter(
         self, name: str, placement: Placement, shape: tuple[int, ...], sizes: Mapping[str, int]
     ) -> None:
-        """Refuse a parameter that cannot be stored as its placement by these rules says.
+        """Refuse a parameter that cannot be stored as its placement requires.
 
-        Raises `UserError` where two logical axes of the array share a mesh axis, or a size is not divisible.
+        Args:
+            name: The parameter's path, for messages.
+            placement: Its placement by these rules.
+            shape: Its global shape.
+            sizes: Mesh axis -> number of devices.
+
+        Raises:
+            UserError: Two dimensions are stored over the same mesh axis, or a size is not divisible by its devices.
         """
         owner: dict[str, str] = {}
         for logical, mesh_axes, size in zip(placement.axes.names, placement.stored, shape, strict=True):
@@ -117,5 +134,5 @@ class Rules:
 
 
 def live(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of more than one device: XLA keeps collectives over single devices, so we never name those."""
+    """Return the axes of more than one device. Collectives name only these: XLA keeps collectives over one device."""
     return tuple(a for a in axes if sizes.get(a, 1) > 1)

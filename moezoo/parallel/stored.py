@@ -1,4 +1,4 @@
-"""Weights that are not arrays: the contract of a container that stands for one."""
+"""The contract of a container: a weight that is not stored as an array, but stands for one."""
 
 import abc
 from collections.abc import Mapping
@@ -14,40 +14,64 @@ from moezoo.parallel.roles import Axes
 
 
 class Stored(eqx.Module):
-    """What a field declared `Weight` may hold in place of an array: a container that stands for one.
+    """The base class of containers. A field declared `Weight` may hold one in place of an array.
 
-    Its arrays lead with the stacked dimensions of the declaration, inside a `Stack` with `layer` too. Each is laid out
-    by its own axes, gathered by itself in its own dtype, and trained only where a filter says so. A layer hands it to
-    `project`, `contract` and `grouped_matmul` alone, so it does not know how its weights are stored.
+    A subclass declares arrays, or further containers, as fields. Each array is laid out by its own axes, gathered in
+    its own dtype (`Execution.whole`), and trained only where a filter selects it. Its leading dimensions are the
+    stacked axes of the declaration, with `layer` inside a `Stack`.
 
-    `dtype`: of the array that it stands for.
+    Layers pass a container only to `project`, `contract` and `grouped_matmul`, so they do not depend on how weights are
+    stored.
+
+    Attributes:
+        dtype: The dtype of the array that the container stands for.
     """
 
     dtype: eqx.AbstractVar[np.dtype]
 
     @abc.abstractmethod
     def axes(self, declared: Axes) -> Mapping[str, Axes]:
-        """By field, the axes of what lies there, which may be a container again; `declared` are those of the whole."""
+        """Return field name -> the axes of what the field holds, an array or a container.
+
+        Args:
+            declared: The axes that the field holding this container declares. Give arrays the role `Role.PART`.
+        """
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Of the array that it stands for."""
+        """The shape of the array that the container stands for."""
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the array that it stands for."""
+        """The number of dimensions of that array."""
         return len(self.shape)
 
     @abc.abstractmethod
     def whole(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The array that it stands for, in `dtype`. Layers call `plain`, whose result is not saved."""
+        """Return the array that the container stands for, in `dtype`.
+
+        Called inside `shard_map` on gathered parts; the result must vary as they do and be differentiable in the parts
+        that may be trained. Callers use `plain`, whose result rematerialisation never saves.
+        """
 
     def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The last `inputs` dimensions of `x` contracted with the first of one matrix, in `dtype`."""
+        """Contract the last `inputs` dimensions of `x` with the first `inputs` dimensions of the matrix, in `dtype`.
+
+        The default multiplies by `whole`. Override it where the product is cheaper without the whole array, as for a
+        low-rank sum. Only `project` calls this, with a container of one matrix.
+
+        Args:
+            x: The left operand, in the dtype that the layer computes in.
+            inputs: The number of dimensions to contract.
+            dtype: The dtype of the result.
+        """
         return jnp.tensordot(x, plain(self, x.dtype), inputs, preferred_element_type=dtype)
 
 
 def plain(weight: Float[Array, "..."] | Stored, dtype: DTypeLike) -> Float[Array, "..."]:
-    """A weight as an array: itself, or what a container stands for, in `dtype` and never saved by rematerialisation."""
+    """Return a weight as an array: `weight` itself, or the array that a container stands for, in `dtype`.
+
+    Rematerialisation never saves the array of a container. An array is returned as it is, whatever `dtype` is.
+    """
     return unsaved(lambda stored: stored.whole(dtype), weight) if isinstance(weight, Stored) else weight

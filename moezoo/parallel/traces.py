@@ -1,6 +1,6 @@
-"""Reading traced programs: every equation with the number of times it runs, and the collectives among them.
+"""Read traced programs: list every equation with the number of times it runs, and count collectives and their bytes.
 
-Dead code does not count: a program is cleaned of it before it is read, inner programs included.
+Dead code is removed before a program is read, in inner programs too.
 """
 
 import math
@@ -15,8 +15,8 @@ from jax.interpreters import partial_eval
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traffic import Phase, Row, Traffic, TrafficTable, received_bytes
 
-# Primitives by which devices exchange data, by the name that counts give them: JAX has several of one kind, which
-# differ in whether their result is typed as varying.
+# Primitive -> the name of its collective. JAX has several primitives for one collective, which differ in whether their
+# result varies.
 _COLLECTIVES = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -34,15 +34,19 @@ _COLLECTIVES = {
 }
 
 
-# What rematerialisation calls its bodies in name stacks.
-_REPEATED, _BODIES = "rematted_computation", ("rematted_computation", "checkpoint")
+# The names of rematerialised bodies in name stacks; only recomputed ones have the first.
+_RECOMPUTED, _BODIES = "rematted_computation", ("rematted_computation", "checkpoint")
 
 
 class Equation(NamedTuple):
-    """An equation of a traced program, inside `shard_map` with the sizes of its `mesh`'s axes.
+    """One equation of a traced program.
 
-    It runs `times` times, None where a loop without a known end holds it. `path` joins the name stacks of all that
-    holds it and its own, as JAX writes them: named scopes in the transformations that they went through.
+    Attributes:
+        equation: The equation, with its primitive, operands and parameters.
+        times: How often it runs; None inside a loop that ends on a condition.
+        mesh: Inside `shard_map`, mesh axis -> number of devices; empty outside.
+        path: The name stacks of the equation and of all that contain it, joined by "/": named scopes, in the notation
+            of JAX for transformations around them.
     """
 
     equation: JaxprEqn
@@ -52,24 +56,28 @@ class Equation(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Its named scopes, "/" between outer and inner ones."""
-        path = re.sub(r"(jvp\([^()]*\))\)/\1", r"\1)", self.path)  # a transposed checkpoint names its scopes twice
-        names = re.findall(r"([^/()]+)(\(?)", path)  # what stands before a parenthesis is a transformation
+        """The equation's named scopes, the outermost first, joined by "/"."""
+        path = re.sub(r"(jvp\([^()]*\))\)/\1", r"\1)", self.path)  # a transposed checkpoint repeats its scopes
+        names = re.findall(r"([^/()]+)(\(?)", path)  # a transformation precedes a parenthesis
         return "/".join(name for name, opens in names if not opens and name not in _BODIES)
 
     @property
     def phase(self) -> Phase:
-        """The pass that it belongs to."""
-        if _REPEATED in self.path:
-            return "again"
+        """The phase of a training step that the equation belongs to."""
+        if _RECOMPUTED in self.path:
+            return "recomputed"
         return "backward" if "transpose(" in self.path else "forward" if "jvp(" in self.path else "outside"
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterator[Equation]:
-    """Every equation of a traced program that its results or effects need, inner programs included.
+    """Yield every equation of a traced program that its results or effects need, inner programs included.
 
-    All branches of a choice; but where the platform compiled for will choose, that of `platform` alone, if given.
-    jax 0.10 leaves dead code in a loop that ends on a condition.
+    With jax 0.10, dead code remains in a loop that ends on a condition.
+
+    Args:
+        jaxpr: The program.
+        platform: Of a choice that the lowering makes by platform, read only the branch for this one; None reads all
+            branches. All branches of other conditionals are read.
     """
     program: Any = getattr(jaxpr, "jaxpr", jaxpr)
     cleaned, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
@@ -97,7 +105,7 @@ def _walk(
 
 
 def _branch(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
-    """What a choice by platform comes to on `platform`; None for anything else."""
+    """Return the branch that a choice by platform takes on `platform`; None for any other equation."""
     platforms = equation.params.get("branches_platforms")
     if equation.primitive.name != "cond" or platforms is None:
         return None
@@ -116,11 +124,18 @@ def _inner(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> TrafficTable:
-    """How often each collective runs and what it brings a device: what a traced step exchanges, before any compiler.
+    """Return how often each collective of a traced program runs, and the bytes that each device receives.
 
-    A body that is scanned counts once a round; of what differs by platform, that of `platform` counts. Of an uneven
-    exchange count the rows that can leave and arrive. Raises `ValueError` for a collective whose number of runs the
-    program does not say: in a loop that ends on a condition, or in a branch.
+    The numbers hold for the program as traced, before any compiler changes it. A collective in a scan counts once per
+    iteration. An exchange of uneven sizes counts as the largest that the buffers allow.
+
+    Args:
+        jaxpr: The program, such as the jaxpr of a training step.
+        platform: Where a choice depends on the platform, count the branch for this one.
+
+    Raises:
+        ValueError: A collective runs an unknown number of times: in a loop that ends on a condition, or in a branch
+            that depends on data.
     """
     table = TrafficTable()
     for found in equations(jaxpr, platform):
@@ -143,7 +158,10 @@ def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Tra
 
 
 def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, MeshAxes]]:
-    """How often each collective runs, whatever part of the program it belongs to."""
+    """Count how often each collective of a traced program runs, by (collective, mesh axes).
+
+    Arguments and errors are those of `collective_traffic`.
+    """
     found = collective_traffic(jaxpr, platform).by("collective", "axes")
     return Counter({(kind, axes): traffic.count for (kind, axes), traffic in found.items()})
 

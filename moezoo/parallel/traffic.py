@@ -1,4 +1,4 @@
-"""What collectives bring a device: one definition, for what is predicted and for what a traced program says."""
+"""The bytes that collectives bring to a device: one definition for the formula and for traced programs."""
 
 import dataclasses
 import itertools
@@ -9,20 +9,29 @@ from jax.typing import DTypeLike
 
 from moezoo.parallel.collectives import MeshAxes
 
-# In a reduction the order of axes says nothing.
+# The result of a reduction does not depend on the order of axes.
 UNORDERED = ("pmax", "pmin", "psum")
 
-# What computes first, what rematerialisation repeats, what gradients take; and what runs outside of differentiation, as
-# gradients' sums do.
-Phase = Literal["forward", "again", "backward", "outside"]
+# The phases of a training step: the forward pass, what rematerialisation recomputes, the backward pass, and what runs
+# outside of differentiation, such as the sums of gradients.
+Phase = Literal["forward", "recomputed", "backward", "outside"]
 
 
 def received_bytes(collective: str, given: int, ways: int) -> int:
-    """Bytes that one of `ways` devices receives when each gives `given` bytes to a collective.
+    """Return the bytes that each device receives from one collective, rounded up.
 
-    `all_gather`: everybody else's part; `reduce_scatter`: as many partial sums of its own part, (ways - 1) / ways of
-    what it gives; `all_to_all` and `ragged_all_to_all`, whose rows are taken as evenly spread: the same; `psum`, `pmax`
-    and `pmin`: a reduce-scatter and an all-gather; `ppermute`: what one other gives. Fractions count as a byte.
+    | collective | bytes received, for g = `given` and n = `ways` |
+    |---|---|
+    | `all_gather` | g (n - 1): the parts of all other devices |
+    | `reduce_scatter` | g (n - 1) / n: the other devices' sums of its own part |
+    | `all_to_all`, `ragged_all_to_all` | g (n - 1) / n, taking rows as evenly spread |
+    | `psum`, `pmax`, `pmin` | 2 g (n - 1) / n: a reduce-scatter and an all-gather |
+    | `ppermute` | g |
+
+    Args:
+        collective: The name of the collective.
+        given: The bytes that each device gives.
+        ways: The number of devices.
     """
     if collective == "all_gather":
         return given * (ways - 1)
@@ -33,7 +42,15 @@ def received_bytes(collective: str, given: int, ways: int) -> int:
 
 
 class Move(NamedTuple):
-    """A collective over `axes` of `ways` devices, to which each gives `numbers` values of `dtype`."""
+    """One collective.
+
+    Attributes:
+        collective: Its name, as in `received_bytes`.
+        axes: The mesh axes it runs over.
+        ways: The number of devices along them.
+        numbers: How many numbers each device gives.
+        dtype: Their dtype.
+    """
 
     collective: str
     axes: MeshAxes
@@ -43,11 +60,11 @@ class Move(NamedTuple):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes a device receives."""
+        """The bytes that each device receives."""
         return received_bytes(self.collective, self.numbers * jnp.dtype(self.dtype).itemsize, self.ways)
 
     def back(self, dtype: DTypeLike | None = None) -> "Move":
-        """How gradients travel, in `dtype` if theirs is another."""
+        """Return the transposed collective, which carries gradients back; `dtype` is theirs, if it differs."""
         kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(self.collective, self.collective)
         numbers = {"reduce_scatter": self.numbers * self.ways, "all_gather": self.numbers // self.ways}
         return Move(kind, self.axes, self.ways, numbers.get(kind, self.numbers), dtype or self.dtype)
@@ -55,28 +72,39 @@ class Move(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Of a forward pass; what it repeats where it is rematerialised; of the backward pass."""
+    """The collectives of a differentiated part of a step.
+
+    Attributes:
+        forward: Those of the forward pass.
+        recomputed: Those that run a second time where the part is rematerialised.
+        backward: Those of the backward pass.
+    """
 
     forward: tuple[Move, ...] = ()
-    again: tuple[Move, ...] = ()
+    recomputed: tuple[Move, ...] = ()
     backward: tuple[Move, ...] = ()
 
     def __add__(self, other: "Moves") -> "Moves":
-        return Moves(self.forward + other.forward, self.again + other.again, self.backward + other.backward)
+        return Moves(self.forward + other.forward, self.recomputed + other.recomputed, self.backward + other.backward)
 
-    def phases(self, *, again: bool) -> dict[Phase, tuple[Move, ...]]:
-        """All that run in a training step, those that are repeated only if `again`."""
-        return {"forward": self.forward, "again": self.again if again else (), "backward": self.backward}
+    def phases(self, *, recomputed: bool) -> dict[Phase, tuple[Move, ...]]:
+        """Return the collectives of a training step by phase; `recomputed`: whether the part is rematerialised."""
+        repeated = self.recomputed if recomputed else ()
+        return {"forward": self.forward, "recomputed": repeated, "backward": self.backward}
 
-    def of_a_step(self, *, again: bool) -> tuple[Move, ...]:
-        """`phases`, one after the other."""
-        return tuple(itertools.chain(*self.phases(again=again).values()))
+    def of_a_step(self, *, recomputed: bool) -> tuple[Move, ...]:
+        """Return all collectives of a training step, in the order of phases; `recomputed` as in `phases`."""
+        return tuple(itertools.chain(*self.phases(recomputed=recomputed).values()))
 
 
 class Row(NamedTuple):
-    """Collectives of one kind that one part of a step runs, over `axes` in the order in which blocks are joined.
+    """The key of a `TrafficTable`: all collectives of one kind that one part of a step runs over the same axes.
 
-    `scope` names the part by its `jax.named_scope`s, "/" between outer and inner ones.
+    Attributes:
+        scope: The part, by its `jax.named_scope`s, the outermost first, joined by "/".
+        phase: The phase of the step.
+        collective: The name of the collective.
+        axes: The mesh axes, in the order in which blocks are concatenated; for reductions in alphabetical order.
     """
 
     scope: str
@@ -86,7 +114,7 @@ class Row(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """How often collectives run, and the bytes that a device receives by them in all."""
+    """How often collectives run, and the bytes that each device receives from all of them together."""
 
     count: int
     bytes: int
@@ -96,23 +124,23 @@ class Traffic(NamedTuple):
 
 
 class TrafficTable(dict[Row, Traffic]):
-    """`Traffic` of every part of a step, by collective and mesh axes; axes of sums are in alphabetical order."""
+    """The `Traffic` of each `Row` of a step. Printing it gives a table, the most bytes first."""
 
     def add(self, row: Row, traffic: Traffic) -> None:
-        """So much more."""
+        """Add `traffic` to that of `row`."""
         if row.collective in UNORDERED:
             row = row._replace(axes=tuple(sorted(row.axes)))
         self[row] = self.get(row, Traffic(0, 0)) + traffic
 
     def outline(self, depth: int) -> "TrafficTable":
-        """The same, with the `depth` outermost names of each scope."""
+        """Return the table with only the `depth` outermost names of each scope."""
         table = TrafficTable()
         for row, traffic in self.items():
             table.add(row._replace(scope="/".join(row.scope.split("/")[:depth])), traffic)
         return table
 
     def by(self, *fields: str) -> dict[tuple[Any, ...], Traffic]:
-        """Sums over the rows that agree in these fields of `Row`, the most bytes first."""
+        """Return the sums over rows that agree in these fields of `Row`, the most bytes first."""
         found: dict[tuple[Any, ...], Traffic] = {}
         for row, traffic in self.items():
             key = tuple(getattr(row, field) for field in fields)
@@ -121,12 +149,12 @@ class TrafficTable(dict[Row, Traffic]):
 
     @property
     def bytes(self) -> int:
-        """Of all together."""
+        """The bytes that each device receives in all."""
         return sum(traffic.bytes for traffic in self.values())
 
     @property
     def count(self) -> int:
-        """How many collectives run in all."""
+        """The number of collectives that run in all."""
         return sum(traffic.count for traffic in self.values())
 
     def __str__(self) -> str:

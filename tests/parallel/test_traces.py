@@ -71,7 +71,7 @@ def test_says_which_part_and_pass_a_collective_belongs_to():
     parts: list[tuple[str, Phase, str]] = [
         ("/inner", "forward", "all_gather"),
         ("", "forward", "reduce_scatter"),
-        ("/inner", "again", "all_gather"),
+        ("/inner", "recomputed", "all_gather"),
         ("", "backward", "all_gather"),
         ("/inner", "backward", "reduce_scatter"),
     ]

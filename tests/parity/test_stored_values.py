@@ -267,7 +267,7 @@ def test_formula_is_a_bound_where_products_are_kept():
     traced = collective_traffic(step.traced.jaxpr).outline(2)
     predicted = communication(case.settings, model=step.arguments[0].model)
     different = {row for row in predicted if traced.get(row) != predicted[row]}
-    assert {(row.collective, row.axes, row.phase) for row in different} == {("all_gather", ("context",), "again")}
+    assert {(row.collective, row.axes, row.phase) for row in different} == {("all_gather", ("context",), "recomputed")}
     assert set(traced) <= set(predicted)
     assert traced.bytes < predicted.bytes
 

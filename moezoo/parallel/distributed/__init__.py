@@ -1,4 +1,4 @@
-"""Several processes as one run: how they find each other, a file per way; what they agree on, and how they end."""
+"""Run several processes as one: how they find each other (one file per way), agree and end."""
 
 from moezoo.parallel.distributed.alone import Alone as Alone
 from moezoo.parallel.distributed.auto import Auto as Auto

@@ -1,4 +1,4 @@
-"""No other processes."""
+"""A run of one process."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -8,11 +8,11 @@ from moezoo.parallel.distributed.base import Distributed
 
 @dataclasses.dataclass(frozen=True)
 class Alone(Distributed):
-    """One process."""
+    """One process: the entry `distributed=none`."""
 
     name: ClassVar[str] = "none"
     is_several: ClassVar[bool] = False
 
     def arguments(self) -> dict[str, Any]:
-        """None are needed."""
+        """Return no arguments."""
         return {}

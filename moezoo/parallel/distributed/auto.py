@@ -1,4 +1,4 @@
-"""Processes that a cluster describes."""
+"""Processes that a cluster has started and describes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -8,12 +8,12 @@ from moezoo.parallel.distributed.base import Distributed
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Distributed):
-    """As many as whoever started them says: a TPU slice, Slurm, Open MPI or Kubernetes."""
+    """The processes of a TPU slice, Slurm, Open MPI or Kubernetes: the entry `distributed=auto`."""
 
     name: ClassVar[str] = "auto"
     heartbeat_seconds: int = 30
     start_seconds: int = 300
 
     def arguments(self) -> dict[str, Any]:
-        """None are needed: JAX asks the cluster."""
+        """Return no arguments: JAX reads the cluster's environment."""
         return {}

@@ -1,4 +1,4 @@
-"""The contract of the configuration group `distributed`; each entry is a frozen dataclass in a file of its own."""
+"""The contract of the configuration group `distributed`. Each entry is a frozen dataclass in a separate file."""
 
 import abc
 from typing import Any, ClassVar
@@ -9,12 +9,20 @@ from moezoo.errors import UserError
 class Distributed(abc.ABC):
     """How the processes of a run find each other.
 
-    `heartbeat_seconds`: after so long a silence a process counts as dead and the others end. `start_seconds`: how long
-    processes wait for each other at the start. An entry whose users may set them declares both as fields.
+    An entry that lets users set the two numbers of seconds declares both as fields.
+
+    Attributes:
+        name: The entry's key in `DISTRIBUTED`.
+        is_several: Whether a run expects other processes.
+        heartbeat_seconds: After this time of silence a process counts as dead, and the others end.
+        start_seconds: How long processes wait for each other at the start.
+
+    Raises:
+        UserError: A number of seconds is less than 1.
     """
 
-    name: ClassVar[str]  # its key in `DISTRIBUTED`
-    is_several: ClassVar[bool] = True  # whether a run expects other processes
+    name: ClassVar[str]
+    is_several: ClassVar[bool] = True
     heartbeat_seconds: int = 30
     start_seconds: int = 300
 
@@ -25,9 +33,13 @@ class Distributed(abc.ABC):
 
     @property
     def address(self) -> str | None:
-        """Where the processes meet, if the settings say it."""
+        """The address where the processes meet, HOST:PORT; None if the settings do not contain it."""
         return None
 
     @abc.abstractmethod
     def arguments(self) -> dict[str, Any]:
-        """What `jax.distributed.initialize` needs to find the others. Raises `UserError` where a setting is missing."""
+        """Return the arguments of `jax.distributed.initialize` that describe the other processes.
+
+        Raises:
+            UserError: A setting is missing.
+        """

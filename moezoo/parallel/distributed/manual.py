@@ -9,7 +9,16 @@ from moezoo.parallel.distributed.base import Distributed
 
 @dataclasses.dataclass(frozen=True)
 class Manual(Distributed):
-    """`processes` of them, each told which `process` it is, that meet at `coordinator`: HOST:PORT on process 0."""
+    """Processes that the user starts with their numbers: the entry `distributed=manual`.
+
+    Attributes:
+        coordinator: The address where they meet, HOST:PORT on process 0.
+        processes: The number of processes.
+        process: The number of this process, from 0.
+
+    Raises:
+        UserError: The address is not HOST:PORT, or `process` is not below `processes`.
+    """
 
     name: ClassVar[str] = "manual"
     coordinator: str | None = None
@@ -32,11 +41,11 @@ class Manual(Distributed):
 
     @property
     def address(self) -> str | None:
-        """The coordinator's."""
+        """The coordinator's address."""
         return self.coordinator
 
     def arguments(self) -> dict[str, Any]:
-        """The three settings."""
+        """Return address, number of processes and number of this process."""
         for field, example in (("coordinator", "HOST:PORT"), ("processes", "2"), ("process", "0")):
             if getattr(self, field) is None:
                 raise UserError(f"distributed=manual needs distributed.{field}; write distributed.{field}={example}")

@@ -1,7 +1,7 @@
 """What several processes do together: meet, agree, end.
 
-Every process runs the same program. What only one of them can know, a clock, a full disk, a signal, is told to all
-before anything is done about it: a process that leaves alone leaves the others waiting in a collective.
+Every process runs the same program. What only one process can know, such as a signal, a full disk or the time, is
+shared with all before any process acts on it: a process that leaves alone leaves the others waiting in a collective.
 """
 
 import json
@@ -13,30 +13,31 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed as internal  # the service that processes keep in touch by has no public name
+from jax._src import distributed as internal  # the coordination service has no public name
 from jax.experimental import multihost_utils
 
 from moezoo.errors import UserError
 from moezoo.parallel import mesh
 from moezoo.parallel.distributed.base import Distributed
 
-# How long a process that fails waits to see whether the others fail with it.
+# How long a failing process waits to see whether the others fail too.
 _LEAVING_SECONDS = 5
 
 
 def start(settings: Distributed, devices: int) -> None:
-    """Meet the other processes, before JAX starts; on CPUs each shows its share of `devices`.
+    """Meet the other processes, before JAX starts; on CPUs each process gets an equal share of `devices`.
 
-    Raises `UserError` when they cannot be found, or cannot share so many.
+    Raises:
+        UserError: JAX has already started, the processes do not meet, or they cannot share the devices equally.
     """
     if not settings.is_several or jax.distributed.is_initialized():
         return
     key = f"distributed={settings.name}"
     if mesh.has_started():
-        raise UserError(f"{key} comes too late: JAX has already started; train before anything else of it")
+        raise UserError(f"{key} comes too late: JAX has already started; call moezoo.train before any other use of it")
     arguments = settings.arguments()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Signals are ours to note, and a process that is gone is noticed by its heartbeat.
+    # moezoo handles signals itself, and heartbeats detect a process that has died.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -47,51 +48,51 @@ def start(settings: Distributed, devices: int) -> None:
         )
     except ValueError as error:
         raise UserError(
-            f"{key}: nothing here says which processes there are ({error}); start them by Slurm, Open MPI, Kubernetes "
-            "or on a TPU slice, or write distributed=manual"
+            f"{key}: no cluster describes the processes ({error}); start them with Slurm, Open MPI, Kubernetes or on a "
+            "TPU slice, or write distributed=manual"
         ) from None
     except RuntimeError as error:
         raise UserError(
             f"{key}: the processes did not all meet at {internal.global_state.coordinator_address} within "
             f"distributed.start_seconds={settings.start_seconds} ({str(error).splitlines()[0][:120]}); start all of "
-            "them, with an address and a port that they can reach and nobody else uses"
+            "them, with an address that all can reach and a free port"
         ) from None
     processes = internal.global_state.num_processes
     if devices % processes and not mesh.accelerators():
         raise UserError(
-            f"a mesh of {devices} device{'s' * (devices > 1)} cannot be shared by {processes} processes; choose one "
-            f"of a multiple of {processes}"
+            f"a mesh of {devices} device{'s' * (devices > 1)} cannot be divided among {processes} processes; choose a "
+            f"mesh whose number of devices is a multiple of {processes}"
         )
     mesh.prepare(devices // processes)
 
 
 def count() -> int:
-    """How many processes there are; does not start JAX."""
+    """Return the number of processes; does not start JAX."""
     return internal.global_state.num_processes if jax.distributed.is_initialized() else 1
 
 
 def several() -> bool:
-    """Whether there are other processes."""
+    """Return whether there are other processes; does not start JAX."""
     return count() > 1
 
 
 def name() -> str:
-    """Who tells of an error, where there are several processes."""
+    """Return the prefix of a message, "process 1: "; empty for a single process."""
     return f"process {internal.global_state.process_id}: " if several() else ""
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and tells; does not start JAX."""
+    """Return whether this is process 0, which alone writes files and prints; does not start JAX."""
     return internal.global_state.process_id == 0
 
 
 def gather_texts(text: str) -> list[str]:
-    """What each process gives, in the order of their numbers. All must call it, at the same place."""
+    """Return the text of each process, by process number. All processes must call it at the same point."""
     if not several():
         return [text]
     own = text.encode()
     lengths = multihost_utils.process_allgather(np.int32(len(own)))
-    width = -(-int(lengths.max()) // 1024) * 1024  # few shapes, few compilations
+    width = -(-int(lengths.max()) // 1024) * 1024  # rounded up, so that few shapes are compiled
     padded = np.zeros(max(width, 1), np.uint8)
     padded[: len(own)] = np.frombuffer(own, np.uint8)
     rows = multihost_utils.process_allgather(padded)
@@ -99,7 +100,10 @@ def gather_texts(text: str) -> list[str]:
 
 
 def together(task: Callable[[], Any]) -> Any:
-    """What `task` returns, where no process fails; a `UserError` of one ends all. `task` must not wait for others."""
+    """Run `task` on every process and return its result; if one process raises `UserError`, all do.
+
+    `task` must not wait for other processes. All processes must call this at the same point.
+    """
     result, own = None, None
     try:
         result = task()
@@ -115,13 +119,13 @@ def together(task: Callable[[], Any]) -> Any:
 
 
 def first(task: Callable[[], Any]) -> Any:
-    """What `task` returns on process 0, which must be JSON, on all."""
+    """Run `task` on process 0 and return its result, which must be JSON, on all processes."""
     value = together(lambda: task() if is_first() else None)
     return json.loads(gather_texts(json.dumps(value))[0])
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` on every process where `settings`, keys and JSON values, are not the same on all."""
+    """Raise `UserError` on every process unless `settings`, keys and JSON values, are the same on all."""
     mine, *others = map(json.loads, gather_texts(json.dumps(settings)))
     for process, theirs in enumerate(others, 1):
         for key in dict.fromkeys((*mine, *theirs)):
@@ -133,12 +137,15 @@ def check_same(settings: Mapping[str, Any]) -> None:
 
 
 def largest(number: int) -> int:
-    """The largest that any process gives. All must call it, at the same place."""
+    """Return the largest number that any process gives. All processes must call it at the same point."""
     return int(multihost_utils.process_allgather(np.int32(number)).max()) if several() else number
 
 
 def leave(code: int) -> None:
-    """Before an exit with `code`: where the others are not leaving too, do not wait for them, so that they notice."""
+    """Prepare an exit with `code`: if the others do not exit too, end this process without waiting for them.
+
+    The others then notice its death. Otherwise this function returns.
+    """
     if code == 0 or not several() or _all_leave(_LEAVING_SECONDS):
         return
     sys.stdout.flush()
@@ -147,23 +154,23 @@ def leave(code: int) -> None:
 
 
 def outlast_lost_process(error: Exception, settings: Distributed) -> None:
-    """Before `error` is reported: if it may come from another process's death, wait until that death is noticed.
+    """Call this before `error` is reported: if it may come from another process's death, wait until that is detected.
 
-    A collective fails as soon as a process of it is gone, with an error about a connection. The coordination service
-    notices the death after `settings.heartbeat_seconds` of silence and ends this process, so this function then does
-    not return. It returns at once for an error that no collective raises, and after the wait where all are alive.
+    A collective fails when one of its processes dies, with an error about a connection. The coordination service
+    detects the death after `settings.heartbeat_seconds` of silence and ends this process; then this function does not
+    return. It returns immediately for errors that no collective raises, and after the wait if all processes are alive.
     """
     if isinstance(error, jax.errors.JaxRuntimeError) and several():
         _all_leave(settings.heartbeat_seconds + _LEAVING_SECONDS)
 
 
 def _all_leave(seconds: int) -> bool:
-    """Whether every process comes to leave within `seconds`; always waits so long where one does not."""
+    """Return whether every process begins to leave within `seconds`. If one does not, wait for the whole time."""
     client: Any = internal.global_state.client
     end = time.monotonic() + seconds
     try:
         client.wait_at_barrier(f"leaving within {seconds} s", seconds * 1000)
-    except Exception:  # at once where a process is known to be gone
+    except Exception:  # raised immediately if a process is known to be dead
         time.sleep(max(0.0, end - time.monotonic()))
         return False
     return True
