@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.errors import UserError, check_not_negative, check_positive
+from moezoo.errors import UserError, check_not_negative, check_numbers, check_positive
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
@@ -59,6 +59,7 @@ class Choice:
     bias_rate: float = 0.001
 
     def __post_init__(self):
+        check_numbers("model.router", self)
         check_positive("model.router", self, "groups", "kept_groups", "scale")
         check_not_negative("model.router", self, "bias_rate")
         if self.kept_groups > self.groups:

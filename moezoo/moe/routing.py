@@ -47,7 +47,7 @@ class Routing(NamedTuple):
     | `entropy` | [layer] float32 | entropy of the load's distribution in nats; log(E) when balanced |
     | `max_violation` | [layer] float32 | largest load / mean load - 1; 0 when balanced |
     | `dropped` | [layer] int32 | assignments that no expert computed |
-    | `load_balance_loss`, `z_loss` | [layer] float32 | with their coefficients; a model's loss is the mean over layers |
+    | `load_balance_loss`, `z_loss` | [layer] float32 | with their coefficients; a model's is the mean over layers |
     """
 
     load: Int[Array, "layer experts"]
