@@ -1,4 +1,4 @@
-"""The model families: one file each, readable top to bottom beside its paper."""
+"""The model families: one file each, in the order of its paper."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from moezoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family's configuration class and model class, and how it lies in a Hugging Face folder."""
+    """The configuration class and model class of a family, and its mapping to Hugging Face folders."""
 
     config: type[ModelConfig]
     model: type
@@ -33,20 +33,20 @@ FAMILIES = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family that a configuration is of."""
+    """Return the family of a configuration. Raises `TypeError` when no registered family has its class."""
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family
-    raise TypeError(f"{type(config).__name__} is no family's configuration")
+    raise TypeError(f"{type(config).__name__} is not the configuration of a family; families: {', '.join(FAMILIES)}")
 
 
 def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
-    """A model of the family that `config` belongs to."""
+    """Return a model of the family of `config`, with random parameters in `dtype` drawn from `key`."""
     return family_of(config).model(config, dtype=jnp.dtype(dtype), key=key)
 
 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
-    """The model with shapes for arrays: costs no memory and starts no device."""
+    """Return the model with a `jax.ShapeDtypeStruct` for each array. This uses no device and no memory for arrays."""
     return jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=dtype))
 
 

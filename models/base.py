@@ -1,6 +1,6 @@
-"""What every family's model is: `embed`, `layers`, `head`, and the call that composes them, on a mesh or on none.
+"""The base class of every family's model: `embed`, `layers`, `head`, and the call that composes them on any mesh.
 
-Also the type of what a family says of its Hugging Face folders.
+Also the contract of a family's mapping to Hugging Face folders.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from moezoo.parallel.execution import Execution
 
 
 class TokenEmbedding(eqx.Module):
-    """A vector for each token."""
+    """A table with one vector per token of the vocabulary."""
 
     weight: Embedding[Array, "vocab embed"]
 
@@ -35,12 +35,12 @@ class TokenEmbedding(eqx.Module):
         self.weight = normal(key, (vocab, embed), std, dtype)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        """Look tokens up."""
+        """Return the vector of each token."""
         return jnp.take(self.weight, tokens, axis=0, mode="clip")
 
 
 class Unembedding(eqx.Module):
-    """The last norm and the projection to logits."""
+    """The final norm and the projection to logits."""
 
     norm: RMSNorm
     weight: Weight[Array, "embed -> vocab"]
@@ -50,21 +50,22 @@ class Unembedding(eqx.Module):
         self.weight = normal(key, (embed, vocab), std, dtype)
 
     def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
-        """Logits, float32."""
+        """Return float32 logits."""
         return project(self.norm(hidden), self.weight, dtype=jnp.float32)
 
 
 class Output(NamedTuple):
-    """`logits` [batch, seq, vocab] float32 and what is told of `routing`, layer by layer."""
+    """The result of a model: `logits` [batch, seq, vocab] float32, and `routing` with a row per MoE layer."""
 
     logits: Float[Array, "batch seq vocab"]
     routing: Routing
 
 
 class LanguageModel(eqx.Module):
-    """A family's model: a token embedding, stacks of layers, an unembedding; its only leaves are arrays.
+    """A token embedding, stacks of layers, and an unembedding. All leaves are arrays.
 
-    Every layer is a `moezoo.models.block.Block`.
+    Every layer is a `moezoo.models.block.Block`. A family declares the four fields and an `__init__(config, *, dtype,
+    key)`.
     """
 
     embedding: eqx.AbstractVar[TokenEmbedding]
@@ -74,17 +75,17 @@ class LanguageModel(eqx.Module):
 
     @property
     def routing_config(self) -> RoutingConfig:
-        """Coefficients of the routing losses."""
+        """The coefficients of the routing losses."""
         c = self.config
         return RoutingConfig(c.load_balance, c.z_loss, c.experts_per_token, c.load_balance_over)
 
     @property
     def vocab(self) -> int:
-        """Size of the vocabulary."""
+        """The size of the vocabulary."""
         return self.unembedding.weight.shape[-1]
 
     def after_step(self, load: Int[Array, "layer experts"]) -> "LanguageModel":
-        """The model with its buffers moved by a training step's `load`, over all devices and micro-steps."""
+        """Return the model with its buffers moved by a training step's `load`, summed over devices and micro-steps."""
         model = self
         for (stack, kind), rows in routing_rows(self.stacks).items():
             mine = lambda m, stack=stack, kind=kind: m.stacks[stack].blocks[kind].feed_forward  # noqa: E731
@@ -93,7 +94,7 @@ class LanguageModel(eqx.Module):
 
     @jax.named_scope("embedding")
     def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
-        """Tokens to activations."""
+        """Return the activations of tokens."""
         return execution.whole(self.embedding)(tokens)
 
     @jax.named_scope("layers")
@@ -105,12 +106,12 @@ class LanguageModel(eqx.Module):
         cache: Cache | None = None,
         keep: Keep | None = None,
     ) -> LayersOutput:
-        """All layers, as `moezoo.models.layers.run_layers` says."""
+        """Run all layers (`moezoo.models.layers.run_layers`)."""
         return run_layers(self.stacks, x, context, execution, cache, keep)
 
     @jax.named_scope("head")
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
-        """Activations to logits."""
+        """Return the logits of activations."""
         return execution.whole(self.unembedding)(hidden)
 
     def __call__(
@@ -121,11 +122,16 @@ class LanguageModel(eqx.Module):
         positions: Int[Array | np.ndarray, "batch seq"] | None = None,
         execution: Execution | None = None,
     ) -> Output:
-        """Logits and routing of whole arrays of tokens, computed as `execution` says (default: one device).
+        """Return logits and routing.
 
-        `segments` numbers the documents of a row from 1, 0 being padding; default: each row is one document.
-        `positions` counts within a document; default: from the start of the row. Raises `UserError` when tokens are
-        not integers [batch, seq], or the mesh splits the batch or the sequence into parts that are not whole.
+        Args:
+            tokens: integers [batch, seq], the whole batch even on a mesh.
+            segments: the number of each token's document in its row, from 1; 0 is padding. Default: all 1.
+            positions: each token's position in its document. Default: its index in the row.
+            execution: how the model runs. Default: on one device.
+
+        Raises:
+            UserError: tokens are not integers [batch, seq], or the mesh does not divide the batch or the sequence.
         """
         execution = execution or Execution()
         if jnp.ndim(tokens) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
@@ -160,7 +166,10 @@ class LanguageModel(eqx.Module):
 def check_tokens(
     batch: int, length: int, execution: Execution, *, batch_key: str = "batch", micro_steps: int = 1
 ) -> None:
-    """Raise `UserError` unless the mesh splits each micro-step's rows of `length` tokens evenly."""
+    """Raise `UserError` unless the mesh divides the rows of each micro-step and their `length` tokens.
+
+    `batch_key` is the name of the batch size in the message.
+    """
     for key, size, axes, parts in (
         (batch_key, batch, execution.batch_axes, micro_steps),
         ("seq_len", length, execution.sequence_axes, 1),
@@ -174,26 +183,33 @@ def check_tokens(
             )
 
 
-# What ours is called, or several that lie there as one, joined along their last dimension; and what it is called there.
+# Path of our array -> name of the tensor. A tuple of paths: arrays joined along their last dimension in one tensor.
 Names = Mapping[str | tuple[str, ...], str]
 
 
 @runtime_checkable
 class Hub(Protocol):
-    """What a family's file provides."""
+    """The mapping between a family and Hugging Face folders, provided by a module.
+
+    | name | meaning |
+    |---|---|
+    | `MODEL_TYPES` | values of `model_type` in config.json that the family reads |
+    | `NAMES` | tensor names of arrays outside the layers |
+    | `LAYER_NAMES` | tensor names of a layer's arrays, with `{layer}` and `{expert}`; paths start at the block |
+    """
 
     MODEL_TYPES: tuple[str, ...]
     NAMES: Names
     LAYER_NAMES: Names
 
     def find_unused(self, left: set[str], expected: set[str]) -> set[str]:
-        """Of the tensors that no parameter has, those to leave alone."""
+        """Return those of the `left` tensors, which no parameter has, that may be ignored. `expected`: all others."""
         ...
 
     def config_from_hub(self, mapping: Mapping[str, Any]) -> Any:
-        """The family's configuration of a config.json. Raises `UserError` for settings that the family cannot have."""
+        """Return the configuration that a config.json describes. Raises `UserError` for what the family cannot do."""
         ...
 
     def config_to_hub(self, config: Any) -> dict[str, Any]:
-        """The other way round, without the dtype."""
+        """Return the config.json of a configuration, without the dtype. Raises `UserError` where there is none."""
         ...

@@ -1,4 +1,10 @@
-"""The one block that every layer of every family is."""
+"""The block: every layer of every family is one.
+
+    x = x + attention(norm(x))
+    x = x + feed_forward(norm(x))        # an MLP or a mixture of experts
+
+with x [batch, seq, embed] (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745).
+"""
 
 from typing import NamedTuple
 
@@ -16,7 +22,7 @@ from moezoo.parallel.execution import Execution
 
 
 class LayerOutput(NamedTuple):
-    """A layer's activations; its routing sums, None where it routes nothing; what its attention keeps."""
+    """The activations `x`, the routing `sums` (None without experts), and what attention `kept` for later tokens."""
 
     x: Float[Array, "batch seq embed"]
     sums: LayerSums | None
@@ -24,9 +30,9 @@ class LayerOutput(NamedTuple):
 
 
 class Block(eqx.Module):
-    """Attention, then an MLP or a mixture of experts, each behind a norm and beside the residual stream.
+    """Attention, then an MLP or a mixture of experts. Each reads the normalised residual stream and adds to it.
 
-    The two last norms are for families that normalise what each part adds to the stream.
+    The two `after` norms are for families that also normalise what a part adds.
     """
 
     attention_norm: RMSNorm
@@ -39,7 +45,7 @@ class Block(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> LayerOutput:
-        """The layer of activations; weights are whole."""
+        """Run the layer. Its weights are gathered already (`Execution.whole`). With a `past`, see `run_layers`."""
         with jax.named_scope("attention"):
             y, kept = self.attention(self.attention_norm(x), context, execution, past)
             x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
@@ -50,5 +56,5 @@ class Block(eqx.Module):
 
     @property
     def moe(self) -> MoE | None:
-        """The mixture of experts, if the block has one."""
+        """The mixture of experts, or None."""
         return self.feed_forward if isinstance(self.feed_forward, MoE) else None

@@ -1,22 +1,29 @@
-"""What the library reads of a family's configuration: the contract that every family's dataclass keeps."""
+"""The contract of a family's configuration: the fields that the library reads."""
 
 import abc
 from typing import Literal
 
-from moezoo.errors import UserError, check_not_negative, check_positive
+from moezoo.errors import UserError, check_not_negative, check_numbers, check_positive
 
 
 class ModelConfig(abc.ABC):
-    """Sizes of a model; each family's is a frozen dataclass with these fields, and with fields of its own.
+    """The settings of a model. A family's configuration is a frozen dataclass with these fields and others.
 
-    - `vocab`, `embed`, `layers`, `heads`: size of the vocabulary, width of the residual stream, layers, query heads;
-    - `expert_mlp`, `experts`, `experts_per_token`: width of an expert, experts a layer, experts that a token goes to;
-    - `max_length`: tokens that a text may have;
-    - `norm_eps`: epsilon of the RMS norms;
-    - `init_std`: standard deviation of the embeddings at the start; matrices start at 1 / sqrt(inputs), those that
-      write to the residual stream at 1 / sqrt(2 layers) of it;
-    - `load_balance`, `z_loss`: coefficients of the routing losses (`moezoo.moe.routing`); `load_balance_over` is what
-      the balance is taken over.
+    | field | meaning |
+    |---|---|
+    | `vocab`, `embed`, `layers`, `heads` | vocabulary size, width of the residual stream, layers, query heads |
+    | `expert_mlp`, `experts`, `experts_per_token` | width of an expert, experts per layer, experts per token |
+    | `max_length` | the most tokens that a text may have |
+    | `norm_eps` | epsilon of the RMS norms |
+    | `init_std` | standard deviation of the initial embeddings and unembeddings |
+    | `load_balance`, `z_loss` | coefficients of the routing losses (`moezoo.moe.routing`) |
+    | `load_balance_over` | what the load-balance loss is computed over: the batch or each sequence |
+
+    Matrices start with standard deviation 1 / sqrt(inputs), those that write to the residual stream with
+    1 / sqrt(2 `layers` inputs).
+
+    Raises:
+        UserError: a number is not finite or out of its range, or sizes contradict each other.
     """
 
     vocab: int
@@ -35,21 +42,22 @@ class ModelConfig(abc.ABC):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, itself included; None for all. A sliding window is a family's field."""
+        """The number of tokens that a query sees, itself included; None for all. A family may make it a field."""
         return None
 
     @property
     @abc.abstractmethod
     def kept_dims(self) -> tuple[int, ...]:
-        """How many numbers attention keeps of a token, array by array."""
+        """The numbers that attention keeps per token and layer, one entry per array."""
 
     @property
     @abc.abstractmethod
     def dims_of_a_pair(self) -> int:
-        """Products that a head makes for each query and key that see each other: of the score, and of the value."""
+        """The multiplications per head for each query and key that see each other: for the score and for the value."""
 
     def __post_init__(self):
-        """Raise `UserError` where the sizes that every family has contradict; a family's own checks follow."""
+        """Check the fields that every family has. A family's checks follow."""
+        check_numbers("model", self)
         sizes = ("vocab", "embed", "layers", "heads", "expert_mlp", "experts", "experts_per_token", "max_length")
         check_positive("model", self, *sizes, "norm_eps", "init_std")
         check_not_negative("model", self, "load_balance", "z_loss")
@@ -61,10 +69,13 @@ class ModelConfig(abc.ABC):
 
 
 class GroupedAttentionConfig(ModelConfig):
-    """Sizes of a model with grouped-query attention.
+    """The settings of a model with grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
 
-    - `kv_heads`: key-value heads, each of which serves as many query heads;
-    - `head_dim`: numbers of a query, a key and a value, all of them rotated; `rope_base`: base of the frequencies.
+    | field | meaning |
+    |---|---|
+    | `kv_heads` | key-value heads; each serves `heads` / `kv_heads` query heads |
+    | `head_dim` | size of a head's query, key and value |
+    | `rope_base` | base of the rotary frequencies |
     """
 
     kv_heads: int
@@ -73,12 +84,12 @@ class GroupedAttentionConfig(ModelConfig):
 
     @property
     def kept_dims(self) -> tuple[int, ...]:
-        """Its key and its value."""
+        """Keys and values."""
         return (self.kv_heads * self.head_dim,) * 2
 
     @property
     def dims_of_a_pair(self) -> int:
-        """Both of them."""
+        """`head_dim` for the score and `head_dim` for the value."""
         return 2 * self.head_dim
 
     def __post_init__(self):
@@ -89,12 +100,12 @@ class GroupedAttentionConfig(ModelConfig):
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
-                f"every key-value head serves as many heads, so choose a multiple of {self.kv_heads}"
+                f"choose a multiple of {self.kv_heads}, because every key-value head serves the same number of heads"
             )
         check_rotary(self, "head_dim")
 
 
 def check_rotary(config: ModelConfig, name: str) -> None:
-    """Raise `UserError` unless rotary positions can turn pairs of this size of a model's `config`."""
+    """Raise `UserError` unless the setting `name`, a size that rotary positions turn in pairs, is even."""
     if getattr(config, name) % 2:
-        raise UserError(f"model.{name}={getattr(config, name)} must be even: rotary positions turn pairs")
+        raise UserError(f"model.{name}={getattr(config, name)} must be even, because rotary positions turn pairs")

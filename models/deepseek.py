@@ -1,8 +1,22 @@
-"""DeepSeek-V2 (2024, arXiv:2405.04434) and V3 (2024, arXiv:2412.19437): one family, told apart by its settings.
+"""DeepSeek-V2 (2024, arXiv:2405.04434) and V3 (2024, arXiv:2412.19437). The settings choose between the two.
 
-Top to bottom: the configuration, the two kinds of layer, the model, its names in a Hugging Face folder. Pre-norm
-residual layers with multi-head latent attention; the first layers have a dense MLP, the others experts behind a router
-and experts that every token shares.
+The file has, in this order, the configuration, the two kinds of layer, the model, and its tensor names in a Hugging
+Face folder.
+
+    x = embedding[tokens]                                              # [B, S, d]
+    for each layer:
+        x = x + latent_attention(norm(x))                              # V2, section 2.1
+        x = x + mlp(norm(x))                                           # the first `dense_layers` layers
+        x = x + shared(norm(x)) + sum_k gate_k * expert_k(norm(x))     # the other layers; V3, section 2.1.2
+    logits = norm(x) @ unembedding                                     # [B, S, vocab]
+
+B batch, S sequence, d `embed`. A token chooses the best K = `experts_per_token` of `experts` experts, by the rules of
+`router`; `shared` is an MLP as wide as `shared_experts` experts.
+
+| router | score | best groups | choice bias | gates |
+|---|---|---|---|---|
+| V2 | softmax | by their best expert | none | scores |
+| V3 | sigmoid | by the sum of their two best experts | learned | scores, normalised to sum to 1 |
 """
 
 import dataclasses
@@ -30,19 +44,25 @@ from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
 from moezoo.parallel.axes import Stack
 
-# DeepSeek-V3's way to choose, of the laptop size's experts.
+# DeepSeek-V3's router, with groups for the experts of the laptop size.
 _ROUTER = Choice("sigmoid", groups=4, kept_groups=2, group_score="sum_of_top2", scale=2.5, choice_bias="learned")
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepSeekConfig(ModelConfig):
-    """Sizes of a DeepSeek-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+    """Settings of a DeepSeek model. The defaults are the laptop size.
 
-    `dense_layers`: how many of the first layers have a dense MLP of width `mlp`. `shared_experts`: how many experts'
-    width every token has besides its own. `q_lora` null: queries without a latent. `router`: how experts are chosen
-    and weighed. `rope_base`, `rope_pairs`: base of the rotary frequencies, and which dimensions turn together. `yarn`:
-    the extension of rotary positions to longer texts; a factor of 1 is none. The other fields are
-    `moezoo.models.config.ModelConfig`'s.
+    | field | meaning |
+    |---|---|
+    | `dense_layers`, `mlp` | number of first layers that have an MLP instead of experts, and its width |
+    | `shared_experts` | width of the shared MLP, in experts; 0 for none |
+    | `q_lora`, `kv_lora` | sizes of the latents of queries (None: no latent) and of keys and values |
+    | `nope_dim`, `rope_dim`, `value_dim` | per head: the plain and the rotated part of a key, and a value |
+    | `router` | how experts are chosen and gates computed |
+    | `rope_base`, `rope_pairs` | base of the rotary frequencies; which dimensions turn together |
+    | `yarn` | the extension to longer texts; a factor of 1 is none |
+
+    `moezoo.models.config.ModelConfig` describes the others.
     """
 
     vocab: int = 256
@@ -76,7 +96,7 @@ class DeepSeekConfig(ModelConfig):
         check_positive("model", self, "kv_lora", "nope_dim", "rope_dim", "value_dim", "rope_base")
         check_not_negative("model", self, "dense_layers", "shared_experts")
         if self.q_lora is not None and self.q_lora < 1:
-            raise UserError(f"model.q_lora={self.q_lora} must be at least 1, or null for queries without a latent")
+            raise UserError(f"model.q_lora={self.q_lora} must be at least 1, or null for no latent of queries")
         if self.dense_layers and self.mlp < 1:
             raise UserError(f"model.mlp={self.mlp} must be greater than 0 with model.dense_layers={self.dense_layers}")
         if self.dense_layers >= self.layers:
@@ -89,12 +109,12 @@ class DeepSeekConfig(ModelConfig):
 
     @property
     def kept_dims(self) -> tuple[int, ...]:
-        """Its latent and the shared rotated key."""
+        """The latent, and the rotated key that all heads share."""
         return (self.kv_lora, self.rope_dim)
 
     @property
     def dims_of_a_pair(self) -> int:
-        """Of the score's two parts, and of the value."""
+        """The two parts of the score, and the value."""
         return self.nope_dim + self.rope_dim + self.value_dim
 
 
@@ -123,7 +143,7 @@ def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dty
 
 
 class DeepSeek(LanguageModel):
-    """`model(tokens)` -> logits and routing, of the layers with experts."""
+    """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
@@ -142,7 +162,7 @@ class DeepSeek(LanguageModel):
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
 
 
-# Our arrays and the tensors of a Hugging Face folder; a tuple is several that lie there as one.
+# Path of our array -> tensor name in a Hugging Face folder; the arrays of a tuple are joined in one tensor.
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "unembedding.norm.scale": "model.norm.weight",

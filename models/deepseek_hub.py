@@ -1,4 +1,4 @@
-"""DeepSeek's configuration as the config.json of a Hugging Face folder, both ways."""
+"""DeepSeek's configuration from and to the config.json of a Hugging Face folder."""
 
 import re
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.deepseek import NAMES as NAMES
 from moezoo.models.deepseek import DeepSeekConfig
 
-# The second and third are told apart by what their names imply and no key says: softmax, or sigmoid with a bias.
+# The type alone gives the router: softmax for deepseek_v2, sigmoid with a choice bias for the others.
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 
-# A layer that predicts one more token has these beside what a layer has.
+# Tensors that only layers for multi-token prediction have (DeepSeek-V3, section 2.2).
 _NEXT_TOKEN = ("eh_proj", "enorm", "hnorm", "shared_head")
 
 
 def find_unused(left: set[str], expected: set[str]) -> set[str]:
-    """Layers after the last that are for predicting several tokens at once."""
+    """Return the tensors of the extra layers for multi-token prediction."""
     layer_of = {name: m[1] for name in left | expected if (m := re.match(r"model\.layers\.(\d+)\.", name))}
     known = {layer_of[name] for name in expected if name in layer_of}
     further = {layer_of[name] for name in left if name in layer_of and name.split(".")[3] in _NEXT_TOKEN} - known
@@ -28,7 +28,7 @@ def find_unused(left: set[str], expected: set[str]) -> set[str]:
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
-    """The configuration. Raises `UserError` for what the family does not have."""
+    """Return the configuration. Raises `UserError` for settings that the family does not have."""
     for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         if mapping.get(key):
             raise UserError(f"config.json: {key} is true; this family does not have it")
@@ -36,9 +36,9 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     check_activation(mapping)
     method = mapping.get("topk_method") or "greedy"
     if not sigmoid and method not in ("greedy", "group_limited_greedy"):
-        raise UserError(f"config.json: topk_method {method}; this version has greedy and group_limited_greedy")
+        raise UserError(f"config.json: topk_method {method}; this family reads greedy and group_limited_greedy")
     grouped = sigmoid or method == "group_limited_greedy"
-    groups, kept = (8, 4) if sigmoid else (1, 1)  # where nothing is said
+    groups, kept = (8, 4) if sigmoid else (1, 1)  # for missing keys
     rope = read_rope(mapping)
     settings = dict(
         vocab=require(mapping, "vocab_size"),
@@ -61,13 +61,13 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
             groups=(mapping.get("n_group") or groups) if grouped else 1,
             kept_groups=(mapping.get("topk_group") or kept) if grouped else 1,
             group_score="sum_of_top2" if sigmoid else "max",
-            # The second version has the key too and does not heed it.
+            # transformers ignores this key for V2.
             gates="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
             scale=get_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
             choice_bias="learned" if sigmoid else "none",
         ),
         rope_base=get_or(rope, "rope_theta", 1e4),
-        # Of the third version alone.
+        # Only V3 has this key.
         rope_pairs="interleaved" if mapping.get("rope_interleave", True) or not sigmoid else "halves",
         max_length=mapping.get("max_position_embeddings") or (4096 if sigmoid else 2048),
         norm_eps=require(mapping, "rms_norm_eps"),
@@ -78,19 +78,19 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
 
 
 def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
-    """The keys that transformers reads. Raises `UserError` for a router that neither version has."""
+    """Return the keys that transformers reads. Raises `UserError` for a router that is neither V2's nor V3's."""
     c, r = config, config.router
     third = r.score == "sigmoid"
     if third != (r.choice_bias == "learned") or (r.groups > 1 and third != (r.group_score == "sum_of_top2")):
         raise UserError(
             f"model.router.score={r.score} with model.router.choice_bias={r.choice_bias} and "
-            f"model.router.group_score={r.group_score} is neither DeepSeek-V2's router nor DeepSeek-V3's; transformers "
-            "has no other"
+            f"model.router.group_score={r.group_score} is neither DeepSeek-V2's router nor DeepSeek-V3's, and "
+            "transformers has no other"
         )
     if not third and (r.gates == "renormalised" or c.rope_pairs == "halves"):
         raise UserError(
-            f"model.router.gates={r.gates} and model.rope_pairs={c.rope_pairs}: DeepSeek-V2 in transformers has scores "
-            "and interleaved alone"
+            f"model.router.gates={r.gates} and model.rope_pairs={c.rope_pairs}: DeepSeek-V2 in transformers has only "
+            "scores and interleaved"
         )
     name = "DeepseekV3" if third else "DeepseekV2"
     mapping = {

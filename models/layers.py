@@ -1,4 +1,8 @@
-"""A model's layers: how they are stacked, where each one lies, and the one loop that runs them."""
+"""The layers of a model: how they are stacked, where each one is stored, and the loop that runs them.
+
+Layers that repeat a pattern of kinds are stored as one `Stack` and run by one scan. With kinds A A B A A B A A B, the
+period is A A B: the stack has three blocks, and each of their arrays has a leading dimension of three periods.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -15,14 +19,14 @@ from moezoo.nn.positions import Context, LayerNumbers
 from moezoo.parallel.axes import Stack
 from moezoo.parallel.execution import Execution
 
-# What is kept of a layer, from its block and what the block returned as kept.
+# (block, what its attention kept) -> what the loop keeps of the layer.
 Keep = Callable[[Block, PyTree], PyTree]
 
 
 class LayerPlace(NamedTuple):
-    """Where layer `number` of a model lies: array index `index` of block `kind` of stack `stack`.
+    """Where layer `number` is stored: at index `index` of the arrays of block `kind` of stack `stack`.
 
-    `routing_row`: which of the layers with experts it is, counted from 0; None for one without.
+    `routing_row`: its number among the layers with experts, from 0; None without experts.
     """
 
     number: int
@@ -33,17 +37,17 @@ class LayerPlace(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Of its block in the model."""
+        """The path of its block in the model."""
         return block_path(self.stack, self.kind)
 
 
 def block_path(stack: int, kind: int) -> str:
-    """The path in a model of block `kind` of a period."""
+    """Return the path of block `kind` of stack `stack` in a model."""
     return f"stacks[{stack}].blocks[{kind}]"
 
 
 def layer_places(stacks: tuple[Stack, ...]) -> tuple[LayerPlace, ...]:
-    """Where each layer lies, from the first to the last; `stacks` may be of shapes."""
+    """Return the place of each layer in order. `stacks` may hold shapes instead of arrays."""
     places: list[LayerPlace] = []
     rows = 0
     for number, stack in enumerate(stacks):
@@ -56,7 +60,7 @@ def layer_places(stacks: tuple[Stack, ...]) -> tuple[LayerPlace, ...]:
 
 
 def routing_rows(stacks: tuple[Stack, ...]) -> dict[tuple[int, int], np.ndarray]:
-    """By (stack, kind), the rows of routing that its layers have among all layers with experts."""
+    """Return, for each (stack, kind) with experts, the routing rows of its layers."""
     rows: dict[tuple[int, int], list[int]] = {}
     for place in layer_places(stacks):
         if place.routing_row is not None:
@@ -65,9 +69,10 @@ def routing_rows(stacks: tuple[Stack, ...]) -> dict[tuple[int, int], np.ndarray]
 
 
 def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Cut a model's layers, given by their kinds, into runs of (layers a period, periods).
+    """Cut layers, given by their kinds, into runs of (layers per period, periods).
 
-    A block is compiled for each layer of a period, so the cut has as few as can be; of equal ones the shortest periods.
+    One block is compiled for each layer of a period, so the cut has the fewest blocks; among equal cuts, the shortest
+    first period.
     """
     best: list[tuple[int, list[tuple[int, int]]]] = [(0, [])]  # from the last layer to the first
     for start in reversed(range(len(kinds))):
@@ -90,9 +95,13 @@ def make_stacks(
     keys: Array,
     numbers: Sequence[LayerNumbers] | None = None,
 ) -> tuple[Stack, ...]:
-    """The layers of a model: `make_block(kind, key)` for the kind and the random key of each one.
+    """Return the stacks of a model.
 
-    `numbers`: those of each layer, where they differ by layer.
+    Args:
+        kinds: the kind of each layer in order. Layers of one kind have the same structure.
+        make_block: `make_block(kind, key)` returns one layer.
+        keys: a random key per layer.
+        numbers: the numbers of each layer, where they differ by layer.
     """
     stacks, first = [], 0
     for period, count in find_periods(kinds):
@@ -107,9 +116,10 @@ def make_stacks(
 
 
 class LayersOutput(NamedTuple):
-    """Activations after the last layer; what was kept, by stack and kind; routing sums of the layers with experts.
+    """The result of all layers.
 
-    `sums` are this device's, a row a layer in order; None where something is kept.
+    `x`: activations after the last layer. `kept[stack][kind]`: what the loop kept. `sums`: routing sums of this device,
+    one row per layer with experts; None with a cache or `keep`.
     """
 
     x: Float[Array, "batch seq embed"]
@@ -125,11 +135,15 @@ def run_layers(
     cache: Cache | None = None,
     keep: Keep | None = None,
 ) -> LayersOutput:
-    """All layers: one scan a stack; weights are gathered inside, where a layer is about to run.
+    """Run all layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
-    - To train, neither `cache` nor `keep`: layers are rematerialised as `execution` says, and routing is summed.
-    - With `keep` (a prompt is read, modules are recorded): what it makes of every layer is `kept`.
-    - With a `cache` (one more token is read): layers look back on it and write their part; `kept` is the new cache's.
+    | use | `cache`, `keep` | returns |
+    |---|---|---|
+    | training | neither | routing sums; layers are rematerialised as `execution.remat` says |
+    | reading a prompt, recording modules | `keep` | in `kept`, what `keep` returns for each layer |
+    | reading one more token | `cache` | in `kept`, the cache with this token written |
+
+    Naive equivalent: `for block in blocks: x = block(x, context, execution).x`.
     """
     kept, sums = [], {}
     for number, stack in enumerate(stacks):
@@ -172,7 +186,7 @@ def run_layers(
 
 
 def _by_kind(stack: Stack) -> list[LayerNumbers] | None:
-    """The numbers of a stack's layers for a scan: for each kind of the period, arrays over the periods."""
+    """Return the numbers of a stack for a scan: for each kind, arrays [periods]."""
     if stack.numbers is None:
         return None
     period = len(stack.blocks)
@@ -183,7 +197,7 @@ def _by_kind(stack: Stack) -> list[LayerNumbers] | None:
 
 
 def _in_order(sums: dict[tuple[int, int], LayerSums], stacks: tuple[Stack, ...]) -> LayerSums:
-    """Routing sums by stack and kind as one, a row a layer in the order of the layers."""
+    """Join routing sums by (stack, kind) into one tree with a row per layer, in the order of the layers."""
     rows = routing_rows(stacks)
     order = np.argsort(np.concatenate([rows[where] for where in sums]))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums.values())

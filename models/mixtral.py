@@ -1,8 +1,16 @@
-"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): every MLP of a Mistral-style transformer a mixture of experts.
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): a transformer in which every MLP is a mixture of experts.
 
-Top to bottom: the configuration, one layer, the model, its names in a Hugging Face folder. Pre-norm residual layers;
-grouped-query attention with rotary positions and an optional sliding window; SwiGLU experts behind a softmax router;
-untied embeddings; no biases.
+The file has, in this order, the configuration, one layer, the model, and its tensor names in a Hugging Face folder.
+
+    x = embedding[tokens]                                 # [B, S, d]
+    for each layer:
+        x = x + attention(norm(x))                        # grouped queries, rotary positions, optional window
+        x = x + sum_k gate_k * expert_k(norm(x))          # the K best of E experts per token
+    logits = norm(x) @ unembedding                        # [B, S, vocab]
+
+B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. Gates are a softmax over the K largest router logits
+(section 2.1); expert(x) = (silu(x W_gate) * (x W_up)) W_down, with inner width `expert_mlp` (SwiGLU). There are no
+biases, and embedding and unembedding are separate matrices.
 """
 
 import dataclasses
@@ -29,10 +37,9 @@ from moezoo.parallel.axes import Stack
 
 @dataclasses.dataclass(frozen=True)
 class MixtralConfig(GroupedAttentionConfig):
-    """Sizes of a Mixtral-style model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+    """Settings of a Mixtral model. The defaults are the laptop size.
 
-    `kv_heads`: key-value heads, each of which serves as many query heads. `head_dim`: width of a head.
-    `rope_base`: base of the rotary frequencies. The other fields are `moezoo.models.config.ModelConfig`'s.
+    `window`: the tokens that a query sees, itself included; None for all. `moezoo.models.config` describes the others.
     """
 
     vocab: int = 256
@@ -79,7 +86,7 @@ def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
 
 
 class Mixtral(LanguageModel):
-    """`model(tokens)` -> logits and routing."""
+    """The model: `model(tokens)` returns logits and routing (`LanguageModel.__call__`)."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
@@ -96,7 +103,7 @@ class Mixtral(LanguageModel):
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
 
 
-# Our arrays and the tensors of a Hugging Face folder.
+# Path of our array -> tensor name in a Hugging Face folder.
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "unembedding.norm.scale": "model.norm.weight",

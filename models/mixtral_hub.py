@@ -1,4 +1,4 @@
-"""Mixtral's configuration as the config.json of a Hugging Face folder, both ways."""
+"""Mixtral's configuration from and to the config.json of a Hugging Face folder."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ find_unused = nothing_unused
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
-    """The configuration. Raises `UserError` for what the family does not have."""
+    """Return the configuration. Raises `UserError` for settings that the family does not have."""
     refuse_tied(mapping)
     check_activation(mapping)
     check_default_rope(mapping)
@@ -49,7 +49,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
 
 
 def config_to_hub(config: MixtralConfig) -> dict[str, Any]:
-    """The keys that transformers reads."""
+    """Return the keys that transformers reads."""
     c = config
     return {
         "architectures": ["MixtralForCausalLM"],

@@ -1,8 +1,15 @@
-"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): many small experts, queries and keys normalised as a whole.
+"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): many small experts, and normalised queries and keys.
 
-Top to bottom: the configuration, one layer, the model, its Hugging Face folder. Pre-norm residual layers; the norms of
-attention take all heads of queries, or of keys, as one vector; numbers of queries, keys and values may be clipped;
-every layer has softmax-routed experts, whose gates are by default the scores themselves; untied embeddings.
+The file has, in this order, the configuration, one layer, the model, and its mapping to Hugging Face folders.
+
+    x = embedding[tokens]                                 # [B, S, d]
+    for each layer:
+        x = x + attention(norm(x))                        # norms of queries and keys over all heads as one vector
+        x = x + sum_k gate_k * expert_k(norm(x))          # the K best of E experts per token
+    logits = norm(x) @ unembedding                        # [B, S, vocab]
+
+B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. Gates are the softmax over all E experts, by default
+not renormalised. Queries, keys and values may be clipped. Embedding and unembedding are separate matrices.
 """
 
 import dataclasses
@@ -33,10 +40,15 @@ from moezoo.parallel.axes import Stack
 
 @dataclasses.dataclass(frozen=True)
 class OlmoeConfig(GroupedAttentionConfig):
-    """Sizes of an OLMoE model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+    """Settings of an OLMoE model. The defaults are the laptop size.
 
-    `clip_qkv`: the largest size of a number of queries, keys and values; null for no bound. `attention_bias`: whether
-    the four projections of attention have biases.
+    | field | meaning |
+    |---|---|
+    | `router` | how experts are chosen and gates computed |
+    | `clip_qkv` | bound on the magnitude of the numbers in queries, keys and values; None for no bound |
+    | `attention_bias` | whether the four projections of attention have biases |
+
+    `moezoo.models.config` describes the others.
     """
 
     vocab: int = 256
@@ -90,7 +102,7 @@ def _make_block(c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Block:
 
 
 class Olmoe(LanguageModel):
-    """`model(tokens)` -> logits and routing."""
+    """The model: `model(tokens)` returns logits and routing (`LanguageModel.__call__`)."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
@@ -107,7 +119,7 @@ class Olmoe(LanguageModel):
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
 
 
-# How it lies in a Hugging Face folder: our arrays and its tensors, our settings and its keys.
+# Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.
 MODEL_TYPES = ("olmoe",)
 find_unused = nothing_unused
 NAMES = {
@@ -141,8 +153,8 @@ _KEYS |= {"max_length": "max_position_embeddings", "load_balance": "router_aux_l
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
-    """The configuration. Raises `UserError` for what the family does not have."""
-    # What a folder means that does not say it.
+    """Return the configuration. Raises `UserError` for settings that the family does not have."""
+    # For missing keys.
     defaults = {"num_key_value_heads": mapping.get("num_attention_heads"), "router_aux_loss_coef": 0.01}
     defaults |= {"max_position_embeddings": 4096, "initializer_range": 0.02}
     check_default_rope(mapping)
@@ -152,12 +164,12 @@ def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
 
 
 def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
-    """The keys that transformers reads. Raises `UserError` for what it does not have."""
+    """Return the keys that transformers reads. Raises `UserError` for settings that it does not have."""
     c = config
     if c.heads * c.head_dim != c.embed:
         raise UserError(
-            f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; transformers has "
-            "no other OLMoE"
+            f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; OLMoE in "
+            "transformers needs them equal"
         )
     rope = {"rope_type": "default", "rope_theta": c.rope_base}
     return write_grouped(c, _KEYS, "olmoe", "Olmoe") | {

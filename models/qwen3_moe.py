@@ -1,8 +1,15 @@
-"""Qwen3-MoE (Yang et al., 2025, arXiv:2505.09388): grouped-query attention with normalised heads, experts or MLPs.
+"""Qwen3-MoE (Yang et al., 2025, arXiv:2505.09388): grouped-query attention with normalised heads; experts or MLPs.
 
-Top to bottom: the configuration, one layer, the model, its Hugging Face folder. Pre-norm residual layers; each head of
-queries and keys is normalised before its rotation; layers have softmax-routed experts unless the settings name them
-otherwise; untied embeddings.
+The file has, in this order, the configuration, one layer, the model, and its mapping to Hugging Face folders.
+
+    x = embedding[tokens]                                 # [B, S, d]
+    for each layer:
+        x = x + attention(norm(x))                        # each head's query and key is normalised, then rotated
+        x = x + sum_k gate_k * expert_k(norm(x))          # the K best of E experts per token, or mlp(norm(x))
+    logits = norm(x) @ unembedding                        # [B, S, vocab]
+
+B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. Gates are a softmax over the K largest router
+logits. Embedding and unembedding are separate matrices.
 """
 
 import dataclasses
@@ -35,11 +42,18 @@ from moezoo.parallel.axes import Stack
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeConfig(GroupedAttentionConfig):
-    """Sizes of a Qwen3-MoE model; the defaults are the laptop size. Raises `UserError` on sizes that contradict.
+    """Settings of a Qwen3-MoE model. The defaults are the laptop size.
 
-    Layer i, from 0, has experts if i + 1 is a multiple of `moe_every` and `mlp_layers` does not name i; the others have
-    an MLP of width `mlp`. `attention_bias`: whether the four projections of attention have biases. `yarn`: the
-    extension of rotary positions to longer texts; a factor of 1 is none.
+    | field | meaning |
+    |---|---|
+    | `moe_every`, `mlp_layers` | layer i has experts if `moe_every` divides i + 1 and `mlp_layers` does not name i |
+    | `mlp` | width of the MLP in layers without experts |
+    | `router` | how experts are chosen and gates computed |
+    | `attention_bias` | whether the four projections of attention have biases |
+    | `window` | the tokens that a query sees, itself included; None for all |
+    | `yarn` | the extension to longer texts; a factor of 1 is none |
+
+    `moezoo.models.config` describes the others.
     """
 
     vocab: int = 256
@@ -72,7 +86,8 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
         self.router.check(self.experts, self.experts_per_token)
         if outside := [i for i in self.mlp_layers if not 0 <= i < self.layers]:
             raise UserError(
-                f"model.mlp_layers names layer {outside[0]} of model.layers={self.layers}, which count from 0"
+                f"model.mlp_layers names layer {outside[0]}, but model.layers={self.layers} has layers 0 to "
+                f"{self.layers - 1}"
             )
         if "moe" not in self.kinds:
             raise UserError(
@@ -82,7 +97,7 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
 
     @property
     def kinds(self) -> list[Literal["mlp", "moe"]]:
-        """What each layer has."""
+        """The feed-forward part of each layer."""
         with_experts = [(i + 1) % self.moe_every == 0 and i not in self.mlp_layers for i in range(self.layers)]
         return ["moe" if has else "mlp" for has in with_experts]
 
@@ -115,7 +130,7 @@ def _make_block(kind: Literal["mlp", "moe"], c: Qwen3MoeConfig, dtype: jnp.dtype
 
 
 class Qwen3Moe(LanguageModel):
-    """`model(tokens)` -> logits and routing, of the layers with experts."""
+    """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
@@ -132,7 +147,7 @@ class Qwen3Moe(LanguageModel):
         self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
 
 
-# How it lies in a Hugging Face folder: our arrays and its tensors, our settings and its keys.
+# Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.
 MODEL_TYPES = ("qwen3_moe",)
 find_unused = nothing_unused
 NAMES = {
@@ -167,13 +182,13 @@ _KEYS |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "int
 _KEYS |= {"expert_mlp": "moe_intermediate_size", "experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _KEYS |= {"moe_every": "decoder_sparse_step", "norm_eps": "rms_norm_eps", "max_length": "max_position_embeddings"}
 _KEYS |= {"init_std": "initializer_range", "load_balance": "router_aux_loss_coef"}
-# What a folder means that does not say it.
+# For missing keys.
 _DEFAULTS = {"decoder_sparse_step": 1, "max_position_embeddings": 32768, "initializer_range": 0.02}
 _DEFAULTS |= {"router_aux_loss_coef": 0.001}
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
-    """The configuration. Raises `UserError` for what the family does not have."""
+    """Return the configuration. Raises `UserError` for settings that the family does not have."""
     size = mapping.get("hidden_size", 0) // (mapping.get("num_attention_heads") or 1)
     settings = read_grouped(mapping, _KEYS, _DEFAULTS | {"head_dim": size})
     layers = range(settings["layers"])
@@ -186,7 +201,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
 
 
 def config_to_hub(config: Qwen3MoeConfig) -> dict[str, Any]:
-    """The keys that transformers reads. Raises `UserError` for a router that it does not have."""
+    """Return the keys that transformers reads. Raises `UserError` for a router that it does not have."""
     return write_grouped(config, _KEYS, "qwen3_moe", "Qwen3Moe") | {
         "mlp_only_layers": list(config.mlp_layers),
         "use_sliding_window": config.window is not None,

@@ -1,6 +1,8 @@
 """The exception for users' mistakes, the hint at the nearest valid name, and two common checks."""
 
+import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,3 +34,13 @@ def check_not_negative(section: str, settings: Any, *names: str) -> None:
     for name in names:
         if getattr(settings, name) < 0:
             raise UserError(f"{section}.{name}={getattr(settings, name)} must not be negative; 0 turns it off")
+
+
+def check_numbers(section: str, settings: Any) -> None:
+    """Raise `UserError` where a number of the dataclass `settings` is not finite, or an integer exceeds int32."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{section}.{field.name}={value} must be a finite number")
+        if isinstance(value, int) and value >= 2**31:
+            raise UserError(f"{section}.{field.name}={value} must be at most {2**31 - 1}, the largest int32")

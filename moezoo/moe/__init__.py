@@ -1,1 +1,1 @@
-"""Mixture of experts: router, experts, the strategies that bring them together, and the statistics of routing."""
+"""Mixture of experts: router, experts, dispatch strategies, and statistics of routing."""

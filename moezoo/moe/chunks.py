@@ -1,4 +1,4 @@
-"""Tokens through their experts chunk by chunk, so that devices compute while rows travel."""
+"""Run tokens through their experts chunk by chunk: devices compute one chunk while the rows of the next travel."""
 
 import itertools
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from moezoo.parallel.kernels import KernelOrder
 
 
 class Chunk(NamedTuple):
-    """Some of a device's tokens, and their assignment."""
+    """A part of a device's tokens, and their assignment."""
 
     tokens: Float[Array, "chunk embed"]
     assignment: Assignment
 
 
 class Exchange(NamedTuple):
-    """How a layer's tokens meet its experts: the steps that every chunk takes."""
+    """The steps of every chunk of a layer: dispatch, experts, combine."""
 
     strategy: Dispatch
     group: ExpertGroup
@@ -32,17 +32,21 @@ class Exchange(NamedTuple):
     grouped_matmul: KernelOrder
 
     def send(self, chunk: Chunk) -> Dispatched:
-        """Start a chunk on its way."""
+        """Dispatch a chunk."""
         with jax.named_scope("dispatch"):
             return self.strategy.dispatch(chunk.tokens, chunk.assignment, self.group)
 
     def finish(
         self, first: Dispatched, later: list[Chunk], alongside: Array | None
     ) -> tuple[Float[Array, "tokens embed"], Int[Array, ""]]:
-        """Results of all chunks in order, and the assignments dropped; `first` is the chunk that was sent.
+        """Return the results of all chunks in order, and the number of dropped assignments.
 
-        A chunk is sent before the experts work on the one before it. They wait for what was computed `alongside` the
-        first one's journey.
+        Each chunk is sent before the experts run on the previous one.
+
+        Args:
+            first: the dispatched first chunk.
+            later: the other chunks.
+            alongside: a result that is computed while the first chunk travels. Results are sent back after it is done.
         """
         there, back, dropped = first, [], first.dropped
         for chunk in later:
@@ -63,9 +67,10 @@ class Exchange(NamedTuple):
 
 
 def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Array, "rows embed"]:
-    """`rows`, when the others have been computed too, though it needs none of them.
+    """Return `rows` unchanged, but only after the others are computed.
 
-    Else compilers do those last, and nothing is left to do while rows travel. Gradients do not wait.
+    Without this, compilers compute the others last, and devices have nothing to do while rows travel. Gradients do not
+    wait.
     """
     awaited = [vary_like(lax.stop_gradient(x), rows) for x in others if x is not None]
     return checkpoint_name(_wait(rows, awaited), GROUPED_MATMUL) if awaited else rows
@@ -76,18 +81,18 @@ def _wait(rows: Array, awaited: list[Array]) -> Array:
     return lax.optimization_barrier((rows, *awaited))[0]
 
 
-# A barrier's own gradient would be a barrier, of zeros as large as what was awaited.
+# The gradient that JAX gives a barrier would be a barrier over zeros as large as the awaited arrays.
 _wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
 
 
 def chunk_sizes(tokens: int, count: int) -> list[int]:
-    """At most `count` parts of so many tokens, as even as can be; none is empty."""
+    """Return the sizes of at most `count` parts of `tokens`: as even as possible, none empty."""
     count = max(1, min(count, tokens))
     return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
 
 
 def cut(tokens: Float[Array, "tokens embed"], assignment: Assignment, count: int) -> list[Chunk]:
-    """The tokens in at most `count` chunks, as even as can be."""
+    """Cut tokens and assignment into at most `count` chunks, as even as possible."""
     bounds = [0, *itertools.accumulate(chunk_sizes(tokens.shape[0], count))]
     return [
         Chunk(tokens[a:b], Assignment(assignment.expert_ids[a:b], assignment.gates[a:b]))

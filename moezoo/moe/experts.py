@@ -1,4 +1,4 @@
-"""The experts: MLPs of one width, each on its own rows."""
+"""The experts of a layer: MLPs of one width, each applied to its own rows."""
 
 import equinox as eqx
 import jax
@@ -14,7 +14,10 @@ from moezoo.parallel.kernels import KernelOrder
 
 
 class Experts(eqx.Module):
-    """E MLPs: down(activation(gate x, up x))."""
+    """E gated MLPs, y = down(activation(gate x, up x)), as three arrays with a leading expert dimension.
+
+    The default activation is SwiGLU (Shazeer, 2020, arXiv:2002.05202).
+    """
 
     gate: Weight[Array, "expert, expert_embed -> expert_mlp"]
     up: Weight[Array, "expert, expert_embed -> expert_mlp"]
@@ -44,6 +47,12 @@ class Experts(eqx.Module):
         group_sizes: Int[Array, " experts"],
         implementation: str | KernelOrder | None,
     ) -> Float[Array, "rows embed"]:
-        """Each row through its expert; rows after the sum of `group_sizes` come out zero."""
+        """Apply to each row its expert.
+
+        Args:
+            rows: [R, d], sorted by expert.
+            group_sizes: int32, the number of rows of each expert. Rows after their sum are unused; their result is 0.
+            implementation: backends of the grouped products, in the order in which they are tried; None: the default.
+        """
         inner = gated(rows, self.gate, self.up, group_sizes, activation=self.activation, implementation=implementation)
         return grouped_matmul(inner, self.down, group_sizes, implementation=implementation)

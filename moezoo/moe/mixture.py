@@ -1,4 +1,7 @@
-"""The mixture of experts: route, dispatch, run the experts, combine."""
+"""The mixture of experts: route, dispatch, run the experts, combine.
+
+Naive equivalent for each token x: y = sum_k gate_k * expert_k(x) + shared(x), over the K experts that the router chose.
+"""
 
 import equinox as eqx
 import jax
@@ -17,9 +20,9 @@ from moezoo.parallel.execution import Execution
 
 
 class MoE(FeedForward):
-    """A router, its experts, and an MLP that every token goes through besides, if there is one.
+    """A router, its experts, and an optional shared MLP that runs on every token.
 
-    How tokens reach the experts is the execution's business.
+    The execution chooses how tokens reach the experts (`Execution.dispatch`).
     """
 
     router: Router
@@ -29,14 +32,14 @@ class MoE(FeedForward):
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
     ) -> FeedForwardOutput:
-        """Each token's sum over its experts times their gates, plus the shared part; padding is routed nowhere.
+        """Return each token's sum over its experts times their gates, plus the shared MLP. Padding is not routed.
 
-        Tokens travel in as many chunks as the strategy says. The shared part runs while the first one travels.
+        Tokens are cut into `chunks` of the strategy. The shared MLP runs while the first chunk travels.
         """
         group = execution.expert_group(self.router.weight.shape[1])
         assignment, sums = self.router(x, valid, execution.routing)
         tokens = rearrange(x, "b s d -> (b s) d")
-        # Every part of an assignment varies as the tokens do, so that strategies see one type.
+        # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
         assignment: Assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)
         strategy = resolve(execution.dispatch, group, varying_axes(tokens))
         exchange = Exchange(strategy, group, self.experts, execution.kernel("grouped_matmul"))
@@ -50,5 +53,5 @@ class MoE(FeedForward):
         return FeedForwardOutput(routed if shared is None else routed + shared, sums, routed)
 
     def after_step(self, load: Array) -> "MoE":
-        """With the router's choice bias moved by a training step's `load` [layer, experts]."""
+        """Return the module with the router's choice bias moved by the `load` [layer, experts] of a training step."""
         return eqx.tree_at(lambda m: m.router, self, self.router.rebalance(load))

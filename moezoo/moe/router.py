@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, and the gate of each."""
+"""The router: it chooses the experts of each token and computes their gates."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.errors import UserError, check_not_negative, check_positive
+from moezoo.errors import UserError, check_not_negative, check_numbers, check_positive
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
 from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
 
-# Who chooses: the router; or, to measure speed, chance or turns, whatever the router has learned.
+# How experts are chosen: by the router, or, to measure speed, at random or in turn, whatever the router has learned.
 RoutedBy = Literal["learned", "random", "balanced"]
 
 
 class Routed(NamedTuple):
-    """Each token's experts, and the layer's sums (drops still zero)."""
+    """The assignment of each token, and the routing sums of the layer. `sums.dropped` is still 0."""
 
     assignment: Assignment
     sums: LayerSums
@@ -29,16 +29,24 @@ class Routed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How each token's experts are chosen, and how their gates follow from the scores. Raises `UserError`.
+    """How a router chooses the experts of a token and computes their gates.
 
-    - `score`: of each expert, `softmax` over all or `sigmoid` of each by itself, float32;
-    - `groups`, `kept_groups`, `group_score`: experts in `groups` equal runs, of which the best `kept_groups` take part;
-      a group is as good as its best expert (`max`) or its two best together (`sum_of_top2`);
-    - `gates`: the chosen scores themselves, or `renormalised` to sum to one; times `scale`;
-    - `choice_bias`: whether a bias is added to the scores for the choice alone (Wang et al., 2024); a step moves it by
-      `bias_rate`.
+    With scores s (float32) and choice bias b, a token goes to the K experts with the largest s + b among the kept
+    groups. Its gates are scale * s, or scale * s / sum(s) over the chosen experts. The defaults are Mixtral's (Jiang et
+    al., 2024, section 2.1).
 
-    The default is Mixtral's (Jiang et al., 2024, section 2.1).
+    Args:
+        score: `softmax` over all experts, or `sigmoid` of each expert alone.
+        groups: number of equal runs that the experts are divided into (DeepSeek-AI, 2024, DeepSeek-V2, section 2.2.2).
+        kept_groups: number of groups, the best of each token, that its experts come from.
+        group_score: a group's score is its best expert's (`max`) or the sum of its two best (`sum_of_top2`).
+        gates: `scores` as they are, or `renormalised` to sum to 1.
+        scale: factor on the gates.
+        choice_bias: `learned` adds a bias to the scores for the choice only (Wang et al., 2024, arXiv:2408.15664).
+        bias_rate: how far a training step moves the choice bias.
+
+    Raises:
+        UserError: a number is out of its range, or `kept_groups` exceeds `groups`.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -51,6 +59,7 @@ class Choice:
     bias_rate: float = 0.001
 
     def __post_init__(self):
+        check_numbers("model.router", self)
         check_positive("model.router", self, "groups", "kept_groups", "scale")
         check_not_negative("model.router", self, "bias_rate")
         if self.kept_groups > self.groups:
@@ -60,15 +69,15 @@ class Choice:
             )
 
     def check(self, num_experts: int, k: int) -> None:
-        """Raise `UserError` unless `k` of so many experts can be chosen in this way."""
+        """Raise `UserError` unless `k` of `num_experts` experts can be chosen with these settings."""
         if num_experts % self.groups:
             raise UserError(
                 f"model.experts={num_experts} is not divisible by model.router.groups={self.groups}; choose a divisor"
             )
         if self.groups > 1 and self.group_score == "sum_of_top2" and num_experts == self.groups:
             raise UserError(
-                f"model.router.group_score=sum_of_top2 needs two experts a group but model.experts={num_experts} in "
-                f"model.router.groups={self.groups} have one; choose fewer groups or model.router.group_score=max"
+                f"model.router.group_score=sum_of_top2 needs two experts per group, but model.experts={num_experts} in "
+                f"model.router.groups={self.groups} has one; choose fewer groups or model.router.group_score=max"
             )
         eligible = num_experts // self.groups * self.kept_groups
         if k > eligible:
@@ -79,9 +88,9 @@ class Choice:
 
 
 class Router(eqx.Module):
-    """Scores every expert for every token, and chooses `k`.
+    """Scores of all experts for each token, and the choice of `k` of them.
 
-    `bias` is trained and added to the logits. `choice_bias` is no part of the scores: no gradient reaches it, and
+    Logits are x W + `bias`; `bias` is trained. `choice_bias` is not part of the scores: it receives no gradient, and
     `rebalance` moves it.
     """
 
@@ -110,9 +119,12 @@ class Router(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], routing: RoutedBy = "learned"
     ) -> Routed:
-        """Route tokens; scores are float32. Where not `valid` (padding) a token goes nowhere and is not counted.
+        """Return the assignment of B S tokens and the routing sums of the layer. Scores are float32.
 
-        With `routing` other than `learned` scores give the gates but do not choose the experts.
+        Args:
+            x: activations.
+            valid: False at padding, which goes to no expert and is not counted.
+            routing: with `random` or `balanced`, scores give the gates but do not choose the experts.
         """
         c, num_experts = self.choice, self.weight.shape[1]
         logits = project(x, self.weight, dtype=jnp.float32)
@@ -123,8 +135,8 @@ class Router(eqx.Module):
         else:
             scores = jax.nn.sigmoid(logits)
             probabilities = scores / scores.sum(-1, keepdims=True)
-        # Which experts are chosen has no gradient; how much they count has. Picking by comparison instead of by index
-        # keeps a scatter-add out of the backward pass.
+        # The choice has no gradient; the gates have one. Picking scores by comparison instead of by index keeps a
+        # scatter-add out of the backward pass.
         if routing == "learned":
             expert_ids = self._choose(jax.lax.stop_gradient(scores), self.choice_bias)
         elif routing == "random":
@@ -164,9 +176,9 @@ class Router(eqx.Module):
         return jax.lax.top_k(scores, self.k)[1]
 
     def _noise(self, scores: Float[Array, "batch seq experts"]) -> Float[Array, "batch seq experts"]:
-        """Scores drawn at random: other ones in every layer, and on every device whose tokens are others."""
+        """Return random scores. They differ by layer, and by device where tokens differ."""
         key = jax.random.key(0)
-        # Several weights of the layer: one, rounded to bfloat16, another layer may have too.
+        # Four weights identify the layer; one alone, rounded to bfloat16, may be the same in another layer.
         for weight in jax.tree.leaves(self.weight)[0].reshape(-1)[:4].astype(jnp.float32):
             key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(weight, jnp.uint32))
         if axes := tuple(sorted(varying_axes(scores))):
@@ -174,7 +186,10 @@ class Router(eqx.Module):
         return jax.random.uniform(key, scores.shape)
 
     def _round_robin(self, batch: int, seq: int) -> Int[Array, "batch seq k"]:
-        """Experts by turns, a token's own as far apart as its groups allow: all the same load after E tokens."""
+        """Return experts in turn. Every expert has the same load after E tokens.
+
+        The experts of one token are as far apart as the kept groups allow.
+        """
         c, token = self.choice, jnp.arange(batch * seq)[:, None]
         size, each = self.weight.shape[1] // c.groups, -(-self.k // c.kept_groups)
         nth = jnp.arange(self.k)[None]
@@ -183,16 +198,16 @@ class Router(eqx.Module):
         return (group * size + expert).reshape(batch, seq, self.k)
 
     def rebalance(self, load: Int[Array, "*layer experts"]) -> "Router":
-        """With the choice bias moved by `bias_rate` towards experts with less than the mean load of a step.
+        """Return the router with a choice bias that favours the experts with less than the mean load.
 
-        bias_e + bias_rate * sign(mean - load_e), from counts over all devices, so that it is the same on every
-        mesh; a load equal to the mean moves nothing (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2).
+        b_e + bias_rate * sign(mean - load_e) (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2). `load` counts the tokens
+        of a training step over all devices, so the result is the same on every mesh.
         """
         if self.choice_bias is None:
             return self
         num_experts = load.shape[-1]
         total = load.sum(-1, keepdims=True, dtype=jnp.int32)
-        # sign(total - num_experts * load) without a product that int32 could not hold.
+        # sign(total - num_experts * load), without the product, which may overflow int32.
         below = load < -(-total // num_experts)
         above = load > total // num_experts
         step = below.astype(jnp.float32) - above.astype(jnp.float32)

@@ -1,9 +1,13 @@
-"""What is told of routing: sums that each layer returns, and the losses and figures made of them after they are summed.
+"""Statistics of routing: the sums that each layer returns, and the losses and figures that follow from them.
 
-The load-balance loss of a layer is alpha * E * sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e the share of the
-K * T assignments that went to expert e, P_e its mean router probability over the T tokens. Its balanced value is
-exactly alpha. The z-loss is beta * mean_t(logsumexp(logits_t) ** 2) (Zoph et al., 2022, equation 5). T counts the
-tokens of one micro-step over all devices, or for `sequence` of one row, averaged over rows; padding counts nowhere.
+| loss | formula | source |
+|---|---|---|
+| load balance | alpha * E * sum_e f_e P_e; alpha where balanced | Fedus et al., 2021, arXiv:2101.03961, equation 4 |
+| z | beta * mean_t(logsumexp(logits_t) ** 2) | Zoph et al., 2022, arXiv:2202.08906, equation 5 |
+
+f_e is the share of the K T assignments that went to expert e; P_e is the mean router probability of e over T tokens.
+T counts the tokens of one micro-step over all devices. With `over="sequence"` it counts the tokens of one row of the
+batch, and the loss is averaged over rows. Padding is never counted.
 """
 
 from typing import Literal, NamedTuple
@@ -16,9 +20,9 @@ from moezoo.parallel.collectives import MeshAxes, psum_tree
 
 
 class LayerSums(NamedTuple):
-    """One layer's sums over this device's tokens, by row of the batch; scanned layers add a leading dimension."""
+    """Sums of one layer over the tokens of this device, per row of the batch. A scan adds a leading layer dimension."""
 
-    counts: Int[Array, "*layer batch experts"]  # assignments
+    counts: Int[Array, "*layer batch experts"]  # assignments per expert
     probabilities: Float[Array, "*layer batch experts"]
     tokens: Int[Array, "*layer batch"]
     z: Float[Array, "*layer"]  # squared logsumexp
@@ -26,7 +30,7 @@ class LayerSums(NamedTuple):
 
 
 class RoutingConfig(NamedTuple):
-    """alpha and beta above, the number K of experts a token, and what the balance is taken over."""
+    """alpha (`load_balance`), beta (`z_loss`), K, and `over`: what the load-balance loss is computed over."""
 
     load_balance: float
     z_loss: float
@@ -35,13 +39,15 @@ class RoutingConfig(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Routing of each MoE layer over all tokens of the batch, the same on every device.
+    """Routing of each MoE layer over all tokens of the batch. It is the same on every device.
 
-    - `load` [layer, experts] int32: assignments each expert was chosen for, drops included;
-    - `entropy` [layer] float32: of the load's distribution, in nats; log(E) when balanced;
-    - `max_violation` [layer] float32: largest load over the mean load, less 1; 0 when balanced;
-    - `dropped` [layer] int32: assignments that no expert computed;
-    - `load_balance_loss`, `z_loss` [layer] float32: with their coefficients; a model's loss is the mean over layers.
+    | field | shape, dtype | meaning |
+    |---|---|---|
+    | `load` | [layer, experts] int32 | assignments per expert, drops included |
+    | `entropy` | [layer] float32 | entropy of the load's distribution in nats; log(E) when balanced |
+    | `max_violation` | [layer] float32 | largest load / mean load - 1; 0 when balanced |
+    | `dropped` | [layer] int32 | assignments that no expert computed |
+    | `load_balance_loss`, `z_loss` | [layer] float32 | with their coefficients; a model's is the mean over layers |
     """
 
     load: Int[Array, "layer experts"]
@@ -53,7 +59,7 @@ class Routing(NamedTuple):
 
 
 def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Array:
-    """E * sum_e f_e P_e over the last dimension; 0 where there are no tokens."""
+    """Return E * sum_e f_e P_e over the last dimension; 0 without tokens."""
     total = jnp.maximum(tokens, 1).astype(jnp.float32)[..., None]
     share = jax.lax.stop_gradient(counts.astype(jnp.float32)) / (k * total)
     return counts.shape[-1] * (share * probabilities / total).sum(-1)
@@ -61,13 +67,13 @@ def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Arra
 
 @jax.named_scope("routing")
 def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes, sequence_axes: MeshAxes) -> Routing:
-    """Sum over devices, for all layers at once; differentiable.
+    """Return losses and figures of all layers from their sums on each device. Differentiable.
 
-    Rows that are split over `sequence_axes` are summed first where the balance is taken by `sequence`.
+    Sums are added over `batch_axes` and `sequence_axes`, the mesh axes that split rows and sequences.
     """
     k = config.experts_per_token
     if config.over == "sequence":
-        # f * P is not linear in the tokens, so rows must be whole before they are multiplied.
+        # f * P is not linear in the tokens, so the sums of split rows are added before they are multiplied.
         sums = psum_tree(sums, sequence_axes)
         by_row = _balance(sums.counts, sums.probabilities, sums.tokens, k=k)
         local = (by_row.sum(1), (sums.tokens > 0).sum(1, dtype=jnp.int32), sums.counts.sum(1), sums.tokens.sum(1))

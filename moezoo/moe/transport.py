@@ -1,6 +1,6 @@
-"""Rows to the devices of a group, to each as many as a plan says: the one place that exchanges unevenly.
+"""The exchange of uneven numbers of rows between the devices of a group. No other file does this.
 
-P devices; a table [P, P] has a row for each sender and a column for each receiver, and is the same on all of them.
+P is the number of devices. A table [P, P] has a row per sender and a column per receiver, the same on all devices.
 """
 
 import functools
@@ -16,9 +16,10 @@ from moezoo.parallel.collectives import GATHERED_TOKENS, MeshAxes, vary, vary_li
 
 
 class Transfer(NamedTuple):
-    """Who sends what: `size` rows, from row `start` of the sender's array on, to row `land` of the receiver's on.
+    """The plan of an exchange: for each pair of devices, `size` rows from row `start` of the sender's array are written
+    from row `land` of the receiver's array on.
 
-    What a device receives lies in the order of senders without gaps, what it sends in the order of receivers.
+    A device stores rows to send by receiver, and received rows by sender without gaps.
     """
 
     start: Int[Array, "senders receivers"]
@@ -26,18 +27,18 @@ class Transfer(NamedTuple):
     land: Int[Array, "senders receivers"]
 
     def back(self) -> "Transfer":
-        """Every row to where it came from: also how the cotangents of received rows travel."""
+        """Return the plan that moves every row back. Cotangents of received rows travel by it."""
         return Transfer(self.land.T, self.size.T, self.start.T)
 
 
 def exchange(rows: Float[Array, "sent embed"], transfer: Transfer, room: int, axes: MeshAxes) -> Array:
-    """The rows [room, embed] that this device receives over `axes`, zero where none lands.
+    """Return the rows [room, embed] that this device receives over `axes`; unused rows are 0.
 
-    One `ragged_all_to_all` on a TPU or GPU. The CPU has no such collective: there everything is gathered and what is
-    not for this device is left out, with the same result to the bit. Its gradient is the exchange back.
+    TPU and GPU run one `ragged_all_to_all`. XLA's CPU has no such collective: there all rows are gathered and each
+    device picks its own, with the same result to the bit. The gradient is the exchange by `transfer.back()`.
     """
-    # What arrives differs by device, whatever JAX's own typing of the collective says; so must what goes into the rule.
-    # Arguments vary alike: a custom gradient must return the types that it was given.
+    # The result differs by device, but JAX types it like the output buffer. The gradient rule must return the types of
+    # its arguments, so all of them vary over the same axes.
     everywhere = sorted(set(axes) | varying_axes(rows) | varying_axes(transfer.size))
     transfer = Transfer(*(vary(x, everywhere) for x in transfer))
     return checkpoint_name(_exchange(vary(rows, everywhere), transfer, room, axes), GATHERED_TOKENS)
@@ -51,7 +52,7 @@ def _exchange(rows, transfer, room, axes):
 
 
 def _exchange_forward(rows, transfer, room, axes):
-    # The backward pass needs nothing of the rows but how many there were, which an empty array tells.
+    # The backward pass needs only the number of rows, which an empty array carries.
     return _exchange(rows, transfer, room, axes), (transfer, rows[:, :0])
 
 

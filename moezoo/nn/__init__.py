@@ -1,1 +1,1 @@
-"""The parts around the experts: projections, norms, rotary positions, attention and its cache, the dense MLP."""
+"""The parts around the experts: projections, norms, rotary positions, attention and its cache, the MLP."""

@@ -1,4 +1,4 @@
-"""The contract of what stands between the two products into an MLP or an expert and the one out of it."""
+"""The contract of a gated activation: the function between the products of an MLP or an expert."""
 
 import abc
 
@@ -6,8 +6,8 @@ from jaxtyping import Array, Float
 
 
 class Activation(abc.ABC):
-    """A gated activation; each is a frozen dataclass in its own file, as it is part of a program's identity."""
+    """A gated activation. Each one is a frozen dataclass, because it is part of a program's identity."""
 
     @abc.abstractmethod
     def __call__(self, gate: Float[Array, "*dims mlp"], up: Float[Array, "*dims mlp"]) -> Float[Array, "*dims mlp"]:
-        """Of both products of the same tokens, number by number; zero where both are zero, as in rows of no token."""
+        """Return the activation, number by number. It must be 0 where both products are 0, as in unused rows."""

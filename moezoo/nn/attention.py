@@ -1,4 +1,8 @@
-"""Causal attention over packed documents, with grouped key-value heads and an optional window."""
+"""Causal attention over packed documents, with grouped key-value heads and an optional window.
+
+Shapes: x [B, S, d]; q [B, S, kv_heads, group, head_dim] with group = heads / kv_heads; k, v [B, S, kv_heads, head_dim].
+Naive equivalent: softmax(scale q k^T) v over the keys of the same document that are not later than the query.
+"""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -21,29 +25,34 @@ from moezoo.parallel.context_parallel import Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
-# What norms of queries and keys take together.
+# What a norm of queries and keys is computed over.
 NormOver = Literal["nothing", "head", "projection"]
 
 
 class KeyValue(NamedTuple):
-    """What a token leaves for those after it."""
+    """The key and value of each token, which later tokens attend to."""
 
     key: Float[Array, "*dims kv_heads head_dim"]
     value: Float[Array, "*dims kv_heads head_dim"]
 
 
 def expand(weights: None, kept: KeyValue) -> tuple[Array, Array]:
-    """What tokens leave behind are keys and values already."""
+    """Return what tokens keep: it is keys and values already."""
     del weights
     return kept.key, kept.value
 
 
 class Attention(SelfAttention):
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
+    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions.
 
-    Optional parts, None where a family lacks them: norms of queries and keys, over each head or over the whole
-    projection (`norm_over`); biases; `clip`, a bound on the size of each number of
-    queries, keys and values; `window`, the tokens that a query sees, itself included.
+    Optional parts:
+
+    | field | meaning |
+    |---|---|
+    | `query_norm`, `key_norm` | norms over each head or over the whole projection (`norm_over`) |
+    | `*_bias` | biases of the four projections |
+    | `clip` | bound on the magnitude of the numbers in queries, keys and values |
+    | `window` | the tokens that a query sees, itself included |
     """
 
     query: Weight[Array, "embed -> heads head_dim"]
@@ -100,7 +109,7 @@ class Attention(SelfAttention):
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> AttentionOutput:
-        """Attend, to what is `past` too. Where the sequence is split, keys and values travel."""
+        """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence keys and values travel."""
         q = self.rotary(self._project(x, self.query, self.query_bias, self.query_norm), context)
         k = self.rotary(self._project(x, self.key, self.key_bias, self.key_norm), context)
         v = self._project(x, self.value, self.value_bias, None)
@@ -120,7 +129,7 @@ class Attention(SelfAttention):
         return AttentionOutput(y if self.out_bias is None else y + self.out_bias[None, None], kept)
 
     def count_slots(self, length: int) -> int:
-        """Those of the window."""
+        """Return the tokens of the window."""
         return length if self.window is None else min(length, self.window)
 
     def _project(
@@ -135,6 +144,6 @@ class Attention(SelfAttention):
             y = norm(y)
         if self.clip is None:
             return y
-        # Not `jnp.clip`, a compiled function of its own: with it, jax 0.10 lets the collectives of a program that comes
-        # from the compilation cache overtake each other on a CPU.
+        # Not `jnp.clip`: its nested function lets collectives run out of order on a CPU in programs that jax 0.10 loads
+        # from the compilation cache.
         return jax.lax.clamp(jnp.asarray(-self.clip, y.dtype), y, jnp.asarray(self.clip, y.dtype))

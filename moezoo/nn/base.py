@@ -1,4 +1,4 @@
-"""The two parts of a block as contracts: attention, and a feed-forward part."""
+"""The contracts of the two parts of a block: attention and feed-forward."""
 
 import abc
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from moezoo.parallel.execution import Execution
 
 
 class AttentionOutput(NamedTuple):
-    """Attention's result; and what later tokens need of these, or all that is kept where there is a past."""
+    """The result `y`; `kept`, what later tokens need of these tokens, or with a past the updated `Past`."""
 
     y: Float[Array, "batch seq embed"]
     kept: PyTree
@@ -25,15 +25,22 @@ class SelfAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> AttentionOutput:
-        """Attend; with a `past`, also to the tokens that it holds."""
+        """Return attention over these tokens, or with a `past` over the tokens in it and this one.
+
+        Args:
+            x: activations; with a `past` of one token per row.
+            context: places of queries and keys.
+            execution: mesh, context parallelism and kernels.
+            past: the layer's cache when generating.
+        """
 
     @abc.abstractmethod
     def count_slots(self, length: int) -> int:
-        """How many tokens of a text of `length` tokens later ones may look back on: the slots of its cache."""
+        """Return the number of cache slots for a text of `length` tokens: the most tokens that a query can see."""
 
 
 class FeedForwardOutput(NamedTuple):
-    """The result `y`; a mixture's routing sums and the part of `y` that its routed experts gave, None for an MLP."""
+    """The result `y`; for a mixture also its routing `sums`, and `routed`, the part of `y` from routed experts."""
 
     y: Float[Array, "batch seq embed"]
     sums: PyTree = None
@@ -41,10 +48,10 @@ class FeedForwardOutput(NamedTuple):
 
 
 class FeedForward(eqx.Module):
-    """What each token goes through by itself: an MLP or a mixture of experts."""
+    """A function of each token alone: an MLP or a mixture of experts."""
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
     ) -> FeedForwardOutput:
-        """Tokens through it; where not `valid`, at padding, results do not matter and nothing is counted."""
+        """Return the result. `valid` is False at padding, where results are not used and nothing is counted."""

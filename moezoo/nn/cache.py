@@ -1,6 +1,6 @@
-"""What layers keep of the tokens so far, so that the next one does not compute them again.
+"""The cache of generation: what layers keep of earlier tokens.
 
-A cache is a ring buffer: what is kept of token t of a text is in slot t modulo the number of slots.
+The cache is a ring buffer: token t of a text goes to slot t modulo the number of slots.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from moezoo.parallel.context_parallel import Place
 
 
 class Past(NamedTuple):
-    """One layer's part of what a run of alike layers keeps.
+    """The cache as one layer sees it.
 
-    `kept` is all of it, arrays [layer, batch, slots, ...], so that a token is written in place, into `slot`.
+    `kept` has arrays [layer, batch, slots, ...] of all layers of the stack, so a token is written in place: at index
+    `layer`, in slot `slot`.
     """
 
     kept: PyTree
@@ -24,7 +25,7 @@ class Past(NamedTuple):
     slot: Int[Array, ""]
 
     def append(self, fresh: PyTree) -> tuple[PyTree, "Past"]:
-        """This layer's part [batch, slots, ...] with a token's `fresh` [batch, 1, ...] in its slot, and all of it."""
+        """Write a token's `fresh` [batch, 1, ...]. Return this layer's arrays [batch, slots, ...] and the new past."""
 
         def write(kept: Array, one: Array) -> Array:
             start = (self.layer, 0, self.slot, *(0,) * (one.ndim - 2))
@@ -36,11 +37,13 @@ class Past(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What the blocks of a model keep of tokens 0 to `column`.
+    """What the blocks of a model keep of the tokens before `column`.
 
-    - `kept[stack][kind]`: arrays [layer, batch, slots, ...];
-    - `keys[slots]`: whose each slot is, for each number of slots; an empty one belongs to segment 0, as padding does;
-    - `column`: the token that is read next, the same for all texts.
+    | field | meaning |
+    |---|---|
+    | `kept[stack][kind]` | arrays [layer, batch, slots, ...] |
+    | `keys[slots]` | for each number of slots, the place of the token in each slot; segment 0 in empty slots |
+    | `column` | index of the token that is read next, the same for all texts |
     """
 
     kept: tuple[tuple[PyTree, ...], ...]
@@ -48,7 +51,7 @@ class Cache(NamedTuple):
     column: Int[Array, ""]
 
     def add_key(self, at: Place) -> "Cache":
-        """With the positions [batch, 1] of token `column`."""
+        """Return the cache with the place [batch, 1] of token `column`."""
 
         def write(slots: int, keys: Place) -> Place:
             slot = (0, self.column % slots)
@@ -57,15 +60,15 @@ class Cache(NamedTuple):
         return self._replace(keys={slots: write(slots, keys) for slots, keys in self.keys.items()})
 
     def past(self, stack: int, kind: int, kept: PyTree, layer: Int[Array, ""]) -> tuple[Past, Place]:
-        """For layer number `layer` of that kind, whose stack keeps `kept` so far: its past, and whose its slots are."""
+        """Return the past of one layer and the places of its slots. `kept`: what its stack keeps so far."""
         slots = jax.tree.leaves(self.kept[stack][kind])[0].shape[2]
         return Past(kept, layer, self.column % slots), self.keys[slots]
 
 
 def fit(columns: Array, slots: int, *, dim: int) -> Array:
-    """What was kept of all columns of a text, as a cache of so many slots: column t in slot t modulo their number.
+    """Arrange what was kept of all columns of a text as a cache: column t in slot t modulo `slots`.
 
-    Of more columns than slots the last ones stay; of fewer, zeros fill the rest.
+    With more columns than slots, the last ones stay. With fewer, zeros fill the rest.
     """
     count = columns.shape[dim]
     if count <= slots:

@@ -18,11 +18,11 @@ from moezoo.parallel.stored import Stored
 
 
 class Int8(Stored):
-    """A weight of 8-bit integers, each output channel of each matrix times a scale of its own.
+    """A weight of 8-bit integers with one scale per output channel of each matrix.
 
-    The scale is the channel's largest magnitude / 127, values are rounded to the nearest integer, ties to even; a
-    channel of zeros has scale 1, and one with a number that is not finite stands for NaN in part. A value is off by at
-    most half its scale. Scales have the stacked dimensions and the outputs of `values`.
+    weight[..., o] is about values[..., o] * scale[o] with scale = max |weight[..., o]| / 127, or 1 for a channel of
+    zeros. Values are rounded to the nearest integer, ties to even, so the error is at most half the scale. A channel
+    with a number that is not finite has NaN in its result. `scale` has the stacked and output dimensions of `values`.
     """
 
     values: Int8Array[Array, "..."]
@@ -41,7 +41,7 @@ class Int8(Stored):
         self.outputs, self.dtype = len(axes.outputs), np.dtype(weight.dtype)
 
     def axes(self, declared: Axes) -> Mapping[str, Axes]:
-        """Scales have no inputs."""
+        """Return the declared axes for values, and for scales the same without inputs."""
         return {
             "values": Axes(Role.PART, declared.stacked, declared.inputs, declared.outputs),
             "scale": Axes(Role.PART, declared.stacked, (), declared.outputs),
@@ -49,11 +49,11 @@ class Int8(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the values."""
+        """The shape of the values."""
         return self.values.shape
 
     def whole(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """Values times scales, in float32, rounded once to `dtype`."""
+        """Return values times scales, computed in float32 and rounded once to `dtype`."""
         first = self.scale.ndim - self.outputs
         inputs = tuple(range(first, self.values.ndim - self.outputs))
         return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, inputs)).astype(dtype)
@@ -62,12 +62,17 @@ class Int8(Stored):
 def store(
     module: Any, matches: Callable[[str], bool], container: Callable[[Float[Array, "..."], Axes], Stored] = Int8
 ) -> Any:
-    """`module`, such as a model, with every weight whose path `matches` put into a container.
+    """Return `module` with each weight whose path `matches` in a container.
 
-    `matches` says it of a path, such as ".stacks[0].blocks[0].feed_forward.experts.gate". `container(array, axes)`
-    makes one. Raises
-    `UserError` where nothing matches, or something that is no weight, or one that is in a container already, or a
-    part of a stack. Of shapes: `jax.eval_shape(lambda m: store(m, matches), shapes)`.
+    For shapes instead of arrays, use `jax.eval_shape(lambda m: store(m, matches), shapes)`.
+
+    Args:
+        module: a whole model or another module, but not a block of a stack.
+        matches: whether to store the weight at a path, such as ".stacks[0].blocks[0].feed_forward.experts.gate".
+        container: `container(array, axes)` returns the container of a weight.
+
+    Raises:
+        UserError: nothing matches, or a match is not a weight, is in a container already, or is in a block of a stack.
     """
     chosen = {path: axes for path, axes, _ in parameter_table(module) if matches(path)}
     if not chosen:
@@ -81,11 +86,11 @@ def store(
             return leaf
         if axes.role is not Role.WEIGHT or is_stored(leaf):
             what = type(leaf).__name__ if is_stored(leaf) else axes.role.value
-            raise UserError(f"store: {name} is of kind {what}, expected a weight in an array; match weights alone")
+            raise UserError(f"store: {name} is of kind {what}, expected a weight in an array; match only weights")
         if leaf.ndim != len(axes.names):
             raise UserError(
-                f"store: {name} has {leaf.ndim} dimensions and its axes are {' '.join(axes.names)}; a block of a stack "
-                "has no meaning of its own, give the whole model"
+                f"store: {name} has {leaf.ndim} dimensions but the axes {' '.join(axes.names)}: it is in a block of "
+                "a stack; give the whole model"
             )
         return container(leaf, axes)
 

@@ -1,4 +1,4 @@
-"""Context parallelism: how a query meets keys of other devices where the sequence is split."""
+"""Context parallelism: attention where the sequence is split over devices."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ from moezoo.parallel.traffic import Move, Moves
 
 @dataclasses.dataclass(frozen=True)
 class GatherKept(ContextParallel):
-    """Queries stay; what tokens leave behind is gathered over the group and expanded whole on every device."""
+    """All-gather what tokens keep, and expand it to keys and values on every device. Queries stay."""
 
     def places(self, queries: Place, group: SequenceGroup) -> Places:
-        """Two all-gathers of integers."""
+        """All-gather positions and segments."""
         return Places(queries, Place(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries)))
 
     def attend(
@@ -32,16 +32,16 @@ class GatherKept(ContextParallel):
         scoring: Scoring,
         group: SequenceGroup,
     ) -> Array:
-        """An all-gather for each array of `kept`, whose transpose is a reduce-scatter."""
+        """All-gather each array of `kept`; gradients are reduce-scattered."""
         whole = jax.tree.map(lambda x: gather_tokens(x, group.axes, 1, tokens=group.token_axes), kept)
         return attend_whole(q, *expand(weights, whole), places, scoring)
 
     def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
-        """Positions and segments."""
+        """Return the all-gathers of positions and segments."""
         return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
 
     def exchanges(self, numbers: tuple[int, ...], dtype: DTypeLike, group: SequenceGroup) -> Moves:
-        """There, and gradients back."""
+        """Return the all-gathers of the arrays, and the reduce-scatters of their gradients."""
         there = tuple(Move("all_gather", group.axes, group.size, each, dtype) for each in numbers)
         return Moves(there, there, tuple(move.back() for move in there))
 
@@ -50,11 +50,11 @@ CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept}
 
 
 def context_parallel(execution: Execution) -> ContextParallel:
-    """The execution's; without one, `gather`."""
+    """Return the execution's context parallelism, by default `gather`."""
     return execution.context_parallel or GatherKept()
 
 
 def attend_whole(q: Array, k: Array, v: Array, places: Places, scoring: Scoring) -> Array:
-    """Queries over keys that are all here: the kernel's result alone."""
+    """Attend to keys and values that are all on this device."""
     scale, window, sinks, order = scoring
     return attend(q, k, v, **places._asdict(), scale=scale, window=window, sinks=sinks, implementation=order).result

@@ -1,4 +1,13 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1)."""
+"""Multi-head latent attention (DeepSeek-AI, 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    latent = norm(x W_kv_down)            # [B, S, kv_lora], one per token; the cache keeps it
+    shared = rotary(x W_kv_down')         # [B, S, rope_dim], one key per token for all heads; the cache keeps it
+    q = [q_nope, rotary(q_rope)]          # [B, S, heads, nope_dim + rope_dim], from x or from a latent of queries
+    k = [latent W_key_up, shared]         # [B, S, heads, nope_dim + rope_dim]
+    v = latent W_value_up                 # [B, S, heads, value_dim]
+
+Attention over q, k, v is the usual one. B batch, S sequence.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -20,14 +29,18 @@ from moezoo.parallel.context_parallel import Places, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
-_NORM_EPS = 1e-6  # of the norms of the latents, whatever the model's others have
+_NORM_EPS = 1e-6  # for the norms of latents in all released models, whatever epsilon the other norms have
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentSizes:
-    """Sizes of the latents (`q_lora` None: queries are projected directly) and, a head, of their parts.
+    """The number of heads and the sizes of latents and heads.
 
-    `nope_dim` of a query and a key have no position, `rope_dim` are rotated; `value_dim` of a value.
+    | field | size of |
+    |---|---|
+    | `q_lora`, `kv_lora` | the latent of queries (None: queries are projected directly), of keys and values |
+    | `nope_dim`, `rope_dim` | the part of a head's query and key without rotation, and with it |
+    | `value_dim` | a head's value |
     """
 
     heads: int
@@ -39,7 +52,7 @@ class LatentSizes:
 
 
 class Latents(NamedTuple):
-    """What a token leaves for those after it: its latent, and the key that all heads share, rotated."""
+    """What a token keeps for later ones: its latent, and the rotated key that all heads share."""
 
     latent: Float[Array, "batch keys kv_lora"]
     shared: Float[Array, "batch keys rope_dim"]
@@ -48,7 +61,7 @@ class Latents(NamedTuple):
 def expand(
     weights: tuple[Array | Stored, Array | Stored], latents: Latents
 ) -> tuple[Float[Array, "batch keys heads head_dim"], Float[Array, "batch keys heads value_dim"]]:
-    """Keys and values of all heads, of `weights` key_up and value_up."""
+    """Return keys and values of all heads. `weights`: key_up and value_up."""
     key_up, value_up = weights
     keys = project(latents.latent, key_up)
     shared = jnp.broadcast_to(latents.shared[:, :, None], (*keys.shape[:3], latents.shared.shape[-1]))
@@ -56,7 +69,7 @@ def expand(
 
 
 class LatentAttention(SelfAttention):
-    """Keys and values of all heads made from one latent a token, and one rotated key that all heads share."""
+    """Attention whose keys and values come from one latent per token and one rotated key per token."""
 
     query: Weight[Array, "embed -> heads head_dim"] | None
     query_down: Weight[Array, "embed -> q_lora_out"] | None
@@ -101,12 +114,12 @@ class LatentAttention(SelfAttention):
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> AttentionOutput:
-        """Attend, to what is `past` too. Where the sequence is split, latents travel: few bytes a token."""
+        """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence latents travel."""
         plain, turned = self._queries(x, context)
         kept: PyTree = self.latents(x, context)
         scoring = Scoring(self._scale_scores(context), order=execution.kernel("attention"))
         if past is None:
-            # Keys and values of every head: the fewest operations where queries are many.
+            # With many queries, making keys and values of every head takes the fewest operations.
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
             y = attend(q, kept, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
@@ -116,16 +129,16 @@ class LatentAttention(SelfAttention):
         return AttentionOutput(project(y, self.out, inputs=2), kept)
 
     def count_slots(self, length: int) -> int:
-        """All."""
+        """Return `length`: every token."""
         return length
 
     def _attend_to_latents(
         self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring
     ) -> Float[Array, "batch seq heads value_dim"]:
-        """The same numbers without a key or a value of any head, where a token looks back on many.
+        """Return the same result without making keys and values of each head, for one query and many keys.
 
-        q . (latent K) = (q K^T) . latent, and an average of (latent V) is an average of latents times V: all heads
-        attend to the latents as to one key-value head (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1.2).
+        q . (latent K) = (q K^T) . latent, and mean(latent V) = mean(latent) V. So all heads attend to the latents as to
+        one key-value head (DeepSeek-V2, section 2.1.2).
         """
         q = jnp.concatenate([contract("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
         k = jnp.concatenate(past, axis=-1)[:, :, None]
@@ -133,7 +146,7 @@ class LatentAttention(SelfAttention):
         return contract("bshl,lhv->bshv", y, self.value_up)
 
     def _scale_scores(self, context: Context) -> float | Array:
-        """What q . k is multiplied with."""
+        """Return the factor on q . k."""
         scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
         return scale if context.numbers is None else scale * context.numbers.score_scale
 
@@ -151,6 +164,6 @@ class LatentAttention(SelfAttention):
         return plain, self.rotary(turned, context)
 
     def latents(self, x: Float[Array, "batch seq embed"], context: Context) -> Latents:
-        """What tokens leave for those after them."""
+        """Return what tokens keep for later ones."""
         latent, shared = jnp.split(project(x, self.kv_down), [self.sizes.kv_lora], axis=-1)
         return Latents(self.kv_norm(latent), self.rotary(shared[:, :, None], context)[:, :, 0])

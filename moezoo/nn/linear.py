@@ -1,4 +1,4 @@
-"""The contractions outside the experts, and how a matrix begins."""
+"""The products with weights outside the experts, and the initial values of a matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from moezoo.parallel.stored import Stored, plain
 def project(
     x: Float[Array, "..."], weight: Float[Array, "..."] | Stored, inputs: int = 1, *, dtype: DTypeLike | None = None
 ) -> Float[Array, "..."]:
-    """Contract the last `inputs` dimensions of `x` with the first `inputs` of `weight`.
+    """Contract the last `inputs` dimensions of `x` with the first `inputs` dimensions of `weight`.
 
-    The result has the dtype of `x`, or `dtype`: scores and logits ask for float32, so that sums are not rounded. Layers
-    contract here, in `contract` and in `grouped_matmul` only, so they do not know how their weights are stored.
+    The result has the dtype of `x`, or `dtype`: scores and logits ask for float32, so their sums are not rounded.
+    Only this function, `contract` and `grouped_matmul` read weights, so layers do not know how weights are stored.
     """
     if isinstance(weight, Stored):
         return weight.product(x, inputs, x.dtype if dtype is None else dtype)
@@ -22,10 +22,10 @@ def project(
 
 
 def contract(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."] | Stored) -> Float[Array, "..."]:
-    """`jnp.einsum` of `x` and a weight, where `project` does not do: over outputs of the weight, or head by head."""
+    """Return the `jnp.einsum` of `x` and a weight, for products that `project` cannot express."""
     return jnp.einsum(equation, x, plain(weight, x.dtype))
 
 
 def normal(key: Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> Array:
-    """A normal distribution cut at two standard deviations, drawn in float32."""
+    """Draw from a normal distribution truncated at two standard deviations, in float32, and cast to `dtype`."""
     return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)

@@ -1,4 +1,4 @@
-"""The dense MLP: SwiGLU (Shazeer, 2020) or another gated activation."""
+"""The MLP with a gated activation, by default SwiGLU (Shazeer, 2020, arXiv:2002.05202)."""
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from moezoo.parallel.execution import Execution
 
 
 class MLP(FeedForward):
-    """down(activation(gate x, up x))."""
+    """y = down(activation(gate x, up x))."""
 
     gate: Weight[Array, "embed -> mlp"]
     up: Weight[Array, "embed -> mlp"]
@@ -40,6 +40,6 @@ class MLP(FeedForward):
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
     ) -> FeedForwardOutput:
-        """Each token by itself, padding too."""
+        """Apply the MLP to each token, padding included."""
         del valid, execution
         return FeedForwardOutput(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))

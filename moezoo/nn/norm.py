@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019)."""
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
 
 import equinox as eqx
 import jax
@@ -19,8 +19,8 @@ class RMSNorm(eqx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*dims embed"]) -> Float[Array, "*dims embed"]:
-        """Normalise each vector."""
+        """Return the normalised vectors."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        # The scale multiplies in x's dtype, after the cast, as in the released models.
+        # Released models multiply by the scale after the cast, in the dtype of x.
         return (wide * inverse).astype(x.dtype) * self.scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

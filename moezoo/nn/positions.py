@@ -1,4 +1,4 @@
-"""What attention is given besides activations: the places of tokens, and numbers that differ by layer."""
+"""The inputs of attention besides activations: the places of tokens, and numbers that differ by layer."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from moezoo.parallel.execution import Execution
 
 
 class LayerNumbers(NamedTuple):
-    """Numbers of attention that differ by layer: the rotary base, and a factor on the scores."""
+    """Numbers of attention that may differ by layer: the rotary base, and a factor on the scores."""
 
     rope_base: float | Float[Array, ""]
     score_scale: float | Float[Array, ""]
 
 
 class Context(NamedTuple):
-    """The places of this device's tokens and of keys; `numbers` is None where all layers have the same."""
+    """The places of the queries of this device and of the keys; `numbers` is None where layers do not differ."""
 
     queries: Place
     keys: Place
@@ -26,11 +26,11 @@ class Context(NamedTuple):
 
     @property
     def places(self) -> Places:
-        """Without the numbers."""
+        """The places of queries and keys."""
         return Places(self.queries, self.keys)
 
 
 @jax.named_scope("positions")
 def make_context(queries: Place, execution: Execution) -> Context:
-    """The context of a forward pass, made once, as all layers share it."""
+    """Return the context of a forward pass. All layers share it."""
     return Context(*context_parallel(execution).places(queries, execution.sequence_group))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), and the contract of extensions to longer texts."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the contract of extensions to longer texts."""
 
 import abc
 import dataclasses
@@ -7,32 +7,32 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Which dimensions turn together: i and i + head_dim / 2, or 2 i and 2 i + 1.
+# The dimensions of pair i: i and i + head_dim / 2, or 2 i and 2 i + 1.
 Pairs = Literal["halves", "interleaved"]
 
 
 def frequencies(size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
-    """Radians a position for each of `size` / 2 pairs: base ** (-2 i / size), float32."""
+    """Return the radians per position of each of `size` / 2 pairs: base ** (-2 i / size), float32."""
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
 class RotaryScaling(abc.ABC):
-    """How rotary positions are extended to texts longer than those trained on."""
+    """An extension of rotary positions to texts longer than those of training."""
 
     @abc.abstractmethod
     def frequencies(self, size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
-        """Radians a position for each of `size` / 2 pairs, float32."""
+        """Return the radians per position of each of `size` / 2 pairs, float32."""
 
     @property
     @abc.abstractmethod
     def magnitude(self) -> float:
-        """What the rotated queries and keys are multiplied with."""
+        """The factor on rotated queries and keys."""
 
     @property
     @abc.abstractmethod
     def score_scale(self) -> float:
-        """What scores are multiplied with, by families whose scores are: DeepSeek's."""
+        """The factor on attention scores. Only latent attention uses it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Unscaled(RotaryScaling):
     """No extension."""
 
     def frequencies(self, size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
-        """Those of short texts."""
+        """Return base ** (-2 i / size)."""
         return frequencies(size, base)
 
     @property
     def magnitude(self) -> float:
-        """Nothing changes them."""
+        """1."""
         return 1.0
 
     @property
     def score_scale(self) -> float:
-        """Nothing changes them."""
+        """1."""
         return 1.0
 
 
@@ -63,7 +63,8 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate each pair of dimensions by the angle position * frequency, in float32.
 
-    The result has halves for pairs, whatever order `x` has: queries and keys are reordered alike, which no score sees.
+    Pairs of the result are halves, whatever the order in `x`. Queries and keys are reordered in the same way, which
+    changes no score.
     """
     half = x.shape[-1] // 2
     angle = positions.astype(jnp.float32)[:, :, None, None] * frequency.reshape(1, 1, 1, half)

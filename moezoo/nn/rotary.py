@@ -1,4 +1,4 @@
-"""Rotary positions as a value: which dimensions turn together, and how fast."""
+"""Rotary positions as a value: which dimensions rotate together, and how fast."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from moezoo.nn.rope import Pairs, RotaryScaling, Unscaled, rotate
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The first `dims` dimensions of a head turn with the position, the others stay.
+    """Rotation of the first `dims` dimensions of each head by the position. The others do not change.
 
-    `base`: pair i of n turns by base ** (-i / n) radians a position, before `scaling`; a layer's own base, where layers
-    differ (`moezoo.nn.positions.LayerNumbers`), takes its place.
+    Pair i of n rotates by base ** (-i / n) radians per position, before `scaling`. Where layers differ
+    (`moezoo.nn.positions.LayerNumbers`), the layer's base replaces `base`.
     """
 
     dims: int
@@ -25,7 +25,7 @@ class Rotary:
     def __call__(
         self, x: Float[Array, "batch seq heads head_dim"], context: Context
     ) -> Float[Array, "batch seq heads head_dim"]:
-        """Queries or keys of this device's tokens, with their positions."""
+        """Rotate queries or keys of the tokens of this device."""
         if self.dims == x.shape[-1]:
             return self._turn(x, context)
         return jnp.concatenate([self._turn(x[..., : self.dims], context), x[..., self.dims :]], axis=-1)

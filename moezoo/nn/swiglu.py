@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, 2020)."""
+"""SwiGLU (Shazeer, 2020, arXiv:2002.05202)."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ class SwiGLU(Activation):
     """silu(gate) * up."""
 
     def __call__(self, gate: Float[Array, "*dims mlp"], up: Float[Array, "*dims mlp"]) -> Float[Array, "*dims mlp"]:
-        """The product."""
+        """Return silu(gate) * up."""
         return jax.nn.silu(gate) * up
 
 

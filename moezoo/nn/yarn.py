@@ -1,4 +1,4 @@
-"""YaRN: rotary positions extended to longer texts (Peng et al., 2023)."""
+"""YaRN: rotary positions extended to longer texts (Peng et al., 2023, arXiv:2309.00071)."""
 
 import dataclasses
 import math
@@ -7,18 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moezoo.errors import UserError, check_positive
+from moezoo.errors import UserError, check_numbers, check_positive
 from moezoo.nn.rope import RotaryScaling, frequencies
 
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(RotaryScaling):
-    """Longer by `factor` than the `length` trained on; a factor of 1 is no extension. Raises `UserError`.
+    """The settings of YaRN. Frequencies depend on how often a pair rotates within the training length:
 
-    A pair that turns more than `beta_fast` times in `length` keeps its frequency, one that turns less than `beta_slow`
-    times has it divided by `factor`, in between is a ramp. `mscale` and `mscale_all` scale attention with the logarithm
-    of the factor: the rotated part of it by their ratio, DeepSeek's scores by `mscale_all` squared; 0 for none. The
-    base of the frequencies is a number, the same in all layers.
+    | rotations in `length` tokens | frequency |
+    |---|---|
+    | more than `beta_fast` | unchanged |
+    | fewer than `beta_slow` | divided by `factor` |
+    | between | a linear ramp between the two |
+
+    With m(s) = 0.1 s ln(factor) + 1, rotated queries and keys are multiplied by m(mscale) / m(mscale_all), or by m(1)
+    where either is 0; scores of latent attention by m(mscale_all) ** 2. All layers must have the same rotary base.
+
+    Args:
+        factor: how many times longer than `length` texts may be; 1 is no extension.
+        length: the tokens per text in training.
+
+    Raises:
+        UserError: a number is not finite or out of its range.
     """
 
     factor: float = 1.0
@@ -29,30 +40,31 @@ class Yarn(RotaryScaling):
     mscale_all: float = 1.0
 
     def __post_init__(self):
+        check_numbers("model.yarn", self)
         check_positive("model.yarn", self, "length", "beta_fast", "beta_slow")
         if self.factor < 1:
             raise UserError(f"model.yarn.factor={self.factor} must be at least 1; 1 is no extension")
 
     @property
     def magnitude(self) -> float:
-        """What the rotated queries and keys are multiplied with."""
+        """The factor on rotated queries and keys."""
         if self.mscale and self.mscale_all:
             return self._mscale(self.mscale) / self._mscale(self.mscale_all)
         return self._mscale(1.0)
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied with."""
+        """The factor on scores of latent attention."""
         return self._mscale(self.mscale_all) ** 2 if self.mscale_all else 1.0
 
     def _mscale(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def frequencies(self, size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
-        """Radians a position for each of `size` / 2 pairs, computed in float64 and rounded to float32."""
+        """Return the radians per position of each of `size` / 2 pairs, computed in float64 and rounded to float32."""
         if self.factor == 1:
             return frequencies(size, base)
-        base = float(base)  # the same in all layers: not an array that a scan brings
+        base = float(base)  # a number, not an array from the scan over layers
         plain = base ** (-np.arange(0, size, 2) / size)
 
         def pair_that_turns(times: float) -> float:

@@ -256,7 +256,7 @@ def test_refuses_keys_and_values(override, said, saved):
         ("model.router.groups=0", "model.router.groups=0 must be greater than 0"),
         ("model.router.groups=3", "model.experts=16 is not divisible by model.router.groups=3"),
         ("model.router.kept_groups=5", "model.router.kept_groups=5 exceeds model.router.groups=4; choose at most 4"),
-        ("model.router.groups=16", "model.router.group_score=sum_of_top2 needs two experts a group"),
+        ("model.router.groups=16", "model.router.group_score=sum_of_top2 needs two experts"),
         ("model.experts_per_token=9", "model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2"),
         ("model.experts_per_token=17", "model.experts_per_token=17 exceeds model.experts=16"),
         ("model.router.bias_rate=-1", "model.router.bias_rate=-1.0 must not be negative"),

@@ -173,9 +173,12 @@ def index(folder, **where):
         (lambda f: change(f, num_hidden_layers=3), "tensors are missing: model.layers.2."),
         (lambda f: change(f, num_hidden_layers=1, first_k_dense_replace=0), "tensors are (missing|of no parameter)"),
         (lambda f: change(f, tie_word_embeddings=True), "tie_word_embeddings is true"),
-        (lambda f: change(f, hidden_act="gelu"), "hidden_act is gelu; this family has silu alone"),
-        (lambda f: change(f, rope_parameters={"type": "linear", "factor": 4.0}), "rope_type linear; this family has"),
-        (lambda f: change(f, rope_scaling={"type": "linear", "factor": 4.0}), "rope_type linear; this family has"),
+        (lambda f: change(f, hidden_act="gelu"), "hidden_act is gelu; this family supports only silu"),
+        (
+            lambda f: change(f, rope_parameters={"type": "linear", "factor": 4.0}),
+            "rope_type linear; this family",
+        ),
+        (lambda f: change(f, rope_scaling={"type": "linear", "factor": 4.0}), "rope_type linear; this family"),
         (lambda f: change(f, rope_parameters=[1]), "config.json: a setting is of another type than expected"),
         (
             lambda f: change(f, rms_norm_eps="x"),

@@ -1,4 +1,17 @@
-"""How tokens meet experts: a file per strategy; the contract is in `moezoo.parallel.dispatch`."""
+"""How tokens reach experts: one file per strategy. The contract is in `moezoo.parallel.dispatch`.
+
+Every strategy computes the same sum, y[t] = sum_k gates[t, k] * expert[expert_ids[t, k]](x[t]). They differ in what
+moves between devices. Letters in these files:
+
+| letter | meaning |
+|---|---|
+| T | tokens on this device |
+| K | experts per token; a token has K assignments |
+| E | experts of the layer |
+| P | devices of the expert group; each stores E/P experts |
+| R | rows that the experts of this device read: what `Dispatch.rows` returns |
+| d, f | width of the model, width of an expert |
+"""
 
 from moezoo.moe.dispatch.capacity import Capacity as Capacity
 from moezoo.moe.dispatch.dense import Dense as Dense

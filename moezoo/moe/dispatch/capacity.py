@@ -1,4 +1,11 @@
-"""`capacity`: tokens move in buffers of fixed size; what does not fit is dropped (Lepikhin et al., 2020, GShard)."""
+"""`capacity`: tokens move in buffers of fixed size, and what does not fit is dropped (Lepikhin et al., 2020, GShard).
+
+Naive equivalent: for each expert, collect its tokens in a list of at most C; run the expert on the list; drop the rest.
+Stages, with C = min(T, ceil(capacity_factor T K / E)) and R = E C:
+
+    tokens [T, d] -> buffers [P, E/P, C, d]  --all_to_all-->  rows [E/P, P, C, d]
+    results [E/P, P, C, d]  --all_to_all-->  buffers [P, E/P, C, d] -> sums [T, d]
+"""
 
 import dataclasses
 import math
@@ -16,11 +23,13 @@ from moezoo.parallel.traffic import Moves
 
 @dataclasses.dataclass(frozen=True)
 class Capacity(Dispatch):
-    """Every device sends every expert a buffer of the same size, filled or not, and gets the results back.
+    """Send every expert a buffer of fixed size, full or not, and receive the results.
 
-    Two plain all-to-alls of `capacity_factor` K (P-1)/P d a token, one each way, whatever the routing. A buffer has
-    rows for `capacity_factor` T K / E of a device's T tokens, rounded up: first choices take them in the order of
-    tokens, then second ones, and so on; others are dropped and counted. Null: T rows, which are always enough.
+    Each way is one all-to-all of `capacity_factor` K (P-1)/P d numbers per token, whatever the routing.
+
+    Args:
+        capacity_factor: C as a multiple of T K / E, the mean load. First choices fill a buffer in the order of tokens,
+            then second choices, and so on. The rest is dropped and counted. None: C = T, and nothing is dropped.
     """
 
     capacity_factor: float | None = 1.25
@@ -28,11 +37,11 @@ class Capacity(Dispatch):
     bound: ClassVar[str | None] = "capacity_factor"
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
-        """The group's buffers for this device's experts: as many as its own for the group's."""
+        """Return R = E C: each of the P devices fills a buffer of C rows for each of the E/P experts here."""
         return group.num_experts * self._capacity(tokens, k, group)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Buffers there and back, and again: weights' gradients need what came back."""
+        """Return both all-to-alls. Rematerialisation repeats both, as gradients need received rows and results."""
         once = group.move("all_to_all", self.rows(sizes.tokens, sizes.k, group) * sizes.embed, sizes.dtype)
         return Moves((once, once), (once, once), (once, once))
 
@@ -42,7 +51,7 @@ class Capacity(Dispatch):
         return min(tokens, math.ceil(self.capacity_factor * tokens * k / group.num_experts))
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Fill a buffer for each expert and send it there."""
+        """Fill a buffer for each expert and send it to the expert's device."""
         count, k = assignment.expert_ids.shape
         sort = plan_with_capacity(assignment.expert_ids, group.num_experts, self._capacity(count, k, group))
         rows = _swap(permute(tokens, sort), group)
@@ -53,11 +62,11 @@ class Capacity(Dispatch):
     def combine(
         self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Send results back to where their tokens came from, and sum each token's."""
+        """Return results to the devices of their tokens, and sum the results of each token."""
         rows = rearrange(rows, "(e p c) d -> (p e c) d", p=group.size, e=group.num_local)
         return unpermute(_swap(rows, group), state.gates, state.plan)
 
 
 def _swap(rows: Float[Array, "rows embed"], group: ExpertGroup) -> Float[Array, "rows embed"]:
-    """Part p of everybody's rows to device p, which has them in order of senders; twice is nothing."""
+    """Send part p of the rows to device p, which receives the parts by sender. Applied twice, it changes nothing."""
     return lax.all_to_all(rows, group.axes, 0, 0, tiled=True) if group.axes else rows

@@ -1,4 +1,10 @@
-"""`gather`: weights move, tokens stay."""
+"""`gather`: weights move, tokens stay.
+
+Naive equivalent: copy all E experts to every device, then run each token through its K experts there.
+Stages, with R = T K, after `Execution.whole` has gathered the weights of all E experts:
+
+    tokens [T, d] -> rows [T K, d], sorted by expert -> results [T K, d] -> sums [T, d]
+"""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -14,25 +20,25 @@ from moezoo.parallel.traffic import Moves
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Dispatch):
-    """All-gather every expert's weights over the expert axes and run all experts on this device's tokens.
+    """All-gather the weights of all experts and run them on the tokens of this device.
 
-    Moves 3 E d f (P-1)/P weights a layer whatever the number of tokens, so it pays with many tokens a device. On one
-    device nothing moves.
+    A device receives 3 E d f (P-1)/P numbers per layer, however many tokens it has, so this pays with many tokens per
+    device. On one device nothing moves.
     """
 
     moves: ClassVar[Literal["tokens", "weights"]] = "weights"
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
-        """This device's assignments."""
+        """Return R = T K: the assignments of this device."""
         return tokens * min(k, group.num_experts)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """None: weights are gathered with the layer's others."""
+        """Return no collective: expert weights are gathered together with the other weights of the layer."""
         del sizes, group
         return Moves()
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Sort this device's assignments by expert: T * K rows."""
+        """Sort the assignments of this device by expert: T K rows."""
         sort = plan(assignment.expert_ids, 0, group.num_experts)
         state = SortState(sort, assignment.gates)
         return Dispatched(permute(tokens, sort), sort.group_sizes, jnp.zeros((), jnp.int32), state)
@@ -40,5 +46,5 @@ class Gather(Dispatch):
     def combine(
         self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Undo the sort and sum over choices."""
+        """Undo the sort, and sum the results of each token times their gates."""
         return unpermute(rows, state.gates, state.plan)

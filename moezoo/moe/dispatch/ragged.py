@@ -1,4 +1,14 @@
-"""`ragged`: only routed rows move, each to the device of its expert and back."""
+"""`ragged`: only routed rows move, each to the device of its expert and back.
+
+Naive equivalent: send x[t] to the device of each of its K experts, run the expert there, send the result back.
+Stages, with R = P T min(K, E/P), or less with `buffer_factor`:
+
+    tokens [T, d] -> rows [T K, d], sorted by expert  --ragged_all_to_all-->  received [R, d], by sender, then expert
+    received [R, d] -> rows [R, d], by expert -> results [R, d] -> results [R, d], by sender
+    results [R, d]  --ragged_all_to_all-->  results [T K, d] -> sums [T, d]
+
+The sizes of all pieces come from one small all-gather: counts [P, E], the rows per sender and expert.
+"""
 
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
@@ -14,22 +24,22 @@ from moezoo.parallel.traffic import Moves
 
 
 class _State(NamedTuple):
-    sort: Plan  # here, assignments by expert
+    sort: Plan  # sorts the assignments of this device by expert
     gates: Float[Array, "tokens k"]
     transfer: Transfer | None
-    there: Plan | None  # at the experts, what all devices sent by expert
+    there: Plan | None  # sorts the received rows by expert
 
 
 @dataclasses.dataclass(frozen=True)
 class Ragged(Dispatch):
-    """Sort assignments by expert, send every device the rows of its experts, and get the results back.
+    """Sort assignments by expert, send every device the rows for its experts, and receive the results.
 
-    Moves K (P-1)/P d a token each way: less than `ring` where the group has more devices than a token experts. The
-    numbers of rows are gathered first, so that everybody knows where everything lies.
+    Each way moves K (P-1)/P d numbers per token: less than `ring` where P is larger than K.
 
-    `buffer_factor`: room for received rows, in shares of a device's own T K assignments. Without it there is room for
-    the most that can come, min(K, E/P) rows for each of the group's P T tokens, and nothing is dropped. With it the
-    last devices' rows of the highest experts may find no room; they are counted.
+    Args:
+        buffer_factor: R as a multiple of T K, the assignments of one device. None: R = P T min(K, E/P), which is always
+            enough. With a factor, the rows of the last senders, and among them of the highest experts, may be dropped;
+            they are counted.
     """
 
     buffer_factor: float | None = None
@@ -37,20 +47,20 @@ class Ragged(Dispatch):
     bound: ClassVar[str | None] = "buffer_factor"
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
-        """All that can come, or what `buffer_factor` says; this device's assignments where it is alone."""
+        """Return R: T K on one device; in a group the rows that can arrive, or the bound of `buffer_factor`."""
         if not group.axes:
             return tokens * min(k, group.num_experts)
         return group.room(tokens, k, self.buffer_factor)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Counts, then rows there and back, and again: weights' gradients need what came back."""
+        """Return counts and both exchanges. Rematerialisation repeats all: gradients need received rows and results."""
         rows = min(sizes.tokens * min(sizes.k, group.num_experts), self.rows(sizes.tokens, sizes.k, group))
         counts = group.move("all_gather", group.num_experts, jnp.int32)
         once = group.move("ragged_all_to_all", rows * sizes.embed, sizes.dtype)
         return Moves((counts, once, once), (counts, once, once), (once, once))
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Send each assignment's token to its expert's device, and sort there what has come."""
+        """Send the token of each assignment to the device of its expert, and sort the received rows by expert."""
         expert_ids, gates = assignment
         sort = plan(expert_ids, 0, group.num_experts)
         rows, none = permute(tokens, sort), jnp.zeros((), jnp.int32)
@@ -58,7 +68,7 @@ class Ragged(Dispatch):
             return Dispatched(rows, sort.group_sizes, none, _State(sort, gates, None, None))
         count, k = gates.shape
         room = self.rows(count, k, group)
-        # [P, E]: how many rows everybody has for every expert. From it all that a transfer needs follows.
+        # [P, E]: the rows that each device has for each expert. Every size and offset of the transfer follows from it.
         counts = lax.all_gather(sort.group_sizes, group.axes)
         transfer, sizes, lost = _transfer(counts, group, room)
         received = exchange(rows, transfer, room, group.axes)
@@ -73,7 +83,7 @@ class Ragged(Dispatch):
     def combine(
         self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Send results back to where their tokens came from, and sum each token's."""
+        """Return results to the devices of their tokens, and sum the results of each token."""
         if state.transfer is not None:
             assert state.there is not None
             ones = jnp.ones((rows.shape[0], 1), jnp.float32)
@@ -85,25 +95,25 @@ class Ragged(Dispatch):
 def _transfer(
     counts: Int[Array, "senders experts"], group: ExpertGroup, room: int
 ) -> tuple[Transfer, Int[Array, "senders local_experts"], Int[Array, ""]]:
-    """The exchange, the rows that everybody has for each of this device's experts, and how many find no room.
+    """Return the transfer, the rows that each sender has for each expert here, and the number of rows without room.
 
-    Those that find none are the last, so that where the others lie does not depend on them.
+    Rows without room are the last ones, so the places of the other rows do not depend on them.
     """
     wanted = counts.reshape(group.size, group.size, group.num_local)  # [sender, receiver, expert there]
     sizes = wanted.sum(2)
     before = jnp.cumsum(sizes, axis=0) - sizes  # rows from earlier senders
     fitting = jnp.clip(room - before, 0, sizes)
     start = jnp.cumsum(sizes, axis=1) - sizes
-    # Whoever sends nothing still names a row that there is, as the collective may ask.
+    # A sender without rows still names a valid row, because the collective may read the offset.
     transfer = Transfer(start, fitting, jnp.minimum(before, room))
     me = group.index()
     return transfer, wanted[:, me], (sizes - fitting)[:, me].sum()
 
 
 def _expert_of_row(sizes: Int[Array, "senders local_experts"], room: int) -> Int[Array, "room 1"]:
-    """Of each received row, which lie by sender and then by expert; the number of experts where there is none.
+    """Return the local expert of each received row, E/P for unused rows. Rows are ordered by sender, then by expert.
 
-    `sizes` may go on beyond the room: of those rows nothing is asked.
+    `sizes` may count more rows than there is room for.
     """
     local = sizes.shape[1]
     ends = jnp.cumsum(sizes.reshape(-1))

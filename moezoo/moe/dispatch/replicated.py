@@ -1,4 +1,9 @@
-"""Tokens that are the same on every device of the group: one wrapper around any strategy."""
+"""The wrapper around any strategy for tokens that are the same on every device of the group.
+
+Naive equivalent: every device computes all T tokens. Instead each computes a share of S = ceil(T / P):
+
+    tokens [T, d] -> share [S, d] -> `strategy` -> sums [S, d]  --all_gather-->  sums [T, d]
+"""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,21 +24,21 @@ class _State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replicated(Dispatch):
-    """Give each device of the group its share of the tokens, run `strategy`, and all-gather the results.
+    """Give each device of the group a share of the tokens, run `strategy` on it, and all-gather the results.
 
-    T need not be divisible: padding goes to no expert. One all-gather more than the strategy's own collectives, and
-    the result is the same on all devices again, also to the type system.
+    T need not be divisible by P: padding goes to no expert. This adds one all-gather to the collectives of `strategy`.
+    The result is typed as the same on all devices again.
     """
 
     strategy: Dispatch
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
-        """The strategy's, of a share."""
+        """Return the rows of `strategy` for a share."""
         return self.strategy.rows(self._share(tokens, group), k, group)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """The strategy's, of a share; results to everybody; sums of what each device's share says of gradients."""
+        """Return the collectives of `strategy` for a share, the all-gather of results, and the sums of gradients."""
         share = sizes._replace(tokens=self._share(sizes.tokens, group))
         joined = group.move("all_gather", share.tokens * sizes.embed, sizes.dtype)
         dropped = group.move("psum", 1, jnp.int32)
@@ -48,7 +53,7 @@ class Replicated(Dispatch):
         return -(-tokens // group.size)
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Take this device's share and dispatch that."""
+        """Take the share of this device and dispatch it."""
         total = tokens.shape[0]
         share = self._share(total, group)
 
@@ -58,7 +63,7 @@ class Replicated(Dispatch):
 
         split = Assignment(mine(assignment.expert_ids, group.num_experts), mine(assignment.gates, 0))
         there = self.strategy.dispatch(mine(tokens, 0), split, group)
-        # A strategy that may drop counts its own share; one that cannot returns a constant, which needs no sum.
+        # A strategy that may drop counts in its share, so counts are summed; one that cannot returns a constant.
         differs = bool(varying_axes(there.dropped) & set(group.axes))
         dropped = lax.psum(there.dropped, group.axes) if differs else there.dropped
         return there._replace(dropped=dropped, state=_State(there.state, tokens[:, :0]))
@@ -66,7 +71,7 @@ class Replicated(Dispatch):
     def combine(
         self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Join the shares."""
+        """Join the results of all shares."""
         mine = self.strategy.combine(rows, state.inner, group)
         whole = lax.all_gather(mine, group.axes, tiled=True, to="invarying")
         return whole[: state.tokens.shape[0]]

@@ -1,4 +1,4 @@
-"""Which strategy a layer runs."""
+"""The choice of the strategy that a layer runs."""
 
 from collections.abc import Collection
 
@@ -8,7 +8,7 @@ from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 
 
 def resolve(dispatch: Dispatch | None, group: ExpertGroup, token_axes: Collection[str]) -> Dispatch:
-    """`dispatch`, by default `Gather`; wrapped in `Replicated` where tokens are the same on devices of the group.
+    """Return `dispatch`, by default `Gather`, wrapped in `Replicated` where devices of the group have the same tokens.
 
     `token_axes`: the mesh axes over which tokens differ.
     """

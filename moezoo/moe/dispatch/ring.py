@@ -1,4 +1,11 @@
-"""`ring`: tokens move to all devices of the group, partial sums move back."""
+"""`ring`: tokens move to all devices of the group, partial sums move back.
+
+Naive equivalent: every device reads all tokens of the group, runs its own experts on those routed to them, and adds
+its part of each sum. Stages, with R = P T min(K, E/P), or less with `buffer_factor`:
+
+    tokens [T, d]  --all_gather-->  tokens [P T, d] -> rows [R, d], sorted by expert
+    results [R, d] -> partial sums [P T, d]  --reduce_scatter-->  sums [T, d]
+"""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -16,14 +23,14 @@ from moezoo.parallel.traffic import Moves
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Dispatch):
-    """All-gather the group's tokens, run this device's experts on them, reduce-scatter the partial sums.
+    """All-gather the tokens of the group, run the experts of this device, and reduce-scatter the partial sums.
 
-    Moves (P-1) d a token each way, however many experts a token has: the least while P is up to about K, and every
-    transfer is one that all hardware does well.
+    Each way moves (P-1) d numbers per token, whatever K is: the least of all strategies while P is at most about K.
+    Both collectives are fast on all hardware.
 
-    `buffer_factor`: room for rows, in shares of a device's own T K assignments. Without it there is room for the most
-    that can be needed, min(K, E/P) rows for each of the group's P T tokens, and nothing is dropped. With it the last
-    tokens of the highest experts may find no room; they are counted.
+    Args:
+        buffer_factor: R as a multiple of T K, the assignments of one device. None: R = P T min(K, E/P), which is always
+            enough. With a factor, the last tokens of the highest experts may be dropped; they are counted.
     """
 
     buffer_factor: float | None = None
@@ -31,23 +38,23 @@ class Ring(Dispatch):
     bound: ClassVar[str | None] = "buffer_factor"
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
-        """All that the group's tokens can need here, or what `buffer_factor` says."""
+        """Return R: the rows that the tokens of the group can need here, or the bound of `buffer_factor`."""
         return group.room(tokens, k, self.buffer_factor)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Tokens and routing to everybody, partial sums back; recomputed, the layer's result is not asked for."""
+        """Return the gathers of tokens and routing and the scatter of sums, which rematerialisation does not repeat."""
         tokens = group.move("all_gather", sizes.tokens * sizes.embed, sizes.dtype)
         routing = group.move("all_gather", sizes.tokens * 2 * sizes.k, jnp.float32)
         sums = tokens.back()
         return Moves((tokens, routing, sums), (tokens, routing), (tokens.back(), routing.back(), sums.back()))
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Gather the group's tokens and routing, and keep the assignments to this device's experts."""
+        """Gather tokens and routing of the group, and sort the assignments to the experts of this device."""
         expert_ids, gates = assignment
         count, k = gates.shape
         room = self.rows(count, k, group)
         if group.axes:
-            # Expert ids travel with their gates in one collective; a float32 holds a number below 2**24 exactly.
+            # Expert ids travel with their gates in one collective: float32 holds integers below 2**24 exactly.
             routing = jnp.concatenate([gates, expert_ids.astype(gates.dtype)], axis=1)
             tokens, routing = (gather_tokens(x, group.axes, 0, tokens=group.axes) for x in (tokens, routing))
             gates, expert_ids = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
@@ -57,6 +64,6 @@ class Ring(Dispatch):
     def combine(
         self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Sum each token's rows here, then over the group, each device keeping its own tokens."""
+        """Sum the rows of each token here, then over the group. Each device receives the sums of its own tokens."""
         partial = unpermute(rows, state.gates, state.plan)
         return lax.psum_scatter(partial, group.axes, scatter_dimension=0, tiled=True) if group.axes else partial

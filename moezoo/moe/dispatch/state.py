@@ -1,4 +1,4 @@
-"""What `combine` needs of `dispatch` in the strategies that sort assignments by expert and do nothing else."""
+"""The state between `dispatch` and `combine` of the strategies that only sort assignments by expert."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from moezoo.kernels.permute import Plan
 
 
 class SortState(NamedTuple):
-    """The order of the rows, and the gates of the tokens that `plan` was made of."""
+    """The order of the rows, and the gates of the sorted tokens."""
 
     plan: Plan
     gates: Float[Array, "tokens k"]
