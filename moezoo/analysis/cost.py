@@ -62,7 +62,7 @@ def communication(
     Raises:
         UserError: The parts do not fit together, or a mesh axis is -1.
     """
-    config = _instead(config, mesh, rules, dispatch)
+    config = _replace_parts(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh))
     model = model_shapes(config.model) if model is None else model
     mask, micro_steps, table = trainable_mask(model, trained), config.execution.microbatches, TrafficTable()
@@ -116,14 +116,14 @@ def break_even(
 ) -> float:
     """Return the tokens per device and micro-step at which `dispatch` and `gather` receive the same number of bytes.
 
-    With fewer tokens, moving tokens costs less; with more, `gather` does. The result is infinite if a token never costs
-    less with `gather`. Only layers with experts count, forward and backward, with the rematerialisation of `config`.
-    Arguments are those of `communication`.
+    With fewer tokens `dispatch` receives less; with more, `gather`. The result is infinite if an additional token costs
+    no more with `dispatch` than with `gather`. Only layers with experts count, forward and backward, with the
+    rematerialisation of `config`. Arguments are those of `communication`.
 
     Raises:
         UserError: Nothing moves on this mesh, or `dispatch` moves weights.
     """
-    config = _instead(config, mesh, rules, dispatch)
+    config = _replace_parts(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
     stacks = model_shapes(config.model).stacks
     stack, block = next((stack, block) for stack in stacks for block in stack.blocks if block.moe is not None)
@@ -162,7 +162,7 @@ def expert_rows(config: TrainConfig) -> int:
     return sum(strategy.rows(chunk, k, group) for chunk in chunk_sizes(tokens, strategy.chunks))
 
 
-def _instead(
+def _replace_parts(
     config: TrainConfig, mesh: MeshShape | str | None, rules: Rules | str | None, dispatch: Dispatch | str | None
 ) -> TrainConfig:
     """Return `config` with the values that replace its own."""

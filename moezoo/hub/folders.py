@@ -132,7 +132,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in names:
-            shutil.copymode(folder / "config.json", folder / name)  # safetensors makes files that only the owner reads
+            shutil.copymode(folder / "config.json", folder / name)  # safetensors writes files that only the owner can read
     except (OSError, _safetensors_error()) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{folder}: cannot be written ({reason}); name another folder") from error

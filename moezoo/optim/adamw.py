@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(UpdateRule):
-    """Adam with decoupled weight decay. Only leaves of role weight decay; scales, biases and embeddings do not."""
+    """Adam with decoupled weight decay. Only weights decay; scales, biases and embeddings do not."""
 
     learning_rate: float = 3e-3
     beta1: float = 0.9

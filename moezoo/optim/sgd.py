@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SGD(UpdateRule):
-    """Gradient descent without momentum, decay or state; its updates show gradients as they are, which tests use."""
+    """Gradient descent without momentum, decay or state. Its updates are gradients times a rate, so tests use it."""
 
     learning_rate: float = 0.1
     clip_norm: float | None = None
