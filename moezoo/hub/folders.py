@@ -29,7 +29,7 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64),
 }
-_SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -106,11 +106,11 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     plan = list(tensors(model, family.hub))
     sizes = [_size(t, arrays) for t in plan]
     shards: list[list[Tensor]] = [[]]
-    room = _SHARD_BYTES
+    room = SHARD_BYTES
     for tensor, size in zip(plan, sizes, strict=True):
         if size > room and shards[-1]:
             shards.append([])
-            room = _SHARD_BYTES
+            room = SHARD_BYTES
         shards[-1].append(tensor)
         room -= size
     config = family.hub.config_to_hub(model.config)
@@ -132,7 +132,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in names:
-            shutil.copymode(folder / "config.json", folder / name)  # safetensors writes files that only the owner can read
+            shutil.copymode(folder / "config.json", folder / name)  # safetensors makes files private
     except (OSError, _safetensors_error()) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{folder}: cannot be written ({reason}); name another folder") from error
