@@ -1,1 +1,1 @@
-"""What is known before a run: what a step's collectives bring a device, by formula."""
+"""What is known before a run: the bytes that a step's collectives bring to each device, by formula."""

@@ -1,7 +1,7 @@
-"""What a training step costs before there is one: the bytes its collectives bring a device, in closed form.
+"""A closed form for the bytes that the collectives of a training step bring to each device.
 
-Sizes alone decide: a parameter's annotation and the rules say what is gathered and reduced, the strategy says what a
-layer exchanges (`Dispatch.exchanges`), and the rest is a few sums. Nothing is traced and no device is asked.
+Nothing is traced and no device is needed. Annotations and rules determine what is gathered and reduced, the strategy
+determines what a layer exchanges (`Dispatch.exchanges`), and the rest is a few sums.
 """
 
 import dataclasses
@@ -43,19 +43,26 @@ def communication(
     model: LanguageModel | None = None,
     trained: Callable[[str], bool] | None = None,
 ) -> TrafficTable:
-    """How often each collective of a training step runs, and the bytes that one device receives by it.
+    """Return how often each collective of a training step runs, and the bytes that one device receives from it.
 
-    By part of the step, to two names a scope (`TrafficTable.outline(2)` of the trace), phase, collective and mesh axes;
-    `.bytes` is their sum, `str` a table. `mesh`, `rules` and `dispatch`, or names of them, take the place of those of
-    `config`; the name of the strategy that it has changes none of its options. What a collective brings is defined in
-    `moezoo.parallel.traffic.received_bytes`; for `ragged`, of routed rows evenly spread. Counts are those of the
-    program, before a compiler joins or splits collectives. `model`: shapes in place of those that `config.model` has,
-    with containers. `trained` as `moezoo.training.step.Step` has it; where something is frozen, `remat=dots` brings no
-    more than this: tokens that only gradients of frozen weights would need are not brought again.
+    The table has one row per part of the step (two names deep, as `TrafficTable.outline(2)` of the trace), phase,
+    collective and mesh axes; `.bytes` is the sum over all rows and `str` prints the table. Bytes are as defined in
+    `moezoo.parallel.traffic.received_bytes`; for `ragged` they assume evenly spread rows. Counts are those of the
+    program, before a compiler joins or splits collectives.
 
-    Raises `UserError` where they do not fit together, and for a mesh axis of -1.
+    Args:
+        config: the training run.
+        mesh: replaces the mesh of `config`; a value or a name.
+        rules: replaces its rules; a value or a name.
+        dispatch: replaces its strategy; a value or a name. The name of the strategy in `config` keeps its options.
+        model: shapes that replace those of `config.model`, for example with containers.
+        trained: as in `moezoo.training.step.Step`. If some parameters are frozen, the result is an upper bound for
+            `remat=dots`: tokens that only gradients of frozen weights need are not gathered again.
+
+    Raises:
+        UserError: The parts do not fit together, or a mesh axis is -1.
     """
-    config = _instead(config, mesh, rules, dispatch)
+    config = _replace_parts(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh))
     model = model_shapes(config.model) if model is None else model
     mask, micro_steps, table = trainable_mask(model, trained), config.execution.microbatches, TrafficTable()
@@ -71,10 +78,10 @@ def communication(
             if learns or phase == "forward":
                 add(scope, phase, part, times * micro_steps)
 
-    kept = config.execution.remat == "none"  # nothing is computed twice, and only weights are gathered twice
+    kept = config.execution.remat == "none"  # then only weights are gathered twice and nothing is computed twice
     rows = config.batch_size // micro_steps // execution.ways(execution.batch_axes)
     length = config.seq_len // execution.ways(execution.sequence_axes)
-    # The backward pass goes back to the first stack that something is trained in, or before.
+    # The backward pass ends at the first part, from the embedding on, in which something is trained.
     learns = any(jax.tree.leaves(mask.embedding))
     both("embedding/weights", _weights(model.embedding, mask.embedding, execution), 1, recomputed=False)
     both("head/weights", _weights(model.unembedding, mask.unembedding, execution), 1, recomputed=True)
@@ -94,7 +101,7 @@ def communication(
                 both("layers/feed_forward", rows_there, stack.count, recomputed=not kept, learns=learns)
     add("routing", "forward", _statistics(config, routing_layers, rows, execution), micro_steps)
     add("loss", "forward", [_move("psum", execution.token_axes, 1, jnp.float32, execution)], micro_steps)
-    # Once a step: the number of predicted tokens, gradients of what is not stored over all axes of tokens, the norm.
+    # Once per step: the number of predicted tokens; gradients not stored over all axes that split tokens; the norm.
     add("loss", "outside", [_move("psum", execution.token_axes, 1, jnp.int32, execution)], 1)
     add("gradient_sums", "outside", _gradient_sums(model, mask, execution), 1)
     add("gradient_norm", "outside", [_move("psum", execution.live_axes, 1, jnp.float32, execution)], 1)
@@ -107,20 +114,23 @@ def break_even(
     rules: Rules | str | None = None,
     dispatch: Dispatch | str | None = None,
 ) -> float:
-    """Tokens a device and micro-step at which `dispatch` brings as many bytes as moving experts' weights would.
+    """Return the tokens per device and micro-step at which `dispatch` and `gather` receive the same number of bytes.
 
-    With fewer, move tokens; with more, `gather`; infinite where tokens cost `gather` no less. Of layers with experts
-    alone, forward and backward, rematerialised as `config` says. Raises `UserError` for a mesh on which nothing moves,
-    and for a strategy that moves weights.
+    With fewer tokens `dispatch` receives less; with more, `gather`. The result is infinite if an additional token costs
+    no more with `dispatch` than with `gather`. Only layers with experts count, forward and backward, with the
+    rematerialisation of `config`. Arguments are those of `communication`.
+
+    Raises:
+        UserError: Nothing moves on this mesh, or `dispatch` moves weights.
     """
-    config = _instead(config, mesh, rules, dispatch)
+    config = _replace_parts(config, mesh, rules, dispatch)
     execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
     stacks = model_shapes(config.model).stacks
     stack, block = next((stack, block) for stack in stacks for block in stack.blocks if block.moe is not None)
     if config.dispatch.moves == "weights" or not execution.expert_group(config.model.experts).axes:
         raise UserError(
-            "nothing to compare: tokens move to experts with dispatch=ring, ragged or capacity, on a mesh that splits "
-            "experts, such as mesh.expert=8"
+            "nothing to compare: tokens move only with dispatch=ring, ragged or capacity, and only on a mesh that "
+            "splits experts, such as mesh.expert=8"
         )
 
     def count_bytes(strategy: Dispatch, tokens: int) -> int:
@@ -132,18 +142,19 @@ def break_even(
         return sum(move.received_bytes for move in (*weights, *moves))
 
     def line(strategy: Dispatch) -> tuple[float, float]:
-        """What is brought whatever the number of tokens, and for each; numbers so large that rounding does not show."""
+        """Return the bytes that do not depend on the number of tokens, and the bytes per token."""
+        # Many tokens, so that rounding does not matter.
         some, more = count_bytes(strategy, 2**18), count_bytes(strategy, 2**19)
         return float(2 * some - more), (more - some) / 2**18
 
     weights, token_of_gather = line(Gather())
     fixed, token = line(config.dispatch)
-    # Tokens that are the same on all devices cost `gather` something too: results are joined.
+    # `gather` has a cost per token too if devices hold the same tokens: results are joined.
     return (weights - fixed) / (token - token_of_gather) if token > token_of_gather else math.inf
 
 
 def expert_rows(config: TrainConfig) -> int:
-    """Rows that a device has room for in a layer with experts and a micro-step, used or not."""
+    """Return the rows per device that a layer with experts has room for in a micro-step."""
     execution = build_execution(config, abstract_mesh(config.mesh))
     group = execution.expert_group(config.model.experts)
     rows = config.batch_size // config.execution.microbatches // execution.ways(execution.batch_axes)
@@ -152,11 +163,12 @@ def expert_rows(config: TrainConfig) -> int:
     return sum(strategy.rows(chunk, k, group) for chunk in chunk_sizes(tokens, strategy.chunks))
 
 
-def _instead(
+def _replace_parts(
     config: TrainConfig, mesh: MeshShape | str | None, rules: Rules | str | None, dispatch: Dispatch | str | None
 ) -> TrainConfig:
+    """Return `config` with the values that replace its own."""
     if not isinstance(config, TrainConfig):
-        raise UserError(f"expected a configuration, as moezoo.compose(...) returns it, got {type(config).__name__}")
+        raise UserError(f"config is a {type(config).__name__}, expected a TrainConfig; make one with moezoo.compose()")
     named: dict[str, Any] = {"mesh": mesh, "rules": rules, "dispatch": dispatch}
     for key, value in named.items():
         if isinstance(value, str):
@@ -171,9 +183,10 @@ def _move(collective: str, axes: MeshAxes, numbers: int, dtype: DTypeLike, execu
 
 
 def _weights(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
-    """Of making a module's weights whole (`Execution.whole`), or one layer's of a stack: gathers, and again, and back.
+    """Return the moves of `Execution.whole` for a module's weights, or for one layer of a stack.
 
-    The last dimension first. Axes over which gradients are summed and others take one gather each, minor ones first.
+    The last dimension is gathered first. Within a dimension, axes over which gradients are summed and other axes take
+    one gather each, minor axes first.
     """
     forward, recomputed, backward = [], [], []
     for placement, array, learns in _placed(module, trained, execution):
@@ -184,7 +197,7 @@ def _weights(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
             for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
                 gathered = _move("all_gather", part, numbers, dtype, execution)
                 forward.append(gathered)
-                # A sum's gradient needs no bias; where nothing is computed twice it is not gathered twice either.
+                # A bias is added, so its gradient does not need its value: only rematerialisation gathers it again.
                 needed = role is not Role.BIAS or execution.remat != "none"
                 recomputed += [gathered] if needed else []
                 backward += [gathered.back(execution.reduce_dtype)] if summed and learns else []
@@ -197,7 +210,7 @@ def _placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[t
 
 
 def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
-    """Of a layer's dispatch, chunk by chunk."""
+    """Return the moves of a layer's dispatch, summed over chunks."""
     *_, embed, num_experts = moe.router.weight.shape
     group, moves = execution.expert_group(num_experts), Moves()
     if not group.axes:
@@ -209,7 +222,7 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
 
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
-    """The sums over devices of routing (`reduce_routing`), one an array; numbers have four bytes."""
+    """Return the sums of routing statistics over devices (`reduce_routing`), one per array, in 4-byte numbers."""
     num_experts, batch, sequence = config.model.experts, execution.batch_axes, execution.sequence_axes
 
     def sums(axes: MeshAxes, *numbers: int) -> list[Move]:
@@ -222,7 +235,7 @@ def _statistics(config: TrainConfig, layers: int, rows: int, execution: Executio
 
 
 def _gradient_sums(model: PyTree, trained: PyTree, execution: Execution) -> list[Move]:
-    """Gradients' sums over axes that split tokens and do not store the parameter."""
+    """Return the sums of gradients over the axes that split tokens but do not store the parameter."""
     moves = []
     for placement, array, learns in _placed(model, trained, execution):
         rest = tuple(sorted(set(execution.token_axes) - set(placement.mesh_axes)))

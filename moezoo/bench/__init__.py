@@ -1,4 +1,5 @@
-"""Benchmarks: what a product, an MoE layer and a training step cost here, beside what else could do the same work.
+"""Benchmarks of a grouped product, attention, an MoE layer, a training step and the dispatch strategies.
 
-The command is `moezoo bench`; what its figures mean is in docs/benchmarks.md.
+Each is measured next to alternatives that do the same work. The command is `moezoo bench`; docs/benchmarks.md defines
+the columns.
 """

@@ -1,4 +1,11 @@
-"""Backends of attention beside each other: time and temporary memory by length, here or compiled for absent devices."""
+"""Benchmark of the attention backends: time and temporary memory by sequence length.
+
+Measures: `attend` alone, forward, and forward and backward in one program (pass `both`).
+Against: `reference`, which every backend is divided by.
+Columns: device; tokens per row; rows; pass; per backend the milliseconds per call (median) and the MB of temporaries
+that the compiled program needs on one device; `ratio`, a backend's value divided by the value of `reference`.
+For absent devices programs are only compiled, so there are no times.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,13 +26,13 @@ from moezoo.kernels.attention.base import Place
 from moezoo.parallel.absent import absent_devices
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# A batch has at least this many tokens, in rows of the length that is measured.
+# A batch holds at most this many tokens, and at least one row.
 _TOKENS = 1024
 _PASSES = ("forward", "both")
 
 
 class Sizes(NamedTuple):
-    """What does not differ by length: `group` query heads a key head, `documents` of random lengths in each row."""
+    """Sizes that hold for all lengths: `group` query heads per key head, `documents` of random lengths per row."""
 
     kv_heads: int
     group: int
@@ -56,7 +63,7 @@ Measurement = TypedDict(
 def compare_attention(
     lengths: Sequence[int], sizes: Sizes, seconds: float, samples: int, log: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    """Time every backend by turns, forward, and forward and backward in one program."""
+    """Time all backends alternately, for each length and pass."""
     device = jax.devices()[0]
     for tokens in lengths:
         arguments = jax.device_put(_operands(tokens, sizes), device)
@@ -74,7 +81,7 @@ def compare_attention(
 def compile_attention(
     targets: Sequence[str], lengths: Sequence[int], sizes: Sizes, log: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    """The same programs, compiled for devices that are not here."""
+    """Compile the same programs for absent devices; `targets` are names of `moezoo.parallel.absent`."""
     for target in targets:
         there = NamedSharding(Mesh(np.asarray(absent_devices(target)[:1]), ("x",)), PartitionSpec())
         for tokens in lengths:
@@ -98,7 +105,7 @@ def _rows(tokens: int) -> int:
 
 
 def _operands(tokens: int, sizes: Sizes) -> tuple[tuple[np.ndarray, ...], Place, np.ndarray]:
-    """Queries, keys and values; where they are; what flows back to the result."""
+    """Return queries, keys and values; their positions and segments; the cotangent of the result."""
     rng, batch = np.random.default_rng(0), _rows(tokens)
     heads = sizes.kv_heads, sizes.group
     shapes = (*heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.value_dim)
@@ -151,7 +158,7 @@ def _row(tokens: int, sizes: Sizes, name: str, who: str, device: str, program: j
 
 
 def _cases(results: Sequence[Measurement]) -> dict[tuple[str, int, int, str], dict[str, Measurement]]:
-    """Rows of all backends by device, tokens, rows and pass."""
+    """Group results by device, tokens, rows and pass; then by backend."""
     cases: dict[tuple[str, int, int, str], dict[str, Measurement]] = {}
     for row in results:
         case = row["device"], row["tokens"], row["rows"], row["pass"]
@@ -160,7 +167,7 @@ def _cases(results: Sequence[Measurement]) -> dict[tuple[str, int, int, str], di
 
 
 def print_table(results: Sequence[Measurement], console: Console) -> None:
-    """A line a device, length and pass. Ratios: what another backend takes, over what `reference` takes."""
+    """Print one line per device, length and pass."""
     who = list(dict.fromkeys(row["implementation"] for row in results))
     others = [w for w in who if w != "reference"]
     sizes = " ".join(f"{key}={value}" for key, value in results[0]["sizes"].items())
@@ -182,7 +189,7 @@ def print_table(results: Sequence[Measurement], console: Console) -> None:
 
 
 def picture(results: Sequence[Measurement], path: Path) -> None:
-    """Time over length, a panel a pass, a line a backend."""
+    """Plot time over length: one panel per pass, one line per backend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -190,7 +197,7 @@ def picture(results: Sequence[Measurement], path: Path) -> None:
         for who in dict.fromkeys(row["implementation"] for row in results):
             points = [(r["tokens"], r["ms"]) for r in results if (r["pass"], r["implementation"]) == (name, who)]
             axes.loglog(*zip(*points, strict=True), marker="o", label=who)
-        axes.set(title=name, xlabel="tokens of a row", ylabel="ms")
+        axes.set(title=name, xlabel="tokens per row", ylabel="ms per call")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""What is timed: an implementation's forward pass, backward pass, and both in one program."""
+"""The programs that are timed: an implementation's forward pass, its backward pass, and both in one program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,12 +8,12 @@ import jax
 from moezoo.bench.timing import Call
 
 Pass = Literal["forward", "backward", "both"]
-# FLOPs of a pass over those of the forward pass.
+# FLOPs of a pass, divided by those of the forward pass.
 WORK: dict[Pass, int] = {"forward": 1, "backward": 2, "both": 3}
 
 
 class Candidate(NamedTuple):
-    """Calls by pass, and the bytes each holds at its peak: arguments, results and temporaries; None where unknown."""
+    """Calls by pass, and the peak bytes of each: arguments, results and temporaries; None if unknown."""
 
     calls: dict[Pass, Call]
     peak_bytes: dict[Pass, int | None]
@@ -22,9 +22,9 @@ class Candidate(NamedTuple):
 def compile_passes(
     function: Callable[..., Any], differentiable: Sequence[Any], rest: Sequence[Any], cotangent: Any
 ) -> Candidate:
-    """A function of `differentiable` and `rest` (which gets no gradient), compiled in all three passes.
+    """Compile all three passes of `function(*differentiable, *rest)`; `rest` gets no gradient.
 
-    The backward pass alone starts from what the forward pass kept; `both` returns the value and every gradient.
+    `backward` starts from the residuals of a forward pass. `both` returns the value and every gradient.
     """
     differentiable, rest = tuple(differentiable), tuple(rest)
 
@@ -54,7 +54,7 @@ def compile_passes(
 
 
 def peak_bytes(program: "jax.stages.Compiled") -> int | None:
-    """What a program needs at once on one device: arguments, results that are not in their place, temporaries."""
+    """Return the bytes that a program needs on one device: arguments, temporaries, results not stored in arguments."""
     memory = program.memory_analysis()
     if memory is None:
         return None

@@ -1,4 +1,10 @@
-"""What programs for absent devices need: compiled there, not run."""
+"""Memory of programs that are compiled for absent devices and not run.
+
+Measures: a grouped product, and an MoE layer with router; forward and backward pass in one program.
+Against: the array with one copy of each row per expert, which XLA's own expansion of a grouped product makes.
+Columns: target, part, shape (a name of `moezoo.bench.shapes`); in GB on one device: arguments, results, temporaries,
+and `E x T x K x d`, the size of that array.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +28,9 @@ from moezoo.parallel.execution import Execution
 
 
 class Compiled(NamedTuple):
-    """Memory of a forward and backward pass on one device, in bytes, and the program's text.
+    """Memory of a forward and backward pass in bytes on one device, and the program's text.
 
-    `dense`: what a copy of every row for every expert would take, as XLA's expansion of a grouped product makes one.
+    `dense` is the size of an array with one copy of each row per expert.
     """
 
     target: str
@@ -38,7 +44,7 @@ class Compiled(NamedTuple):
 
 
 def compile_all(targets: Sequence[str], names: Sequence[str], dtype: Any) -> Iterator[Compiled]:
-    """Both parts for every shape and target."""
+    """Compile both parts for each of `targets` and `names` of shapes."""
     for target in targets:
         device = absent_devices(target)[0]
         for name in names:
@@ -102,9 +108,9 @@ def _compile(target: str, device: Any, part: str, name: str, program: _Program) 
 
 
 def print_compiled(results: Sequence[Compiled], console: Console) -> None:
-    """A row a program."""
+    """Print one row per program."""
     names = ("target", "part", "shape", "arguments", "results", "temporaries", "E x T x K x d")
-    table = Table(*names, title="compiled, not run; forward and backward, GB on a device", box=box.SIMPLE)
+    table = Table(*names, title="compiled, not run; forward and backward, GB on one device", box=box.SIMPLE)
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[3:]:

@@ -1,4 +1,11 @@
-"""The two parts within a layer: one grouped product, and a whole MoE layer, each with what it is compared to."""
+"""Benchmarks of one grouped product (`grouped_matmul`) and of one MoE layer (`moe_layer`).
+
+Measures: `product`, rows [T*K, d] times weights [E, d, f] with uneven groups; `layer`, an MoE block with router and
+permutations.
+Against: two yardsticks (one product of all rows with one matrix; one batched product of E equal groups; for a layer
+its three products), XLA's `ragged_dot`, a loop over experts, PyTorch's grouped product, transformers' Mixtral block.
+Columns: see `moezoo.bench.results`.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,38 +29,38 @@ from moezoo.parallel.kernels import Kernels, device_target
 
 Routing = Literal["uniform", "zipf"]
 
-# Names of the two yardsticks: one product of all rows with one matrix, and E products of R/E rows.
+# Names of the two yardsticks: one product of all rows with one matrix, and E products of T*K/E rows.
 MATMUL, BATCHED = "matmul", "batched matmul"
-# An expansion of every row to every expert beyond this is not waited for.
+# An implementation that copies each row once per expert is left out if the copies take more.
 _MOST_BYTES = 4e9
-_TOO_LARGE = "XLA would make an array of more than 4 GB, every row for every expert"
+_TOO_LARGE = "XLA would copy each row once per expert, in an array of more than 4 GB"
 
 
-# An implementation's name, and how to make it or why it is left out.
+# An implementation's name, and a function that makes it or the reason why it is left out.
 Named = tuple[str, Callable[[], Candidate] | str]
 
 
 def log_shares(routing: Routing, experts: int) -> np.ndarray:
-    """The logarithm of each expert's share of first choices: all alike, or 1/rank in a random order; [E] float32."""
+    """Return log shares of first choices, [E] float32: equal ("uniform"), or of 1/rank in a random order ("zipf")."""
     ranks = np.random.default_rng(0).permutation(experts) + 1
     return (np.zeros(experts) if routing == "uniform" else -np.log(ranks)).astype(np.float32)
 
 
 def group_sizes(shape: Shape, routing: Routing) -> np.ndarray:
-    """Rows of each expert when every token draws K different experts by their shares; [E] int32, summing to T*K."""
+    """Return rows per expert if each token draws K different experts by their shares; [E] int32, summing to T*K."""
     noise = np.random.default_rng(1).gumbel(size=(shape.tokens, shape.experts))
     chosen = np.argsort(-(log_shares(routing, shape.experts) + noise), axis=1)[:, : shape.k]
     return np.bincount(chosen.reshape(-1), minlength=shape.experts).astype(np.int32)
 
 
 def _expands(shape: Shape, dtype: Any) -> bool:
-    """Whether XLA's grouped product, where it is no kernel, makes an array too large here."""
+    """Return whether XLA's grouped product makes too large an array; on a TPU it is a kernel and makes none."""
     size = shape.experts * shape.rows * max(shape.embed, shape.mlp) * np.dtype(dtype).itemsize
     return jax.default_backend() != "tpu" and size > _MOST_BYTES
 
 
 def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
-    """[T*K, d] rows times [E, d, f], the rows of each expert together."""
+    """Yield the implementations of a grouped product: rows [T*K, d], sorted by expert, times weights [E, d, f]."""
     t, d, f, e, k = shape
     x, w, c = normal(0, dtype, (t * k, d), (e, d, f), (t * k, f))
     sizes = group_sizes(shape, routing)
@@ -75,7 +82,7 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
 
 
 def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
-    """An MoE block, router and permutations included; the yardsticks are its three products alone, rows in order."""
+    """Yield the implementations of an MoE block; the yardsticks are its three products alone, with sorted rows."""
     t, d, f, e, k = shape
     hidden, rows, back = normal(1, dtype, (t * k, f), (t * k, d), (t * k, d))
     experts = Experts(e, d, f, out_std=1.0, dtype=jnp.dtype(dtype), key=jax.random.key(2))
@@ -92,7 +99,7 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         rows, hidden, back = (x.reshape(e, -1, x.shape[1]) for x in (rows, hidden, back))
         yield BATCHED, partial(compile_passes, products, (rows, hidden, *matrices), (), (hidden, hidden, back))
 
-    # A number that all tokens have in common, and a router that turns it into each expert's share.
+    # The first number of every token is 1, and the router turns it into the experts' shares.
     router = Router(d, e, k, Choice(), dtype=jnp.dtype(dtype), key=jax.random.key(3))
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0].set(log_shares(routing, e).astype(dtype)))
     x, c = normal(4, dtype, (1, t, d), (1, t, d))
@@ -111,6 +118,6 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
 
 
 def normal(seed: int, dtype: Any, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Random arrays."""
+    """Return arrays of standard normal numbers."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]

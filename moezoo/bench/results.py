@@ -1,4 +1,13 @@
-"""Rows of results, and how they are shown: JSON, a table, a picture."""
+"""Measurements of `grouped_matmul`, `moe_layer` and `train_step`, as JSON, as a table and as a picture.
+
+| column | meaning |
+|---|---|
+| `ms`, `spread` | milliseconds per call: median and interquartile range of the samples |
+| `TFLOP/s` | 10^12 FLOPs per second; `WORK` and `moezoo.bench.shapes` define the FLOPs |
+| `of matmul` | speed divided by that of one product of all rows with one matrix, in the same pass |
+| `of batched` | speed divided by that of one batched product of E equal groups, in the same pass |
+| `peak MB` | arguments, results and temporaries of the compiled program, on one device |
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +57,7 @@ def make_measurement(
     batched: float | None,
     peak: int | None,
 ) -> Measurement:
-    """One result; `matmul` and `batched` are the yardsticks' speeds in FLOPs a millisecond."""
+    """Return one result; `matmul` and `batched` are the yardsticks' speeds in FLOPs per millisecond."""
     speed = flops / timing.ms
     return {
         "part": part,
@@ -79,7 +88,7 @@ def compare(
     seconds: float,
     samples: int,
 ) -> Iterator[Measurement]:
-    """Time every pass of every candidate by turns; shares are of the yardsticks' speed in the same pass."""
+    """Time all candidates alternately, pass by pass; shares are of the yardsticks' speed in the same pass."""
     for name in passes:
         timings = measure({who: c.calls[name] for who, c in candidates.items()}, seconds=seconds, samples=samples)
         flops = forward_flops * WORK[name]
@@ -101,12 +110,12 @@ def compare(
 
 
 def to_json(results: Sequence[Any]) -> str:
-    """One list, a row a line."""
+    """Return the results as a JSON list, one result per line."""
     return "[\n" + ",\n".join(json.dumps(row) for row in results) + "\n]"
 
 
 def print_table(results: list[Measurement], console: Console) -> None:
-    """A table a shape, routing and pass."""
+    """Print one table per shape, routing and pass."""
     for case in dict.fromkeys(_case(row) for row in results):
         table = Table(
             "implementation",
@@ -146,7 +155,7 @@ def _percent(share: float | None) -> str:
 
 
 def picture(results: list[Measurement], path: Path) -> None:
-    """Speed of every implementation: a panel a pass, a group of bars a shape and routing."""
+    """Plot the speed of every implementation: one panel per pass, one group of bars per shape and routing."""
     from matplotlib.figure import Figure
 
     passes = list(dict.fromkeys(row["pass"] for row in results))

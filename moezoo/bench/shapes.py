@@ -1,10 +1,10 @@
-"""The sizes that benchmarks and compilation checks run: one registry."""
+"""The registry of sizes for benchmarks and compilation checks."""
 
 from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One MoE layer: T tokens of width d, E SwiGLU experts of width f, K experts a token."""
+    """One MoE layer: T tokens of width d, E SwiGLU experts of width f, K experts per token."""
 
     tokens: int
     embed: int
@@ -14,29 +14,28 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Assignments, all of which find an expert."""
+        """The number of assignments, T*K; none is dropped."""
         return self.tokens * self.k
 
     @property
     def letters(self) -> dict[str, int]:
-        """Sizes by the letters that rows of results use."""
+        """The sizes by their letters, as results hold them."""
         return dict(zip(("T", "d", "f", "E", "K"), self, strict=True))
 
     @property
     def product_flops(self) -> int:
-        """Of one grouped product forward; its backward pass has two more of the same."""
+        """FLOPs of one grouped product, forward; the backward pass has twice as many."""
         return 2 * self.rows * self.embed * self.mlp
 
     @property
     def layer_flops(self) -> int:
-        """Of a layer's three products forward; routing, permutation and activation not counted."""
+        """FLOPs of a layer's three products, forward; routing, permutation and activation are not counted."""
         return 3 * self.product_flops
 
 
 LAPTOP = {f"e{experts}k{k}": Shape(4096, 512, 1024, experts, k) for experts in (8, 32, 128) for k in (2, 4, 8)}
 
-# Layers of released models, and sizes that published kernels report: L1 and L3 Qwen3-30B-A3B, L2 Mixtral-8x7B, S1 to S3
-# of Guo et al., SonicMoE (2025).
+# L1 and L3: a layer of Qwen3-30B-A3B. L2: a layer of Mixtral-8x7B. S1 to S3: sizes of Guo et al., SonicMoE (2025).
 ACCELERATOR = {
     "L1": Shape(8192, 2048, 768, 128, 8),
     "L2": Shape(8192, 4096, 14336, 8, 2),

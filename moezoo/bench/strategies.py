@@ -1,4 +1,10 @@
-"""Every dispatch strategy on several meshes: the first updates of one training run, side by side."""
+"""Benchmark of the dispatch strategies: the first updates of a training run, with each strategy on each mesh.
+
+Measures: whole training steps on the same batches, alternately.
+Against: each other; all start from the same parameters.
+Columns: see `StrategyRow`. The table also has `used`, the quotient of `rows` and `room`; `MB in`, `received_bytes`; and
+`peak MB`, `peak_bytes`.
+"""
 
 import dataclasses
 import math
@@ -25,18 +31,24 @@ from moezoo.parallel.mesh import MeshShape, prepare
 from moezoo.training.build import build_state, build_step
 from moezoo.training.feed import Feed
 
-# Updates whose time does not count: allocations, and what else only the first have.
+# The first updates are not timed, because only they allocate memory.
 _WARM_UP = 2
 
 
 class StrategyRow(TypedDict):
     """One strategy on one mesh.
 
-    `loss`: cross-entropy of the last batch in nats a token, before its update; `perplexity` its exponential. `ms` and
-    `ms_spread`: median and interquartile range of an update, the first two left out; no range of three or fewer. Of a
-    device, a layer with experts and a micro-step, on average over all updates: `rows` that hold an assignment, `room`
-    for rows. `dropped`: the share of assignments without room. `received_bytes` of an update's collectives, by
-    formula, and `peak_bytes`, on one device.
+    Attributes:
+        loss: cross-entropy of the last batch before its update, nats per token.
+        perplexity: the exponential of `loss`.
+        tokens_per_second: tokens of a batch per median update.
+        ms: milliseconds per update, the median of all but the first two.
+        ms_spread: the interquartile range; None for three or fewer timed updates.
+        rows: rows that hold an assignment, per device, layer with experts and micro-step, averaged over all updates.
+        room: rows that there is room for, per device, layer with experts and micro-step.
+        dropped: the share of assignments that found no room.
+        received_bytes: bytes per device and update that collectives bring, by `moezoo.analysis.cost`.
+        peak_bytes: bytes per device that the compiled step needs.
     """
 
     strategy: str
@@ -58,11 +70,11 @@ class StrategyRow(TypedDict):
 
 
 class _Running:
-    """A compiled step, its state so far, and what its updates showed."""
+    """A compiled step, its state, and the results of its updates."""
 
     def __init__(self, cfg: TrainConfig):
         self.execution = build_execution(cfg)
-        # An axis of -1 has its size now.
+        # The execution has resolved a mesh axis of -1.
         self.cfg = cfg = dataclasses.replace(cfg, mesh=MeshShape(**self.execution.sizes))
         self._step = build_step(cfg, self.execution)
         self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
@@ -73,7 +85,7 @@ class _Running:
         self.seconds: list[float] = []
 
     def update(self, micro_steps: Sequence[Batch]) -> None:
-        """One more."""
+        """Run and time one update."""
         stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_steps)
         batch = jax.block_until_ready(self._feed(stacked))
         start = time.perf_counter()
@@ -88,16 +100,22 @@ class _Running:
 def compare_strategies(
     dispatches: Sequence[str], meshes: Sequence[str], settings: str, updates: int, log: Callable[[str], None]
 ) -> list[StrategyRow]:
-    """Compose each strategy with each mesh and `settings`, and train all of them on the same batches, by turns.
+    """Train each strategy on each mesh on the same batches, one update of each alternately.
 
-    A strategy or mesh is an entry of its group, and overrides after it if need be: "ragged dispatch.chunks=2".
+    Args:
+        dispatches: names of strategies, each with optional overrides after it: "ragged dispatch.chunks=2".
+        meshes: names of meshes, each with optional overrides after it.
+        settings: overrides that hold for all.
+        updates: the number of updates of each.
+        log: receives progress lines.
 
-    Raises `UserError` for what does not compose or fit together, before anything is compiled.
+    Raises:
+        UserError: The words do not compose or fit together. Nothing has been compiled then.
     """
     names = [(mesh, dispatch) for mesh in meshes for dispatch in dispatches]
     for word in settings.split():
         if (group := word.split("=")[0]) in ("mesh", "dispatch"):
-            raise UserError(f"--settings {word}: what differs is named by --{group}")
+            raise UserError(f"--settings {word}: holds for all strategies and meshes; name it in --{group}")
     configs = [
         compose(*_overrides("mesh", mesh), *_overrides("dispatch", dispatch), *settings.split())
         for mesh, dispatch in names
@@ -107,7 +125,7 @@ def compare_strategies(
         build_execution(cfg)
         for key in ("batch_size", "seq_len", "seed", "data", "model", "execution"):
             if getattr(cfg, key) != getattr(configs[0], key):
-                raise UserError(f"{dispatch}: {key} must be the same for all that are compared; set it by --settings")
+                raise UserError(f"{dispatch}: {key} must be the same for all strategies; set it with --settings")
     cfg = configs[0]
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     running = []
@@ -125,7 +143,7 @@ def compare_strategies(
 
 
 def _overrides(group: str, words: str) -> list[str]:
-    """An entry's name, or an override in its place, and overrides."""
+    """Return overrides from an entry's name (or an override in its place) and further overrides."""
     first, *rest = words.split() or [""]
     return [first if "=" in first else f"{group}={first}", *rest]
 
@@ -156,12 +174,12 @@ def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) 
 
 
 def _sharing(execution: Execution) -> int:
-    """Devices over which the assignments of a batch are spread."""
+    """Return the number of devices that share the assignments of a batch."""
     return execution.ways(tuple({*execution.token_axes, *execution.rules.compute.get("expert", ())}))
 
 
 def print_table(rows: Sequence[StrategyRow], console: Console) -> None:
-    """A table a mesh."""
+    """Print one table per mesh."""
     titles = ("strategy", "loss", "perplexity", "tokens/s", "ms", "rows", "room", "used", "dropped", "MB in", "peak MB")
     for mesh in dict.fromkeys(row["mesh"] for row in rows):
         here = [row for row in rows if row["mesh"] == mesh]
@@ -188,7 +206,7 @@ def print_table(rows: Sequence[StrategyRow], console: Console) -> None:
 
 
 def picture(rows: Sequence[StrategyRow], path: Path) -> None:
-    """Speed and use of room: a group of bars a mesh."""
+    """Plot speed and the used share of the room for rows: one group of bars per mesh."""
     from matplotlib.figure import Figure
 
     meshes = list(dict.fromkeys(row["mesh"] for row in rows))

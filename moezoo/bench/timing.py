@@ -1,4 +1,4 @@
-"""Timing calls beside each other, so that what disturbs a machine disturbs all of them alike."""
+"""Time several calls alternately, so that other load on the machine affects all of them."""
 
 import math
 import time
@@ -7,27 +7,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Runs the work and returns once it is done.
+# Runs the work and returns when it is done.
 Call = Callable[[], Any]
 
-_SHORTEST = 0.02  # seconds a sample lasts at least, so that the clock and the call itself do not count
+_SHORTEST = 0.02  # seconds per sample at least; much longer than reading the clock
 
 
 class Timing(NamedTuple):
-    """Milliseconds a call: the median of its samples and their interquartile range."""
+    """Milliseconds per call: the median of the samples and their interquartile range."""
 
     ms: float
     spread: float
 
 
 def measure(calls: dict[str, Call], *, seconds: float, samples: int) -> dict[str, Timing]:
-    """Time every call by turns, a sample each a round, after a warm-up.
+    """Time all calls alternately, one sample of each per round, after a warm-up.
 
-    A call leaves when it has `samples` or has taken `seconds`, and has at least one sample.
+    A call gets at least one sample. It leaves when it has `samples` samples or has run for `seconds`.
     """
     repeats = {}
     for name, call in calls.items():
-        call()  # what is compiled or allocated at first
+        call()  # compiles and allocates
         repeats[name] = max(1, math.ceil(_SHORTEST / _seconds(call, 1)))
     taken: dict[str, list[float]] = {name: [] for name in calls}
     waiting = set(calls)

@@ -1,6 +1,6 @@
-"""PyTorch's grouped product and transformers' Mixtral block on the same numbers, where both are installed.
+"""PyTorch's grouped product and transformers' Mixtral block on the same numbers, if the libraries are installed.
 
-The only module of the benchmarks that imports them.
+No other module of the benchmarks imports them.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ Named = tuple[str, Callable[[], Candidate]]
 
 
 def products(x: jax.Array, w: jax.Array, sizes: jax.Array, cotangent: jax.Array) -> Iterator[Named]:
-    """`torch.nn.functional.grouped_mm`."""
+    """Yield `torch.nn.functional.grouped_mm`."""
     if importlib.util.find_spec("torch") is None:
         return
 
@@ -36,7 +36,7 @@ def products(x: jax.Array, w: jax.Array, sizes: jax.Array, cotangent: jax.Array)
 
 
 def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
-    """`transformers`' block, as a loop over experts and as grouped products."""
+    """Yield transformers' block twice: with a loop over experts, and with grouped products."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
 
@@ -73,7 +73,7 @@ def _device() -> Any:
 def _tensor(x: jax.Array, device: Any) -> Any:
     import torch
 
-    # NumPy has no bfloat16 of its own that PyTorch would read.
+    # PyTorch does not read NumPy's bfloat16.
     tensor = torch.tensor(np.asarray(x, np.float32), device=device)
     return tensor.to(getattr(torch, str(x.dtype)))
 

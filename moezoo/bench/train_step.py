@@ -1,4 +1,9 @@
-"""Whole training steps, as a run would make them, on random tokens."""
+"""Benchmark of whole training steps on random tokens.
+
+Measures: the compiled step of a training run, optimiser included.
+Against: one forward product of T*K rows [T*K, d] x [d, f] on one device, T*K being the assignments of a layer.
+Columns: see `moezoo.bench.results`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,11 +31,10 @@ from moezoo.training.step import State
 def train_steps(
     settings: Sequence[str], dtype: str | None, seconds: float, samples: int, log: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    """Time the step that each of `settings` (overrides in one string) composes, by turns.
+    """Time the steps of all `settings` alternately; each is a string of overrides.
 
-    Its yardstick is one product of as many rows as the step has assignments, on one device, however many share the
-    step. FLOPs are those of the model: 6 a token for each active parameter that a product uses, and attention's; those
-    of rematerialisation do not count.
+    FLOPs of a step are those of the model: 6 per token and active parameter in a product, plus those of attention over
+    the keys that a query sees. FLOPs of rematerialisation do not count.
     """
     configs = {words: compose(*words.split(), *([f"execution.dtype={dtype}"] if dtype else [])) for words in settings}
     prepare(max(cfg.mesh.devices for cfg in configs.values()))
@@ -77,7 +81,7 @@ def _flops(cfg: TrainConfig) -> float:
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
     _, active = count_parameters(model_shapes(m), m.experts_per_token)
     window = min(cfg.seq_len, m.window or cfg.seq_len)
-    seen = window - window * (window - 1) / 2 / cfg.seq_len  # keys a query sees on average, itself included
+    seen = window - window * (window - 1) / 2 / cfg.seq_len  # mean number of keys per query, itself included
     attention = 2 * m.layers * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)
 
@@ -95,7 +99,7 @@ def _step(cfg: TrainConfig) -> tuple[Call, int | None]:
     state: list[State] = [build_state(cfg, execution, step)]
 
     def call() -> Any:
-        # A step gives up the state it was given.
+        # The step donates the state that it gets.
         state[0], metrics = compiled(state[0], batch)
         return jax.block_until_ready(metrics)
 

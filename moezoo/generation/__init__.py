@@ -1,1 +1,1 @@
-"""Continue texts."""
+"""Generate text: prompts and their continuations."""

@@ -1,4 +1,4 @@
-"""Continue texts: the prompt at once, then a token at a time with what layers keep of those before."""
+"""Continue prompts: read each prompt in one pass, then one token per step with a cache."""
 
 import functools
 import numbers
@@ -24,7 +24,7 @@ from moezoo.parallel.execution import Execution, place
 
 
 class Advanced(NamedTuple):
-    """Logits after the last column, and what the next one needs."""
+    """Logits after the last column, and the cache for the next one."""
 
     logits: Float[Array, "batch vocab"]
     cache: Cache
@@ -37,7 +37,10 @@ def prefill(
     length: int,
     execution: Execution,
 ) -> Advanced:
-    """Read a prompt, on one device of those that `execution` has; the cache has room for `length` tokens in all."""
+    """Read prompts inside `shard_map` (or on one device); the cache has room for `length` tokens per row.
+
+    `at` holds each token's position and segment; segment 0 is padding.
+    """
 
     def keep(block: Block, kept: PyTree) -> PyTree:
         slots = block.attention.count_slots(length)
@@ -58,7 +61,7 @@ def decode(
     cache: Cache,
     execution: Execution,
 ) -> Advanced:
-    """Read one more token of each text, on one device of those that `execution` has."""
+    """Read one more token of each row, inside `shard_map` or on one device."""
     cache = cache.add_key(at)
     context = Context(at, at)
     x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, cache)
@@ -79,19 +82,29 @@ def generate(
     vocab: int | None = None,
     key: Array | None = None,
 ) -> Int[np.ndarray, "batch longer"]:
-    """Prompts and their continuations, int32 [batch, seq + new], computed as `execution` says (default: one device).
+    """Return prompts and their continuations, int32 [batch, seq + new].
 
-    `ids` are integers [batch, seq]; `mask` [batch, seq] is false at padding, which is on the left. Greedy unless
-    `temperature` is set, which needs `key`; for that and for `top_k`, `top_p` and `vocab` see
-    `moezoo.generation.sampling.Sampling`. Stops after `max_new_tokens`, and before only where every text has had one of
-    `eos_token_id`; after its own a text goes on with the first of them.
+    A program is compiled for each model, batch size and rounded length. A mesh splits the batch over those of its axes
+    whose sizes divide it; devices along the other axes do the same work, except for the experts' work, which they
+    share. The same key draws the same tokens on every mesh.
 
-    A mesh splits the batch over as many devices as divide it; along its other axes devices do the same, but for the
-    experts' work, which they share. Compiled once for each model, batch size and rounded length; a key's draws are the
-    same on any mesh.
+    Args:
+        model: the model that continues the prompts.
+        ids: prompts, integers [batch, seq].
+        max_new_tokens: at most this many tokens are added to each row.
+        eos_token_id: one or more tokens that end a row. An ended row is filled with the first of them; generation
+            stops early when all rows have ended.
+        execution: how the model runs; by default on one device.
+        mask: booleans [batch, seq], false at padding, which comes before the prompt. By default nothing is padding.
+        temperature: 0 always takes the most likely token; above 0 draws at random, which needs `key`.
+        top_k: see `moezoo.generation.sampling.Sampling`.
+        top_p: see `Sampling`.
+        vocab: see `Sampling`.
+        key: one random key.
 
-    Raises `UserError` for prompts that are not integers [batch, seq] of the vocabulary, padding on the right, more than
-    `model.max_length` tokens, and for what cannot be drawn.
+    Raises:
+        UserError: Prompts are not integers [batch, seq] of the vocabulary, have padding on the right, or exceed
+            `model.max_length` with the new tokens; or the sampling settings are invalid.
     """
     if execution is not None and not isinstance(execution, Execution):
         raise UserError(
@@ -105,7 +118,7 @@ def generate(
     if execution.mesh is not None:
         model = place(model, execution)
 
-    # Lengths rounded up, by padding on the left and by room that stays empty, are few, and so are compilations.
+    # Lengths are rounded up (padding on the left, unused room on the right), so few programs are compiled.
     width, room = _round_up(tokens.shape[1]), _round_up(max_new_tokens)
     wider = ((0, 0), (width - tokens.shape[1], 0))
     out = _continue(
@@ -124,7 +137,7 @@ def generate(
 
 
 def _threefry(key: Array) -> Array:
-    """A key of the kind that draws the same for a row whatever rows stand beside it, so that a mesh changes nothing."""
+    """Return a threefry key: its draws for a row do not depend on the other rows, so a mesh does not change them."""
     try:
         bits = jax.random.bits(key, (2,), jnp.uint32)
     except (TypeError, ValueError) as error:
@@ -135,15 +148,13 @@ def _threefry(key: Array) -> Array:
 def _check_prompts(
     model: LanguageModel, ids: Any, mask: Any, max_new_tokens: int, eos_token_id: Any
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Tokens and mask [batch, seq], and the tokens to stop at."""
+    """Check the arguments; return tokens and mask [batch, seq], and the tokens that end a row."""
     if not isinstance(model, LanguageModel):
         raise UserError(f"model is a {type(model).__name__}, expected a model; load one with moezoo.from_pretrained")
     try:
         tokens = np.asarray(ids)
     except ValueError:
-        raise UserError(
-            "ids have rows of different lengths; fill the shorter ones up on the left and say mask="
-        ) from None
+        raise UserError("ids have rows of different lengths; pad the shorter ones on the left and set mask=") from None
     if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
         one = "; for one text write ids[None]" if tokens.ndim == 1 else ""
         raise UserError(f"ids are {tokens.dtype}{list(tokens.shape)}, expected integers [batch, seq]{one}")
@@ -151,35 +162,35 @@ def _check_prompts(
     if valid.shape != tokens.shape:
         raise UserError(f"mask is {list(valid.shape)} and ids are {list(tokens.shape)}; give both the same shape")
     if not valid.any(1).all():
-        raise UserError(f"mask leaves no token in row {int(valid.any(1).argmin())}; a prompt has at least one")
+        raise UserError(f"mask leaves no token in row {int(valid.any(1).argmin())}; a prompt needs at least one")
     if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
-        raise UserError("mask is false behind a token; padding comes before the prompt, on the left")
+        raise UserError("mask is false after a token; put padding before the prompt, on the left")
     ends = np.atleast_1d(np.asarray([] if eos_token_id is None else eos_token_id))
     if ends.size and not (ends.ndim == 1 and np.issubdtype(ends.dtype, np.integer)):
         raise UserError(f"eos_token_id={eos_token_id} must be a token or a list of tokens")
     stops = [int(i) for i in ends]
     for name, some in (("ids", tokens[valid]), ("eos_token_id", np.asarray(stops, int))):
         if (outside := some[(some < 0) | (some >= model.vocab)]).size:
-            raise UserError(f"{name} holds {outside[0]} but the model's tokens are 0 to {model.vocab - 1}")
+            raise UserError(f"{name} contains {outside[0]} but the model's tokens are 0 to {model.vocab - 1}")
     if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
     longest, limit = int(valid.sum(1).max()), model.config.max_length
     if longest + max_new_tokens > limit:
         raise UserError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} are more than model.max_length={limit}; "
+            f"a prompt of {longest} tokens plus max_new_tokens={max_new_tokens} exceeds model.max_length={limit}; "
             + (f"set max_new_tokens to at most {limit - longest}" if longest < limit else "shorten the prompt")
         )
     return np.where(valid, tokens, 0).astype(np.int32), valid, stops
 
 
 def _round_up(length: int) -> int:
-    """At most a quarter more: there are four such lengths between one power of two and the next, from 64 on."""
+    """Round up by at most a quarter: from 64 on, four lengths per power of two; below, multiples of 16."""
     step = max(16, 1 << max(length - 1, 0).bit_length() >> 3)
     return -(-length // step) * step
 
 
 class _Loop(NamedTuple):
-    """The loop's carry: so many tokens are written, the last of which was not yet read."""
+    """The carry of the loop: `count` tokens are written to `new`; the model has not yet read the last, `token`."""
 
     count: Int[Array, ""]
     new: Int[Array, "batch room"]
@@ -202,7 +213,7 @@ def _continue(
     sampling: Sampling,
     execution: Execution,
 ) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
-    """New tokens, and how many columns of them were written."""
+    """Return new tokens, and how many of their columns were written."""
     width = tokens.shape[1]
 
     def local(
@@ -222,7 +233,7 @@ def _continue(
             return _Loop(loop.count + 1, new, token, ended, all_ended, loop.cache)
 
         def step(loop: _Loop) -> _Loop:
-            # A text that has ended goes on as padding, which no expert sees.
+            # A row that has ended continues as padding, which experts do not compute.
             here = Place((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
             advanced = decode(model, loop.token[:, None], here, loop.cache, execution)
             return append_choice(loop._replace(cache=advanced.cache), advanced.logits)

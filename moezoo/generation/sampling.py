@@ -1,4 +1,4 @@
-"""The next token from its logits."""
+"""Draw the next token from its logits."""
 
 import dataclasses
 import numbers
@@ -12,11 +12,17 @@ from moezoo.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: the likeliest at `temperature` 0, otherwise from the softmax of logits / temperature.
+    """How a token is drawn. Each setting except `temperature` reduces the tokens that can be drawn.
 
-    `top_k`: only from so many of the likeliest. `top_p`: of those, only from the fewest likeliest whose probabilities
-    together reach it (Holtzman et al., 2020). `vocab`: only from tokens below it, where an embedding has more rows than
-    the tokenizer has tokens. Raises `UserError` for what cannot be drawn from.
+    Attributes:
+        temperature: 0 takes the most likely token; above 0, draw from softmax(logits / temperature).
+        top_k: draw only from the `top_k` most likely tokens.
+        top_p: of those, draw only from the smallest set of most likely tokens whose probabilities sum to at least
+            `top_p` (Holtzman et al., 2020, "The Curious Case of Neural Text Degeneration").
+        vocab: draw only tokens below `vocab`, for embeddings with more rows than the tokenizer has tokens.
+
+    Raises:
+        UserError: A setting is out of range, or has no effect at temperature 0.
     """
 
     temperature: float = 0.0
@@ -26,7 +32,7 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be at least 0; 0 takes the likeliest token")
+            raise UserError(f"temperature={self.temperature} must be at least 0; 0 takes the most likely token")
         for name in ("top_k", "vocab"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
@@ -36,28 +42,28 @@ class Sampling:
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise UserError(
-                    f"{name}={getattr(self, name)} does nothing at temperature 0, which takes the likeliest token; "
+                    f"{name}={getattr(self, name)} has no effect at temperature 0, which takes the most likely token; "
                     f"set a temperature, such as 1, or leave out {name}"
                 )
 
     def __call__(
         self, logits: Float[Array, "rows vocab"], row: Int[Array, " rows"], step: Int[Array, ""] | int, key: Array
     ) -> Int[Array, " rows"]:
-        """A token a row, int32. What is drawn for row number `row` depends on its logits, `step` and `key` alone."""
+        """Return one token per row, int32. It depends only on the row's logits, its number `row`, `step` and `key`."""
         logits = logits[:, : self.vocab]
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         count = min(self.top_k or logits.shape[1], logits.shape[1])
-        likeliest, tokens = jax.lax.top_k(logits, count)
-        # Nothing overflows, however small the temperature is; below the least normal float32 it would be zero.
+        top, tokens = jax.lax.top_k(logits, count)
+        # The largest becomes 0, so nothing overflows. Temperatures below the least normal float32 would round to 0.
         coldest = float(jnp.finfo(jnp.float32).tiny)
-        likeliest = (likeliest - likeliest[:, :1]) / max(self.temperature, coldest)
+        top = (top - top[:, :1]) / max(self.temperature, coldest)
         if self.top_p is not None:
-            probabilities = jax.nn.softmax(likeliest)
+            probabilities = jax.nn.softmax(top)
             before = jnp.cumsum(probabilities, axis=-1) - probabilities
-            # The likeliest stays whatever the rounding.
+            # Keep the most likely token even if rounding excludes it.
             kept = (before < self.top_p) | (jnp.arange(count)[None] == 0)
-            likeliest = jnp.where(kept, likeliest, -jnp.inf)
+            top = jnp.where(kept, top, -jnp.inf)
         keys = jax.vmap(lambda r: jax.random.fold_in(jax.random.fold_in(key, step), r))(row)
-        drawn = jax.vmap(jax.random.categorical)(keys, likeliest)
+        drawn = jax.vmap(jax.random.categorical)(keys, top)
         return jnp.take_along_axis(tokens, drawn[:, None], axis=1)[:, 0].astype(jnp.int32)

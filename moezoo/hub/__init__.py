@@ -1,1 +1,1 @@
-"""Hugging Face folders, in and out, and the comparison of their models with transformers'."""
+"""Read and write Hugging Face folders, and compare their models with transformers."""

@@ -1,4 +1,7 @@
-"""Hugging Face folders in and out: safetensors, wrapped here alone. No network, no pickle, no code of theirs."""
+"""Read and write Hugging Face folders.
+
+No other module reads or writes safetensors. Nothing is downloaded or unpickled, and no code from a folder runs.
+"""
 
 import json
 import shutil
@@ -26,20 +29,26 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64),
 }
-_SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def from_pretrained(
     folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | None = None
 ) -> LanguageModel:
-    """The model in a Hugging Face folder: config.json, and safetensors in one file or several with an index.
+    """Load the model from a Hugging Face folder.
 
-    Laid out as `execution` says, by default whole on one device; in `dtype`, by default as most of it is stored. Choice
-    biases are float32 always. Nothing is fetched and nothing of the folder is executed.
+    Nothing is downloaded, and no code from the folder runs. A warning names tensors that hold NaN or infinities.
 
-    Raises `UserError` for an unknown architecture, and for tensors that are missing, left over, misshapen, cut short,
-    or outside the folder. Weights that are not finite are named in a warning.
+    Args:
+        folder: holds config.json and safetensors, in one file or in several with an index.
+        execution: the mesh and rules that lay out the arrays. By default every array is on one device.
+        dtype: the dtype of the parameters; by default the one that most stored numbers have. Choice biases are always
+            float32.
+
+    Raises:
+        UserError: The architecture is unknown. A tensor is missing, has no parameter, has the wrong shape, is cut
+            short, or is in a file outside the folder.
     """
     folder = Path(folder).expanduser()
     family, config = _family_and_config(folder)
@@ -57,7 +66,7 @@ def from_pretrained(
         for (path, index), part in zip(tensor.parts, tensor.from_file(array), strict=True):
             whole[path][index] = part
     if odd:
-        _warn(f"{folder}: not finite: {_list_names(odd)}")
+        _warn(f"{folder}: tensors with NaN or infinities: {_list_names(odd)}")
     model = jax.tree.unflatten(jax.tree.structure(shapes), list(whole.values()))
     if execution is None or execution.mesh is None:
         return jax.device_put(model, jax.devices()[0])
@@ -65,12 +74,12 @@ def from_pretrained(
 
 
 def hub_model_config(folder: str | Path) -> ModelConfig:
-    """The configuration of the model in a Hugging Face folder. Raises `UserError` as `from_pretrained` does."""
+    """Return the configuration of the model in a Hugging Face folder. Raises `UserError` as `from_pretrained` does."""
     return _family_and_config(Path(folder).expanduser())[1]
 
 
 def end_of_text(folder: str | Path) -> list[int]:
-    """The tokens that end a text: `eos_token_id` of generation_config.json or else of config.json, if one says so."""
+    """Return the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json, or none."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder).expanduser() / name
         found = _json(path, "cannot be read").get("eos_token_id") if path.exists() else None
@@ -81,13 +90,13 @@ def end_of_text(folder: str | Path) -> list[int]:
 
 
 def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
-    """Write a folder that transformers loads: config.json and safetensors, in files of at most 5 GB with an index.
+    """Write a folder that transformers loads: config.json and safetensors.
 
-    Containers are written as the arrays that they stand for.
+    Files are at most 5 GB; several files get an index. A container is written as the array that it stands for.
+    Settings that transformers has no key for are lost, such as the rate at which choice biases move.
 
-    What transformers has no key for is not kept: of a run the coefficients of its losses, and how its biases move.
-
-    Raises `UserError` when the folder already holds a model, or cannot be written.
+    Raises:
+        UserError: The folder already holds a model, or cannot be written.
     """
     folder = Path(folder).expanduser()
     if any((folder / name).exists() for name in ("config.json", _SINGLE, _INDEX)):
@@ -97,16 +106,16 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     plan = list(tensors(model, family.hub))
     sizes = [_size(t, arrays) for t in plan]
     shards: list[list[Tensor]] = [[]]
-    room = _SHARD_BYTES
+    room = SHARD_BYTES
     for tensor, size in zip(plan, sizes, strict=True):
         if size > room and shards[-1]:
             shards.append([])
-            room = _SHARD_BYTES
+            room = SHARD_BYTES
         shards[-1].append(tensor)
         room -= size
     config = family.hub.config_to_hub(model.config)
     config["dtype"] = str(model.embedding.weight.dtype)
-    # Otherwise transformers takes some of this vocabulary's tokens for special ones.
+    # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,14 +132,14 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in names:
-            shutil.copymode(folder / "config.json", folder / name)  # the library lets nobody else read them
+            shutil.copymode(folder / "config.json", folder / name)  # safetensors makes files private
     except (OSError, _safetensors_error()) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise UserError(f"{folder}: cannot write there ({reason}); name another folder") from error
+        raise UserError(f"{folder}: cannot be written ({reason}); name another folder") from error
 
 
 def _safetensors_error() -> type[Exception]:
-    """What the library raises for files that cannot be read or written."""
+    """Return the error that safetensors raises for files that it cannot read or write."""
     from safetensors import SafetensorError
 
     return SafetensorError
@@ -144,11 +153,11 @@ def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
     from safetensors.numpy import save_file
 
     values = {t.name: t.to_file([read_part(arrays[p], index) for p, index in t.parts]) for t in shard}
-    save_file(values, path, metadata={"format": "pt"})  # the format that transformers asks for
+    save_file(values, path, metadata={"format": "pt"})  # transformers refuses files without it
 
 
 class _Files:
-    """The tensors of a folder, in one file or in those of an index."""
+    """The tensors of a folder, in one file or in the files that an index names."""
 
     def __init__(self, folder: Path):
         from safetensors import safe_open
@@ -158,7 +167,7 @@ class _Files:
         if (folder / _INDEX).exists():
             index = _json(folder / _INDEX, "cannot be read").get("weight_map")
             if not isinstance(index, dict) or not index:
-                raise UserError(f"{folder / _INDEX}: no weight_map; download the folder again")
+                raise UserError(f"{folder / _INDEX} has no weight_map; download the folder again")
             for name, file in index.items():
                 if not isinstance(file, str) or Path(file).name != file:
                     raise UserError(f"{folder / _INDEX} places {name} in '{file}', outside the folder; do not trust it")
@@ -166,11 +175,11 @@ class _Files:
         elif (folder / _SINGLE).exists():
             self._where = dict.fromkeys(self._handle(folder / _SINGLE).keys(), folder / _SINGLE)
         else:
-            raise UserError(f"{folder}: no {_SINGLE} and no {_INDEX} there; only safetensors are read")
+            raise UserError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors are read")
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return set(self._where)
 
     def _handle(self, path: Path) -> Any:
@@ -178,14 +187,14 @@ class _Files:
             try:
                 self._handles[path] = self._open(path, framework="numpy")
             except FileNotFoundError as error:
-                raise UserError(f"{path} is missing though the index names it; download the folder again") from error
+                raise UserError(f"{path} is missing but the index names it; download the folder again") from error
             except (self._error, OSError) as error:
                 reason = str(error).partition("\n")[0]
                 raise UserError(f"{path} cannot be read ({reason}); download it again") from error
         return self._handles[path]
 
     def common_dtype(self) -> np.dtype:
-        """The dtype of most numbers."""
+        """Return the dtype that most stored numbers have."""
         sizes: dict[str, int] = {}
         for name, path in self._where.items():
             part = self._slice(path, name)
@@ -199,15 +208,15 @@ class _Files:
         try:
             return self._handle(path).get_slice(name)
         except self._error as error:
-            raise UserError(f"{path} has no {name} though the index says so; download the folder again") from error
+            raise UserError(f"{path} has no {name} but the index places it there; download it again") from error
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor, of that shape."""
+        """Return a tensor; raise `UserError` if its shape is not `shape`."""
         part = self._slice(self._where[name], name)
         if tuple(part.get_shape()) != shape:
             raise UserError(
-                f"{self._folder}: {name} is {list(part.get_shape())}, expected {list(shape)} by config.json; "
-                "one of the two is another model's"
+                f"{self._folder}: {name} has shape {list(part.get_shape())}, expected {list(shape)} by config.json; "
+                "the two files belong to different models"
             )
         if part.get_dtype() not in _DTYPES:
             raise UserError(
@@ -223,29 +232,30 @@ def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Pa
     if missing := sorted(expected - files.names):
         raise UserError(f"{folder}: {_tensors(missing)} missing: {_list_names(missing)}")
     if left := sorted(left - over):
-        raise UserError(f"{folder}: {_tensors(left)} of no parameter that config.json asks for: {_list_names(left)}")
+        raise UserError(f"{folder}: {_tensors(left)} not in the model of config.json: {_list_names(left)}")
     if over:
-        _warn(f"{folder}: {_tensors(sorted(over))} passed over, of multi-token prediction: {_list_names(sorted(over))}")
+        names = _list_names(sorted(over))
+        _warn(f"{folder}: {_tensors(sorted(over))} not loaded, for multi-token prediction: {names}")
 
 
 def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
-    mapping = _json(folder / "config.json", "no config.json there; name a Hugging Face model folder")
+    mapping = _json(folder / "config.json", "no config.json; name a Hugging Face model folder")
     family = _family(mapping, folder)
     try:
         return family, family.hub.config_from_hub(mapping)
     except UserError:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # a table where a number should be, and the like
-        raise UserError(f"{folder}/config.json: a setting is of another type than expected ({error})") from error
+    except (TypeError, ValueError, AttributeError) as error:  # for example a table in place of a number
+        raise UserError(f"{folder}/config.json: a setting does not have the expected type ({error})") from error
 
 
 def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
     kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
     kind = mapping.get("model_type")
     if kind is None:
-        raise UserError(f"{folder}/config.json says no model_type; expected one of {', '.join(sorted(kinds))}")
+        raise UserError(f"{folder}/config.json has no model_type; expected one of {', '.join(sorted(kinds))}")
     if kind not in kinds:
-        raise UserError(f"{folder}/config.json: model_type '{kind}' is not known; {nearest(str(kind), kinds)}")
+        raise UserError(f"{folder}/config.json: unknown model_type '{kind}'; {nearest(str(kind), kinds)}")
     return kinds[kind]
 
 
@@ -257,7 +267,7 @@ def _json(path: Path, otherwise: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(mapping, dict):
-        raise UserError(f"{path} holds no table; download it again")
+        raise UserError(f"{path} is not a JSON object; download it again")
     return mapping
 
 
@@ -266,7 +276,7 @@ def _tensors(names: list[str]) -> str:
 
 
 def _list_names(names: list[str]) -> str:
-    """All of them; those that differ by the numbers of layers and experts alone are shown as one, with how many."""
+    """Return all names in one line. Names that differ only by layer and expert numbers become one, with their count."""
     alike: dict[tuple[str | None, ...], list[list[str]]] = {}
     for name in sorted(names):
         parts = name.split(".")

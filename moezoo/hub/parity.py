@@ -1,6 +1,6 @@
-"""A Hugging Face folder in moezoo and in transformers, module by module: where they part first, and by how much.
+"""Compare a Hugging Face folder in moezoo and in transformers, module by module.
 
-Two modules are the same where they hold the same parameters, as the family's table of names says.
+Two modules are paired if they hold the same parameters by the family's table of names.
 """
 
 import dataclasses
@@ -21,11 +21,14 @@ from moezoo.parallel.axes import parameter_table
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDifference:
-    """One module: its name in the folder, its path in our model, and how far apart the two are.
+    """One module: its name in transformers, its path in moezoo, and how far apart the two are.
 
-    `difference` is the largest of its output, `before` that of its input (None: no counterpart), each over the largest
-    value that transformers has there. Of a router, the output is each token's gate for each expert, and
-    `rerouted` counts the tokens that go to other experts.
+    The output of a router is the gate of each token for each expert, zero for experts that were not chosen.
+
+    Attributes:
+        difference: the largest difference between the outputs, divided by the largest output of transformers.
+        before: the same for the inputs; None if the inputs are not comparable.
+        rerouted: for a router, the number of tokens that go to other experts.
     """
 
     theirs: str
@@ -37,9 +40,12 @@ class ModuleDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All modules in the order they finish, and the `tolerance` they were held to. Printed, it is a table.
+    """All modules in the order in which they finish. `str` gives a table.
 
-    `unreached`: the window of attention that so few `tokens` do not fill, so that nothing is said of it.
+    Attributes:
+        tolerance: the largest difference that counts as agreement.
+        tokens: the number of tokens that both models read.
+        unreached: the attention window, if `tokens` is too small to test it; otherwise None.
     """
 
     rows: tuple[ModuleDifference, ...]
@@ -49,34 +55,33 @@ class Comparison:
 
     @property
     def first(self) -> ModuleDifference | None:
-        """The first module that diverges, in what enters it or in what it returns."""
+        """The first module whose input or output diverges."""
         return next((row for row in self.rows if self._diverges(row)), None)
 
     @property
     def worst(self) -> ModuleDifference:
-        """The module that is furthest apart."""
+        """The module with the largest difference."""
         return max(self.rows, key=lambda row: np.inf if np.isnan(row.difference) else row.difference)
 
     @property
     def verdict(self) -> str:
-        """One line: that all agree and how closely, or the first that does not."""
+        """One line: how closely all modules agree, or which is the first that does not."""
         row = self.first
         if row is None:
             worst = f"worst: {self.worst.theirs}, {self.worst.difference:.1e}"
             text = f"all {len(self.rows)} modules agree within {self._bound} ({worst})"
             if self.unreached is not None:
-                text += (
-                    f"; {self.tokens} tokens do not reach the window of {self.unreached}, which more than that would"
-                )
+                text += f"; the window of {self.unreached} was not tested: set tokens above it (now {self.tokens})"
             return text
         difference, what = row.difference, f"{row.theirs} (ours: {row.ours})"
         if self._enters_apart(row):
             assert row.before is not None
-            difference, what = row.before, f"what enters {what}"
+            difference, what = row.before, f"input of {what}"
         text = f"first divergence: {what}, {difference:.1e} relative, expected at most {self._bound}"
         if row.rerouted:
             text += f"; {row.rerouted} of {self.tokens} tokens go to other experts"
-            text += ", which a tie of two can do: try another seed" if row.rerouted <= max(1, self.tokens // 20) else ""
+            few = row.rerouted <= max(1, self.tokens // 20)
+            text += ", possibly because two experts tie: try another seed" if few else ""
         return text
 
     @property
@@ -85,7 +90,7 @@ class Comparison:
         return short if float(short) == self.tolerance else f"{self.tolerance:.2e}"
 
     def _agrees(self, difference: float) -> bool:
-        return difference <= self.tolerance  # which no NaN is
+        return difference <= self.tolerance  # False for NaN
 
     def _diverges(self, row: ModuleDifference) -> bool:
         return self._enters_apart(row) or not self._agrees(row.difference)
@@ -103,9 +108,18 @@ class Comparison:
 
 
 def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: float = 1e-4) -> Comparison:
-    """Both read the same `tokens` random tokens, in float32, each from the folder; both are in memory at once.
+    """Load a folder in moezoo and in transformers and compare every module on the same random tokens, in float32.
 
-    Raises `UserError` where PyTorch or transformers are not installed, and when either cannot load the folder.
+    Both models are in memory at the same time.
+
+    Args:
+        folder: a Hugging Face folder.
+        tokens: how many tokens both models read.
+        seed: seeds the tokens.
+        tolerance: the largest relative difference that counts as agreement.
+
+    Raises:
+        UserError: PyTorch or transformers is not installed, or one of the two libraries cannot load the folder.
     """
     peer.require_peers()
     folder = Path(folder).expanduser()
@@ -123,7 +137,7 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
 
 
 def _path_in_model(where: Where, model: LanguageModel) -> str:
-    """A module's path in our model, with its layer's index in the stack."""
+    """Return a module's path in our model, with the index of its layer in the stack."""
     path, number = where
     if number is None:
         return path
@@ -132,7 +146,10 @@ def _path_in_model(where: Where, model: LanguageModel) -> str:
 
 
 def pair_modules(model: LanguageModel) -> dict[Where, str]:
-    """Our modules and the names of theirs with the same parameters; a part that is a matrix may be a module there."""
+    """Map our modules to the names of transformers' modules with the same parameters.
+
+    A single matrix of ours can be a module of theirs.
+    """
     hub = family_of(model.config).hub
     held = [path.lstrip(".") for path, _, _ in parameter_table(model)]
     found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}
@@ -143,8 +160,8 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
 
 
 def _same_parameters(held: list[str], prefix: str, table: Any) -> dict[str, str]:
-    """By our path, below `prefix`, the name of the module that has exactly the parameters there."""
-    tensors = {}  # ours -> theirs, of the parameters that there are
+    """Map our paths below `prefix` to the names of the modules with exactly the same parameters."""
+    tensors = {}  # ours -> theirs, for parameters that this model has
     for ours, theirs in table.items():
         for name in (ours,) if isinstance(ours, str) else ours:
             if prefix + name in held:
@@ -159,13 +176,13 @@ def _same_parameters(held: list[str], prefix: str, table: Any) -> dict[str, str]
 
 
 def _ancestors(path: str) -> list[str]:
-    """A path and the paths of all modules that it lies in."""
+    """Return a path and the paths of all modules around it, outermost first."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _common(names: set[str]) -> str:
-    """The module that all tensors of `names` lie in; one module holds all experts."""
+    """Return the innermost module that holds all tensors of `names`; all experts are one module."""
     shared = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(parts)) > 1 or parts[0] == "{expert}":
@@ -186,8 +203,8 @@ def _compare_module(theirs: str, path: str, ours: ModuleRecord, wanted: ModuleRe
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference over the largest value; NaN where either has one."""
+    """Return the largest difference divided by the largest value of `theirs`; NaN if either array has one."""
     ours = ours.reshape(theirs.shape)
     scale = max(float(np.abs(theirs).max()), float(np.finfo(np.float32).tiny))
-    with np.errstate(invalid="ignore"):  # the difference of infinities is NaN
+    with np.errstate(invalid="ignore"):  # the difference of two infinities is NaN
         return float(np.abs(ours - theirs).max()) / scale

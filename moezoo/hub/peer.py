@@ -1,6 +1,6 @@
-"""transformers' model of a Hugging Face folder, run once with every module's input and output kept.
+"""Run transformers' model of a Hugging Face folder and record the input and output of its modules.
 
-The only module, besides the benchmarks' `torch_peers`, that imports PyTorch and transformers.
+Only this module and `moezoo.bench.torch_peers` import PyTorch and transformers.
 """
 
 import importlib.util
@@ -15,20 +15,20 @@ import numpy as np
 from moezoo.errors import UserError
 from moezoo.hub.recording import ModuleRecord
 
-# What transformers renames when it loads a folder: the part of a module's name there, and in memory.
+# transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
 _RENAMED = {"block_sparse_moe": "mlp"}
 
 
 def require_peers() -> None:
     """Raise `UserError` unless PyTorch and transformers are installed."""
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
-        raise UserError(f'{" and ".join(missing)} not installed; run pip install -e ".[peers]"')
+        raise UserError(f'not installed: {", ".join(missing)}; run pip install -e ".[peers]"')
 
 
 def load_peer(folder: Path) -> Any:
-    """Their model, in float32 on the CPU, from the folder alone: nothing is fetched, no code of the folder runs.
+    """Load a folder with transformers, in float32 on the CPU. Nothing is downloaded and no code from the folder runs.
 
-    Raises `UserError` when transformers cannot load it, or leaves a weight at random.
+    Raises `UserError` if transformers cannot load the folder, or finds no value for one of its weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -44,20 +44,18 @@ def load_peer(folder: Path) -> Any:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # transformers and huggingface_hub raise errors of classes of their own
+    except Exception as error:  # transformers and huggingface_hub have many error classes
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(
-            f"{folder}: transformers cannot load it ({reason}); there is nothing to compare with"
-        ) from error
+        raise UserError(f"{folder}: transformers cannot load it ({reason}), so it cannot be compared") from error
     model, info = loaded
     if lacking := sorted(info["missing_keys"]):
-        raise UserError(f"{folder}: transformers does not find {len(lacking)} weights of its model: {lacking[0]}, ...")
+        raise UserError(f"{folder}: transformers finds no values for {len(lacking)} weights: {lacking[0]}, ...")
     return model.eval()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings and progress bars, which say nothing of the comparison."""
+    """Suppress transformers' warnings and progress bars."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -74,7 +72,7 @@ def _quiet() -> Iterator[None]:
 
 
 def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> dict[str, ModuleRecord]:
-    """What enters and leaves each module of `names`, which are as in the folder, when the model reads `tokens`."""
+    """Let `model` read `tokens` and return the input and output of each module of `names` (names of the folder)."""
     import torch
 
     records: dict[str, ModuleRecord] = {}
@@ -104,7 +102,7 @@ def _array(x: Any) -> np.ndarray | None:
 
 
 def _output(module: Any, output: Any) -> np.ndarray:
-    """A module's result as one array; of a router each token's gate for each expert, zero if not chosen."""
+    """Return a module's result as one array; for a router, each token's gate for each expert, zero if not chosen."""
     import torch
 
     if isinstance(output, tuple) and len(output) == 3 and hasattr(module, "top_k"):

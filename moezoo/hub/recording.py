@@ -1,4 +1,7 @@
-"""Our model, with the input and output of every module: blocks return them as what is kept of a layer."""
+"""Run our model and record the input and output of every module.
+
+A block returns its records in place of what a layer keeps for a cache.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,18 +24,18 @@ from moezoo.parallel.execution import Execution
 
 
 class ModuleRecord(NamedTuple):
-    """What entered a module and what it returned; None for an input that has no counterpart."""
+    """The input and output of a module; `input` is None if transformers has no comparable input."""
 
     input: np.ndarray | None
     output: np.ndarray
 
 
-# A module's path, and the number of the layer in the model that it belongs to; None outside layers.
+# A module's path, and the number of its layer in the model; None outside layers.
 Where = tuple[str, int | None]
 
 
 def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, ModuleRecord]:
-    """What enters and leaves each module when the model reads `tokens` on one device, in the order they finish."""
+    """Let `model` read `tokens` [batch, seq] on one device; return each module's record, in the order they finish."""
     execution, paths = Execution(), _Paths()
     ids = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
@@ -65,14 +68,14 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
 
 
 class _Paths:
-    """By the path of what was called, the paths of the modules inside it that were recorded, as a trace fills it in."""
+    """The paths of the recorded modules, by the path of the module that was called. Tracing fills it in."""
 
     def __init__(self):
         self.found: dict[str, tuple[str, ...]] = {}
 
 
 def _call_recording(module: Any, path: str, paths: _Paths) -> Any:
-    """`module` as a function that also returns what enters and leaves every module inside it."""
+    """Return a function that calls `module` and also returns the input and output of every module inside it."""
 
     def call(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
         records: dict[str, tuple[Any, Any]] = {}
@@ -84,7 +87,7 @@ def _call_recording(module: Any, path: str, paths: _Paths) -> Any:
 
 
 class _RecordingBlock(eqx.Module):
-    """A block that gives its records as what it keeps."""
+    """A block that returns its records in place of what it keeps for a cache."""
 
     block: Block
     path: str = eqx.field(static=True)
@@ -96,7 +99,7 @@ class _RecordingBlock(eqx.Module):
 
 
 def _wrap(module: Any, path: str, records: dict[str, tuple[Any, Any]]) -> Any:
-    """`module` with itself and every module inside it noting what it is given and returns."""
+    """Wrap `module` and every module inside it so that each call adds its input and output to `records`."""
     inside = {
         name: child
         for name, child in vars(module).items()
@@ -109,7 +112,7 @@ def _wrap(module: Any, path: str, records: dict[str, tuple[Any, Any]]) -> Any:
 
 
 class _Wrapped:
-    """A module that records its calls and otherwise behaves as that module."""
+    """A module that records its calls and otherwise behaves as before."""
 
     def __init__(self, module: Any, path: str, records: dict[str, tuple[Any, Any]]):
         self._module, self._path, self._records = module, path, records
@@ -120,8 +123,8 @@ class _Wrapped:
     def __call__(self, x: Any, *arguments: Any) -> Any:
         result = self._module(x, *arguments)
         output = _array(result)
-        # A module of transformers with a part's parameters returns what ours returns one level up: the weighted sum
-        # over a token's experts, where our `Experts` returns a row for each; logits, where ours has a matrix.
+        # Two modules of transformers return what ours return one level up. Its experts return the weighted sum over a
+        # token's experts; our `Experts` returns a row for each. Its unembedding returns logits; ours is a matrix.
         if isinstance(self._module, Unembedding):
             self._records[f"{self._path}.weight"] = (None, output)
         if isinstance(result, FeedForwardOutput) and result.routed is not None:
@@ -131,7 +134,7 @@ class _Wrapped:
 
 
 def _array(result: Any) -> Array:
-    """A module's result as one array; of a router each token's gate for each expert, zero if not chosen."""
+    """Return a module's result as one array; for a router, each token's gate for each expert, zero if not chosen."""
     if isinstance(result, Routed):
         expert_ids, gates = result.assignment
         num_experts = result.sums.counts.shape[-1]

@@ -1,8 +1,10 @@
-"""How a family's parameters are named and laid out in a Hugging Face folder, from one literal table in its file.
+"""Names and shapes of a family's parameters in a Hugging Face folder.
 
-A matrix lies there as [outputs, inputs] with several dimensions flattened into one, a bias flattened altogether, an
-expert a tensor, a layer a tensor. Which dimensions of ours are inputs its annotation says, so a table holds names
-alone.
+The family's file has a table of names. Shapes follow from our annotations, which name the input dimensions:
+
+- a matrix is stored as [outputs, inputs], with all output (and input) dimensions flattened into one;
+- a bias is stored as one dimension;
+- each layer and each expert has its own tensor.
 """
 
 import dataclasses
@@ -23,17 +25,22 @@ from moezoo.parallel.stored import plain
 class Tensor:
     """One tensor of a folder, and the parts of our arrays that it holds.
 
-    `parts`: our array's path, and the index of its layer and expert where it has them; joined along the last dimension.
+    Attributes:
+        name: the tensor's name.
+        parts: for each part, the path of our array and the index of its layer and expert, if it has them. Parts are
+            joined along the last dimension.
+        axes: the axes of one part, without the indexed dimensions.
+        shapes: the shape of each part.
     """
 
     name: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
-    axes: Axes  # of one part, without the dimensions that are indexed
+    axes: Axes
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it lies in a file."""
+        """The shape in a file."""
         if self.axes.role is Role.BIAS:
             return (sum(map(math.prod, self.shapes)),)
         if self.axes.role is not Role.WEIGHT:
@@ -44,14 +51,14 @@ class Tensor:
         return outputs, math.prod(first[:inputs])
 
     def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Our arrays as the tensor."""
+        """Join our arrays into the tensor."""
         whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         if self.axes.role is not Role.WEIGHT:
             return whole.reshape(self.shape)
         return np.ascontiguousarray(whole.reshape(self.shape[1], self.shape[0]).T)
 
     def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """The tensor as our arrays."""
+        """Split the tensor into our arrays."""
         if self.axes.role in (Role.WEIGHT, Role.BIAS):
             first = self.shapes[0]
             last = sum(shape[-1] for shape in self.shapes)
@@ -63,7 +70,7 @@ class Tensor:
 
 
 def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
-    """Every tensor that a folder of `model` (or its shapes) holds."""
+    """Yield every tensor in a folder of `model`, which may hold shapes in place of arrays."""
     table = {path.lstrip("."): (axes, shape) for path, axes, shape in parameter_table(model)}
     for ours, theirs in hub.NAMES.items():
         names = (ours,) if isinstance(ours, str) else ours
@@ -89,11 +96,11 @@ def _layer_tensors(
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:
-    """A model's parameters (or shapes) by the paths that tensors name."""
+    """Return a model's parameters (or shapes) by the paths that `Tensor.parts` uses."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stored)
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
 def read_part(parameter: Any, index: tuple[int, ...]) -> np.ndarray:
-    """One matrix of a parameter, given its stacked dimensions' `index`; of a container, what it stands for."""
+    """Return one part of a parameter at `index` of its stacked dimensions; a container gives what it stands for."""
     return np.asarray(plain(jax.tree.map(lambda array: array[index], parameter), parameter.dtype))

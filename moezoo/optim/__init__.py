@@ -1,4 +1,4 @@
-"""Optimizers and schedules of the learning rate: a file each, and the `Optimizer` that applies them to a model."""
+"""Update rules and learning-rate schedules, one file each, and the `Optimizer` that applies them to a model."""
 
 from moezoo.optim.adamw import AdamW as AdamW
 from moezoo.optim.base import Schedule as Schedule

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019)."""
+"""AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(UpdateRule):
-    """Adam with decoupled weight decay. Only matrices decay, never scales or embeddings."""
+    """Adam with decoupled weight decay. Only weights decay; scales, biases and embeddings do not."""
 
     learning_rate: float = 3e-3
     beta1: float = 0.9
@@ -23,7 +23,7 @@ class AdamW(UpdateRule):
     clip_norm: float | None = 1.0
 
     def transform(self, decays: PyTree) -> "optax.GradientTransformation":
-        """Moments of each gradient, then the decay."""
+        """Return Adam's transformation, followed by the decay."""
         import optax
 
         return optax.chain(

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 class UpdateRule(abc.ABC):
     """How gradients become updates.
 
-    `learning_rate` is the peak rate. Gradients are first scaled down to a global norm of `clip_norm`; None: no limit.
+    Attributes:
+        learning_rate: the peak rate.
+        clip_norm: gradients with a larger global norm are scaled down to this norm; None for no limit.
     """
 
     learning_rate: float
@@ -23,30 +25,34 @@ class UpdateRule(abc.ABC):
 
     @abc.abstractmethod
     def transform(self, decays: PyTree) -> "optax.GradientTransformation":
-        """The optax transformation from gradients to updates of rate 1; `decays` is true at leaves that may decay."""
+        """Return the optax transformation from gradients to updates at rate 1.
+
+        It must be elementwise, because each device updates its own shards. `decays` is true at leaves that may decay.
+        """
 
 
 class Schedule(abc.ABC):
-    """The learning rate over time: a linear warm-up from zero, then what `after_warmup` says.
+    """The learning rate over time: a linear warm-up from zero, then the shape that `after_warmup` gives it.
 
-    `warmup_steps`: updates until the rate is at its peak; None for a tenth of the run.
+    Attributes:
+        warmup_steps: the number of updates until the rate reaches its peak; None for a tenth of the run.
     """
 
     warmup_steps: int | None
 
     def count_warmup(self, steps: int) -> int:
-        """Updates until the rate is at its peak. Raises `UserError` when a run of `steps` would end before."""
+        """Return the number of updates until the peak. Raises `UserError` if a run of `steps` would end before it."""
         if self.warmup_steps is None:
             return steps // 10
         if self.warmup_steps > steps:
             raise UserError(
-                f"schedule.warmup_steps={self.warmup_steps} but steps={steps}, so the learning rate would never reach "
-                f"its peak; set it to at most {steps}"
+                f"schedule.warmup_steps={self.warmup_steps} exceeds steps={steps}, so the learning rate would never "
+                f"reach its peak; set schedule.warmup_steps to at most {steps}"
             )
         return self.warmup_steps
 
     def rate(self, peak: float, step: Int[Array, ""], steps: int) -> Float[Array, ""]:
-        """The rate of update number `step` (from 0) of `steps`, float32."""
+        """Return the rate of update number `step` (from 0) of `steps`, float32."""
         warmup = self.count_warmup(steps)
         at = step.astype(jnp.float32)
         warm = jnp.minimum(1.0, (at + 1) / max(1, warmup))
@@ -54,4 +60,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
-        """`rate` as it is `since` updates after a warm-up that left `left` updates; `since` is negative before."""
+        """Return the rate `since` updates after the warm-up, given the `rate` that the warm-up reached.
+
+        `since` is negative during the warm-up; `left` is the number of updates from its end to the end of the run.
+        """

@@ -14,6 +14,6 @@ class Constant(Schedule):
     warmup_steps: int = 0
 
     def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
-        """The rate unchanged."""
+        """Return `rate` unchanged."""
         del since, left
         return rate

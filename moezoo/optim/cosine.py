@@ -10,16 +10,13 @@ from moezoo.optim.base import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Cosine(Schedule):
-    """Linear warm-up from zero, then a half cosine down to `final_ratio` of the peak at the last step.
-
-    `warmup_steps` of None is a tenth of the run's steps.
-    """
+    """Linear warm-up from zero, then a half cosine down to `final_ratio` of the peak at the last step."""
 
     warmup_steps: int | None = None
     final_ratio: float = 0.1
 
     def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
-        """The share of `rate` that the cosine leaves."""
+        """Return `rate` times a cosine that falls from 1 to `final_ratio`."""
         progress = jnp.clip(since / max(1, left - 1), 0, 1)
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
         return rate * (self.final_ratio + (1 - self.final_ratio) * cosine)

@@ -1,4 +1,4 @@
-"""Update rules and a schedule, applied to one model's parameters where they lie."""
+"""Apply update rules and a schedule to one model's parameters, each device to its own shards."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from moezoo.parallel.placement import EVERYWHERE, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The leaves that the transformation of `rule` updates, at `rate_factor` times the scheduled rate."""
+    """Leaves that `rule` updates at `rate_factor` times the scheduled rate; `name` is their key in the state."""
 
     name: str
     rule: UpdateRule
@@ -24,9 +24,9 @@ class Group:
 
 
 class Optimizer:
-    """Optax transformations for one model; every update is elementwise, so shards are updated where they lie.
+    """Optax transformations for one model. Every update is elementwise, so each device updates its own shards.
 
-    The state has for each group, by its name, the state of its transformation, which holds nothing for other leaves.
+    The state maps each group's name to the state of its transformation, which has no entries for other leaves.
     """
 
     def __init__(
@@ -37,34 +37,42 @@ class Optimizer:
         placements: PyTree,
         group_of: Callable[[str, Placement], Group] | None = None,
     ):
-        """`placements` of a model say by their axes what decays: matrices only.
+        """Assign leaves to groups.
 
-        `group_of` assigns a group to each leaf, given its path, such as ".embedding.weight", and its placement; None
-        puts all into one, updated by `rule`. The peak rate, and the clipping by the norm over all leaves, are those
-        of `rule` for every group. Raises `UserError` where a run of `steps` would end before the schedule's warm-up.
+        Args:
+            rule: its peak rate and clip norm hold for all groups. The norm is taken over all leaves.
+            schedule: the learning rate over time.
+            steps: the number of updates in the run.
+            placements: one `Placement` per leaf; leaves of role weight may decay.
+            group_of: returns the group of a leaf, given its path, such as ".embedding.weight", and its placement. By
+                default one group has all leaves, updated by `rule`.
+
+        Raises:
+            UserError: A run of `steps` would end before the schedule's warm-up.
+            ValueError: Two different groups have the same name.
         """
         self.rule, self.schedule, self.steps = rule, schedule, steps
-        schedule.count_warmup(steps)  # refused here, not in the middle of a trace
+        schedule.count_warmup(steps)  # raise here rather than while tracing
         assign = group_of or (lambda path, placement: Group("all", rule))
         self._groups = jax.tree_util.tree_map_with_path(
             lambda path, p: assign(jax.tree_util.keystr(path), p), placements
         )
         groups = dict.fromkeys(jax.tree.leaves(self._groups))
         if len({group.name for group in groups}) < len(groups):
-            raise ValueError(f"different groups of leaves have the same name: {', '.join(map(str, groups))}")
+            raise ValueError(f"different groups have the same name: {', '.join(map(str, groups))}")
         decays = jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, placements)
         self._transforms = {group: group.rule.transform(self._part(group, decays)) for group in groups}
 
     def _part(self, group: Group, tree: PyTree) -> PyTree:
-        """`tree` with None for leaves of other groups."""
+        """Return `tree` with None for leaves of other groups."""
         return jax.tree.map(lambda its_group, leaf: leaf if its_group == group else None, self._groups, tree)
 
     def init(self, parameters: PyTree) -> Any:
-        """Fresh state for `parameters`."""
+        """Return a fresh state for `parameters`."""
         return {group.name: rule.init(self._part(group, parameters)) for group, rule in self._transforms.items()}
 
     def placements(self, parameters: PyTree, placements: PyTree) -> Any:
-        """Where the state lies: moments as their parameters, counters on every device."""
+        """Return the placements of the state: moments as their parameters, counters on every device."""
         import optax
 
         state = jax.eval_shape(self.init, parameters)
@@ -80,19 +88,19 @@ class Optimizer:
         }
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The learning rate of update number `step`."""
+        """Return the learning rate of update number `step` (from 0)."""
         return self.schedule.rate(self.rule.learning_rate, step, self.steps)
 
     def update(
         self, gradients: PyTree, state: Any, parameters: PyTree, rate: Float[Array, ""], norm: Float[Array, ""]
     ) -> tuple[PyTree, Any]:
-        """New parameters and state. `norm` is the global norm of `gradients`, which are scaled down to `clip_norm`."""
+        """Return new parameters and state. `norm` is the global norm of `gradients`, by which they are clipped."""
         if (clip := self.rule.clip_norm) is not None:
             scale = jnp.minimum(1.0, clip / jnp.maximum(norm, 1e-12))
             gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
         updates, new_state = [], {}
         for group, transform in self._transforms.items():
-            # optax mixes float and int32 in its bias correction, which strict promotion refuses.
+            # optax's bias correction mixes float and int32, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 update, new_state[group.name] = transform.update(
                     self._part(group, gradients), state[group.name], self._part(group, parameters)

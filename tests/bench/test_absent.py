@@ -1,4 +1,4 @@
-"""Compiling for devices that are not here."""
+"""Programs compiled for absent devices: their memory, their collectives and the order of their operations."""
 
 import re
 
@@ -23,7 +23,7 @@ from moezoo.training.build import build_step
 
 @pytest.fixture
 def _uncached():
-    """What is compiled for devices that are not here cannot be read back from a cache."""
+    """Turn the compilation cache off: programs for absent devices cannot be read back from it."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -36,7 +36,7 @@ def test_unknown_kind():
         absent_devices("h100")
 
 
-def test_says_what_to_install(monkeypatch):
+def test_names_what_to_install(monkeypatch):
     def missing(**_):
         raise NotImplementedError("topology not implemented for cuda\nand more")
 
@@ -59,12 +59,12 @@ def test_eight_devices(kind):
 @pytest.mark.usefixtures("_uncached")
 @pytest.mark.parametrize("kind", ["h200", "v5p"])
 def test_no_row_is_copied_for_every_expert(kind):
-    """Nor anything else of that size, in a forward and backward pass; temporaries are what is said and no more."""
+    """No array of a forward and backward pass has that size, and temporaries stay below the stated bound."""
     for result in compile_all([kind], ["L1", "S2"], jnp.bfloat16):
         shape = ACCELERATOR[result.name]
         weights, rows = shape.experts * shape.embed * shape.mlp, shape.rows * max(shape.embed, shape.mlp)
         assert largest_array(result.text) <= max(weights, rows), result[:3]
-        # In float32: a weight's gradient or a product before they are rounded, and a layer's activations.
+        # In float32: gradients and products before they are rounded, and a layer's activations.
         bound = {"grouped_matmul": weights + rows, "moe_layer": 3 * weights + 6 * rows}[result.part]
         assert result.temporaries < 4 * 1.05 * bound, result[:3]
         assert ("tpu_custom_call" in result.text) == (kind == "v5p"), result[:3]
@@ -75,7 +75,7 @@ def test_no_row_is_copied_for_every_expert(kind):
 @pytest.mark.parametrize("kind", ["h200", "v5p"])
 @pytest.mark.parametrize("shape", [{"expert": 8}, {"fsdp": 2, "expert": 2, "context": 2}], ids=str)
 def test_ragged_is_the_real_exchange(kind, shape):
-    """Two a layer forward, again where the layer is recomputed, and backward: in a loop over layers, six in all."""
+    """Two per layer forward, two where the layer is recomputed, two backward; one loop over layers holds all six."""
     sizes = moezoo.MeshShape(**shape).sizes
     mesh = auto_mesh(absent_devices(kind), **sizes)
     rules = moezoo.compose("rules=fsdp_ep").rules
@@ -97,8 +97,8 @@ def test_ragged_is_the_real_exchange(kind, shape):
 @pytest.mark.absent
 @pytest.mark.usefixtures("_uncached")
 @pytest.mark.parametrize("kind", ["h200", "v5p"])
-def test_offloaded_inputs_lie_on_the_host(kind):
-    """All that layers keep of a micro-step moves there; a training step needs as much less on the device."""
+def test_offloaded_inputs_are_stored_on_the_host(kind):
+    """The inputs of a micro-step's layers move to the host; the device needs that much less memory."""
     words = ["model=mixtral", "model.layers=16", "model.embed=128", "model.expert_mlp=128", "model.max_length=512"]
     words += ["mesh=fsdp2_ep4", "dispatch=gather", "batch_size=32", "seq_len=512", "execution.microbatches=2"]
     memory = {}
@@ -106,17 +106,17 @@ def test_offloaded_inputs_lie_on_the_host(kind):
         cfg = moezoo.compose(*words, f"execution.remat={remat}")
         mesh = auto_mesh(absent_devices(kind), **cfg.mesh.sizes)
         memory[remat] = build_step(cfg, build_execution(cfg, mesh)).compile().memory_analysis()
-    inputs = 16 * (32 * 512 // 8 // 2) * 128 * 4  # layers, tokens of a device and micro-step, numbers of float32
+    inputs = 16 * (32 * 512 // 8 // 2) * 128 * 4  # layers; tokens per device and micro-step; float32 numbers
     assert (memory["full"].host_temp_size_in_bytes, memory["offload"].host_temp_size_in_bytes) == (0, inputs)
     saved = memory["full"].temp_size_in_bytes - memory["offload"].temp_size_in_bytes
-    # Compilers lay out the rest a little otherwise too.
+    # Compilers also lay out the rest slightly differently.
     assert saved > 0.95 * inputs
 
 
 @pytest.mark.absent
 @pytest.mark.usefixtures("_uncached")
 def test_devices_work_while_rows_travel():
-    """In the compiled program's order: shared experts between sending and results, products while results travel."""
+    """The compiled program runs shared experts between dispatch and combine, and products while results travel."""
     cfg = moezoo.compose("model=deepseek_v2_lite", "mesh=ep8")
     mesh = auto_mesh(absent_devices("v5p"), **cfg.mesh.sizes)
     execution = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
@@ -150,6 +150,6 @@ def test_devices_work_while_rows_travel():
     shared = [i for i, step in enumerate(order) if step == "shared"]
     assert sent[0] < shared[0]
     assert max(*sent, *shared) < results[0]
-    # The first chunk's results set out, the second chunk's products are made, the results arrive.
+    # The products of the second chunk run between start and end of the first chunk's combine.
     start, done = order.index("combine-start"), order.index("combine-done")
     assert order[start:done].count("experts") >= 2

@@ -110,10 +110,10 @@ def test_the_script(folder):
         (["folder={folder}", "prompt= "], "a prompt is empty; write at least one token"),
         (["folder={folder}", "prompt=40"], "'40' is not a token: "),
         (["folder={folder}", "prompt=1", "model.layers=2"], "model.layers=2: the model is the one in folder="),
-        (["folder={folder}", "prompt=1", "max_new_tokens=64"], "are more than model.max_length=64; set max_new_tokens"),
+        (["folder={folder}", "prompt=1", "max_new_tokens=64"], "model.max_length=64; set max_new_tokens"),
         (["folder={folder}", "prompt=1", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
         (["folder={folder}", "prompt=1", "mesh.expert=3"], "splits experts 3 ways but model.experts=8"),
-        (["folder={folder}/nowhere", "prompt=1"], "no config.json there; name a Hugging Face model folder"),
+        (["folder={folder}/nowhere", "prompt=1"], "no config.json; name a Hugging Face model folder"),
         (["run_dir={folder}", "prompt=1"], "no run there"),
     ],
 )

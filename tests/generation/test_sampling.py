@@ -1,4 +1,4 @@
-"""Drawing a token: which can be drawn, and how often, against NumPy."""
+"""Which tokens are drawn, and how often, against NumPy."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.generation.sampling import Sampling
@@ -15,14 +15,14 @@ VOCAB, DRAWS = 7, 4096
 
 
 @functools.cache
-def many(sampling):
-    """A draw for each of many rows of the same logits."""
+def draw_many(sampling):
+    """Return a function that draws for many rows of the same logits."""
     row = jnp.arange(DRAWS)
     return jax.jit(lambda logits, key: sampling(jnp.broadcast_to(logits, (DRAWS, VOCAB)), row, 0, key))
 
 
 def distribution(logits, sampling):
-    """Probabilities by the definition, in float64."""
+    """Return probabilities by the definition, in float64."""
     logits = logits[: sampling.vocab].astype(np.float64) / sampling.temperature
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[: sampling.top_k or len(logits)]
     p = np.exp(logits - logits[order[0]])
@@ -50,18 +50,19 @@ def distribution(logits, sampling):
     ],
     ids=str,
 )
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_draws_follow_the_definition(sampling, seed):
     logits = np.random.default_rng(seed).permutation(np.linspace(-1.5, 1.5, VOCAB)).astype(np.float32)
-    drawn = np.asarray(many(sampling)(logits, jax.random.key(seed)))
+    drawn = np.asarray(draw_many(sampling)(logits, jax.random.key(seed)))
     wanted = distribution(logits, sampling)
     found = np.bincount(drawn, minlength=VOCAB) / DRAWS
     assert not found[wanted == 0].any()
-    # Six standard deviations of a share: once in some hundred millions for each of them.
+    # Six standard deviations: a correct share exceeds this about twice in 10^9.
     assert (abs(found - wanted) <= 6 * np.sqrt(wanted * (1 - wanted) / DRAWS) + 1e-9).all()
 
 
-def test_the_likeliest():
+def test_takes_the_most_likely_token():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((5, VOCAB), np.float32))
     rows, key = jnp.arange(5), jax.random.key(0)
     np.testing.assert_array_equal(Sampling()(logits, rows, 0, key), logits.argmax(1))
@@ -76,7 +77,7 @@ def test_the_likeliest():
         np.testing.assert_array_equal(sampling(logits, rows, 0, key), logits.argmax(1))
 
 
-def test_a_step_and_a_row_draw_for_themselves():
+def test_steps_and_rows_draw_independently():
     logits, key = jnp.zeros((64, VOCAB)), jax.random.key(0)
     one = Sampling(1.0)(logits, jnp.arange(64), 1, key)
     assert (one != Sampling(1.0)(logits, jnp.arange(64), 2, key)).any()

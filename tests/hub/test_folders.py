@@ -1,4 +1,4 @@
-"""Folders that are damaged, foreign or do not fit: one line each, and what a good one keeps."""
+"""Reading and writing folders: what a good one keeps, and one line for each kind of damage."""
 
 import json
 import shutil
@@ -24,27 +24,27 @@ DEEPSEEK = DeepSeekConfig(
 
 
 @pytest.fixture(scope="module", params=[MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
-def saved(request, tmp_path_factory):
-    """A model and a good folder of it."""
+def good(request, tmp_path_factory):
+    """Return a model and an undamaged folder of it."""
     model = moezoo.build_model(request.param, key=jax.random.key(0))
-    folder = tmp_path_factory.mktemp("saved") / "good"
+    folder = tmp_path_factory.mktemp("good") / "model"
     moezoo.save_pretrained(model, folder)
     return model, folder
 
 
 @pytest.fixture
-def damaged(saved, tmp_path):
-    """A copy to spoil."""
-    return shutil.copytree(saved[1], tmp_path / "model")
+def damaged(good, tmp_path):
+    """Return a copy of the folder to damage."""
+    return shutil.copytree(good[1], tmp_path / "model")
 
 
 def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-def test_files_of_an_index(saved, tmp_path, monkeypatch):
-    model, _ = saved
-    monkeypatch.setattr(folders, "_SHARD_BYTES", 2000)
+def test_files_of_an_index(good, tmp_path, monkeypatch):
+    model, _ = good
+    monkeypatch.setattr(folders, "SHARD_BYTES", 2000)
     moezoo.save_pretrained(model, tmp_path / "many")
     names = sorted(p.name for p in (tmp_path / "many").iterdir())
     assert len(names) > 3
@@ -55,18 +55,18 @@ def test_files_of_an_index(saved, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shapes", [((3,),), ((2, 3),), ((2, 3), (2, 4))], ids=str)
-def test_a_bias_lies_flattened(shapes):
-    """Of parts that lie there as one, a head's numbers stand together, as in the weight they belong to."""
+def test_a_bias_is_stored_flattened(shapes):
+    """If the file joins parts, the numbers of a head are adjacent, as in the weight."""
     parts = [np.random.default_rng(0).standard_normal(shape) for shape in shapes]
     tensor = Tensor("bias", (), Axes(Role.BIAS, (), (), ("heads", "head_dim")), shapes)
-    there = tensor.to_file(parts)
-    assert there.shape == tensor.shape
-    np.testing.assert_array_equal(there, np.concatenate(parts, axis=-1).ravel())
-    assert equal(tensor.from_file(there), parts)
+    stored = tensor.to_file(parts)
+    assert stored.shape == tensor.shape
+    np.testing.assert_array_equal(stored, np.concatenate(parts, axis=-1).ravel())
+    assert equal(tensor.from_file(stored), parts)
 
 
-def test_dtype_is_as_stored_unless_given(saved, tmp_path):
-    model, folder = saved
+def test_dtype_is_as_stored_unless_given(good, tmp_path):
+    model, folder = good
     half = moezoo.from_pretrained(folder, dtype=jnp.bfloat16)
     moezoo.save_pretrained(half, tmp_path / "half")
     again = moezoo.from_pretrained(tmp_path / "half")
@@ -80,36 +80,36 @@ def test_dtype_is_as_stored_unless_given(saved, tmp_path):
     assert {kinds[n] for n in kinds if n.endswith("bias")} <= {np.dtype(np.float32)}
 
 
-def test_lands_on_a_mesh(saved):
-    model, folder = saved
+def test_lands_on_a_mesh(good):
+    model, folder = good
     execution = moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(expert=4)), moezoo.compose().rules)
     split: Any = moezoo.from_pretrained(folder, execution)
     assert equal(split, model)
     assert split.stacks[-1].blocks[0].feed_forward.experts.gate.sharding.spec[1] == "expert"
 
 
-def test_older_keys_of_rotary_positions(damaged, saved):
+def test_older_keys_of_rotary_positions(damaged, good):
     config = json.loads((damaged / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     (damaged / "config.json").write_text(json.dumps(config))
     again: Any = moezoo.from_pretrained(damaged)
-    assert again.config.rope_base == saved[0].config.rope_base
-    assert equal(again, saved[0])
+    assert again.config.rope_base == good[0].config.rope_base
+    assert equal(again, good[0])
 
 
-def test_layers_of_multi_token_prediction_are_told(tmp_path):
+def test_layers_of_multi_token_prediction_are_reported(tmp_path):
     model = moezoo.build_model(DEEPSEEK, key=jax.random.key(0))
     moezoo.save_pretrained(model, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file(load_file(file) | {"model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)}, file)
     with pytest.warns(
-        UserWarning, match=r"1 tensor is passed over, of multi-token prediction: model\.layers\.2\.eh_proj"
+        UserWarning, match=r"1 tensor is not loaded, for multi-token prediction: model\.layers\.2\.eh_proj"
     ):
         assert equal(moezoo.from_pretrained(tmp_path / "m"), model)
 
 
-def test_every_missing_tensor_is_listed(saved, damaged):
+def test_every_missing_tensor_is_listed(good, damaged):
     def lose(tensors):
         for name in [n for n in tensors if ".experts." in n or n.endswith("norm.weight")]:
             del tensors[name]
@@ -117,7 +117,7 @@ def test_every_missing_tensor_is_listed(saved, damaged):
     spoil_tensors(damaged, lose)
     with pytest.raises(moezoo.UserError) as caught:
         moezoo.from_pretrained(damaged)
-    config, text = saved[0].config, str(caught.value)
+    config, text = good[0].config, str(caught.value)
     layers = f"{getattr(config, 'dense_layers', 0)}-1".replace("1-1", "1")
     many = config.experts * (config.layers - getattr(config, "dense_layers", 0))
     assert f"model.layers.{layers}." in text
@@ -132,12 +132,12 @@ def test_weights_that_are_not_finite_are_named(damaged):
     tensors = load_file(file)
     tensors["lm_head.weight"][0, 0] = np.nan
     save_file(tensors, file)
-    with pytest.warns(UserWarning, match=r"not finite: lm_head\.weight$"):
+    with pytest.warns(UserWarning, match=r"NaN or infinities: lm_head\.weight$"):
         moezoo.from_pretrained(damaged)
 
 
 def change(folder, **keys):
-    """Change a folder's config.json."""
+    """Change keys of a folder's config.json."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | keys))
 
@@ -156,7 +156,7 @@ def cut_short(folder):
 
 
 def index(folder, **where):
-    """An index that places some tensors elsewhere."""
+    """Write an index that places some tensors in other files."""
     names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | where}))
 
@@ -164,22 +164,22 @@ def index(folder, **where):
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
-        (lambda f: (f / "config.json").unlink(), "no config.json there; name a Hugging Face model folder"),
+        (lambda f: (f / "config.json").unlink(), "no config.json; name a Hugging Face model folder"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-        (lambda f: change(f, model_type="mixtrall"), r"model_type 'mixtrall' is not known; did you mean 'mixtral'\?"),
-        (lambda f: change(f, model_type="llama"), "model_type 'llama' is not known; valid: deepseek_v2, deepseek_v3"),
+        (lambda f: change(f, model_type="mixtrall"), r"unknown model_type 'mixtrall'; did you mean 'mixtral'\?"),
+        (lambda f: change(f, model_type="llama"), "unknown model_type 'llama'; valid: deepseek_v2, deepseek_v3"),
         (lambda f: change(f, hidden_size=None), "config.json: hidden_size is missing"),
-        (lambda f: change(f, vocab_size=25), r"embed_tokens.weight is \[24, 8\], expected \[25, 8\] by config.json"),
-        (lambda f: change(f, num_hidden_layers=3), "tensors are missing: model.layers.2."),
-        (lambda f: change(f, num_hidden_layers=1, first_k_dense_replace=0), "tensors are (missing|of no parameter)"),
-        (lambda f: change(f, tie_word_embeddings=True), "tie_word_embeddings is true"),
-        (lambda f: change(f, hidden_act="gelu"), "hidden_act is gelu; this family supports only silu"),
         (
-            lambda f: change(f, rope_parameters={"type": "linear", "factor": 4.0}),
-            "rope_type linear; this family",
+            lambda f: change(f, vocab_size=25),
+            r"embed_tokens.weight has shape \[24, 8\], expected \[25, 8\] by",
         ),
-        (lambda f: change(f, rope_scaling={"type": "linear", "factor": 4.0}), "rope_type linear; this family"),
-        (lambda f: change(f, rope_parameters=[1]), "config.json: a setting is of another type than expected"),
+        (lambda f: change(f, num_hidden_layers=3), "tensors are missing: model.layers.2."),
+        (lambda f: change(f, num_hidden_layers=1, first_k_dense_replace=0), "tensors are (missing|not in the model)"),
+        (lambda f: change(f, tie_word_embeddings=True), "tie_word_embeddings is true"),
+        (lambda f: change(f, hidden_act="gelu"), "hidden_act is gelu"),
+        (lambda f: change(f, rope_parameters={"type": "linear", "factor": 4.0}), "rope_type linear"),
+        (lambda f: change(f, rope_scaling={"type": "linear", "factor": 4.0}), "rope_type linear"),
+        (lambda f: change(f, rope_parameters=[1]), "config.json: a setting does not have the expected type"),
         (
             lambda f: change(f, rms_norm_eps="x"),
             "config.json: model.norm_eps=x: expected a number such as 0.5, found text",
@@ -189,15 +189,15 @@ def index(folder, **where):
             "config.json: model.vocab=24: expected a whole number such as 4, found text",
         ),
         (lambda f: change(f, vocab_size=24.5), "config.json: model.vocab=24.5: expected a whole number"),
-        (lambda f: change(f, model_type=None), "config.json says no model_type; expected one of deepseek_v2"),
+        (lambda f: change(f, model_type=None), "config.json has no model_type; expected one of deepseek_v2"),
         (lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")), "1 tensor is missing: lm_head.weight$"),
         (
             lambda f: spoil_tensors(f, lambda t: t.update({"model.extra": np.ones(2, np.float32)})),
-            "1 tensor is of no parameter that config.json asks for: model.extra$",
+            "1 tensor is not in the model of config.json: model.extra$",
         ),
         (
             lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(9, np.float32)})),
-            r"model.norm.weight is \[9\], expected \[8\] by config.json",
+            r"model.norm.weight has shape \[9\], expected \[8\] by config.json",
         ),
         (
             lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(8, np.int32)})),
@@ -207,7 +207,7 @@ def index(folder, **where):
         (lambda f: (f / "model.safetensors").unlink(), "only safetensors are read"),
         (lambda f: index(f, **{"lm_head.weight": "../other.safetensors"}), "outside the folder; do not trust it"),
         (lambda f: index(f, **{"lm_head.weight": "/etc/passwd"}), "outside the folder; do not trust it"),
-        (lambda f: index(f, **{"lm_head.weight": "gone.safetensors"}), "gone.safetensors is missing though the index"),
+        (lambda f: index(f, **{"lm_head.weight": "gone.safetensors"}), "gone.safetensors is missing but the index"),
     ],
 )
 def test_one_line(damaged, spoil, line):
@@ -217,10 +217,10 @@ def test_one_line(damaged, spoil, line):
     assert "\n" not in str(caught.value)
 
 
-def test_saving_overwrites_nothing(saved, tmp_path):
-    model, folder = saved
+def test_saving_overwrites_nothing(good, tmp_path):
+    model, folder = good
     with pytest.raises(moezoo.UserError, match=r"already holds a model; name another folder$"):
         moezoo.save_pretrained(model, folder)
     (tmp_path / "file").touch()
-    with pytest.raises(moezoo.UserError, match=r"cannot write there \(Not a directory\)"):
+    with pytest.raises(moezoo.UserError, match=r"cannot be written \(Not a directory\)"):
         moezoo.save_pretrained(model, tmp_path / "file" / "x")

@@ -1,4 +1,4 @@
-"""The oracle of Mixtral, Qwen3-MoE and OLMoE against transformers, both in float64: the loss and every gradient."""
+"""The oracle for Mixtral, Qwen3-MoE and OLMoE against transformers, both in float64: the loss and every gradient."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,26 +19,26 @@ VOCAB, EMBED, HEADS, KV_HEADS, SIZE, EXPERTS, ROWS, LENGTH = 30, 16, 4, 2, 8, 8,
 _COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": EMBED, "num_hidden_layers": 2}
 _COMMON |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_experts_per_tok": 3}
 _PLAIN = {"rope_type": "default", "rope_theta": 100.0}
-# Of four pairs two keep their frequencies, one lies on the ramp, one is slowed.
+# Of four pairs, two keep their frequencies, one is on the ramp, one is slowed.
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _YARN |= {"beta_fast": 2.0, "beta_slow": 0.5}
 
 
 def mixtral(**changes: Any) -> Any:
-    """A tiny Mixtral's configuration."""
+    """Return the configuration of a tiny Mixtral."""
     sizes = {"intermediate_size": 12, "head_dim": SIZE, "num_local_experts": EXPERTS, "rope_parameters": _PLAIN}
     return transformers.MixtralConfig(**{**_COMMON, **sizes, "sliding_window": None, **changes})
 
 
 def qwen3(**changes: Any) -> Any:
-    """A tiny Qwen3-MoE's."""
+    """Return the configuration of a tiny Qwen3-MoE."""
     sizes = {"intermediate_size": 20, "moe_intermediate_size": 12, "head_dim": SIZE, "num_experts": EXPERTS}
-    sizes |= {"sliding_window": 3}  # of `use_sliding_window`
+    sizes |= {"sliding_window": 3}  # counts only with `use_sliding_window`
     return transformers.Qwen3MoeConfig(**{**_COMMON, **sizes, "rope_parameters": _PLAIN, **changes})
 
 
 def olmoe(**changes: Any) -> Any:
-    """A tiny OLMoE's, whose heads' size follows from the others."""
+    """Return the configuration of a tiny OLMoE, whose head size follows from the others."""
     sizes = {"intermediate_size": 12, "num_experts": EXPERTS, "rope_parameters": _PLAIN}
     return transformers.OlmoeConfig(**{**_COMMON, **sizes, **changes})
 
@@ -57,7 +57,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 class Wide(torch.overrides.TorchFunctionMode):
-    """What asks for float32 by name gets float64: transformers computes norms, softmax and rotation so."""
+    """Replace float32 by float64: transformers asks for float32 by name in norms, softmax and rotation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         widened = [torch.float64 if x is torch.float32 else x for x in args]
@@ -67,14 +67,14 @@ class Wide(torch.overrides.TorchFunctionMode):
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """transformers in float64, without its warnings."""
+    """Run transformers in float64, without its warnings."""
     with warnings.catch_warnings(), Wide():
         warnings.simplefilter("ignore")
         yield
 
 
 def built(config: Any) -> Any:
-    """Its model with every array random: norms are not one, biases not zero."""
+    """Return transformers' model with every array random; norms are not one and biases are not zero."""
     with wide():
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
         theirs = transformers.AutoModelForCausalLM.from_config(config, **kinds).double()
@@ -87,7 +87,7 @@ def built(config: Any) -> Any:
 
 
 def family_of(config: Any) -> Grouped:
-    """What the oracle is told of it."""
+    """Return the oracle's settings for a configuration."""
     c, rope = config, config.rope_parameters
     yarn = {}
     if rope["rope_type"] == "yarn":
@@ -109,14 +109,14 @@ def family_of(config: Any) -> Grouped:
 
 
 class Entry(NamedTuple):
-    """An array of the oracle: where it is in a layer of theirs, and what makes it of that one."""
+    """An array of the oracle: its name, and the function that cuts it from a parameter of transformers."""
 
     name: str
     cut: Callable[[np.ndarray], np.ndarray]
 
 
 def table(config: Any) -> dict[str, list[Entry]]:
-    """By the names of a layer's parameters."""
+    """Return the oracle's entries by the names of a layer's parameters in transformers."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", EMBED // heads)
 
@@ -149,7 +149,7 @@ def table(config: Any) -> dict[str, list[Entry]]:
 
 
 def named(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
-    """Arrays by their names in transformers as the oracle has them; none is left over."""
+    """Return the oracle's parameters from arrays by their names in transformers; none is left over."""
     whole = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "final_norm"}
     entries, layers, found = table(config), {}, {}
     for name, array in arrays.items():
@@ -158,13 +158,14 @@ def named(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
         elif name == "lm_head.weight":
             found["unembedding"] = array.T
         else:
-            for entry in entries[name.split(".", 3)[3]]:  # of model.layers.0.*: parameters come in the layers' order
+            # The name after `model.layers.N.`; parameters come in the order of the layers.
+            for entry in entries[name.split(".", 3)[3]]:
                 layers.setdefault(entry.name, []).append(entry.cut(array))
     return found | {name: np.stack(parts) for name, parts in layers.items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.xdist_group("oracle_transformers")  # importing PyTorch takes longer than all of them
+@pytest.mark.xdist_group("oracle_transformers")  # importing PyTorch takes longer than the tests
 def test_loss_and_gradients(name):
     config = CONFIGS[name]()
     theirs, family = built(config), family_of(config)

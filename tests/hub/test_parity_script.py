@@ -1,21 +1,20 @@
-"""A folder compared with transformers module by module; a planted fault is named where it lies."""
+"""A folder compared with transformers module by module; the comparison names the module with a planted fault."""
 
 import dataclasses
 import importlib.util
 import json
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import CONFIGS, YARN, random_model
+from tiny_models import CONFIGS, YARN
 
 import moezoo
+from moezoo.cli.command import execute
+from moezoo.cli.parity import COMMAND
 from moezoo.hub import parity
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
@@ -23,23 +22,14 @@ from moezoo.nn.rotary import Rotary
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "parity.py"
+
+@pytest.fixture(scope="session")
+def folders(saved):
+    """Return a function from a name in CONFIGS to its folder."""
+    return lambda name: saved(name).folder
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The folder of a configuration of CONFIGS, written once."""
-    top = tmp_path_factory.mktemp("folders")
-
-    def folder(name: str) -> Path:
-        if not (top / name).exists():
-            moezoo.save_pretrained(random_model(CONFIGS[name]), top / name)
-        return top / name
-
-    return folder
-
-
-# A folder of each kind, and the modules beside the embedding, the last norm, the logits and each layer's three.
+# A folder of each kind, and modules in addition to the embedding, the last norm, the logits and three of each layer.
 KINDS = {
     "mixtral window": {"block_sparse_moe", "block_sparse_moe.gate", "block_sparse_moe.experts"},
     "qwen3 every other": {"self_attn.q_norm", "self_attn.k_norm", "mlp", "mlp.gate", "mlp.experts"},
@@ -74,21 +64,21 @@ def test_agrees(folders, name):
 
 
 def changed(where: Any, function: Any):
-    """A model with one of its parts changed."""
+    """Return a function that changes one part of a model."""
     return lambda model: eqx.tree_at(where, model, replace_fn=function)
 
 
 def moved(by: float):
-    """An array with its second layer changed."""
+    """Return a function that scales the second layer of an array."""
     return lambda x: x.at[1].multiply(1 + by)
 
 
 def setting(where: Any, **values: Any):
-    """A model with settings of one of its modules changed, which are no arrays."""
+    """Return a function that changes static settings of one module."""
 
     def change(model):
         module = where(model)
-        # The fields that are static are no leaves for `tree_at`.
+        # `tree_at` replaces leaves only, and static fields are not leaves.
         other = object.__new__(type(module))
         for name, value in (vars(module) | values).items():
             object.__setattr__(other, name, value)
@@ -105,7 +95,7 @@ def third(model: Any) -> Any:
     return model.stacks[-1].blocks[0]
 
 
-# The folder, what is changed of our model after loading, and what is to be named. The first layer of "v3" is dense.
+# The folder, the change to our model after loading, and the module to name. The first layer of "v3" is dense.
 PLANTED: dict[str, tuple[str, Any, str]] = {
     "embedding": ("mixtral", changed(lambda m: m.embedding.weight, lambda x: x * 1.01), "model.embed_tokens"),
     "a norm's scale": (
@@ -153,7 +143,7 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
     "down to the latent": (
         "v3",
         changed(lambda m: third(m).attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
-        "what enters model.layers.1.self_attn.q_a_layernorm",
+        "input of model.layers.1.self_attn.q_a_layernorm",
     ),
     "a latent's norm": (
         "v3",
@@ -193,7 +183,7 @@ def test_names_what_was_changed(folders, monkeypatch, fault):
     assert "  <-" in str(result)
 
 
-def test_what_is_not_finite_diverges(folders, monkeypatch):
+def test_nan_diverges(folders, monkeypatch):
     load = parity.from_pretrained
     spoil = changed(lambda m: m.stacks[0].blocks[0].attention.out, lambda x: x.at[1, 0].set(float("nan")))
     monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: spoil(load(*a, **k)))
@@ -203,48 +193,60 @@ def test_what_is_not_finite_diverges(folders, monkeypatch):
     assert "nan relative" in result.verdict
 
 
-def test_tokens_that_go_elsewhere_are_counted():
+def test_rerouted_tokens_are_counted():
     row = parity.ModuleDifference(
         "model.layers.1.mlp.gate", "stacks[0].blocks[0][1].feed_forward.router", 0.5, 1e-7, rerouted=1
     )
-    line = "first divergence: model.layers.1.mlp.gate (ours: stacks[0].blocks[0][1].feed_forward.router), 5.0e-01 "
-    line += "relative, expected at most 1e-04; {} of 100 tokens go to other experts"
-    one = parity.Comparison((row,), 1e-4, 100)
-    assert one.verdict == line.format(1) + ", which a tie of two can do: try another seed"
-    many = parity.Comparison((dataclasses.replace(row, rerouted=50),), 1e-4, 100)
-    assert many.verdict == line.format(50)
+    one = parity.Comparison((row,), 1e-4, 100).verdict
+    assert "1 of 100 tokens go to other experts" in one
+    assert one.endswith("try another seed")
+    many = parity.Comparison((dataclasses.replace(row, rerouted=50),), 1e-4, 100).verdict
+    assert many.endswith("50 of 100 tokens go to other experts")
 
 
-def call(*arguments: Any) -> tuple[int, str, str]:
-    """The script's exit code and what it printed."""
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+def test_an_untested_window_is_reported():
+    row = parity.ModuleDifference("lm_head", "unembedding.weight", 1e-6, None)
+    assert "window of 16 was not tested" in parity.Comparison((row,), 1e-4, 16, unreached=16).verdict
 
 
-def test_script_agrees_and_diverges(folders, tmp_path):
-    folder = shutil.copytree(folders("mixtral"), tmp_path / "model")
-    code, out, err = call(f"folder={folder}", "tokens=5")
+@pytest.fixture
+def call(capsys):
+    """Call the command; return its exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            execute(COMMAND, arguments, "moezoo parity")
+        return caught.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_command_agrees_and_diverges(folders, call):
+    code, out, err = call(f"folder={folders('mixtral')}", "tokens=5")
     assert (code, err) == (0, "")
     assert re.search(r"\n\nall 17 modules agree within 1e-04 \(worst: .*\)\n$", out)
-    code, out, err = call(f"folder={folder}", "tokens=5", "tolerance=1e-9")
+    code, out, err = call(f"folder={folders('mixtral')}", "tokens=5", "tolerance=1e-9")
     assert (code, err) == (1, "")
     assert "\nfirst divergence: model.layers.0.input_layernorm (ours: stacks[0].blocks[0][0].attention_norm), " in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "line"),
     [
-        ([], "folder is missing; write folder=FOLDER with a Hugging Face model folder"),
-        (["folder=nowhere"], "nowhere: no config.json there; name a Hugging Face model folder"),
+        ([], "folder is missing; write folder=FOLDER"),
+        (["folder=nowhere"], "nowhere: no config.json; name a Hugging Face model folder"),
         (["foldr=nowhere"], "foldr: there is no key 'foldr'; did you mean 'folder'?"),
         (["folder=nowhere", "tokens=0"], "tokens=0 must be at least 1"),
     ],
 )
-def test_script_refuses_in_one_line(arguments, said):
-    assert call(*arguments) == (2, "", f"error: {said}\n")
+def test_refuses_in_one_line(call, arguments, line):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {line}")
+    assert len(err.splitlines()) == 1
 
 
-def test_help():
+def test_help(call):
     code, out, _ = call("--help")
     assert code == 0
     for part in ("folder=FOLDER", "tokens=16", "tolerance=1e-4", "seed=0", "[peers]", "Exit codes"):
@@ -254,7 +256,7 @@ def test_help():
 def test_peers_that_are_not_installed(folders, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(moezoo.UserError, match=r'^torch not installed; run pip install -e "\.\[peers\]"$'):
+    with pytest.raises(moezoo.UserError, match=r'^not installed: torch; run pip install -e "\.\[peers\]"$'):
         parity.compare(folders("mixtral"))
 
 
@@ -272,5 +274,5 @@ def test_layers_of_multi_token_prediction_are_left_out(folders, tmp_path):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"model.layers.2.eh_proj.weight": tensors["lm_head.weight"]}, file)
-    with pytest.warns(UserWarning, match="1 tensor is passed over"):
+    with pytest.warns(UserWarning, match="1 tensor is not loaded"):
         assert parity.compare(folder).first is None

@@ -1,23 +1,34 @@
-"""Greedy tokens with a cache against transformers': every configuration, padded prompts, an end; and on meshes."""
+"""Greedy tokens with a cache against transformers: every configuration, padded prompts, end tokens, and meshes."""
 
 import warnings
 
 import numpy as np
 import pytest
-from against import load, torch
-from test_transformers_meshes import DEFAULT, PRODUCT, make_execution, split_evenly
-from tiny import CONFIGS, random_model
+from mesh_cases import make_execution, mark_full, split_evenly
+from peer_results import torch
+from tiny_models import CONFIGS
 
 import moezoo
 
-# Prompts of seven tokens or fewer, padded on the left, and more new ones than any window holds.
+# Prompts of at most seven tokens, padded on the left; more new tokens than any window holds.
 IDS = np.random.default_rng(1).integers(0, 40, (4, 7)).astype(np.int32)
 MASK = np.arange(7)[None] >= np.array([0, 6, 2, 0])[:, None]
 NEW = 12
 
 
-def continued(theirs, eos=None):
-    """What transformers writes after the prompts."""
+# One configuration of each kind; tests/generation proves more cases for Mixtral and DeepSeek without transformers.
+DEFAULT = [
+    ("mixtral window", "ep8", "dense"),
+    ("v3", "fsdp2_ep4", "ring"),
+    ("qwen3", "fsdp2_ep4", "ragged"),
+    ("qwen3 every other", "ep8", "ring"),
+    ("olmoe", "fsdp2_ep4", "gather"),
+    ("v2 groups", "fsdp2_ep4", "capacity"),
+]
+
+
+def continue_prompts(theirs, eos=None):
+    """Return the prompts and transformers' continuations."""
     theirs.generation_config.eos_token_id = eos
     theirs.generation_config.pad_token_id = 0 if eos is None else eos
     with warnings.catch_warnings():
@@ -32,37 +43,20 @@ def continued(theirs, eos=None):
     return ids.numpy()
 
 
-@pytest.fixture(scope="module")
-def case(request, tmp_path_factory):
-    """Our model of a configuration, and transformers' of the folder we write."""
-    name, even = request.param
-    model = random_model(split_evenly(CONFIGS[name]) if even else CONFIGS[name])
-    folder = tmp_path_factory.mktemp("hub") / "model"
-    moezoo.save_pretrained(model, folder)
-    return model, load(folder)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens(saved, peer, name):
+    model, theirs = saved(name).model, peer(name)
+    greedy = continue_prompts(theirs)
+    # The last row's fourth new token ends a row: other rows continue, or have ended before. The absent token ends none.
+    end, absent = int(greedy[3, 7 + 3]), int(np.setdiff1d(np.arange(40), greedy[:, 7:])[0])
+    for eos, wanted in ((absent, greedy), (end, continue_prompts(theirs, end))):
+        found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, eos_token_id=eos)
+        np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("case", [(name, False) for name in CONFIGS], indirect=True, ids=CONFIGS)
-def test_greedy_tokens(case):
-    model, theirs = case
-    wanted = continued(theirs)
-    np.testing.assert_array_equal(moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW), wanted)
-    # The last row's fourth new token ends a text: others go on, or have ended before.
-    end = int(wanted[3, 7 + 3])
-    wanted = continued(theirs, end)
-    found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, eos_token_id=end)
-    np.testing.assert_array_equal(found, wanted)
-
-
-@pytest.mark.parametrize(
-    ("case", "mesh", "strategy"),
-    [
-        pytest.param((name, True), mesh, strategy, marks=[] if (name, mesh, strategy) in DEFAULT else pytest.mark.full)
-        for name, mesh, strategy in PRODUCT
-    ],
-    indirect=["case"],
-)
-def test_greedy_tokens_on_a_mesh(case, mesh, strategy):
-    model, theirs = case
-    found = moezoo.generate(model, IDS, mask=MASK, max_new_tokens=NEW, execution=make_execution(mesh, strategy))
-    np.testing.assert_array_equal(found, continued(theirs))
+@pytest.mark.parametrize(("name", "mesh", "strategy"), mark_full(DEFAULT))
+def test_greedy_tokens_on_a_mesh(saved, peer, name, mesh, strategy):
+    config = split_evenly(CONFIGS[name])
+    execution = make_execution(mesh, strategy)
+    found = moezoo.generate(saved(config).model, IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
+    np.testing.assert_array_equal(found, continue_prompts(peer(config)))

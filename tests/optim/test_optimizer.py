@@ -1,4 +1,4 @@
-"""The optimizer: one group of leaves is what optax does, several are as many optimizers of their own leaves."""
+"""The optimizer: one group equals optax, and several groups equal separate optimizers."""
 
 from typing import Any, NamedTuple
 
@@ -21,11 +21,13 @@ from moezoo.training.step import Step
 
 STEPS, RULE = 3, AdamW(clip_norm=0.5)
 MATRICES = Group("matrices", RULE)
-DEEPSEEK = ("model=deepseek", "model.layers=2", "model.embed=32", "model.vocab=32", "mesh=fsdp2_ep4", "batch_size=16")
+# One layer with experts; its choice bias is not trained.
+SIZES = ("model.layers=1", "model.dense_layers=0", "model.q_lora=null", "model.embed=32", "model.vocab=32")
+DEEPSEEK = ("model=deepseek", *SIZES, "mesh=fsdp2_ep4", "batch_size=16")
 
 
 class Started(NamedTuple):
-    """A model with leaves that are not trained, its trained parameters, and the placements of both."""
+    """A model with leaves that are not trained, its trained parameters, and the placements of both trees."""
 
     model: Any
     parameters: Any
@@ -42,25 +44,25 @@ def started() -> Started:
 
 
 def by_role(path: str, placement: Any) -> Group:
-    """AdamW for matrices but those of the router, descent at half the rate for the rest."""
+    """Return AdamW for matrices except those of the router, and SGD at half the rate for other leaves."""
     return MATRICES if placement.axes.role is Role.WEIGHT and "router" not in path else Group("rest", SGD(), 0.5)
 
 
 def is_matrix(placements: Any) -> Any:
-    """Of each leaf, whether `by_role` puts it among the matrices."""
+    """Return for each leaf whether `by_role` assigns it to the matrices."""
     return jax.tree_util.tree_map_with_path(
         lambda path, placement: by_role(jax.tree_util.keystr(path), placement) == MATRICES, placements
     )
 
 
 def gradients(parameters: Any, seed: int) -> Any:
-    """Made-up gradients, whose norm is far above what is clipped to."""
+    """Return random gradients, whose norm is far above the clip norm."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), parameters)
 
 
 def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree, factor: float = 1.0) -> tuple[Any, Any]:
-    """Parameters and state after three updates of the leaves that `select` leaves; the norm is always of all leaves."""
+    """Return parameters and state after updates of the leaves that `select` keeps; the norm is that of all leaves."""
     some, update = select(parameters), jax.jit(optimizer.update)
     state = optimizer.init(some)
     for number in range(STEPS):
@@ -71,7 +73,7 @@ def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree, 
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
-    """To the bit."""
+    """Assert equality of every bit."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
@@ -97,7 +99,7 @@ def test_one_group_is_the_transformation_of_its_rule(started):
 
 
 def test_two_groups_are_two_optimizers(started):
-    """Leaf by leaf: descent at half the rate on the rest of the tree, and both clipped by the norm of all leaves."""
+    """SGD at half the rate updates the other leaves, and both are clipped by the norm of all leaves."""
     optimizer = Optimizer(RULE, Constant(), STEPS, started.all_placements, by_role)
     found, found_state = run(optimizer, started.parameters)
     matrices = is_matrix(started.placements)
@@ -116,8 +118,8 @@ def test_two_groups_are_two_optimizers(started):
     assert 0 < sum(jax.tree.leaves(matrices)) < len(jax.tree.leaves(matrices))
 
 
-def test_the_state_of_two_groups_lies_as_its_parameters_and_is_saved(started, tmp_path):
-    """The step is traced, which checks every layout; orbax reads back what it wrote."""
+def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(started, tmp_path):
+    """Tracing the step checks every layout; a checkpoint restores the state."""
     cfg = moezoo.compose(*DEEPSEEK)
     execution = build_execution(cfg)
     optimizer = Optimizer(RULE, Constant(), STEPS, started.all_placements, by_role)
@@ -139,6 +141,6 @@ def test_the_state_of_two_groups_lies_as_its_parameters_and_is_saved(started, tm
     assert_equal(restored, state)
 
 
-def test_groups_of_one_name_are_one_group(started):
-    with pytest.raises(ValueError, match=r"^different groups of leaves have the same name: Group\(name='a'"):
+def test_refuses_different_groups_of_one_name(started):
+    with pytest.raises(ValueError, match=r"^different groups have the same name: Group\(name='a'"):
         Optimizer(RULE, Constant(), STEPS, started.all_placements, lambda path, _: Group("a", RULE, 0.1 * len(path)))

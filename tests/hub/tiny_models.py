@@ -1,4 +1,4 @@
-"""Tiny models of all families, of every kind that transformers has too."""
+"""Tiny models of all families, in the variants that transformers also has."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,35 +13,35 @@ from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
-# A short original length, so that the ramp between kept and slowed frequencies falls within these few pairs.
 ROUTER = DeepSeekConfig().router
+# The original length is short, so that the ramp between kept and slowed frequencies falls within the few pairs.
 YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
-    """A tiny Mixtral."""
+    """Return a tiny Mixtral."""
     return MixtralConfig(**{**SMALL, "layers": 2, "kv_heads": 2, "head_dim": 8, "rope_base": 100.0, **changes})
 
 
 def qwen3(**changes: Any) -> Qwen3MoeConfig:
-    """A tiny Qwen3-MoE, whose second layer has an MLP."""
+    """Return a tiny Qwen3-MoE whose second layer has an MLP."""
     sizes: dict[str, Any] = {"layers": 3, "kv_heads": 2, "head_dim": 8, "mlp": 20, "mlp_layers": (1,)}
     return Qwen3MoeConfig(**{**SMALL, **sizes, "rope_base": 100.0, **changes})
 
 
 def olmoe(**changes: Any) -> OlmoeConfig:
-    """A tiny OLMoE, some of whose numbers are clipped."""
+    """Return a tiny OLMoE that clips some of its queries, keys and values."""
     return OlmoeConfig(**{**SMALL, "layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, **changes})
 
 
 def third(**changes: Any) -> DeepSeekConfig:
-    """A tiny DeepSeek-V3."""
+    """Return a tiny DeepSeek-V3."""
     sizes: dict[str, Any] = {"q_lora": 6, "kv_lora": 5, "nope_dim": 6, "rope_dim": 8, "value_dim": 7, "mlp": 20}
     return DeepSeekConfig(**{**SMALL, **sizes, "layers": 2, **changes})
 
 
 def second(**changes: Any) -> DeepSeekConfig:
-    """A tiny DeepSeek-V2; transformers' needs an even offset to the rotated part of its latent."""
+    """Return a tiny DeepSeek-V2; transformers needs an even offset to the rotated part of the latent."""
     return third(**{"kv_lora": 4, "router": Choice(gates="scores"), **changes})
 
 
@@ -71,8 +71,8 @@ CONFIGS = {
 
 
 def random_model(config):
-    """A model whose every array is random: norms are not one, biases not zero."""
-    model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(1)))()  # one program, not hundreds
+    """Return a model in which every array is random; norms are not one and biases are not zero."""
+    model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(1)))()  # one compilation instead of hundreds
     rng = np.random.default_rng(2)
     leaves, structure = jax.tree.flatten(model)
     noisy = [np.asarray(x) + (0.1 + 0.1 * (x.ndim < 3)) * rng.standard_normal(x.shape, np.float32) for x in leaves]

@@ -1,4 +1,4 @@
-"""Our logits, loss and gradients held to those of transformers, from the same folder and tokens."""
+"""Logits, loss and gradients of our model and of transformers', for the same folder and tokens."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 class Results(NamedTuple):
-    """Of one batch; gradients by the names of a folder."""
+    """Results for one batch; gradients by the names in a folder."""
 
     logits: np.ndarray
     loss: float
@@ -26,19 +26,19 @@ class Results(NamedTuple):
 
 
 def load(folder: Path) -> Any:
-    """What transformers makes of a folder that we wrote: every weight found, none left over."""
+    """Load a folder with transformers; assert that it finds every weight and that none is left over."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own
-        theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", output_loading_info=True
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not told[kind], kind
+        assert not info[kind], kind
     return theirs
 
 
 def results_of_transformers(theirs: Any, tokens: np.ndarray) -> Results:
-    """Of a batch of rows that are read whole."""
+    """Return transformers' results for a batch without padding."""
     theirs.zero_grad()
     ids = torch.tensor(tokens.astype(np.int64))
     out = theirs(ids, labels=ids)
@@ -47,7 +47,7 @@ def results_of_transformers(theirs: Any, tokens: np.ndarray) -> Results:
 
 
 def results(model: Any, tokens: np.ndarray, execution: moezoo.Execution) -> Results:
-    """Ours, as `execution` says."""
+    """Return our results, computed with `execution`."""
 
     def loss(model):
         logits = model(tokens, execution=execution).logits
@@ -62,10 +62,10 @@ def results(model: Any, tokens: np.ndarray, execution: moezoo.Execution) -> Resu
 
 
 def agree(ours: Results, theirs: Results) -> None:
-    """Float32 on both sides: a logit or a gradient is the sum of some thousand products, each rounded to 6e-8."""
+    """Assert equality up to float32: each result sums about a thousand products, each rounded to 6e-8."""
     np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=1e-4)
     assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
-    # The bias that moves choices has no gradient, and transformers holds it as a buffer.
+    # The choice bias has no gradient; in transformers it is a buffer.
     trained = {name: g for name, g in ours.gradients.items() if not name.endswith("e_score_correction_bias")}
     assert set(theirs.gradients) == set(trained)
     for name, gradient in trained.items():
@@ -75,7 +75,7 @@ def agree(ours: Results, theirs: Results) -> None:
 
 
 def _by_name(tree, model):
-    """A tree in our model's shape as tensors by their names in a folder."""
+    """Return a tree of our model's structure as tensors by their names in a folder."""
     family = next(f for f in FAMILIES.values() if isinstance(model, f.model))
     arrays = arrays_by_path(tree)
     return {
@@ -86,7 +86,7 @@ def _by_name(tree, model):
 
 
 def _gradients_of_transformers(theirs):
-    """Gradients by the names on disk: in memory experts are joined."""
+    """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
     renamed = theirs.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
