@@ -96,7 +96,8 @@ def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
             keys = " ".join(f"mesh.{axis}={n}" for axis, n in sizes.items() if n != execution.sizes[axis])
             parts = math.prod(sizes[axis] for axis in cfg.rules.sequence)
             where = f"; sequences {parts} ways" * (parts > 1) + f", on {count} devices" * (count < devices)
-            advice.append(f"{keys} ({math.prod(sizes[axis] for axis in cfg.rules.batch)} ways{where})")
+            ways = math.prod(sizes[axis] for axis in cfg.rules.batch)
+            advice.append(f"{keys} ({ways} way{'s' * (ways > 1)}{where})")
             if parts == 1:
                 break
     else:
@@ -106,7 +107,7 @@ def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
 
 
 def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_sequences: bool) -> dict[str, int]:
-    """Return the mesh of so many devices that splits the batch most, evenly, and changes the fewest axes; {} if none."""
+    """Return the mesh of so many devices that splits the batch most, and changes the fewest axes; {} if none can."""
     batch, sequence = cfg.rules.batch, cfg.rules.sequence
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     choices = (divisors if axis in batch or (axis in sequence and not whole_sequences) else [1] for axis in AXES)
