@@ -1,50 +1,33 @@
 """moezoo: Mixture-of-Experts language models in JAX and Equinox.
 
-cfg = moezoo.compose("model=mixtral", "mesh=ep8")    # the same composition as the command line
-run = moezoo.train(cfg)                              # run.model, run.history, run.folder
-out = run.model(tokens)                              # out.logits, out.routing
+    cfg = moezoo.compose("model=mixtral", "mesh=ep8")    # the same configuration as on the command line
+    run = moezoo.train(cfg)                              # run.model, run.history, run.folder
+    out = run.model(tokens)                              # out.logits, out.routing
+
+The public names are in `moezoo.public`. They are imported when the first one is used, so that the command line can
+answer a mistyped word without importing JAX.
 """
 
-from moezoo import data, kernels, models, moe
-from moezoo.config.build import build_execution as execution
-from moezoo.config.compose import compose
-from moezoo.errors import UserError
-from moezoo.generation.generate import generate
-from moezoo.hub.folders import from_pretrained, save_pretrained
-from moezoo.models import build_model
-from moezoo.parallel.execution import Execution, place
-from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
-from moezoo.parallel.rules import Rules
-from moezoo.training.evaluate import Evaluation, evaluate
-from moezoo.training.saved import load_run, saved_config
-from moezoo.training.signals import Stopped
-from moezoo.training.train import Run, train
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Evaluation",
-    "Execution",
-    "Kernels",
-    "MeshShape",
-    "Rules",
-    "Run",
-    "Stopped",
-    "UserError",
-    "build_model",
-    "compose",
-    "cpu_devices",
-    "data",
-    "evaluate",
-    "execution",
-    "from_pretrained",
-    "generate",
-    "kernels",
-    "load_run",
-    "make_mesh",
-    "models",
-    "moe",
-    "place",
-    "save_pretrained",
-    "saved_config",
-    "train",
-]
+if TYPE_CHECKING:
+    from moezoo.public import *  # noqa: F403
+    from moezoo.public import __all__ as __all__
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names and return one of them, or a package that this import has loaded."""
+    if name == "__all__" or not (name == "public" or name.startswith("__")):
+        from moezoo import public
+
+        globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module 'moezoo' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """List the public names, for help and completion."""
+    from moezoo import public
+
+    return sorted({*globals(), *public.__all__})

@@ -1,4 +1,4 @@
-"""`moezoo bench`: measure a part of moezoo beside what else could do the same work."""
+"""`moezoo bench`: measure a part of moezoo next to alternatives that do the same work."""
 
 import argparse
 import datetime
@@ -7,20 +7,14 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
-from rich.console import Console
-
-from moezoo.bench import attention, compiling, parts, results, strategies
 from moezoo.bench.shapes import ACCELERATOR, LAPTOP, SHAPES
-from moezoo.bench.train_step import train_steps
 from moezoo.cli.command import Command
+from moezoo.config.overrides import groups
 from moezoo.errors import UserError, nearest
-from moezoo.moe.dispatch import STRATEGIES
-from moezoo.parallel.mesh import prepare
 
 _TIMED = ("dtype", "seconds", "samples", "json", "out")
 _KERNEL = ("shapes", "routing", "passes", "dtype", "only", "seconds", "samples", "json", "out")
-# Every part, and the options it takes.
+# The options of each part.
 PARTS = {
     "grouped_matmul": _KERNEL,
     "moe_layer": _KERNEL,
@@ -29,19 +23,26 @@ PARTS = {
     "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
     "compile": ("shapes", "absent", "dtype"),
 }
+_SUMMARIES = (
+    "grouped_matmul   the grouped product alone, in all backends and alternatives",
+    "moe_layer        a layer of experts with permutation and activation, but without a router",
+    "train_step       whole training steps",
+    "strategies       the first updates of one run, by every dispatch strategy on several meshes",
+    "attention        backends of attention by length: time and temporary memory",
+    "compile          kernels compiled for devices that this machine does not have",
+)
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
 MESHES = ("single", "fsdp8", "ep8", "fsdp2_ep4", "fsdp4_ep2")
-# What an option that is not given stands for; others are a part's own affair.
+# The defaults of options; each part chooses the default of any other option.
 _DEFAULTS = {
     "routing": ["uniform", "zipf"],
     "passes": ["forward", "backward", "both"],
     "steps": list(STEPS),
-    "dispatch": list(STRATEGIES),
+    "dispatch": groups()["dispatch"],
     "mesh": list(MESHES),
     "settings": "",
     "updates": 20,
-    "tokens": list(attention.LENGTHS),
     "heads": "2x2",
     "dims": "32x32",
     "documents": 1,
@@ -54,51 +55,69 @@ class _Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, as all commands do."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists what there is")
+        raise UserError(f"{message}; --help lists the options")
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """All that can be set."""
+    """Return the parser of the command's options."""
     parser = _Parser(
         prog=prog,
+        usage=f"{prog} PART [OPTION ...]",
         allow_abbrev=False,
-        description="Measure a part of moezoo beside what else could do the same work, by turns in one run.",
-        epilog="What each figure means is in docs/benchmarks.md.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measure a part of moezoo next to alternatives that do the same work, alternately in one process.\n"
+        "PART is one of\n\n  " + "\n  ".join(_SUMMARIES),
+        epilog="docs/benchmarks.md defines every number.",
     )
-    parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("part", metavar="PART", help=argparse.SUPPRESS)
+    titles = {
+        "measured": "all parts except strategies",
+        "kernels": "grouped_matmul, moe_layer and compile",
+        "train_step": "train_step",
+        "strategies": "strategies",
+        "attention": "attention",
+        "results": "results, of all parts except compile",
+    }
+    sections = {name: parser.add_argument_group(title) for name, title in titles.items()}
 
-    def several(name: str, metavar: str, text: str) -> None:
-        parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
+    def add(section: str, name: str, metavar: str, text: str, **options: Any) -> None:
+        sections[section].add_argument(f"--{name}", metavar=metavar, help=text, **options)
 
-    several("shapes", "NAME", "names of moezoo.bench.shapes, or laptop, accelerator")
-    several("routing", "NAME", "uniform, zipf (default: both)")
-    several("passes", "NAME", "forward, backward, both (default: all)")
-    parser.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on a CPU, else bfloat16)")
-    several("only", "WORD", "implementations whose name holds one of these words")
-    several("steps", "OVERRIDES", f"train_step: what to compose (default: {', '.join(map(repr, STEPS))})")
-    several("dispatch", "NAME", "strategies: which, and overrides in the same word if need be (default: all)")
-    several("mesh", "NAME", f"strategies: on which meshes (default: {', '.join(MESHES)})")
-    parser.add_argument("--settings", metavar="OVERRIDES", help="strategies: what else to compose, for all of them")
-    parser.add_argument("--updates", type=int, metavar="N", help="strategies: of the parameters (default: 20)")
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="attention: lengths of a row")
-    parser.add_argument("--heads", metavar="KxG", help="attention: key-value heads, query heads of each (default: 2x2)")
-    parser.add_argument("--dims", metavar="HxV", help="attention: dimensions of keys and of values (default: 32x32)")
-    parser.add_argument("--documents", type=int, metavar="N", help="attention: in a row (default: 1)")
-    parser.add_argument("--window", type=int, metavar="N", help="attention: tokens that a query sees (default: all)")
-    several("absent", "KIND", "compile: for what (default: h200 v5p); attention: compile for it, do not run")
-    parser.add_argument("--seconds", type=float, help="time for each implementation and pass (default: 5)")
-    parser.add_argument("--samples", type=int, help="samples of each at most (default: 15)")
-    parser.add_argument("--json", action="store_const", const=True, help="print the rows as JSON and nothing else")
-    parser.add_argument("--out", metavar="FOLDER", help="where rows and picture go (default: a new one under runs/)")
+    def several(section: str, name: str, metavar: str, text: str, **options: Any) -> None:
+        add(section, name, metavar, text, nargs="+", **options)
+
+    add("measured", "dtype", "NAME", "float32 or bfloat16 (default: float32 on a CPU, otherwise bfloat16)")
+    add("measured", "seconds", "S", "time per implementation and pass (default: 5); not for compile", type=float)
+    add("measured", "samples", "N", "most samples per implementation and pass (default: 15); not for compile", type=int)
+    several("kernels", "shapes", "NAME", f"{', '.join(SHAPES)}; or laptop, accelerator (default: for these devices)")
+    several("kernels", "routing", "NAME", "uniform, zipf (default: both); not for compile")
+    several("kernels", "passes", "NAME", "forward, backward, both (default: all three); not for compile")
+    several("kernels", "only", "WORD", "implementations whose name contains one of these words; not for compile")
+    several("train_step", "steps", "OVERRIDES", f"configurations to compose (default: {', '.join(map(repr, STEPS))})")
+    several("strategies", "dispatch", "NAME", 'strategies, with overrides if needed: "ring dispatch.chunks=2" '
+            "(default: all)")  # fmt: skip
+    several("strategies", "mesh", "NAME", f"meshes (default: {', '.join(MESHES)})")
+    add("strategies", "settings", "OVERRIDES", "overrides of all configurations that are compared")
+    add("strategies", "updates", "N", "updates of the parameters (default: 20)", type=int)
+    several("attention", "tokens", "N", "tokens per row (default: powers of 2 from 128 to 16384); a batch has one row, "
+            "or as many as make 1024 tokens", type=int)  # fmt: skip
+    add("attention", "heads", "KxG", "key-value heads x query heads per key-value head (default: 2x2)")
+    add("attention", "dims", "HxV", "dimensions of a key x dimensions of a value (default: 32x32)")
+    add("attention", "documents", "N", "documents per row (default: 1)", type=int)
+    add("attention", "window", "N", "tokens that a query sees (default: all)", type=int)
+    several("attention", "absent", "KIND", "compile for these devices instead of running; also for compile (default: "
+            "h200 v5p)")  # fmt: skip
+    sections["results"].add_argument("--json", action="store_const", const=True, help="print only the rows, as JSON")
+    add("results", "out", "FOLDER", "where rows and picture go (default: a new folder in runs/)")
     return parser
 
 
 def _take(options: argparse.Namespace) -> None:
-    """Refuse what the part does not take, and fill in what was not given."""
+    """Refuse options of other parts, and fill in defaults."""
     taken = PARTS[options.part]
     for name, value in vars(options).items():
         if name not in ("part", *taken) and value is not None:
-            raise UserError(f"--{name} is not of {options.part}, which takes {' '.join(f'--{t}' for t in taken)}")
+            raise UserError(f"--{name} is no option of {options.part}, which takes {' '.join(f'--{t}' for t in taken)}")
     for name, default in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -112,17 +131,19 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("seconds", "samples", "updates", "documents", "window"):
         if (given := getattr(options, name)) is not None and given <= 0:
             raise UserError(f"--{name} {given}: must be more than 0")
-    if min(options.tokens) <= 0:
+    if options.tokens and min(options.tokens) <= 0:
         raise UserError(f"--tokens {min(options.tokens)}: must be more than 0")
-    if options.out:
-        try:
-            Path(options.out).mkdir(parents=True, exist_ok=True)
-            if any(Path(options.out).iterdir()):
-                raise UserError(f"--out {options.out} is not empty; name a new folder")
-        except FileExistsError:
-            raise UserError(f"--out {options.out} is a file; name a new folder") from None
-        except OSError as error:
-            raise UserError(f"--out {options.out}: cannot be made ({error.strerror}); name another folder") from error
+
+
+def _make_folder(out: str) -> None:
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        if any(Path(out).iterdir()):
+            raise UserError(f"--out {out} is not empty; name a new folder")
+    except FileExistsError:
+        raise UserError(f"--out {out} is a file; name a new folder") from None
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
 
 
 def _check_known(what: str, names: Sequence[str], valid: Collection[str]) -> None:
@@ -132,6 +153,12 @@ def _check_known(what: str, names: Sequence[str], valid: Collection[str]) -> Non
 
 
 def _results(options: argparse.Namespace) -> Iterator[Any]:
+    import jax
+
+    from moezoo.bench import parts, results
+    from moezoo.bench.train_step import train_steps
+    from moezoo.parallel.mesh import prepare
+
     if options.part == "train_step":
         yield from train_steps(options.steps, options.dtype, options.seconds, options.samples, _log)
         return
@@ -173,6 +200,9 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _compile(options: argparse.Namespace) -> None:
+    from moezoo.bench import compiling
+    from moezoo.parallel.mesh import prepare
+
     prepare(1)
     programs = []
     targets, dtype = options.absent or ["h200", "v5p"], options.dtype or "bfloat16"
@@ -182,15 +212,21 @@ def _compile(options: argparse.Namespace) -> None:
     compiling.print_compiled(programs, _console())
 
 
-def _attention(options: argparse.Namespace) -> list[attention.Measurement]:
-    prepare(1)
+def _attention(options: argparse.Namespace) -> list[Any]:
+    import jax
+
+    from moezoo.bench import attention
+    from moezoo.parallel.mesh import prepare
+
     heads, dims = (_two_numbers(name, getattr(options, name)) for name in ("heads", "dims"))
+    prepare(1)
     on_cpu = jax.default_backend() == "cpu" and not options.absent
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     sizes = attention.Sizes(*heads, *dims, options.documents, options.window, dtype)
+    lengths = options.tokens or attention.LENGTHS
     if options.absent:
-        return list(attention.compile_attention(options.absent, options.tokens, sizes, _log))
-    return list(attention.compare_attention(options.tokens, sizes, options.seconds, options.samples, _log))
+        return list(attention.compile_attention(options.absent, lengths, sizes, _log))
+    return list(attention.compare_attention(lengths, sizes, options.seconds, options.samples, _log))
 
 
 def _two_numbers(name: str, text: str) -> tuple[int, int]:
@@ -201,11 +237,13 @@ def _two_numbers(name: str, text: str) -> tuple[int, int]:
 
 
 def _names(options: argparse.Namespace, otherwise: str) -> list[str]:
-    groups = {"laptop": list(LAPTOP), "accelerator": list(ACCELERATOR)}
-    return [name for word in options.shapes or [otherwise] for name in groups.get(word, [word])]
+    words = {"laptop": list(LAPTOP), "accelerator": list(ACCELERATOR)}
+    return [name for word in options.shapes or [otherwise] for name in words.get(word, [word])]
 
 
 def _console() -> Any:
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -213,8 +251,10 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, picture: Any) -> None:
-    """Rows as a table or as JSON, and in a folder with a picture."""
+def _report(rows: list[Any], options: argparse.Namespace, print_table: Any, picture: Any) -> None:
+    """Print rows as a table or as JSON, and write them and a picture to a folder."""
+    from moezoo.bench import results
+
     if options.json:
         print(results.to_json(rows))
         if not options.out:
@@ -226,24 +266,36 @@ def _leave(rows: list[Any], options: argparse.Namespace, print_table: Any, pictu
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").write_text(results.to_json(rows) + "\n")
     picture(rows, folder / "speed.png")
-    _log(f"left {folder}/rows.json and {folder}/speed.png")
+    _log(f"wrote {folder}/rows.json and {folder}/speed.png")
 
 
 class _Bench(Command):
-    """Unlike the other commands it takes --flags, which say what it prints and selects."""
+    """Unlike the other commands it takes --flags, because they select what is measured and printed."""
 
-    def call(self, arguments: Sequence[str], prog: str) -> None:
-        """Run the part that the first argument names."""
+    def check(self, arguments: Sequence[str], prog: str) -> None:
+        """Refuse unknown parts and options, and values that no part accepts."""
+        self._parse(arguments, prog)
+
+    def _parse(self, arguments: Sequence[str], prog: str) -> argparse.Namespace:
         options = make_parser(prog).parse_args(arguments)
         _check_known("part", [options.part], PARTS)
         _take(options)
         _check(options)
+        return options
+
+    def call(self, arguments: Sequence[str], prog: str) -> None:
+        """Run the part that the first argument names."""
+        from moezoo.bench import attention, results, strategies
+
+        options = self._parse(arguments, prog)
+        if options.out:
+            _make_folder(options.out)
         if options.part == "compile":
             _compile(options)
         elif options.part == "attention":
             rows = _attention(options)
             if not options.absent:
-                _leave(rows, options, attention.print_table, attention.picture)
+                _report(rows, options, attention.print_table, attention.picture)
             elif options.json:
                 print(results.to_json(rows))
             else:
@@ -252,9 +304,9 @@ class _Bench(Command):
             rows = strategies.compare_strategies(
                 options.dispatch, options.mesh, options.settings, options.updates, _log
             )
-            _leave(rows, options, strategies.print_table, strategies.picture)
+            _report(rows, options, strategies.print_table, strategies.picture)
         else:
-            _leave(list(_results(options)), options, results.print_table, results.picture)
+            _report(list(_results(options)), options, results.print_table, results.picture)
 
 
-COMMAND = _Bench("bench", "measure a part beside what else could do the same work")
+COMMAND = _Bench("bench", "measure a part of moezoo next to alternatives that do the same work")

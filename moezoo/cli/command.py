@@ -1,4 +1,7 @@
-"""What every command does besides its work: --help, --cfg job, one line for a mistake, exit codes."""
+"""What every command does besides its task: --help, --cfg job, one line for a mistake, exit codes.
+
+Modules of commands import JAX inside functions, so `Command.check` answers a mistyped word without it.
+"""
 
 import abc
 import dataclasses
@@ -6,19 +9,23 @@ import errno
 import os
 import re
 import sys
-import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from moezoo.config.compose import CONF, PACKAGE, as_mapping, compose, defaults, groups, to_yaml
-from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
+from moezoo.cli import help as help_text
+from moezoo.config import options, overrides
+from moezoo.convert import show, types_of
 from moezoo.errors import UserError
-from moezoo.parallel import distributed
 
 Task = Callable[[Sequence[str]], int | None]
+
+
+def _compose(*arguments: str) -> Any:
+    from moezoo.config.compose import compose
+
+    return compose(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,60 +36,87 @@ class Command(abc.ABC):
     summary: str
 
     @abc.abstractmethod
+    def check(self, arguments: Sequence[str], prog: str) -> None:
+        """Raise `UserError` for mistakes that can be found without importing JAX."""
+
+    @abc.abstractmethod
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
-        """Do it; the exit code, None for 0. `prog` is how the user called the command."""
+        """Run the command and return the exit code, None for 0. `prog` is how the user called the command."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfiguredCommand(Command):
     """A command that composes a configuration from its KEY=VALUE arguments.
 
-    `task` gets the arguments. `--help` prints `description`, all groups, the keys of the chosen entries, and how to
-    call the command with `examples`; `--cfg job` prints the configuration that `configure(*arguments)` returns.
+    - `task` runs the command with its arguments;
+    - `description` is the first paragraph of `--help`;
+    - `keys` is a dataclass of the command's own options (`moezoo.config.options`); `--help` lists them first;
+    - `configure(*arguments)` returns the configuration that `--cfg job` prints;
+    - `examples` are arguments that `--help` shows; `groups` are the groups that it lists after `keys`, by default all.
     """
 
     task: Task
     description: str
-    configure: Callable[..., TrainConfig] = compose
+    keys: type | None = None
+    configure: Callable[..., Any] = _compose
     examples: tuple[str, ...] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16")
+    groups: tuple[str, ...] = ()
+
+    def check(self, arguments: Sequence[str], prog: str) -> None:
+        """Refuse unknown options, keys and entries of groups, and own options that are missing or invalid."""
+        if _asks_for_help(arguments):
+            return
+        rest, _ = _split(arguments, prog)
+        if self.keys is None:
+            overrides.check(rest)
+            return
+        overrides.check(options.split(self.keys, rest)[1], types_of(self.keys))
+        options.take(self.keys, rest)
 
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
-        """Help, the configuration, or the task."""
+        """Print help or the configuration, or run the task."""
         if _asks_for_help(arguments):
-            print(_help(prog, self.description, self.examples, arguments))
+            keys = help_text.configuration(arguments)
+            if self.keys is not None:
+                keys = [*help_text.own_keys(self.keys), "", *help_text.overview(self.groups)]
+            switches = [("--help", "print this"), ("--cfg job", "print the configuration as YAML and exit")]
+            _print_help(prog, self, [*keys, "", "Options:", *help_text.table(switches)])
             return 0
-        overrides, show_job = _split(arguments, prog)
+        rest, show_job = _split(arguments, prog)
         if show_job:
-            print(to_yaml(as_mapping(self.configure(*overrides))), end="")
+            from moezoo.config.compose import as_mapping, to_yaml
+
+            print(to_yaml(as_mapping(self.configure(*rest))), end="")
             return 0
-        return self.task(overrides)
+        return self.task(rest)
 
 
 @dataclasses.dataclass(frozen=True)
 class KeysCommand(Command):
-    """A command with KEY=VALUE arguments of its own, a line of help each in `keys`, and no configuration.
+    """A command with options of its own and no configuration.
 
-    `task` gets the arguments and reads them with `moezoo.config.options`.
+    `task` runs the command with its arguments, which it reads as an instance of the dataclass `keys`
+    (`moezoo.config.options`).
     """
 
     task: Task
     description: str
-    keys: tuple[str, ...]
+    keys: type
     examples: tuple[str, ...]
 
-    def call(self, arguments: Sequence[str], prog: str) -> int | None:
-        """Help or the task."""
+    def check(self, arguments: Sequence[str], prog: str) -> None:
+        """Refuse unknown, missing and invalid options."""
         if _asks_for_help(arguments):
-            keys = (f"  {line}" for line in self.keys)
-            calls = (f"  {prog} {example}" for example in self.examples)
-            print(
-                "\n".join(
-                    [f"usage: {prog} KEY=VALUE ...", "", self.description, "", "Keys:", *keys, "", "Examples:", *calls]
-                )
-            )
-            return 0
+            return
         if option := next((a for a in arguments if a.startswith("-")), None):
             raise UserError(f"{show(option)}: no such option; valid: --help, and KEY=VALUE")
+        options.read(self.keys, arguments)
+
+    def call(self, arguments: Sequence[str], prog: str) -> int | None:
+        """Print help or run the task."""
+        if _asks_for_help(arguments):
+            _print_help(prog, self, help_text.own_keys(self.keys))
+            return 0
         return self.task(arguments)
 
 
@@ -92,6 +126,12 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 130 when interrupted; 141 when the
     reader of the output has gone.
     """
+    try:
+        command.check(arguments, prog)
+    except UserError as error:
+        refuse(error)
+    from moezoo.parallel import distributed
+
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
@@ -104,7 +144,7 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
         print("interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        # Python flushes once more at exit, and would complain about it.
+        # Python flushes the output again at exit, and would report the error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except Exception as error:
@@ -120,14 +160,20 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     sys.exit(code)
 
 
+def refuse(error: UserError) -> NoReturn:
+    """Print a mistake and exit with code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
 def _print_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-    """A warning to the user is one line; one between libraries says where it comes from."""
+    """Print a warning on one line; a warning of a library also names its source."""
     where = "" if category is UserWarning else f" ({category.__name__}, {filename}:{lineno})"
     print(f"warning: {message}{where}", file=sys.stderr)
 
 
 def _typed_choices(message: str, arguments: Sequence[str]) -> str:
-    """The choices that the user typed, such as mesh=ep8, where a message names only keys that they set."""
+    """Return the choices that the user typed, such as mesh=ep8, where a message names only keys that these set."""
     typed = {a.partition("=")[0]: a for a in arguments if "=" in a}
     groups = {key.partition(".")[0] for key in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+(?==)", message) if key not in typed}
     choices = [typed[group] for group in sorted(groups) if group in typed and typed[group] not in message]
@@ -139,14 +185,14 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
-    """The overrides, and whether the configuration is to be printed."""
-    overrides, show_job, rest = [], False, iter(arguments)
+    """Return the overrides, and whether to print the configuration."""
+    found, show_job, rest = [], False, iter(arguments)
     for argument in rest:
         option, equals, value = argument.partition("=")
         if option == "--cfg":
             value = value if equals else next(rest, "job")
             if "=" in value:
-                overrides.append(value)
+                found.append(value)
             elif value != "job":
                 raise UserError(f"--cfg {show(value)}: expected --cfg job, which prints the configuration of the run")
             show_job = True
@@ -156,58 +202,10 @@ def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
                 f"{show(argument)}: no such option; valid: --help, --cfg job; several runs are a loop: {loop}"
             )
         else:
-            overrides.append(argument)
-    return overrides, show_job
+            found.append(argument)
+    return found, show_job
 
 
-def _help(prog: str, description: str, examples: Sequence[str], arguments: Sequence[str]) -> str:
-    entries, names = [], groups()
-    given = dict(a.split("=", 1) for a in arguments if "=" in a)
-    cfg = compose(*(f"{group}={name}" for group, name in given.items() if name in names.get(group, ())))
-    for group, default in defaults().items():
-        own = "  or the path of your own .yaml file" * (group == "rules")
-        entries.append(f"  {group}{own}")
-        for option in names[group]:
-            text, marked = (CONF / group / f"{option}.yaml").read_text(), option + "*" * (option == default)
-            entries.append(f"    {marked:<15} {_first_comment(text)}".rstrip())
-        keys = " ".join(_keys(getattr(cfg, group), group))
-        entries += textwrap.wrap(keys, 110, initial_indent="    keys: ", subsequent_indent="      ")
-    keys = (CONF / "train.yaml").read_text().partition("\n\n")[2].strip().splitlines()
-    return "\n".join(
-        [
-            f"usage: {prog} [KEY=VALUE ...]",
-            "",
-            description,
-            "",
-            "Groups, set by name such as mesh=ep8; * is what you get otherwise:",
-            *entries,
-            "",
-            "Keys, set like steps=100 or execution.dtype=bfloat16, and their values otherwise:",
-            *(f"  {line}".rstrip() for line in keys),
-            "",
-            "Keys of groups are set like model.layers=2; --cfg job prints their values. They are shown for the *",
-            "choice, or for what stands beside --help, such as model=deepseek.",
-            "",
-            "Options:",
-            "  --help          print this",
-            "  --cfg job       print the configuration of the run as YAML, and do nothing",
-            "",
-            "Examples:",
-            *(f"  {prog} {example}" for example in examples),
-        ]
-    )
-
-
-def _keys(settings: Any, key: str) -> Iterator[str]:
-    """The dotted keys below `key`, whose value is `settings`; a name is no setting."""
-    if not dataclasses.is_dataclass(settings):
-        yield key
-        return
-    for field in dataclasses.fields(settings):
-        if field.name != "name":
-            yield from _keys(getattr(settings, field.name), f"{key}.{field.name}")
-
-
-def _first_comment(text: str) -> str:
-    line = text.removeprefix(PACKAGE).partition("\n")[0]
-    return line[1:].strip() if line.startswith("#") else ""
+def _print_help(prog: str, command: ConfiguredCommand | KeysCommand, keys: Sequence[str]) -> None:
+    examples = [f"  {prog} {example}" for example in command.examples]
+    print("\n".join([f"usage: {prog} [KEY=VALUE ...]", "", command.description, "", *keys, "", "Examples:", *examples]))

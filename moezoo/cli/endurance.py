@@ -1,4 +1,4 @@
-"""`moezoo endurance`: kills, signals and flipped bits at random moments of a run, and a comparison of what is left."""
+"""`moezoo endurance`: disturb a run by kills, signals and flipped bits, and compare it with an undisturbed run."""
 
 import dataclasses
 import json
@@ -13,19 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-from moezoo.cli.command import KeysCommand
-from moezoo.config import options
-from moezoo.config.compose import compose
-from moezoo.config.settings import TrainConfig
-from moezoo.convert import Checks, Range
+from moezoo.cli.command import ConfiguredCommand
+from moezoo.config.options import key, take
+from moezoo.convert import Range
 from moezoo.errors import UserError
-from moezoo.training.checkpoint import steps
-from moezoo.training.saved import load_run
 
-# A run small enough to be repeated, on eight devices, so that a checkpoint has parts of several; it prints every step.
+# A run of few seconds that prints every step, on eight devices, so a checkpoint has parts of several.
 _RUN = (
     "mesh=fsdp2_ep4",
     "model.layers=2",
@@ -38,24 +31,24 @@ _RUN = (
     "log_every=1",
 )
 _TRAIN = (sys.executable, "-m", "moezoo", "train")
-_STARTING_SECONDS, _STEPS = 6.0, 15  # a kill comes at most so long after the start, or so many steps after the first
+_STARTING_SECONDS, _STEPS = 6.0, 15  # the latest moment of a kill: seconds after the start, or steps after the first
 _WHEN = ("step", "save", "start")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """So many of each, on a run that saves every `checkpoint_every` steps; `folder` must be new or empty."""
+    """The command's own options: how often a run is disturbed, and where the runs are written."""
 
-    folder: str
-    kills: int = 20
-    signals: int = 2
-    flips: int = 10
-    checkpoint_every: int = 5
-    seed: int = 0
+    folder: str = key("a new folder for the runs", "FOLDER")
+    kills: int = key("kill -9: in a step, during a save and while starting, in turn", default=20, valid=Range(0))
+    signals: int = key("SIGTERM and SIGINT alternately, in a step", default=2, valid=Range(0))
+    flips: int = key("single bits flipped in the files of a checkpoint", default=10, valid=Range(0))
+    checkpoint_every: int = key("steps between two saves", default=5, valid=Range(1))
+    seed: int = key("seed of the moments and the bits", default=0)
 
 
 class _Outcome(NamedTuple):
-    """One process: the step it resumed from and the last it printed, if it did; its exit code and errors."""
+    """One process: the step that it resumed from, the last step that it printed, its exit code and its errors."""
 
     first: int | None
     last: int | None
@@ -64,10 +57,12 @@ class _Outcome(NamedTuple):
 
 
 def endure(trial: Trial, overrides: Sequence[str], log: Callable[[str], None]) -> bool:
-    """Train to the end undisturbed and disturbed, and damage what is left; whether all was fine.
+    """Train undisturbed and disturbed, compare the runs, damage a checkpoint; return whether all results are right.
 
-    `overrides` configure the run. Every line of the table goes to `log`.
+    `overrides` configure the run. `log` receives every line of the table.
     """
+    from moezoo.training.checkpoint import steps
+
     folder, rng = Path(trial.folder).expanduser(), random.Random(trial.seed)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"folder={trial.folder} is not empty; name a new one")
@@ -99,12 +94,12 @@ def endure(trial: Trial, overrides: Sequence[str], log: Callable[[str], None]) -
 
     for i in range(trial.flips):
         fine &= _try_flipped_bit(number + i + 1, torn, [*on, f"steps={total + 1}"], rng, log)
-    log("all as it must be" if fine else "NOT all as it must be: see above")
+    log("all results are right" if fine else "NOT all results are right: see above")
     return fine
 
 
 def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
-    """Run until it ends; `killer(process, last)` is called at the start, with None, and after each printed step."""
+    """Run a process to its end; call `killer(process, last)` at the start, with None, and after each printed step."""
     first, last = None, None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         killer(process, None)
@@ -121,7 +116,7 @@ def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
 
 
 def _make_killer(which: signal.Signals, when: str, run_dir: Path, rng: random.Random) -> Callable[..., None]:
-    """Sends the signal: some time after the start, in the middle of a step, or when a save is seen to be going on."""
+    """Return a function that sends the signal: a while after the start, in the middle of a step, or during a save."""
     wait, pause, left = rng.uniform(0, _STARTING_SECONDS), rng.uniform(0, 0.05), rng.randrange(1, _STEPS)
 
     def killer(process: Any, last: int | None) -> None:
@@ -142,7 +137,7 @@ def _make_killer(which: signal.Signals, when: str, run_dir: Path, rng: random.Ra
 
 
 def _wait_for_save(process: Any, run_dir: Path) -> None:
-    """Until a save is going on, or the process is over."""
+    """Wait until a save is going on, or the process has ended."""
     while process.poll() is None and not any((run_dir / "checkpoints").glob("unfinished.*")):
         time.sleep(0.0005)
 
@@ -163,7 +158,12 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _compare(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:
-    """Every row and every parameter, to the bit."""
+    """Compare every row and every bit of every parameter; return whether all are equal."""
+    import jax
+    import numpy as np
+
+    from moezoo.training.saved import load_run
+
     rows = _rows(whole) == _rows(torn)
     models = [jax.tree.leaves(load_run(run_dir, "mesh=single")[0]) for run_dir in (whole, torn)]
     arrays = all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(*models, strict=True))
@@ -173,7 +173,9 @@ def _compare(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:
 
 
 def _try_flipped_bit(number: int, run_dir: Path, command: Sequence[str], rng: random.Random, log: Any) -> bool:
-    """One bit of a checkpoint; the run must not go on from it, say so in one line and name an older step."""
+    """Flip one bit of a checkpoint; return whether the run refuses it in one line that names an older step."""
+    from moezoo.training.checkpoint import steps
+
     newest = run_dir / "checkpoints" / str(steps(run_dir / "checkpoints")[-1])
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
     path = rng.choice(files)
@@ -197,39 +199,28 @@ def _line(*cells: Any) -> str:
     return "  ".join(f"{cell!s:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-_RANGES = {
-    "kills": Range(at_least=0),
-    "signals": Range(at_least=0),
-    "flips": Range(at_least=0),
-    "checkpoint_every": Range(at_least=1),
-}
+def configure(*arguments: str) -> Any:
+    """Return the configuration of the runs."""
+    from moezoo.config.compose import compose
+
+    return compose(*_RUN, *take(Trial, arguments).rest)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, each line as soon as it is known; 1 where something was not as it must be."""
-    if not any(argument.startswith("folder=") for argument in arguments):
-        raise UserError("folder is missing; write folder=FOLDER with a new folder for the runs")
-    trial, overrides = options.take(Trial, arguments, Checks(ranges=_RANGES))
-    options.check_keys(overrides, Trial, TrainConfig)
-    compose(*_RUN, *overrides)  # a mistake is reported before anything runs
+    """Print each line of the table when it is known; return 1 where a result is wrong."""
+    configure(*arguments)  # a mistake is reported before anything runs
+    trial, overrides = take(Trial, arguments)
     return 0 if endure(trial, overrides, lambda line: print(line, flush=True)) else 1
 
 
-COMMAND = KeysCommand(
+COMMAND = ConfiguredCommand(
     "endurance",
-    "kill, stop and damage a run, and compare what is left",
+    "kill, stop and damage a run, and compare what it leaves",
     main,
-    description="Train a tiny model twice, undisturbed and again and again killed, stopped and continued; compare\n"
-    "every row of metrics.jsonl and every parameter, to the bit; then flip bits of what it left.\n"
-    "Exit codes: 0 when all was as it must be, 1 when something was not, 2 after a mistake.",
-    keys=(
-        "folder=FOLDER        where the runs go, a new folder",
-        "kills=20             kill -9: in a step, during a save, while starting, by turns",
-        "signals=2            SIGTERM and SIGINT by turns, in a step",
-        "flips=10             bits of a checkpoint's files, one at a time",
-        "checkpoint_every=5   steps between two saves",
-        "seed=0               decides when",
-        "other KEY=VALUE      as in moezoo train, such as mesh=ep8 dispatch=ragged",
-    ),
+    description="Train a tiny model twice: undisturbed, and killed, stopped and continued many times. Compare every\n"
+    "row of metrics.jsonl and every bit of every parameter. Then flip bits in a checkpoint.\n"
+    "Exit codes: 0 when all results are right, 1 when one is wrong, 2 after a mistake.",
+    keys=Trial,
+    configure=configure,
     examples=("folder=/tmp/endurance", "folder=/tmp/endurance kills=3 flips=1 mesh=ep8 dispatch=ragged"),
 )

@@ -6,41 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax
-import numpy as np
-
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.config.build import build_execution
-from moezoo.config.compose import compose
-from moezoo.config.options import check_keys, take
-from moezoo.config.settings import TrainConfig
-from moezoo.data import load
-from moezoo.data.tokenizer import HuggingFace, Numbers
+from moezoo.config.options import key, take
 from moezoo.errors import UserError
-from moezoo.generation.generate import generate
-from moezoo.hub.folders import end_of_text, from_pretrained, hub_model_config
-from moezoo.models.base import LanguageModel
-from moezoo.parallel.execution import Execution
-from moezoo.training.saved import load_run, saved_config
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked for besides how to run: `run_dir` or `folder` holds the model; `prompt` are the texts.
+    """The command's own options; those about tokens are arguments of `moezoo.generate`."""
 
-    `stop`: at `eos` (`eos_token_id`, by default the folder's) or only at `length`, `max_new_tokens`. The others as in
-    `moezoo.generate`.
-    """
-
-    run_dir: str | None = None
-    folder: str | None = None
-    prompt: tuple[str, ...] = ()
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    stop: Literal["eos", "length"] = "eos"
-    eos_token_id: int | None = None
+    run_dir: str | None = key("the folder of a run, or one of its checkpoints/STEP", "FOLDER", default=None)
+    folder: str | None = key(
+        "instead of run_dir: a Hugging Face folder with config.json and safetensors; without a tokenizer.json in it, "
+        "prompts are token ids separated by spaces",
+        "FOLDER",
+        default=None,
+    )
+    prompt: tuple[str, ...] = key("a text to continue; repeat it for several texts", '"TEXT"', default=())
+    max_new_tokens: int = key("tokens to add to each text", default=64)
+    temperature: float = key("0 takes the most likely token; above 0, seed decides what is drawn", default=0.0)
+    top_k: int | None = key("draw from the N most likely tokens only", "N", default=None)
+    top_p: float | None = key("draw from the fewest tokens whose probabilities reach P", "P", default=None)
+    eos_token_id: int | None = key("the token that ends a text; by default as in the folder", "ID", default=None)
+    stop: Literal["eos", "length"] = key("eos, or length to continue after the end of a text", default="eos")
 
     def __post_init__(self):
         if (self.run_dir is None) == (self.folder is None):
@@ -48,27 +36,35 @@ class Request:
 
 
 class _Loaded(NamedTuple):
-    model: LanguageModel
-    execution: Execution
+    model: Any
+    execution: Any
     tokenizer: Any
     stops: list[int]
 
 
-def configure(*arguments: str) -> TrainConfig:
-    """How the model will run: the run's configuration, or the default one with the folder's model."""
+def configure(*arguments: str) -> Any:
+    """Return the configuration that the model runs with: the run's, or the default one with the folder's model."""
+    from moezoo.config.compose import compose
+    from moezoo.hub.folders import hub_model_config
+    from moezoo.training.saved import saved_config
+
     request, changes = take(Request, arguments)
     where = f"folder={request.folder}" if request.folder else f"run_dir={request.run_dir}"
-    check_keys(changes, Request, TrainConfig)
     for change in changes:
         if re.match(r"model\b", change):
-            raise UserError(f"{change}: the model is the one in {where}; leave it out")
+            raise UserError(f"{change}: the model is that of {where}; leave this out")
     if request.run_dir is not None:
         return saved_config(request.run_dir, *changes)
     return dataclasses.replace(compose(*changes), model=hub_model_config(request.folder))
 
 
 def continuations(arguments: Sequence[str]) -> list[str]:
-    """Every prompt with its continuation. Raises `UserError` for what cannot be."""
+    """Return every prompt with its continuation. Raises `UserError` for mistakes in the arguments."""
+    import jax
+    import numpy as np
+
+    from moezoo.generation.generate import generate
+
     request, changes = take(Request, arguments)
     if not request.prompt:
         raise UserError('prompt is missing; write prompt="some text", once for each text')
@@ -100,19 +96,29 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     return [loaded.tokenizer.decode(_until_stop(row, len(text), stops)) for row, text in zip(rows, texts, strict=True)]
 
 
-def _until_stop(ids: np.ndarray, prompt: int, stops: list[int]) -> np.ndarray:
-    """Up to the first token that ends a text, which is not shown."""
+def _until_stop(ids: Any, prompt: int, stops: list[int]) -> Any:
+    """Cut a text off before the first new token that ends it."""
+    import numpy as np
+
     ends = np.flatnonzero(np.isin(ids[prompt:], stops))
     return ids[: prompt + ends[0]] if len(ends) else ids
 
 
 def _from_run(folder: str, changes: Sequence[str]) -> _Loaded:
+    from moezoo.config.build import build_execution
+    from moezoo.data import load
+    from moezoo.training.saved import load_run
+
     model, cfg = load_run(folder, *changes)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
     return _Loaded(model, build_execution(cfg, batches="any"), source, [])
 
 
-def _from_folder(folder: str, cfg: TrainConfig) -> _Loaded:
+def _from_folder(folder: str, cfg: Any) -> _Loaded:
+    from moezoo.config.build import build_execution
+    from moezoo.data.tokenizer import HuggingFace, Numbers
+    from moezoo.hub.folders import end_of_text, from_pretrained
+
     execution = build_execution(cfg, batches="any")
     model = from_pretrained(folder, execution)
     path = Path(folder).expanduser() / "tokenizer.json"
@@ -121,7 +127,7 @@ def _from_folder(folder: str, cfg: TrainConfig) -> _Loaded:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print every prompt with its continuation; several are numbered."""
+    """Print every prompt with its continuation; number them if there are several."""
     texts = continuations(arguments)
     for number, text in enumerate(texts, 1):
         print(f"{'' if number == 1 else chr(10)}[{number} of {len(texts)}]\n{text}" if len(texts) > 1 else text)
@@ -131,22 +137,13 @@ COMMAND = ConfiguredCommand(
     "generate",
     "continue texts",
     main,
-    description="""Continue texts with the model of a run or of a Hugging Face folder, and print them.
-
-Its own keys:
-  run_dir=FOLDER      a run, or
-  folder=FOLDER       config.json and safetensors, with tokenizer.json; without, prompts are numbers parted by spaces
-  prompt="TEXT"       once for each text of a batch
-  max_new_tokens=64   tokens to add
-  temperature=0       0 takes the likeliest token; above it, seed decides what is drawn
-  top_k=N top_p=P     only from the N likeliest; only from the fewest whose probabilities reach P
-  eos_token_id=ID     where a text ends; otherwise as the folder says
-  stop=length         do not stop there
-
-How to run is set by mesh, rules, dispatch and execution; what concerns training alone changes nothing.""",
+    description="Continue texts with the model of a run or of a Hugging Face folder, and print them.\n"
+    "Keys of training alone have no effect.",
+    keys=Request,
     configure=configure,
     examples=(
         'run_dir=runs/NAME prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1',
         'folder=FOLDER prompt="Once" prompt="Then" mesh=ep8 dispatch=gather execution.dtype=bfloat16',
     ),
+    groups=("mesh", "rules", "dispatch"),
 )

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.config.compose import compose
-from moezoo.parallel import distributed
-from moezoo.training import supervisor
-from moezoo.training.signals import Stopped
-from moezoo.training.train import train
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Compose and train; 0, or what docs/running.md says of how else a run can end."""
+    """Compose and train; return 0, or the exit code that docs/running.md lists for another end."""
+    from moezoo.config.compose import compose
+    from moezoo.parallel import distributed
+    from moezoo.training import supervisor
+    from moezoo.training.signals import Stopped
+    from moezoo.training.train import train
+
     cfg = compose(*overrides)
     if supervisor.is_wanted(cfg.distributed):
         return supervisor.supervise(cfg.distributed)
@@ -28,5 +29,8 @@ def main(overrides: Sequence[str]) -> int:
 
 
 COMMAND = ConfiguredCommand(
-    "train", "train a model", main, description="Train a model; everything it leaves is in run_dir."
+    "train",
+    "train a model",
+    main,
+    description="Train a model. The folder run_dir receives its configuration, metrics, pictures and checkpoints.",
 )

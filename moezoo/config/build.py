@@ -1,28 +1,36 @@
-"""From a configuration to how it runs: the mesh and the execution."""
+"""Build the mesh and the execution that a configuration describes."""
 
+import dataclasses
+import itertools
+import math
 from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.config.settings import TrainConfig
+from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.models.base import check_tokens
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import make_mesh
+from moezoo.parallel.mesh import AXES, MeshShape, abstract_mesh, make_mesh
 
 
 def build_execution(
     cfg: TrainConfig, mesh: Mesh | AbstractMesh | None = None, *, batches: Literal["configured", "any"] = "configured"
 ) -> Execution:
-    """How `cfg` runs a model: mesh, rules, dispatch, dtypes and memory in one value.
+    """Return how `cfg` runs a model: mesh, rules, dispatch, dtypes and memory in one value.
 
-    On the mesh of `cfg`, or on `mesh`, which may be one without devices. `batches` says what will be run: batches of
-    the configured sizes, or of any (generation, comparisons), whose sizes are then not checked.
+    Args:
+        cfg: A configuration, from `moezoo.compose` or `moezoo.saved_config`.
+        mesh: Replaces the mesh of `cfg`; it may have no devices, which is enough to trace a step.
+        batches: "configured" checks that the mesh splits batches of the configured sizes evenly; "any" does not, for
+            generation and comparisons.
 
-    Raises `UserError` where mesh, rules and sizes do not fit together.
+    Raises:
+        UserError: mesh, rules and sizes do not fit together.
     """
     execution = Execution(
         mesh=make_mesh(cfg.mesh) if mesh is None else mesh,
@@ -60,10 +68,69 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
             f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
         )
     micro_steps = cfg.execution.microbatches
-    check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
+    try:
+        check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
+    except UserError as error:
+        raise UserError(f"{error}{_smaller_split(cfg, execution)}") from None
     tokens = cfg.batch_size * cfg.seq_len // (micro_steps * execution.ways(execution.token_axes))
     if cfg.dispatch.chunks > tokens:
         raise UserError(
-            f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens that a device has in a micro-step; "
-            f"choose at most {tokens}, and few: each is a program of its own"
+            f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens per device and micro-step; choose at "
+            f"most {tokens}, and few: each chunk is compiled separately"
         )
+
+
+def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
+    """Where the mesh does not split `batch_size` evenly, name meshes that do: on all its devices, or on fewer."""
+    size, micro_steps = cfg.batch_size, cfg.execution.microbatches
+    ways = execution.ways(execution.batch_axes)
+    if ways == 1 or size % (micro_steps * ways) == 0:
+        return ""
+    advice = []
+    if fewer := [n for n in range(1, micro_steps) if size % (n * ways) == 0]:
+        advice.append(f"execution.microbatches={fewer[-1]}")
+    devices = math.prod(execution.sizes.values())
+    for count in (n for n in range(devices, 1, -1) if devices % n == 0):
+        # On fewer devices only a mesh without a split sequence is simpler than one on all of them.
+        if sizes := _find_mesh(cfg, execution, count, whole_sequences=count < devices):
+            keys = " ".join(f"mesh.{axis}={n}" for axis, n in sizes.items() if n != execution.sizes[axis])
+            parts = math.prod(sizes[axis] for axis in cfg.rules.sequence)
+            where = f"; sequences {parts} ways" * (parts > 1) + f", on {count} devices" * (count < devices)
+            ways = math.prod(sizes[axis] for axis in cfg.rules.batch)
+            advice.append(f"{keys} ({ways} way{'s' * (ways > 1)}{where})")
+            if parts == 1:
+                break
+    else:
+        advice += ["mesh=single"] * (size % micro_steps == 0)
+    fewer_ways = f", or split it fewer ways with {' or '.join(advice)}" if advice else ""
+    return f"{fewer_ways}; rules.batch={show(cfg.rules.batch)} names the mesh axes that split it"
+
+
+def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_sequences: bool) -> dict[str, int]:
+    """Return the mesh of so many devices that splits the batch most, and changes the fewest axes; {} if none can."""
+    batch, sequence = cfg.rules.batch, cfg.rules.sequence
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    choices = (divisors if axis in batch or (axis in sequence and not whole_sequences) else [1] for axis in AXES)
+    meshes = (dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product(*choices))
+    fitting = [
+        sizes
+        for sizes in meshes
+        if math.prod(sizes.values()) == devices
+        and cfg.batch_size % (cfg.execution.microbatches * math.prod(sizes[axis] for axis in batch)) == 0
+        and cfg.seq_len % math.prod(sizes[axis] for axis in sequence) == 0
+    ]
+
+    def order(sizes: dict[str, int]) -> tuple[int, int]:
+        changed = sum(n != execution.sizes[axis] for axis, n in sizes.items())
+        return -math.prod(sizes[axis] for axis in batch), changed
+
+    return next((sizes for sizes in sorted(fitting, key=order) if _fits(cfg, MeshShape(**sizes))), {})
+
+
+def _fits(cfg: TrainConfig, shape: MeshShape) -> bool:
+    """Whether the model of `cfg` runs on a mesh of this shape."""
+    try:
+        build_execution(dataclasses.replace(cfg, mesh=shape), abstract_mesh(shape))
+    except UserError:
+        return False
+    return True

@@ -1,66 +1,95 @@
-"""A command's own KEY=VALUE arguments, beside those that configure a run."""
+"""A command's own KEY=VALUE arguments, next to those that configure a run. Nothing here imports JAX."""
 
+import dataclasses
 import json
 import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from moezoo.convert import NO_CHECKS, Checks, convert, show, types_of
+from moezoo.convert import Checks, Range, convert, show, types_of
 from moezoo.errors import UserError, nearest
 
 _T = TypeVar("_T")
 
 
 class Taken(NamedTuple):
-    """A command's options, and the arguments that are not its own."""
+    """A command's own options, and the other arguments."""
 
     options: Any
     rest: list[str]
 
 
-def take(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -> Taken:
-    """An instance of the dataclass `kind` from those of `arguments` whose key is one of its fields.
+def key(text: str, shown: str = "", *, default: Any = dataclasses.MISSING, valid: Range | None = None) -> Any:
+    """Declare an option as a field of a dataclass.
 
-    A text is taken as it stands, a field of several texts may be given several times, anything else once. Raises
-    `UserError` for a value that is not of the field's type or, by `checks`, not in its range.
+    Args:
+        text: The line of `--help`.
+        shown: What `--help` prints as the value, such as FOLDER; by default the default.
+        default: Without one the option is required.
+        valid: The numbers that the option accepts.
     """
-    types, values, rest = types_of(kind), {}, []
+    return dataclasses.field(default=default, metadata={"text": text, "shown": shown, "valid": valid})
+
+
+def describe_keys(kind: type) -> list[tuple[str, str]]:
+    """Return each option of the dataclass `kind` as KEY=VALUE, with its line of help."""
+    return [
+        (f"{field.name}={field.metadata['shown'] or show(field.default)}", field.metadata["text"])
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def split(kind: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the arguments whose key is a field of the dataclass `kind` from the others."""
+    own, rest = [], []
     for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in types:
-            rest.append(argument)
-        elif types[key] == tuple[str, ...]:
-            values.setdefault(key, []).append(text)
-        elif key in values:
-            raise UserError(f"{argument}: {key} is asked for twice; leave one out")
+        name, equals, _ = argument.partition("=")
+        (own if equals and name in types_of(kind) else rest).append(argument)
+    return own, rest
+
+
+def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
+    """Make an instance of the dataclass `kind` from those of `arguments` whose key is one of its fields.
+
+    The value of a text is taken literally. A field of several texts may be given several times, any other field once.
+
+    Raises `UserError` where a required option is missing, and for a value of the wrong type or outside its range.
+    """
+    own, rest = split(kind, arguments)
+    types, values = types_of(kind), {}
+    for argument in own:
+        name, _, text = argument.partition("=")
+        if types[name] == tuple[str, ...]:
+            values.setdefault(name, []).append(text)
+        elif name in values:
+            raise UserError(f"{argument}: {name} is given twice; leave one out")
         else:
-            values[key] = text if str in (types[key], *typing.get_args(types[key])) else _value(text)
-    return Taken(convert(kind, values, "", checks), rest)
+            values[name] = text if str in (types[name], *typing.get_args(types[name])) else _value(text)
+    ranges = {}
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        shown, text, valid = (field.metadata.get(each) for each in ("shown", "text", "valid"))
+        if valid is not None:
+            ranges[field.name] = valid
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise UserError(
+                f"{field.name} is missing; write {field.name}={shown or 'VALUE'}: {text or 'it is required'}"
+            )
+    return Taken(convert(kind, values, "", Checks(ranges=ranges)), rest)
 
 
-def read(kind: type[_T], arguments: Sequence[str], checks: Checks = NO_CHECKS) -> _T:
-    """`take` for a command that has no other arguments. Raises `UserError` for those it does not know."""
-    taken = take(kind, arguments, checks)
-    for text in taken.rest:
-        key, equals, _ = text.partition("=")
+def read(kind: type[_T], arguments: Sequence[str]) -> _T:
+    """Do what `take` does, for a command without other arguments. Raises `UserError` for those it does not know."""
+    for text in split(kind, arguments)[1]:
+        name, equals, _ = text.partition("=")
         if not equals:
-            write = f"{key}=VALUE" if key in types_of(kind) else f"{next(iter(types_of(kind)))}={show(text)}"
+            write = f"{name}=VALUE" if name in types_of(kind) else f"{next(iter(types_of(kind)))}={show(text)}"
             raise UserError(f"{show(text)}: expected KEY=VALUE, such as {write}")
-        raise UserError(f"{key}: there is no key '{key}'; {nearest(key, types_of(kind))}")
-    return taken.options
-
-
-def check_keys(arguments: Sequence[str], *kinds: type) -> None:
-    """Raise `UserError` for a KEY=VALUE without a section whose key is no field of one of the dataclasses `kinds`."""
-    known = [name for kind in kinds for name in types_of(kind)]
-    for argument in arguments:
-        key = argument.partition("=")[0]
-        if "." not in key and key not in known:
-            raise UserError(f"{show(argument)}: there is no key '{show(key)}'; {nearest(key, known)}")
+        raise UserError(f"{name}: there is no key '{name}'; {nearest(name, types_of(kind))}")
+    return take(kind, arguments).options
 
 
 def _value(text: str) -> Any:
-    for read_as in (json.loads, float):  # null, true, 3, 1e-4; then .5 and what is no number, for an error to name
+    for read_as in (json.loads, float):  # JSON reads null, true, 3 and 1e-4; float reads .5 and nan
         try:
             return read_as(text)
         except ValueError:

@@ -1,0 +1,175 @@
+"""The groups of `conf/` and the overrides that a user types, such as mesh=ep8 or model.layers=2.
+
+Nothing here imports JAX, so `check` answers a mistyped word quickly.
+"""
+
+import functools
+import importlib.resources
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from moezoo.convert import show
+from moezoo.errors import UserError, nearest
+
+CONF = Path(str(importlib.resources.files("moezoo.conf")))
+PACKAGE = "# @package _global_\n"  # Hydra's mark of an entry that is merged into the whole configuration
+
+_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
+
+
+class Asked(NamedTuple):
+    """What a list of overrides asks for."""
+
+    choices: dict[str, str]  # group -> entry, the path of a rules file, or the path of a strategy's class
+    changes: dict[str, Any]  # dotted key -> value
+
+
+def read(overrides: Sequence[str]) -> Asked:
+    """Parse overrides into choices of groups and values of keys. Raises `UserError` for what cannot be parsed."""
+    known, asked = groups(), Asked({}, {})
+    for text in overrides:
+        key, value = _parse(text, known)
+        if key not in known:
+            asked.changes[key] = value
+            continue
+        if key in asked.choices:
+            raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
+        if not isinstance(value, str) or not (value in known[key] or is_own(key, value)):
+            own = {"rules": " (or give the path of a .yaml file)", "dispatch": " (or package.module.Class of your own)"}
+            hint = nearest(show(value), known[key])
+            raise UserError(f"{key}={show(value)}: no such {key}; {hint}{own.get(key, '')}")
+        asked.choices[key] = value
+    return asked
+
+
+def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:
+    """Raise `UserError` for the mistakes that the files of `conf/` show; composing finds the others.
+
+    These are overrides that cannot be parsed, unknown entries of groups, and unknown keys at the top or in a section
+    whose keys are the same for all entries. `own` are the keys of the command itself.
+    """
+    top, words = [*own, *top_keys()], _every_word()
+    for key in read(overrides).changes:
+        name, _, rest = key.partition(".")
+        below = rest.partition(".")[0]
+        # Composing finds the section that a key at the top belongs to, such as model.layers for layers.
+        if name not in top and (rest or name not in words):
+            raise UserError(f"{key}: there is no key '{name}'; {nearest(name, top)}")
+        if below and below not in (valid := _section_keys().get(name, [below])):
+            raise UserError(f"{key}: there is no key '{below}' in {name}; {nearest(below, valid)}")
+
+
+def is_own(group: str, value: str) -> bool:
+    """Whether the value of a group names the user's own entry: a rules file, or a strategy's class."""
+    if group == "rules":
+        return "/" in value or value.endswith((".yaml", ".yml"))
+    return group == "dispatch" and "." in value
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the names to choose from for each group: the folders of `conf/` and the files in them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, []).append(path.stem)
+    return found
+
+
+def defaults() -> dict[str, str]:
+    """Return the name that `conf/train.yaml` chooses for each group, in its order."""
+    entries = [entry for entry in _train_yaml()["defaults"] if isinstance(entry, dict)]
+    return {group: name for entry in entries for group, name in entry.items()}
+
+
+def top_keys() -> list[str]:
+    """Return the groups and the keys at the top of a configuration."""
+    return [*defaults(), *(key for key in _train_yaml() if key != "defaults")]
+
+
+def read_yaml(path: str | Path, key: str | None = None) -> dict[Any, Any]:
+    """Read the mapping that a YAML file holds; `key` is the key that the user set to `path`, if any.
+
+    Raises `UserError` when the file is missing, unreadable, not YAML or not a mapping.
+    """
+    name = show(str(path) if key is None else f"{key}={path}")
+    try:
+        mapping = OmegaConf.to_container(
+            OmegaConf.create(Path(path).expanduser().read_text(encoding="utf-8")), resolve=False
+        )
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except YAMLError as error:
+        line = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+        problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
+        raise UserError(f"{name}: broken YAML{line} ({problem}); correct the file") from None
+    except (OmegaConfBaseException, RecursionError, AssertionError) as error:
+        where = f" of '{at}'" if (at := getattr(error, "full_key", None)) else ""
+        raise UserError(f"{name}: the value{where} cannot be read; correct the file") from None
+    except ValueError:
+        raise UserError(f"{name}: is not UTF-8 text; give the path of a YAML file") from None
+    if not isinstance(mapping, dict):
+        raise UserError(f"{name}: expected keys and their values, found a list; correct the file")
+    return mapping
+
+
+@functools.cache
+def _train_yaml() -> Mapping[str, Any]:
+    return read_yaml(CONF / "train.yaml")
+
+
+@functools.cache
+def _every_word() -> set[str]:
+    """Every word that is a key somewhere in `conf/`."""
+    return {word for path in CONF.rglob("*.yaml") for word in _KEY_LINE.findall(path.read_text())}
+
+
+@functools.cache
+def _section_keys() -> dict[str, list[str]]:
+    """The keys of each section whose keys do not depend on the entry that is chosen."""
+    found = {key: list(value) for key, value in _train_yaml().items() if isinstance(value, dict)}
+    # An entry of the group model lists only what differs from the defaults of its dataclass.
+    for group in groups().keys() - {"model"}:
+        entries = [list(read_yaml(path)) for path in CONF.glob(f"{group}/*.yaml")]
+        if all(entry == entries[0] for entry in entries):
+            found[group] = entries[0]
+    return found
+
+
+def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
+    """Return the key and the value of one override."""
+    shown = show(text)
+    key, equals, value = text.lstrip("+~").partition("=")
+    prefix = text[: len(text) - len(text.lstrip("+~"))]
+    if prefix.startswith("~"):
+        raise UserError(f"{shown}: nothing can be removed; set it to something else with {show(key)}=VALUE")
+    if not equals:
+        homes = [group for group, names in known.items() if key in names]
+        write = f"{homes[0]}={key}" if homes else f"{key if key in top_keys() else 'KEY'}=VALUE"
+        raise UserError(f"{shown}: expected KEY=VALUE, found no '='; write {write}")
+    if not _KEY.fullmatch(key):
+        found = f"'{show(key)}'" if key else "nothing"
+        raise UserError(f"{shown}: expected a key such as steps or model.layers before '=', found {found}")
+    if prefix and not (prefix == "+" and key.startswith(("rules.store.", "rules.compute."))):
+        raise UserError(f"{shown}: keys are fixed and '{prefix}' cannot add one; write {show(f'{key}={value}')}")
+    try:
+        parsed = OverridesParser.create().parse_override(f"{key}={value}")
+    except (HydraException, ValueError, RecursionError):
+        quoted = show(f'{key}="{value}"')
+        raise UserError(
+            f"{shown}: the value cannot be read; close its brackets, or quote it twice: '{quoted}'"
+        ) from None
+    if parsed.is_sweep_override():
+        or_list = "" if key in known else f"; a list is written {key}=[a,b]"
+        loop = f"for x in A B; do COMMAND {key}=$x; done"
+        raise UserError(
+            f"{shown}: expected one value, found several; a command runs one configuration, so loop: {loop}{or_list}"
+        )
+    return key, parsed.value()

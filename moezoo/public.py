@@ -1,0 +1,45 @@
+"""The public names of moezoo, which `moezoo.NAME` gives; importing this module imports JAX."""
+
+from moezoo import data, kernels, models, moe
+from moezoo.config.build import build_execution as execution
+from moezoo.config.compose import compose
+from moezoo.errors import UserError
+from moezoo.generation.generate import generate
+from moezoo.hub.folders import from_pretrained, save_pretrained
+from moezoo.models import build_model
+from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.kernels import Kernels
+from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
+from moezoo.parallel.rules import Rules
+from moezoo.training.evaluate import Evaluation, evaluate
+from moezoo.training.saved import load_run, saved_config
+from moezoo.training.signals import Stopped
+from moezoo.training.train import Run, train
+
+__all__ = [
+    "Evaluation",
+    "Execution",
+    "Kernels",
+    "MeshShape",
+    "Rules",
+    "Run",
+    "Stopped",
+    "UserError",
+    "build_model",
+    "compose",
+    "cpu_devices",
+    "data",
+    "evaluate",
+    "execution",
+    "from_pretrained",
+    "generate",
+    "kernels",
+    "load_run",
+    "make_mesh",
+    "models",
+    "moe",
+    "place",
+    "save_pretrained",
+    "saved_config",
+    "train",
+]
