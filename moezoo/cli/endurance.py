@@ -184,7 +184,7 @@ def _try_flipped_bit(number: int, run_dir: Path, command: Sequence[str], rng: ra
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
     outcome = _run(command, lambda *_: None)
     path.write_bytes(whole)
-    one_line = outcome.errors.count("\n") == 1 and "damaged" in outcome.errors and "is whole" in outcome.errors
+    one_line = outcome.errors.count("\n") == 1 and "damaged" in outcome.errors and "is complete" in outcome.errors
     fine = outcome.code == 2 and one_line
     log(_line(number, "bit flipped", path.relative_to(newest).parts[0], "", "", "", outcome.code, _verdict(fine)))
     return fine

@@ -39,6 +39,7 @@ _CHECKS = Checks(
         "batch_size": Range(at_least=1),
         "seq_len": Range(at_least=2),
         "eval_every": Range(at_least=0),
+        "checkpoint_minutes": Range(at_least=0),
         "checkpoint_every": Range(at_least=0),
         "checkpoint_keep": Range(at_least=1),
         "log_every": Range(at_least=0),

@@ -84,6 +84,9 @@ class TrainConfig:
     run_dir: str | None
     resume: str | None
     eval_every: int
+    checkpoint_minutes: float | None = dataclasses.field(
+        default=None, kw_only=True
+    )  # runs saved before have no such key
     checkpoint_every: int
     checkpoint_keep: int
     log_every: int

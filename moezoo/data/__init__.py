@@ -1,4 +1,4 @@
-"""Data: a corpus of documents, split in two, and read in windows. NumPy only; nothing here starts JAX."""
+"""Data: documents, split into training and validation, and read in windows. Only NumPy; nothing here starts JAX."""
 
 from moezoo.data.base import DataSettings
 from moezoo.data.batches import train_batches, validation_batches

@@ -1,4 +1,4 @@
-"""The contract of the configuration group `data`; each entry is a frozen dataclass in a file of its own."""
+"""The contract of the configuration group `data`; each entry is a frozen dataclass in a separate file."""
 
 import abc
 import dataclasses
@@ -11,15 +11,15 @@ from moezoo.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings(abc.ABC):
-    """Where documents come from.
+    """The settings of a data source.
 
-    `eval_sequences` is how many validation windows an evaluation reads, evenly spaced over the validation split; 0
+    `eval_sequences` is the number of validation windows per evaluation, evenly spaced over the validation split; 0
     reads all of them.
     """
 
     eval_sequences: int = dataclasses.field(default=256, kw_only=True)
 
-    minima: ClassVar[Mapping[str, int]] = {}  # the least value of the other numbers, field by field
+    minima: ClassVar[Mapping[str, int]] = {}  # the least value of each numeric field that has one
 
     def __post_init__(self):
         for field, least in {"eval_sequences": 0, **self.minima}.items():
@@ -28,8 +28,12 @@ class DataSettings(abc.ABC):
 
     @abc.abstractmethod
     def load(self, *, seed: int, vocab: int) -> Source:
-        """Read the data; callers use `moezoo.data.load`, which also checks the sizes of both splits.
+        """Read the data. Call `moezoo.data.load` instead, which also checks the sizes of both splits.
 
-        Only synthetic data depend on `seed`. Raises `UserError` for data that are missing or damaged, or that have
-        more different tokens than the `vocab` of the model.
+        Args:
+            seed: the seed of the run; only synthetic data depend on it.
+            vocab: the vocabulary size of the model.
+
+        Raises:
+            UserError: the data are missing or damaged, or their vocabulary is larger than `vocab`.
         """

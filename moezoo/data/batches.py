@@ -1,4 +1,4 @@
-"""Batches for training, shuffled without end, and for validation, in order; nothing else knows of grain."""
+"""Shuffled, endless batches for training, and ordered batches for validation. Only this module uses grain."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from moezoo.data.source import Source, check_ids
 from moezoo.data.windows import Batch, read_windows, validation_indices, window_count
 from moezoo.errors import UserError
 
-# Windows a run can read at most. Not grain's own endless repetition, whose length overflows in batches of one.
+# The most windows that a run can read. The length of grain's own endless repetition overflows in batches of one.
 _ENDLESS = 2**62
 
 
@@ -24,25 +24,33 @@ def train_batches(
     rows: Integer[np.ndarray, " rows"] | None = None,
     start: int = 0,
 ) -> Iterator[Batch]:
-    """Batches of all training windows in an order that `seed` gives and that is another in every epoch.
+    """Return endless batches of training windows, shuffled anew in every epoch.
 
-    Of each batch of `batch_size` rows only `rows` are read and returned, those that a process needs; None for all. An
-    epoch ends anywhere in a batch. `start` passes over so many batches at no cost.
+    An epoch may end inside a batch.
 
-    Raises `UserError` for a `batch_size` below 1.
+    Args:
+        source: the data.
+        seq_len: tokens per window.
+        batch_size: windows per batch.
+        seed: the seed of the order.
+        rows: the rows of each batch to read and return; None for all.
+        start: the number of batches to skip, without reading them.
+
+    Raises:
+        UserError: `batch_size` is below 1.
     """
-    import grain  # a second to import, and none of it needed to read a configuration
+    import grain  # takes a second to import, and a configuration can be read without it
 
     _check(batch_size)
 
     def read(indices: np.ndarray) -> Batch:
         return _read(source, source.train, indices if rows is None else indices[rows], seq_len)
 
-    # Numbers are shuffled and grouped, and only the windows asked for are read. Repeated before they are grouped: no
-    # remainder of an epoch is lost.
+    # Indices are shuffled and grouped; only the windows of `rows` are read. Epochs are repeated before the grouping, so
+    # that no remainder of an epoch is lost.
     count = window_count(source.train, seq_len)
     order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(_ENDLESS // count)
-    # Reading from memory takes a fraction of a step; a file may lie on a slow disk and is read ahead.
+    # Reading from memory takes a fraction of a step; a file may be on a slow disk, so it is read ahead.
     ahead = 4 if isinstance(source.train.tokens, np.memmap) else 0
     options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
     batches: Any = iter(order.batch(batch_size).map(read).to_iter_dataset(options))
@@ -58,14 +66,23 @@ def validation_batches(
     limit: int,
     rows: Integer[np.ndarray, " rows"] | None = None,
 ) -> Iterator[Batch]:
-    """`limit` validation windows, evenly spaced and in order; all of them if `limit` is 0.
+    """Return batches of validation windows, in order.
 
-    Batches are full, whatever `rows` of each are read: after the last window come rows of padding, with segment 0 and
-    label -1. Raises `UserError` for a `batch_size` below 1.
+    All batches are full: the last one is filled with rows of padding, which have segment 0 and label -1.
+
+    Args:
+        source: the data.
+        seq_len: tokens per window.
+        batch_size: windows per batch.
+        limit: the number of windows to read, evenly spaced; 0 for all.
+        rows: the rows of each batch to read and return; None for all.
+
+    Raises:
+        UserError: `batch_size` is below 1.
     """
     _check(batch_size)
     indices = validation_indices(source.validation, limit=limit, seq_len=seq_len)
-    # One further than the first that predicts nothing, a window holds no token at all.
+    # A window with this index or a later one holds no token at all, so it is a row of padding.
     beyond = np.full(-len(indices) % batch_size, window_count(source.validation, seq_len) + 1)
     grouped = np.concatenate([indices, beyond]).reshape(-1, batch_size)
     return (_read(source, source.validation, group if rows is None else group[rows], seq_len) for group in grouped)
@@ -78,6 +95,6 @@ def _check(batch_size: int) -> None:
 
 def _read(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
     batch = read_windows(corpus, indices, seq_len)
-    check_ids(batch.tokens.view(np.uint32), source)  # unsigned: ids too large for int32 are negative by now
+    check_ids(batch.tokens.view(np.uint32), source)  # ids too large for int32 are negative here
     check_ids(batch.labels, source)
     return batch

@@ -1,4 +1,4 @@
-"""Finding files, and reading those that are text."""
+"""Find files, and read those that are text."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,9 @@ from moezoo.errors import UserError
 
 
 def find_documents(path: str, *, key: str) -> list[Path]:
-    """The file `path`, or all files under the folder `path` but hidden ones, sorted by path.
+    """Return the file `path`, or all files under the folder `path` except hidden ones, sorted by path.
 
-    Raises `UserError`, naming `key`, where there is none.
+    Raises `UserError`, naming `key`, if there is none.
     """
     root = Path(path).expanduser()
     if root.is_file():
@@ -26,10 +26,12 @@ def find_documents(path: str, *, key: str) -> list[Path]:
 
 
 def read_documents(paths: Sequence[Path], path: str, *, key: str) -> Iterator[tuple[str, bytes]]:
-    """The name and the text of each of `paths` that is UTF-8; in a folder `path`, other files are passed over.
+    """Yield the name and the text of each of `paths`, all files of the folder `path`, or `path` itself.
 
-    A name is the path inside the folder. Raises `UserError`, naming `key`, for a file that cannot be read, for a
-    `path` that is one file and not UTF-8, and for a folder without any text.
+    A name is the path inside the folder. In a folder, files that are not UTF-8 are skipped.
+
+    Raises:
+        UserError: a file cannot be read; the single file `path` is not UTF-8; there is no text. It names `key`.
     """
     root = Path(path).expanduser()
     alone = root.is_file()
@@ -47,16 +49,15 @@ def read_documents(paths: Sequence[Path], path: str, *, key: str) -> Iterator[tu
                     "convert it to UTF-8"
                 ) from error
             continue
-        if alone or b"\0" not in content:  # images and archives of zeros decode as UTF-8 too
-            empty = False
+        if alone or b"\0" not in content:  # some binary files, such as files of zeros, decode as UTF-8
+            empty &= not content
             yield root.name if alone else file.relative_to(root).as_posix(), content
     if empty:
-        raise UserError(
-            f"{key}={path} holds no UTF-8 text (files read: {len(paths)}); give a text file or a folder of them"
-        )
+        what = "is an empty file" if alone else f"holds no UTF-8 text (files read: {len(paths)})"
+        raise UserError(f"{key}={path} {what}; give a text file or a folder of them")
 
 
 def files_under(root: Path, suffix: str = "") -> list[Path]:
-    """All regular files under `root` by path, so that their order does not depend on the file system."""
+    """Return all regular files under `root`, sorted by path: the order must not depend on the file system."""
     found = [Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(suffix)]
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())

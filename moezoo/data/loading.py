@@ -1,4 +1,4 @@
-"""From settings to data."""
+"""Load the data that settings describe."""
 
 from moezoo.data.base import DataSettings
 from moezoo.data.source import Source
@@ -6,13 +6,17 @@ from moezoo.errors import UserError
 
 
 def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int) -> Source:
-    """Read the data that `settings` names, for windows of `seq_len` tokens and a model of `vocab` tokens.
+    """Read the data that `settings` describe. Text is read into memory; token files stay on disk.
 
-    `seed` makes synthetic data and nothing else: what is held out never depends on it. Text is read into memory;
-    files of tokens stay on disk.
+    Args:
+        settings: an entry of the configuration group `data`.
+        seq_len: tokens per window.
+        seed: decides synthetic data only; the held-out documents never depend on it.
+        vocab: the vocabulary size of the model.
 
-    Raises `UserError` for data that is missing, damaged, has more different tokens than the model, or gives one of the
-    splits less than one window.
+    Raises:
+        UserError: the data are missing or damaged, their vocabulary is larger than the model's, or a split has less
+            than one window.
     """
     if seq_len < 1:
         raise UserError(f"seq_len={seq_len} must be at least 1")

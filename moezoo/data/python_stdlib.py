@@ -1,4 +1,4 @@
-"""The source code of the standard library."""
+"""Data: the source code of Python's standard library."""
 
 import dataclasses
 import platform
@@ -14,7 +14,7 @@ from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes
 from moezoo.errors import UserError
 
-# Installed packages and tests are not the library; tables of characters and help texts are not code.
+# Leave out installed packages and tests, which are not the library, and tables of characters and help texts.
 _NOT_LIBRARY = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "lib2to3", "__pycache__")
 )
@@ -22,13 +22,13 @@ _NOT_LIBRARY = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class PythonStdlib(DataSettings):
-    """The source code of the running Python's standard library as raw bytes, one document a file.
+    """The source code of the running Python's standard library as raw bytes, one document per file.
 
-    It is on every machine and needs no download. A file is held out by a hash of its path.
+    It is on every machine and needs no download. Files are held out by a hash of their path.
     """
 
     def load(self, *, seed: int, vocab: int) -> Source:
-        """Read all of it into memory."""
+        """Read all files into memory."""
         del seed
         require_vocab("data=python_stdlib has 256 byte values", Bytes.vocab, vocab)
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -39,7 +39,7 @@ class PythonStdlib(DataSettings):
             raise UserError(f"data=python_stdlib finds no *.py file in {root}; use data=text data.path=FILE_OR_FOLDER")
         corpus = concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in paths], np.dtype(np.uint8))
         names = [path.relative_to(root).as_posix() for path in paths]
-        # Every interpreter has a library of its own, so losses compare only where this line and the hash agree.
+        # The library differs by version, so losses are comparable only if this version and the hash agree.
         version = f"{platform.python_implementation()} {platform.python_version()}"
         split = hold_out(corpus, select_held_out_by_name(names), names)
-        return make_source("python_stdlib", split, Bytes(), vocab=256, sha256=digest(corpus), python=version)
+        return make_source("python_stdlib", split, Bytes(), vocab=256, sha256=digest(corpus), of=version)

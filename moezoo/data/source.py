@@ -1,4 +1,4 @@
-"""What every kind of data is read into."""
+"""A data source that is loaded: two splits, their vocabulary and their tokenizer."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +18,11 @@ class Source:
     - `name`: its key in `moezoo.data.SOURCES`;
     - `train`, `validation`: the two splits;
     - `vocab`: every token id is below it;
-    - `unit`: what a token is, "byte" or "token"; losses are nats per unit;
-    - `summary`: what was read, as lines of a name and a text;
-    - `held_out`: names of the validation documents, where documents have names and whole ones are held out;
-    - `encode`, `decode`: from text to token ids and back; data without a tokenizer writes ids as numbers.
+    - `unit`: what a token is, "byte" or "token"; losses are in nats per unit;
+    - `summary`: facts about the data, as title and text: the size of both splits ("train", "validation"), the choice
+      of validation documents ("held out"), and those of the kind of data, such as "sha256" of all token ids;
+    - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
+    - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Source:
 
 
 def make_source(name: str, split: Split, tokenizer: Tokenizer, *, vocab: int, **summary: str) -> Source:
-    """A source with the lines of a summary that all kinds have, then those of `summary`."""
+    """Return a source whose summary has the facts common to all kinds of data, then those of `summary`."""
     unit = "byte" if isinstance(tokenizer, Bytes) else "token"
     sizes = {
         side: f"{len(corpus):,} {unit}s in {corpus.documents:,} document{'s' * (corpus.documents != 1)}"
@@ -56,19 +57,19 @@ def make_source(name: str, split: Split, tokenizer: Tokenizer, *, vocab: int, **
 
 
 def require_vocab(what: str, needed: int, vocab: int, *, or_else: str = "") -> None:
-    """Raises `UserError` unless a model of `vocab` tokens can read `what`, whose ids go up to `needed` - 1."""
+    """Raise `UserError` unless a model of `vocab` tokens can read `what`, whose ids are below `needed`."""
     if needed > vocab:
         raise UserError(f"{what} but model.vocab={vocab}; set model.vocab={needed}{or_else}")
 
 
 def check_ids(ids: np.ndarray, source: Source) -> None:
-    """Raises `UserError` for ids outside the vocabulary, which a model would read as some other token.
+    """Raise `UserError` for ids outside the vocabulary, which a model would take for another token.
 
-    Only files of tokens can hold such ids, and they are too long to be searched before a run.
+    Only token files can hold such ids. They are too long to be searched before a run, so each batch is checked.
     """
     top = int(ids.max(initial=0))
     if top >= source.vocab:
         raise UserError(
             f"data={source.name} holds token {top} but its vocabulary is {source.vocab} tokens; "
-            "make the file at data.path again with moezoo prepare-data"
+            "make the file again with moezoo prepare-data, or correct vocab in the .json file next to it"
         )

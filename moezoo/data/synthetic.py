@@ -1,4 +1,4 @@
-"""Made-up data whose best possible loss is known."""
+"""Data: a random Markov chain, whose best possible loss is known."""
 
 import dataclasses
 import math
@@ -16,10 +16,10 @@ from moezoo.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic(DataSettings):
-    """A random Markov chain whose entropy is known: each token has `successors` equally likely next ones.
+    """A random Markov chain: each token has `successors` equally likely next tokens.
 
-    No model can do better than ln(`successors`) nats a token. `documents` of `document_length` tokens are drawn; the
-    chain and the draws follow from the run's seed.
+    No model can reach a loss below ln(`successors`) nats per token. There are `documents` documents of
+    `document_length` tokens; the seed of the run decides the chain and the documents.
     """
 
     vocab: int = 256
@@ -33,14 +33,14 @@ class Synthetic(DataSettings):
         super().__post_init__()
         if self.vocab < self.successors:
             raise UserError(
-                f"data.successors={self.successors} are more than data.vocab={self.vocab} tokens to choose from; "
+                f"data.successors={self.successors} exceeds the data.vocab={self.vocab} tokens to choose from; "
                 f"set data.successors={max(self.vocab, 1)} or less"
             )
 
     def load(self, *, seed: int, vocab: int) -> Source:
-        """Draw the chain and the documents: first tokens uniformly, then one of the successors.
+        """Draw the chain, then the documents: first tokens uniformly, each next token from the successors.
 
-        A document's first token is never predicted, so every label has exactly ln(`successors`) nats.
+        The first token of a document is never predicted, so every label has an entropy of exactly ln(`successors`).
         """
         require_vocab(f"data.vocab={self.vocab}", self.vocab, vocab, or_else=f" or data.vocab={vocab}")
         random = np.random.default_rng(seed)
@@ -52,5 +52,5 @@ class Synthetic(DataSettings):
             tokens[:, step] = successors[tokens[:, step - 1], choice]
         offsets = np.arange(self.documents + 1, dtype=np.int64) * self.document_length
         split = hold_out(Corpus.whole(tokens.reshape(-1), offsets), select_held_out_by_index(self.documents))
-        floor = f"ln {self.successors} = {math.log(self.successors):.4f} nats a token, the lowest loss possible"
+        floor = f"ln {self.successors} = {math.log(self.successors):.4f} nats per token (the lowest possible loss)"
         return make_source("synthetic", split, Numbers(self.vocab), vocab=self.vocab, entropy=floor)

@@ -1,4 +1,4 @@
-"""Text files and folders."""
+"""Data: text files and folders of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,10 +15,12 @@ from moezoo.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Text(DataSettings):
-    """UTF-8 text: a file, or a folder with one document a file.
+    """UTF-8 text.
 
-    `tokenizer` is a Hugging Face `tokenizer.json`; without one a token is a raw byte. `validation` is a second file or
-    folder to validate on; without one a part of `path` is held out.
+    - `path`: a file, or a folder in which each file is a document;
+    - `tokenizer`: a Hugging Face `tokenizer.json`; None makes each byte a token;
+    - `validation`: a second file or folder to validate on; None holds out a part of `path`: 1 file in 20 by a hash of
+      its name, or the last 5% of the tokens if there are few files.
     """
 
     path: str | None = None
@@ -26,9 +28,10 @@ class Text(DataSettings):
     validation: str | None = None
 
     def load(self, *, seed: int, vocab: int) -> Source:
-        """Read all of it into memory.
+        """Read all text into memory.
 
-        Raises `UserError` for a path that is not there, is not UTF-8 text, or holds no file that validation leaves.
+        Raises:
+            UserError: a path does not exist or holds no UTF-8 text, or every file of `path` is also in `validation`.
         """
         del seed
         path, own = self.path, self.validation
@@ -45,7 +48,7 @@ class Text(DataSettings):
             split = hold_out(read.corpus, select_held_out_by_name(read.names), read.names)
         else:
             apart = find_documents(own, key="data.validation")
-            # Validation files may lie in a subfolder of the training ones, and must not be trained on.
+            # Validation files may be in a subfolder of the training files, and must not be trained on.
             withheld = {file.resolve() for file in apart}
             paths = [file for file in paths if file.resolve() not in withheld]
             if not paths:
@@ -53,16 +56,16 @@ class Text(DataSettings):
             read = _read(paths, path, tokenizer, key="data.path")
             held_out = _read(apart, own, tokenizer, key="data.validation")
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
-        extra = {"passed over": f"{read.passed_over} files that are not UTF-8 text"} if read.passed_over else {}
+        extra = {"skipped": f"{read.skipped} files that are not UTF-8 text"} if read.skipped else {}
         return make_source("text", split, tokenizer, vocab=tokenizer.vocab, sha256=digest(read.corpus), **extra)
 
 
 class _NamedCorpus(NamedTuple):
-    """Documents with a name each, and how many files were passed over because they are not text."""
+    """Documents, their names, and the number of files that were skipped because they are not text."""
 
     corpus: Corpus
     names: list[str]
-    passed_over: int
+    skipped: int
 
 
 def _read(paths: Sequence[Path], path: str, tokenizer: Tokenizer, *, key: str) -> _NamedCorpus:

@@ -1,4 +1,4 @@
-"""From text to token ids and back: raw bytes, or a Hugging Face tokenizer; nothing else knows of that library."""
+"""Convert text to token ids and back: raw bytes, or a Hugging Face tokenizer. Only this module uses that library."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from moezoo.errors import UserError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """`vocab` is one more than the largest id."""
+    """Converts text to token ids and back; `vocab` is the largest id plus 1."""
 
     @property
     def vocab(self) -> int: ...
@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A token is a byte of UTF-8."""
+    """Each byte of UTF-8 is a token."""
 
     vocab = 256
 
@@ -30,24 +30,24 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Bytes that are not UTF-8, as in the middle of a character, become U+FFFD; ids over 255 likewise."""
+        """Return the text; bytes that are not UTF-8, such as a part of a character, and ids over 255 become U+FFFD."""
         return b"".join(bytes([i]) if i < 256 else b"\xff" for i in map(int, ids)).decode(errors="replace")
 
 
 class Numbers:
-    """Tokens with no text of their own: their numbers, parted by spaces."""
+    """Tokens without text: their ids as decimal numbers, separated by spaces."""
 
     def __init__(self, vocab: int, where: str = "this data"):
         self.vocab, self._where = vocab, where
 
     def encode(self, text: str) -> list[int]:
-        """Raises `UserError` for anything but numbers below `vocab`."""
+        """Return the ids. Raises `UserError` for anything except numbers below `vocab`."""
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdecimal() and int(word) < self.vocab):
                 raise UserError(
                     f"'{word}' is not a token: {self._where} has no tokenizer; "
-                    f"give numbers from 0 to {self.vocab - 1}, parted by spaces"
+                    f"give numbers from 0 to {self.vocab - 1}, separated by spaces"
                 )
         return [int(word) for word in words]
 
@@ -56,21 +56,23 @@ class Numbers:
 
 
 class HuggingFace:
-    """A `tokenizer.json`, with the special tokens that the file itself says to add to a text.
+    """A Hugging Face `tokenizer.json`, which adds the special tokens that the file defines.
 
-    Raises `UserError`, naming `key`, when there is no such file or it is not a tokenizer.
+    Raises `UserError`, naming `key`, if there is no such file or it is not a tokenizer.
     """
 
     def __init__(self, path: Path, *, key: str):
         from tokenizers import Tokenizer as Library
 
         if not path.is_file():
-            raise UserError(f"{key}={path} is not a file; give a Hugging Face tokenizer.json, or none for bytes")
+            raise UserError(
+                f"{key}={path} is not a file; give a Hugging Face tokenizer.json, or leave {key} out for bytes"
+            )
         try:
             self._library: Any = Library.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
-        # A file saved from a fine-tuning run may say to cut every text to some length, or fill it up.
+        # A file saved by a fine-tuning run may truncate every text to some length, or pad it.
         self._library.no_truncation()
         self._library.no_padding()
         self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -83,17 +85,17 @@ class HuggingFace:
 
 
 def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:
-    """The tokenizer in the file `path`, or raw bytes; `key` is how the user named it."""
+    """Return the tokenizer in the file `path`, or raw bytes for None; `key` is the user's name of the setting."""
     return Bytes() if path is None else HuggingFace(Path(path).expanduser(), key=key)
 
 
 def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarray:
-    """The tokens [length] of one document of UTF-8 text, as `dtype`."""
+    """Return the tokens [length] of one document of UTF-8 text, as `dtype`."""
     if isinstance(tokenizer, Bytes):
         return np.frombuffer(text, np.uint8).astype(dtype, copy=False)
     return np.array(tokenizer.encode(text.decode()), dtype)
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what an exception says, to end a one-line message with."""
+    """Return the first line of an exception's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

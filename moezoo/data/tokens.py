@@ -1,8 +1,20 @@
-"""Files of token ids, which stay on disk while training: how they are written and read.
+"""Data: files of token ids, which stay on disk during training.
 
-Beside `OUT.npy` (uint16 or uint32 [tokens]) lie `OUT.offsets.npy` (int64 [documents + 1], where each document begins
-and the last ends), `OUT.json` (vocabulary size, unit, SHA-256 of the ids, name of the tokenizer's file) and, unless a
-token is a byte, `OUT.tokenizer.json`, a copy of that file.
+`moezoo prepare-data` writes four files; `data=tokens data.path=NAME.npy` reads them:
+
+    NAME.npy               uint16 or uint32 [tokens]: the ids of all documents, joined
+    NAME.offsets.npy       int64 [documents + 1]: the index of each document's first token, then the number of tokens
+    NAME.json              optional: vocabulary size, unit, SHA-256 of the ids, name of the tokenizer's file
+    NAME.tokenizer.json    optional: the Hugging Face tokenizer; absent if each token is a byte
+
+NumPy alone makes such files from int64 ids, here of two documents:
+
+    ids, first, second = np.arange(1000) % 700, 400, 600  # ids of both documents, and their lengths
+    np.save("tokens.npy", ids.astype(np.uint32))
+    np.save("tokens.offsets.npy", np.cumsum([0, first, second]))
+
+Without NAME.json the vocabulary size is the largest id plus 1, and a resumed run cannot check that the data are the
+same.
 """
 
 import dataclasses
@@ -24,14 +36,17 @@ from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line, text_tokenizer
 from moezoo.errors import UserError
 
-_MAKE = "make it with moezoo prepare-data"
+_MAKE = "make the files again with moezoo prepare-data"
+_OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens(DataSettings):
-    """Token ids made by `moezoo prepare-data`: a `.npy` file that stays on disk, with document offsets beside it.
+    """Files of token ids, which stay on disk; `moezoo.data.tokens` describes their format.
 
-    `validation` is a second such file to validate on; without one a part of `path` is held out.
+    - `path`: the `.npy` file of ids; its `.offsets.npy` file must be next to it;
+    - `validation`: a second such file to validate on; None holds out a part of `path`: 1 document in 20 by a hash of
+      its index, or the last 5% of the tokens if there are few documents.
     """
 
     path: str | None = None
@@ -40,12 +55,13 @@ class Tokens(DataSettings):
     def load(self, *, seed: int, vocab: int) -> Source:
         """Map the files into memory.
 
-        Raises `UserError` for files that are missing, damaged, of another dtype, or do not belong together.
+        Raises:
+            UserError: a file is missing, damaged or has another dtype, or files do not belong together.
         """
         del seed
         if self.path is None:
             raise UserError(
-                "data.path is required for data=tokens; pass data.path=FILE.npy, made with moezoo prepare-data"
+                "data.path is required for data=tokens; pass data.path=FILE.npy, made by moezoo prepare-data"
             )
         path = Path(self.path).expanduser()
         corpus, metadata = _read_tokens(path, key="data.path")
@@ -67,14 +83,19 @@ class Tokens(DataSettings):
 
 
 def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
-    """Write the tokens of a text file, or of all text files in a folder, to `out`; return a line that says what.
+    """Write token files from text, and return a line that describes them. Files appear complete or not at all.
 
-    Every file is a document. Without a `tokenizer` (a Hugging Face `tokenizer.json`) tokens are raw bytes. Files
-    appear whole or not at all. Raises `UserError` for what cannot be read, and rather than write over a file.
+    Args:
+        path: a text file, or a folder in which each text file is a document.
+        out: the `.npy` file to write; the other files are next to it. None of them may exist.
+        tokenizer: a Hugging Face `tokenizer.json`; None makes each byte a token.
+
+    Raises:
+        UserError: the text or the tokenizer cannot be read, there is no text, or a file to write exists.
     """
     target = Path(out).expanduser()
     if target.suffix != ".npy":
-        raise UserError(f"out={out} does not end in .npy; give such a name for the tokens")
+        raise UserError(f"out={out} does not end in .npy; name a .npy file")
     for file in _beside(target):
         if file.exists():
             raise UserError(f"{file} already exists; remove it or write to another name")
@@ -86,12 +107,12 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     try:
         metadata = _write(target, (document_ids(coder, text, dtype) for _, text in texts), dtype, coder.vocab, copied)
     except OSError as error:
-        raise UserError(f"out={out} cannot be written ({error.strerror}); give another place") from error
+        raise UserError(f"out={out} cannot be written ({error.strerror}); name a file in another folder") from error
     return f"{target}: {metadata['tokens']:,} {metadata['unit']}s in {metadata['documents']:,} documents, {dtype}"
 
 
 def _beside(path: Path) -> tuple[Path, Path, Path, Path]:
-    """Tokens, offsets, metadata, tokenizer."""
+    """Return the paths of tokens, offsets, metadata and tokenizer."""
     return path, path.with_suffix(".offsets.npy"), path.with_suffix(".json"), path.with_suffix(".tokenizer.json")
 
 
@@ -99,7 +120,7 @@ def _write(
     path: Path, documents: Iterable[np.ndarray], dtype: np.dtype, vocab: int, tokenizer: Path | None
 ) -> dict[str, Any]:
     tokens, offsets, described, copy = _beside(path)
-    # Into place at the end, the tokens last: where they are, everything is.
+    # Files are renamed at the end, the tokens last: if they exist, the others do.
     finals = [file for file in (offsets, described, copy, tokens) if file != copy or tokenizer is not None]
     partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in finals}
     try:
@@ -127,9 +148,9 @@ def _write(
 
 
 def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype) -> tuple[list[int], str]:
-    """Write one array document by document: no more than one is in memory. Offsets, and SHA-256 of the tokens."""
+    """Write an array document by document, without keeping them in memory; return offsets and the SHA-256 of the ids."""
     header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False}
-    # numpy leaves room in the header for the length to grow, which is known only in the end.
+    # The length is known at the end; numpy leaves space in the header for it.
     npy.write_array_header_1_0(file, {**header, "shape": (0,)})
     begin = file.tell()
     ends, digest = [0], hashlib.sha256()
@@ -148,30 +169,40 @@ def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
     tokens = _open(path, key=key)
     if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
         raise UserError(
-            f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}; "
-            f"it must be uint16 or uint32 and one-dimensional, {_MAKE}"
+            f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}, expected uint16 or uint32 [tokens]; "
+            f"convert it: np.save('{path.name}', ids.reshape(-1).astype(np.uint32))"
         )
+    if not len(tokens):
+        raise UserError(f"{key}={path} holds no tokens; give a file of token ids")
     if not beside.is_file():
-        raise UserError(f"{key}={path} has no {beside.name} beside it, which says where documents begin; {_MAKE}")
+        raise UserError(
+            f"{key}={path} needs {beside.name} next to it: {_OFFSETS}; for one document "
+            f"np.save('{beside.name}', np.array([0, {len(tokens)}]))"
+        )
     offsets = np.asarray(_open(beside, key=key))
     if offsets.dtype != np.int64 or offsets.ndim != 1:
         raise UserError(
-            f"{key}={path}: {beside.name} has dtype {offsets.dtype} and shape {list(offsets.shape)}; "
-            f"it must be int64 and one-dimensional, {_MAKE}"
+            f"{key}={path}: {beside.name} has dtype {offsets.dtype} and shape {list(offsets.shape)}; it must hold "
+            f"{_OFFSETS}"
         )
     ends = (offsets[0], offsets[-1]) if len(offsets) else (0, 0)
     if ends != (0, len(tokens)):
         raise UserError(
-            f"{key}={path} has {len(tokens)} tokens but {beside.name} goes from {ends[0]} to {ends[1]}; {_MAKE} again"
+            f"{key}={path} has {len(tokens)} tokens but {beside.name} goes from {ends[0]} to {ends[1]}; it must hold "
+            f"{_OFFSETS}"
         )
     if (np.diff(offsets) < 0).any():
-        raise UserError(f"{key}={path}: {beside.name} falls at document {np.diff(offsets).argmin()}; {_MAKE} again")
+        raise UserError(
+            f"{key}={path}: {beside.name} decreases at document {np.diff(offsets).argmin()}; it must hold {_OFFSETS}"
+        )
     return Corpus.whole(tokens, offsets), _read_metadata(described, tokens, key=f"{key}={path}")
 
 
 def _open(path: Path, *, key: str) -> np.ndarray:
     if not path.is_file():
-        raise UserError(f"{key}={path} is not a file; give a .npy file of token ids, {_MAKE}")
+        raise UserError(f"{key}={path} is not a file; give a .npy file of token ids, made by moezoo prepare-data")
+    if not path.stat().st_size:
+        raise UserError(f"{key}={path} is an empty file; give a .npy file of token ids, made by moezoo prepare-data")
     try:
         return npy.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
@@ -179,15 +210,15 @@ def _open(path: Path, *, key: str) -> np.ndarray:
 
 
 def _read_metadata(path: Path, tokens: np.ndarray, *, key: str) -> dict[str, Any]:
-    if not path.is_file():  # some other program's tokens
+    if not path.is_file():  # another program made the tokens
         return {"vocab": 1 + int(tokens.max(initial=0)), "unit": "token"}
     try:
         metadata = json.loads(path.read_text())
         vocab, unit, digest = metadata["vocab"], metadata["unit"], metadata["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{key}: {path.name} is damaged ({one_line(error)}); {_MAKE} again") from error
+        raise UserError(f"{key}: {path.name} is damaged ({one_line(error)}); {_MAKE}") from error
     if not (isinstance(vocab, int) and vocab > 0 and unit in ("byte", "token") and isinstance(digest, str)):
-        raise UserError(f"{key}: {path.name} says vocab={vocab!r}, unit={unit!r}; {_MAKE} again")
+        raise UserError(f"{key}: {path.name} has vocab={vocab!r}, unit={unit!r}; {_MAKE}")
     return metadata
 
 

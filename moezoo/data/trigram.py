@@ -1,4 +1,4 @@
-"""What counting alone achieves: the loss that a language model on bytes has to beat."""
+"""The loss of a trigram model, which a language model on bytes must beat."""
 
 from typing import NamedTuple
 
@@ -8,38 +8,41 @@ from jaxtyping import Int32
 from moezoo.data.source import Source, check_ids
 from moezoo.data.windows import Batch, read_windows, validation_indices, window_count
 
-_LARGEST_VOCAB = 256  # a table of its cube takes 64 MiB
-_MOST_COUNTED = 2**26  # tokens of the training split; more change bytes' trigrams little, and take minutes
-_CHUNK = 2**18  # tokens handled together
+_LARGEST_VOCAB = 256  # the table of trigrams takes 64 MiB
 
 
 class _Trigrams(NamedTuple):
-    """Tokens to predict, and the two before; `first` is -1 where a row or document begins with `second`."""
+    """Tokens to predict, and the two before; `first` is -1 if the row or document begins with `second`."""
 
     first: Int32[np.ndarray, "predicted"]
     second: Int32[np.ndarray, "predicted"]
     third: Int32[np.ndarray, "predicted"]
 
 
-def trigram_loss(source: Source, *, limit: int, seq_len: int) -> float | None:
-    """Loss of an interpolated trigram model, in nats per predicted token; None for more than 256 tokens.
+def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**26, chunk: int = 2**18) -> float | None:
+    """Return the validation loss of an interpolated trigram model, in nats per token; None for more than 256 tokens.
 
-    It is counted on (the first 64 Mi tokens of) the training split, and measured on the very windows that evaluation
-    reads, seeing no token before a window's first. With c the counts after a history h, T the number of different
-    tokens that followed it, and h' the history without its oldest token,
+    With c the counts after a history h, T the number of different tokens that followed it, and h' the history without
+    its oldest token, the probability of the next token w is
 
         p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)),
 
-    down to a uniform distribution: Witten-Bell smoothing (Witten and Bell, 1991, method C; Chen and Goodman, 1999,
-    section 2.4).
+    down to a uniform distribution. This is Witten-Bell smoothing (Witten and Bell, 1991, method C; Chen and Goodman,
+    1999, section 2.4).
+
+    Args:
+        source: the data.
+        limit, seq_len: the validation windows, as in `validation_batches`. No window sees tokens of the one before it.
+        counted: the number of training tokens to count. More than the default take minutes and change little.
+        chunk: the number of tokens to process together.
     """
     vocab = source.vocab
     if vocab > _LARGEST_VOCAB:
         return None
     unigrams, bigrams = np.zeros(vocab, np.int64), np.zeros((vocab, vocab), np.int64)
     trigrams = np.zeros((vocab, vocab, vocab), np.uint32)
-    for index in range(min(window_count(source.train, _CHUNK), _MOST_COUNTED // _CHUNK)):
-        first, second, third = _trigrams(source, read_windows(source.train, np.array([index]), _CHUNK))
+    for index in range(min(window_count(source.train, chunk), counted // chunk)):
+        first, second, third = _trigrams(source, read_windows(source.train, np.array([index]), chunk))
         unigrams += np.bincount(third, minlength=vocab)
         bigrams += np.bincount(second * vocab + third, minlength=vocab**2).reshape(vocab, vocab)
         seen = first >= 0
@@ -52,7 +55,7 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int) -> float | None:
 
     nats, predicted = 0.0, 0
     indices = validation_indices(source.validation, limit=limit, seq_len=seq_len)
-    for group in np.array_split(indices, max(1, len(indices) * seq_len // _CHUNK)):
+    for group in np.array_split(indices, max(1, len(indices) * seq_len // chunk)):
         first, second, third = _trigrams(source, read_windows(source.validation, group, seq_len))
         shorter, seen = after_one[second, third], first >= 0
         h = first[seen], second[seen]
@@ -63,12 +66,12 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int) -> float | None:
 
 
 def _history(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """c(h) and T(h) [..., 1] of counts c(h w) [..., vocab]."""
+    """Return c(h) and T(h) [..., 1] from counts c(h w) [..., vocab]."""
     return counts.sum(-1, dtype=np.int64, keepdims=True), np.count_nonzero(counts, axis=-1, keepdims=True)
 
 
 def _witten_bell(count: np.ndarray, total: np.ndarray, different: np.ndarray, shorter: np.ndarray) -> np.ndarray:
-    """p(w | h) from c(h w), c(h), T(h) and p(w | h'); the last alone where the history was never seen."""
+    """Return p(w | h) from c(h w), c(h), T(h) and p(w | h'); it equals p(w | h') if h was never seen."""
     unseen = total == 0
     return (count + np.where(unseen, 1, different) * shorter) / np.where(unseen, 1, total + different)
 

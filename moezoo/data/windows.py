@@ -1,4 +1,4 @@
-"""Windows: a row of a batch is a stretch of the corpus, with what a model must know about document boundaries."""
+"""Windows: a row of a batch is a part of the corpus, with labels, segments and positions."""
 
 from typing import Any, NamedTuple
 
@@ -9,15 +9,16 @@ from moezoo.data.corpus import Corpus
 
 
 class Batch(NamedTuple):
-    """Rows for a model to read and predict, int32 [batch, seq] each.
+    """Rows of a batch, int32 [batch, seq] each.
 
-    - `tokens`: what the model reads;
-    - `labels`: the token it should predict from each token, or -1 where there is nothing to predict;
-    - `segments`: 1, 2, ... numbers the documents inside a row, which must not see each other; 0 is padding;
-    - `positions`: 0, 1, ... from where each document, or the piece of it in this row, begins.
+    - `tokens`: the input of the model;
+    - `labels`: the token to predict from each token, or -1 if there is none;
+    - `segments`: the number of the document inside the row, from 1, so that documents do not see each other; 0 is
+      padding;
+    - `positions`: 0, 1, ... from the start of each document, or of the part of it that is in this row.
     """
 
-    # NumPy arrays as they are read; the same fields hold arrays on devices, or shapes and layouts of them.
+    # NumPy arrays when they are read; also arrays on devices, their shapes, or their layouts.
     tokens: Any
     labels: Any
     segments: Any
@@ -25,15 +26,15 @@ class Batch(NamedTuple):
 
 
 def window_count(corpus: Corpus, seq_len: int) -> int:
-    """How many windows hold every token to predict once; the last one may end in padding."""
+    """Return the number of windows that contain every token to predict once; the last one may end in padding."""
     return max(0, -(-(len(corpus) - 1) // seq_len))
 
 
 def read_windows(corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
-    """The windows numbered `indices` as a batch [batch, seq_len].
+    """Return the windows `indices` [batch] as a batch [batch, seq_len].
 
-    Window i reads the stream from token i * seq_len and predicts one token further. The first token of a document
-    is never predicted: what comes before it is another document.
+    Window i reads the stream from token i * seq_len and predicts one token further. The first token of a document is
+    never predicted, because the token before it belongs to another document.
     """
     begin = indices.astype(np.int64)[:, None] * seq_len
     index = begin + np.arange(seq_len + 1)  # in the stream; the last column is only ever a label
@@ -57,7 +58,7 @@ def read_windows(corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len:
 
 
 def validation_indices(corpus: Corpus, *, limit: int, seq_len: int) -> Integer[np.ndarray, "windows"]:
-    """The windows an evaluation reads: `limit` of them evenly spaced, or all if `limit` is 0 or more than there are."""
+    """Return the windows of an evaluation: `limit` windows, evenly spaced, or all if `limit` is 0 or larger."""
     count = window_count(corpus, seq_len)
     chosen = min(limit, count) if limit else count
     return np.arange(chosen, dtype=np.int64) * count // max(chosen, 1)

@@ -1,1 +1,1 @@
-"""Training: the step, the loss, the loop around them, checkpoints, and what a run prints and leaves."""
+"""Training: the step, the loss, the loop around them, checkpoints, and what a run prints and writes."""

@@ -1,4 +1,4 @@
-"""From a configuration to what trains: the step, and a state laid out for it."""
+"""Build the training step of a configuration, and a state that is laid out for it."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from moezoo.training.step import State, Step
 
 
 def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel:
-    """A fresh model, born in its layout: no device ever holds more than its share. The seed alone decides values."""
+    """Return a fresh model, created in its layout: no device ever holds more than its share. Values depend on the seed only."""
     make = jax.jit(
         lambda key: build_model(cfg.model, key=key, dtype=cfg.execution.param_dtype),
         out_shardings=execution.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),
@@ -29,9 +29,13 @@ def build_step(
     model: LanguageModel | None = None,
     trained: Callable[[str], bool] | None = None,
 ) -> Step:
-    """The step of a run; nothing is compiled yet.
+    """Return the step of a run, not compiled yet.
 
-    `model`, or its shapes, where it is not as `cfg.model` alone says: with containers. `trained` as `Step` has it.
+    Args:
+        cfg: the configuration of the run.
+        execution: how to run the model.
+        model: the model, or its shapes, if it differs from what `cfg.model` describes, for instance by containers.
+        trained: as in `Step`.
     """
     shapes = model_shapes(cfg.model, cfg.execution.param_dtype) if model is None else model
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
@@ -41,9 +45,9 @@ def build_step(
 
 
 def build_state(cfg: TrainConfig, execution: Execution, step: Step, model: LanguageModel | None = None) -> State:
-    """The state before the first step, laid out as the step needs it.
+    """Return the state before the first step, laid out as the step needs it.
 
-    `model`: the one to start from, of which the state has a copy; None makes a fresh one from the seed.
+    The state holds a copy of `model`, or a fresh model from the seed if `model` is None.
     """
     if model is not None:
         return jax.jit(step.begin, out_shardings=step.state_shardings)(place(model, execution))

@@ -1,12 +1,12 @@
-"""Checkpoints: orbax writes and reads the arrays; whether they are whole, and what they are of, is told here.
+"""Checkpoints: orbax writes and reads the arrays; this module makes sure that they are complete and undamaged.
 
-    checkpoints/STEP/model, training    arrays, as orbax lays them out
+    checkpoints/STEP/model, training    arrays, in orbax's format
     checkpoints/STEP/about.json         format, versions, configuration, the loader's position, every array's shape
-    checkpoints/STEP/sha256.json        of every other file
+    checkpoints/STEP/sha256.json        the checksum of every other file
 
-A step is written under another name, and gets its own when all of it is there: a folder that is called by a number is
-whole, whenever a run was killed. Orbax alone loads flipped bytes without a word, so every file is compared with its
-checksum before orbax sees the folder.
+A checkpoint is written to a folder with a temporary name, which is renamed to STEP when every file is complete. So a
+folder named by a number is always complete, even if the run is killed during a save. Orbax loads damaged files without
+an error, so every file is compared with its checksum before orbax reads the folder.
 """
 
 import contextlib
@@ -28,20 +28,22 @@ from moezoo.config.compose import run_folder
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
 
-# What about.json, the folder and the paths of arrays look like; raised when an older reader would misunderstand. Only
-# this format is read: a version of moezoo continues its own runs.
+# The version of about.json, of the folder's layout and of array names. Only this version is read: each version of
+# moezoo continues its own runs.
 FORMAT = 2
 _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; the last `keep` stay. Saving goes on beside the next step.
+    """The checkpoints of one run folder. A save continues in the background while the next step runs.
 
-    Of several processes each writes the arrays that it holds, and the first one all else; they call alike.
+    With several processes, all of them make the same calls; each writes its own arrays, the first one all other files.
+    `seconds` is how long the last complete save took.
     """
 
     def __init__(self, folder: Path, keep: int):
+        """Use `folder`, and keep the newest `keep` checkpoints in it."""
         import orbax.checkpoint as ocp
 
         _silence_orbax()
@@ -50,21 +52,28 @@ class Checkpoints:
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
         self._last: int | None = None
+        self._began, self.seconds = 0.0, 0.0
         if distributed.is_first():
             folder.mkdir(exist_ok=True)
             self._clear()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        """Start saving `trees` of arrays and `about`, which is JSON, as what there is after `step`.
+        """Wait for the previous save, then start to save the state after `step`.
 
-        Waits for the save before it. Raises `UserError` if that one failed.
+        Args:
+            step: the number of the last step that is done. A second save of the same step does nothing.
+            trees: trees of arrays by name.
+            about: JSON values for about.json.
+
+        Raises:
+            UserError: the previous save failed.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
         if step == self._last:
             return
-        self._last = step
+        self._last, self._began = step, time.monotonic()
         unfinished = self.folder / f"{_UNFINISHED}{step}"
         arguments = ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in trees.items()})
         arrays = {name: _describe_arrays(tree) for name, tree in trees.items()}
@@ -78,13 +87,13 @@ class Checkpoints:
         self._finishing.start()
 
     def wait(self) -> None:
-        """Until what was started is there. Raises `UserError`, on every process, if it failed on any."""
+        """Wait until the save that was started is complete. Raises `UserError` on all processes if one failed."""
         if self._finishing is not None:
             self._join()
             distributed.together(self._check)
 
     def close(self) -> None:
-        """Wait, and let go. Raises `UserError` if the last save failed here."""
+        """Wait for the save that was started, and stop. Raises `UserError` if it failed on this process."""
         self._join()
         try:
             self._orbax.close()
@@ -103,7 +112,7 @@ class Checkpoints:
         if self._error is not None:
             error, self._error = self._error, None
             have = steps(self.folder)
-            last = f"the last good one is step {max(have)}" if have else "there is none before it"
+            last = f"the last complete one is step {max(have)}" if have else "there is no earlier one"
             raise UserError(f"{self.folder}: a checkpoint could not be written ({_shorten(error)}); {last}") from None
 
     def _finish(self, step: int, unfinished: Path, about: Mapping[str, Any]) -> None:
@@ -116,6 +125,7 @@ class Checkpoints:
             os.rename(unfinished, self.folder / str(step))
             for old in steps(self.folder)[: -self._keep]:
                 _remove(self.folder, old)
+            self.seconds = time.monotonic() - self._began
         except Exception as error:
             if distributed.is_first():
                 self._clear()
@@ -131,7 +141,7 @@ class Checkpoints:
 
 
 def _remove(folder: Path, step: int) -> None:
-    """At once, as far as anybody sees who lists the folder; what cannot be tidied away harms nobody."""
+    """Rename a checkpoint, so that it disappears in one operation, then delete it; a failed deletion does no harm."""
     away = folder / f"{_UNFINISHED}old.{step}"
     with contextlib.suppress(OSError):
         os.rename(folder / str(step), away)
@@ -139,21 +149,21 @@ def _remove(folder: Path, step: int) -> None:
 
 
 def remove_beyond(folder: Path, step: int) -> None:
-    """What a run that goes on after `step` had saved later. Left there, it would pass for what this one saves."""
+    """Remove checkpoints after `step`, so that they are not mistaken for those of the run that continues from it."""
     for later in [saved for saved in steps(folder) if saved > step]:
         _remove(folder, later)
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps saved in a run's `checkpoints` folder, the first one first."""
+    """Return the steps saved in a run's `checkpoints` folder, in ascending order."""
     names = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def find(path: str | Path, key: str) -> tuple[Path, int]:
-    """The `checkpoints` folder and the step that `path` names, a run or one of its `checkpoints/STEP`.
+    """Return the `checkpoints` folder and the step of a run folder (its newest) or of one `checkpoints/STEP`.
 
-    Of a run it is the newest. Raises `UserError`, with the `key` that was set to `path`, when there is none.
+    Raises `UserError` if there is no such checkpoint; `key` is the setting that has the value `path`.
     """
     named, run_dir = Path(path), run_folder(path)
     folder = run_dir / "checkpoints"
@@ -163,17 +173,17 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
         raise UserError(f"{key}={path}: no such checkpoint; there are {there}")
     if not saved:
         raise UserError(
-            f"{key}={path}: no checkpoint there (a run saves one every checkpoint_every steps and at its end); name a "
-            "run that has one, or remove this one and start again"
+            f"{key}={path}: no checkpoint there (a run saves one every checkpoint_minutes and at its end); name a run "
+            "that has one, or remove this one and start again"
         )
     return folder, saved[-1] if named == run_dir else int(named.name)
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint is of, after every file of it was compared with its checksum.
+    """Compare every file of a checkpoint with its checksum, and return its about.json.
 
-    Raises `UserError` when it is of another version, damaged or none of ours; for these two it names an older one that
-    is whole.
+    Raises `UserError` if the checkpoint has another format, is damaged or is not moezoo's. In the last two cases the
+    message names the newest older checkpoint that is complete.
     """
     try:
         return _verify(folder / str(step))
@@ -185,12 +195,12 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
                 _verify(folder / str(older))
             except UserError:
                 continue
-            raise UserError(f"{error}; step {older} is whole: {folder / str(older)}") from None
-        raise UserError(f"{error}; no older one is whole") from None
+            raise UserError(f"{error}; step {older} is complete: {folder / str(older)}") from None
+        raise UserError(f"{error}; no older one is complete") from None
 
 
 class _OtherFormatError(UserError):
-    """A checkpoint, whole, that another version of moezoo reads."""
+    """The checkpoint is complete, but another version of moezoo reads it."""
 
 
 def _verify(folder: Path) -> dict[str, Any]:
@@ -199,7 +209,7 @@ def _verify(folder: Path) -> dict[str, Any]:
         wanted = {str(name): str(value) for name, value in sums.items()}
         found = _hash_files(folder)
     except FileNotFoundError as error:
-        raise UserError(f"{folder} is no whole checkpoint: {Path(error.filename).name} is missing") from None
+        raise UserError(f"{folder} is not a complete checkpoint: {Path(error.filename).name} is missing") from None
     except (ValueError, AttributeError):
         raise UserError(f"{folder} is damaged: {_SUMS} cannot be read") from None
     except OSError as error:
@@ -208,11 +218,11 @@ def _verify(folder: Path) -> dict[str, Any]:
         if name not in found:
             raise UserError(f"{folder} is damaged: {name} is missing")
         if name not in wanted:
-            raise UserError(f"{folder} is damaged: {name} is not one of its files")
+            raise UserError(f"{folder} is damaged: {name} does not belong to it")
         if found[name] != wanted[name]:
-            raise UserError(f"{folder} is damaged: {name} is not as it was written")
+            raise UserError(f"{folder} is damaged: {name} has changed since it was written")
     if _ABOUT not in wanted:
-        raise UserError(f"{folder} is no checkpoint of moezoo: it has no {_ABOUT}")
+        raise UserError(f"{folder} is not a checkpoint of moezoo: it has no {_ABOUT}")
     try:
         about = json.loads((folder / _ABOUT).read_text())
         format_, step, by = about["format"], about["step"], about["versions"]["moezoo"]
@@ -220,25 +230,30 @@ def _verify(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         format_, step, by, sections = None, None, None, []
     if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
-        raise UserError(f"{folder} is no checkpoint of moezoo: {_ABOUT} does not say what it should")
+        raise UserError(f"{folder} is not a checkpoint of moezoo: {_ABOUT} lacks what moezoo writes there")
     if format_ != FORMAT:
         raise _OtherFormatError(
             f"{folder} has checkpoint format {format_} and this moezoo reads format {FORMAT}; moezoo "
             f"{_READ_BY.get(format_, by)} reads it"
         )
     if step != int(folder.name):
-        raise UserError(f"{folder} is the checkpoint of step {step} under another name; rename it")
+        raise UserError(f"{folder} is the checkpoint of step {step}; rename the folder to {step}")
     return about
 
 
 def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -> dict[str, Any]:
-    """The trees of `targets` as saved at `step`, after `read_about` has verified the folder.
+    """Restore trees of arrays by name; call `read_about` first, which verifies the files.
 
-    A target is a tree of `jax.ShapeDtypeStruct` with the shardings that arrays shall have, whatever they had.
+    Args:
+        folder: the `checkpoints` folder.
+        step: the step of the checkpoint.
+        about: what `read_about` returned.
+        targets: trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving.
 
-    Raises `UserError` when the checkpoint holds another model's arrays.
+    Raises:
+        UserError: the checkpoint holds the arrays of another model.
     """
-    import orbax.checkpoint as ocp  # half of what importing moezoo would cost
+    import orbax.checkpoint as ocp  # slow to import
 
     _silence_orbax()
     for name, target in targets.items():
@@ -247,13 +262,13 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         try:
             restored = reader.restore((folder / str(step)).absolute(), args=ocp.args.Composite(**arguments))
-        except Exception as error:  # of whatever kind; the files are as they were written
+        except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
             raise UserError(f"{folder / str(step)} cannot be read ({_shorten(error)})") from None
     return {name: restored[name] for name in targets}
 
 
 def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> None:
-    """Names, shapes and dtypes: orbax casts silently and does not say which array differs."""
+    """Compare names, shapes and dtypes; orbax casts silently and does not report which array differs."""
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the checkpoint" if name in saved else "this model"
         raise UserError(f"checkpoint at step {step}: array {name} exists only in {where}; use the run's own settings")
@@ -266,7 +281,7 @@ def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> 
 
 
 def _describe_arrays(tree: Any) -> dict[str, list]:
-    """Every array's dtype and shape, by a name that modules and tuples share."""
+    """Return the dtype and shape of every array, by a name that is the same for modules and tuples."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {_array_name(path): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
 
@@ -290,7 +305,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _silence_orbax() -> None:
-    """What orbax raises is told in a line of ours; it also logs every save at length, and pages of what went wrong."""
+    """Stop orbax from logging every save and every error at length; this module reports errors in one line."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     if getattr(sys.unraisablehook, "quiet", False):
         return
@@ -298,7 +313,7 @@ def _silence_orbax() -> None:
     before = sys.unraisablehook
 
     def hook(raised: "sys.UnraisableHookArgs") -> None:
-        # After a write failed, threads of tensorstore report the others to a loop that orbax has closed: no news.
+        # After a failed write, threads of tensorstore still report to an event loop that orbax has closed.
         if str(raised.exc_value) != "Event loop is closed":
             before(raised)
 

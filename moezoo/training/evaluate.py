@@ -1,4 +1,4 @@
-"""Validation: the mean cross-entropy of held-out tokens, on any mesh."""
+"""Evaluate a model: the mean cross-entropy of held-out tokens, on any mesh."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,13 @@ from moezoo.training.loss import losses
 
 
 class Evaluation(NamedTuple):
-    """`loss` in nats a predicted `unit` (token or byte), over `tokens` of them; `dropped` assignments."""
+    """The result of an evaluation.
+
+    - `loss`: cross-entropy in nats per predicted `unit`;
+    - `tokens`: the number of predicted tokens;
+    - `dropped`: assignments that no expert computed;
+    - `unit`: "token" or "byte".
+    """
 
     loss: float
     tokens: int
@@ -30,10 +36,10 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """Compiled once for one model, mesh and data: `evaluator(model)` -> Evaluation."""
+    """Evaluates models of one kind on one mesh and one source; compiled once: `evaluator(model)` -> Evaluation."""
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution):
-        """`model` may be shapes; when called it must lie as `execution` says. Evaluation drops nothing."""
+        """Prepare for models like `model`, which may be shapes. No assignment is dropped, whatever `execution` allows."""
         execution = execution.exact
         assert execution.mesh is not None
         self._source, self._cfg = source, cfg
@@ -48,7 +54,7 @@ class Evaluator:
         self._sums = jax.jit(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=PartitionSpec()))
 
     def __call__(self, model: LanguageModel) -> Evaluation:
-        """Read `data.eval_sequences` windows of the validation split."""
+        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split."""
         cfg = self._cfg
         nats, tokens, dropped = 0.0, 0, 0
         batches = validation_batches(
@@ -59,24 +65,25 @@ class Evaluator:
             rows=self._feed.rows,
         )
         for batch in batches:
-            # Waiting for each batch keeps collectives of one at a time in flight (jax 0.10 on the CPU needs that).
+            # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
             a, b, c = jax.device_get(self._sums(model, self._feed(batch)))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
         return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
 
 
 def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
-    """Evaluate `model`, wherever it lies, on the data, mesh, rules and dispatch of `cfg`.
+    """Evaluate `model`, on whatever devices it is, with the data, mesh, rules and dispatch of `cfg`.
 
-    Raises `UserError` where these do not fit the model, or when it is not the one that `cfg.model` describes.
+    Raises:
+        UserError: these do not fit the model, or the model is not the one that `cfg.model` describes.
     """
     expected, found = (
         [(path, shape) for path, _, shape in parameter_table(m)] for m in (model_shapes(cfg.model), model)
     )
     if expected != found:
         raise UserError(
-            "evaluate: the model's arrays are not those of cfg.model; compose the configuration that the model was "
-            "made with, or take both from moezoo.load_run"
+            "evaluate: the model's arrays differ from those of cfg.model; use the configuration that the model was made "
+            "with, or take both from moezoo.load_run"
         )
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)

@@ -1,4 +1,4 @@
-"""From rows of data to arrays on devices, each process reading only what its own devices hold."""
+"""Put batches onto devices; each process reads only the rows that its own devices hold."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ from moezoo.data import Batch
 
 
 class Feed:
-    """The way of batches [..., batch, seq] onto devices that lie as `sharding` says.
+    """Puts batches [..., batch, seq] onto devices, laid out by `sharding`.
 
-    `rows`: those of each batch that this process needs, in order; whole, also where its devices split the sequence.
+    `rows` are the indices of the rows that this process needs, in ascending order. Rows are always read whole, even if
+    devices split the sequence.
     """
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...]):
@@ -24,7 +25,7 @@ class Feed:
         )
 
     def __call__(self, batch: Batch) -> Batch:
-        """`rows` of a batch, NumPy arrays [..., rows, seq], as global arrays."""
+        """Return global arrays from the `rows` of a batch, NumPy arrays [..., rows, seq]."""
 
         def to_devices(x: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Gradients summed over devices, and their norm; inside `shard_map`."""
+"""Sum gradients over devices, and compute their norm, inside `shard_map`."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,10 @@ def _with_placements(tree: PyTree, placements: PyTree) -> Iterator[tuple[Array, 
 
 @jax.named_scope("gradient_sums")
 def reduce_gradients(gradients: PyTree, placements: PyTree, dtype: DTypeLike) -> PyTree:
-    """Sum each leaf, in `dtype`, over the axes it varies over but is not stored over: one psum a leaf that has such.
+    """Sum each leaf in `dtype` over the axes that it varies over but is not stored over, with one psum per leaf.
 
-    What is gathered in a layer has been reduce-scattered there; the rest is left to here, so that it happens once a
-    step however many layers and micro-steps there are.
+    Gradients of gathered weights are already reduce-scattered in their layer. The other sums happen here, so they run
+    once per step, however many layers and micro-steps there are.
     """
 
     def leaf(gradient: Array, placement: Placement) -> Array:
@@ -34,9 +34,10 @@ def reduce_gradients(gradients: PyTree, placements: PyTree, dtype: DTypeLike) ->
 
 @jax.named_scope("gradient_norm")
 def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[Array, ""]:
-    """The 2-norm of the whole gradient, float32: one sum over all `axes` of the mesh, every value counted once.
+    """Return the 2-norm of the whole gradient in float32, with one sum over all mesh `axes`.
 
-    A leaf is the same on all devices along axes it is not stored over; the first of those counts it.
+    Every value counts once: a leaf is the same on all devices along axes that it is not stored over, so only the first
+    of these devices counts it.
     """
     total = vary(jnp.zeros(()), axes)
     for gradient, placement in _with_placements(gradients, placements):

@@ -1,4 +1,4 @@
-"""Steps that are not taken: a loss or gradient that is not finite, or far above what it was."""
+"""Skip a step whose loss or gradient norm is not finite, or is far above its running mean."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,16 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from moezoo.config.settings import GuardSettings
 
-# A running mean forgets half of what it was in 34 steps; before it has seen some, nothing is called a spike.
+# A running mean keeps half of its weight for 34 steps. No step is skipped as a spike before 20 were accepted.
 _DECAY, _SEEN = 0.98, 20
 
 
 class Guard(NamedTuple):
-    """Running means of loss and gradient norm over accepted steps, and counts, the same on every device.
+    """Running means over accepted steps, and counts; the same on every device.
 
-    `accepted` and `skipped` steps of the run; `in_a_row`: steps skipped since the last accepted one.
+    - `loss`, `norm`: running means of the loss and the gradient norm;
+    - `accepted`, `skipped`: the number of such steps in the run;
+    - `in_a_row`: the number of steps skipped since the last accepted one.
     """
 
     loss: Float[Array, ""]
@@ -26,12 +28,12 @@ class Guard(NamedTuple):
 
     @classmethod
     def fresh(cls) -> "Guard":
-        """Before the first step."""
+        """Return the guard before the first step."""
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
         return cls(zero, zero, none, none, none)
 
     def accepts(self, loss: Float[Array, ""], norm: Float[Array, ""], settings: GuardSettings) -> Bool[Array, ""]:
-        """Whether the step is taken: both are finite, and neither exceeds its mean by the factor of `settings`."""
+        """Return whether both are finite, and neither exceeds its running mean times the factor in `settings`."""
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
         young = self.accepted < _SEEN
         for value, mean, factor in ((loss, self.loss, settings.loss), (norm, self.norm, settings.gradient_norm)):
@@ -40,8 +42,8 @@ class Guard(NamedTuple):
         return fine
 
     def after(self, accepted: Bool[Array, ""], loss: Float[Array, ""], norm: Float[Array, ""]) -> "Guard":
-        """With one more step."""
-        # At first the mean of all, later the running one.
+        """Return the guard after one more step."""
+        # The plain mean of the first steps, later an exponential running mean.
         keep = jnp.minimum(_DECAY, self.accepted.astype(jnp.float32) / (self.accepted + 1).astype(jnp.float32))
 
         def mean(old: Array, new: Array) -> Array:
@@ -58,5 +60,5 @@ class Guard(NamedTuple):
 
 
 def select(accepted: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """`new` where the step is accepted, else `old` to the bit."""
+    """Return `new` if the step is accepted, otherwise `old` unchanged to the bit."""
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)

@@ -1,8 +1,8 @@
-"""The steps of a run, and what is done between them."""
+"""The steps of a run, and what happens between them: logging, evaluation, checkpoints, and stopping."""
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -22,12 +22,16 @@ from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import Metrics, State, Step, check_shardings
 
-# Logged steps whose expert load the picture averages.
+# The picture of expert load averages this many logged steps.
 _LOAD_ROWS = 10
+# Saves by the clock are at least this many times as far apart as a save takes, so they cost at most 5% of the time.
+_LEAST_RATIO = 20
+# What processes agree on before a step: 0 for nothing, this for a save, otherwise the number of a signal (2 or more).
+_SAVE = 1
 
 
 class Loop:
-    """Trains, logs, evaluates and saves. `loads`: assignments to each expert at the last logged steps."""
+    """Trains, logs, evaluates and saves. `loads` holds the assignments per expert of the last logged steps."""
 
     def __init__(
         self,
@@ -38,26 +42,33 @@ class Loop:
         log: MetricsLog,
         checkpoints: Checkpoints,
         feed: Feed,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        """`clock` returns seconds; it decides when a checkpoint is due by `checkpoint_minutes`."""
         self.cfg, self.step, self.log, self.checkpoints, self._feed = cfg, step, log, checkpoints, feed
         self.loads: list[np.ndarray] = []
-        self._source = source
+        self._source, self._clock, self._saved_at = source, clock, 0.0
         self._evaluator = Evaluator(model_shapes(cfg.model, cfg.execution.param_dtype), source, cfg, execution)
 
     def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
-        """Steps `start` + 1 to the last; evaluates and saves at the end, and as often as asked.
+        """Run steps `start` + 1 to the last; evaluate and save as configured and at the end.
 
-        Raises `Stopped` after the step in which a signal came, saved; `UserError` when a checkpoint could not be
-        written or too many steps in a row were skipped.
+        Raises:
+            Stopped: after the step during which a signal came; its state is saved.
+            UserError: a checkpoint cannot be written, or too many steps in a row are skipped.
         """
         cfg = self.cfg
         check_shardings(state, self.step.state_shardings)
-        compiled = self.step.compile()
+        compiled = self._compile()
         tokens, since, busy = 0, start, 0.0
         evaluation, due = None, False
+        self._saved_at = self._clock()
         with report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
             for number in range(start + 1, cfg.steps + 1):
-                self._stop_if_asked(number - 1, state, signals)
+                asked = distributed.largest(signals.number or (_SAVE if self._is_save_due() else 0))
+                if asked > _SAVE:
+                    self._stop(number - 1, state, asked)
+                due |= asked == _SAVE
                 began = time.perf_counter()
                 micro = [next(batches) for _ in range(cfg.execution.microbatches)]
                 batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
@@ -65,8 +76,8 @@ class Loop:
                 # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
                 jax.block_until_ready(metrics)
                 busy += time.perf_counter() - began
-                # A save goes on beside one step, which nobody is told of before it is there: a run that is killed loses
-                # no more steps than lie between two saves, and an error ends it at once.
+                # A save runs during one step. That step is logged only after the save is complete, so a killed run
+                # loses no more steps than there are between two saves, and a failed save ends the run immediately.
                 self.checkpoints.wait()
                 tokens += cfg.batch_size * cfg.seq_len
                 progress.step(number)
@@ -84,7 +95,7 @@ class Loop:
                     progress.row(row, left, assignments=int(self.loads[-1].sum()))
                     tokens, since, busy = 0, number, 0.0
                 due |= cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0
-                # Not while steps are skipped: what is saved then may be what they are skipped for.
+                # While steps are skipped the state may be the reason, so it is not saved.
                 if last or (due and not int(metrics.skipped_in_a_row)):
                     self._save(number, state)
                     due = False
@@ -92,27 +103,40 @@ class Loop:
         assert evaluation is not None
         return state, evaluation
 
-    def _stop_if_asked(self, done: int, state: State, signals: Signals) -> None:
-        """After step `done`: end, all processes after the same one, if one was told to."""
-        if number := distributed.largest(signals.number):
-            name, folder = signal.Signals(number).name, self.checkpoints.folder.parent
-            if done == 0:
-                raise Stopped(
-                    f"stopped by {name} before its first step; nothing was saved: remove {folder} and start again",
-                    number,
-                )
-            if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
-                self._save(done, state)
-                self.checkpoints.wait()
-            raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}", number)
+    def _compile(self) -> "jax.stages.Compiled":
+        report.print_lines([("compile", "compiling the training step; large models take minutes")])
+        began = time.perf_counter()
+        compiled = self.step.compile()
+        report.print_lines([("", f"done in {time.perf_counter() - began:.1f} s")])
+        return compiled
+
+    def _is_save_due(self) -> bool:
+        """Whether `checkpoint_minutes` have passed; always False on processes other than the first."""
+        if not self.cfg.checkpoint_minutes or not distributed.is_first():
+            return False
+        wait = max(60 * self.cfg.checkpoint_minutes, _LEAST_RATIO * self.checkpoints.seconds)
+        return self._clock() - self._saved_at >= wait
+
+    def _stop(self, done: int, state: State, number: int) -> None:
+        """Raise `Stopped` after step `done` because of the signal `number`; save first if step `done` is not saved."""
+        name, folder = signal.Signals(number).name, self.checkpoints.folder.parent
+        if done == 0:
+            raise Stopped(
+                f"stopped by {name} before its first step; nothing was saved: remove {folder} and start again", number
+            )
+        if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
+            self._save(done, state)
+            self.checkpoints.wait()
+        raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}", number)
 
     def _save(self, number: int, state: State) -> None:
+        self._saved_at = self._clock()
         read = number * self.cfg.execution.microbatches
         trees = {"model": state.model, "training": tuple(state[1:])}
         self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source)))
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: report.Progress) -> None:
-        """Report a step that was not taken; end the run after too many."""
+        """Report a skipped step; raise `UserError` after too many in a row."""
         in_a_row = int(metrics.skipped_in_a_row)
         if in_a_row == 0:
             return

@@ -1,4 +1,4 @@
-"""What training minimises, of the tokens of one micro-step, inside `shard_map`."""
+"""The losses of one micro-step, inside `shard_map`."""
 
 from typing import Any, NamedTuple
 
@@ -15,12 +15,12 @@ from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
-# Most logits held at once: rows of a chunk times vocabulary.
+# The most logits in memory at the same time: rows of a chunk times vocabulary.
 _CHUNK_LOGITS = 2**22
 
 
 class Losses(NamedTuple):
-    """A micro-step's losses over all devices: `cross_entropy` is a sum in nats over predicted tokens."""
+    """The losses of a micro-step over all devices; `cross_entropy` is the sum over predicted tokens, in nats."""
 
     cross_entropy: Float[Array, ""]
     routing: Routing
@@ -30,7 +30,7 @@ class Losses(NamedTuple):
 def cross_entropy(
     model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
 ) -> Float[Array, ""]:
-    """The sum over this device's tokens of -log p(label), in nats; a label below 0 counts nothing.
+    """Return the sum over this device's tokens of -log p(label), in nats; tokens with a label below 0 do not count.
 
     Logits exist for one chunk of tokens at a time, in the backward pass too, never as [tokens, vocab].
     """
@@ -53,12 +53,12 @@ def cross_entropy(
 
         return jax.lax.scan(add, vary_like(jnp.zeros(()), tokens, targets), chunks)[0]
 
-    # The gathered weight is not kept between the two passes: it is gathered again.
+    # The gathered weight is not kept for the backward pass, which gathers it again.
     return jax.checkpoint(whole)(model.unembedding, chunks)
 
 
 def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
-    """Losses over all devices, of arrays and parameters local to this one."""
+    """Return the losses over all devices, from this device's part of the batch and of the parameters."""
     context = make_context(Place(batch.positions, batch.segments), execution)
     out = model.layers(model.embed(batch.tokens, execution), context, execution)
     assert out.sums is not None

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a row a logged step, each written whole by one write."""
+"""`metrics.jsonl`: one row per logged step, each written by a single call."""
 
 import json
 import math
@@ -12,12 +12,12 @@ MetricsRow = dict[str, Any]
 
 
 class MetricsLog:
-    """Appends rows to a file and keeps them in `history`."""
+    """Appends rows to a file, and keeps them in `history`."""
 
     def __init__(self, path: Path | None, history: list[MetricsRow]):
-        """Starts the file with the rows of `history`, replacing what is there; None for no file.
+        """Replace the file at `path` by the rows of `history`; with `path` None no file is written.
 
-        Raises `UserError`, as `write` does, when it cannot be written.
+        Raises `UserError`, as `write` does, if the file cannot be written.
         """
         self.history, self._path = list(history), path
         if path is None:
@@ -31,7 +31,7 @@ class MetricsLog:
             raise self._write_error(error) from None
 
     def write(self, row: MetricsRow) -> None:
-        """Add a row; floats are written in full, so reading gives the same bits, and null where they are no number."""
+        """Add a row. Floats are written with all digits, so reading returns the same bits; those not finite as null."""
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.history.append(row)
         if self._path is None:
@@ -39,7 +39,7 @@ class MetricsLog:
         line = _line(row).encode()
         try:
             written = os.write(self._file, line)
-            if written < len(line):  # a disk that is almost full takes a part; the rest says why
+            if written < len(line):  # an almost full disk accepts a part; the next write raises the error
                 os.write(self._file, line[written:])
         except OSError as error:
             raise self._write_error(error) from None
@@ -50,7 +50,7 @@ class MetricsLog:
             os.close(self._file)
 
     def _write_error(self, error: OSError) -> UserError:
-        return UserError(f"{self._path}: cannot be written ({error.strerror}); what was saved before is whole")
+        return UserError(f"{self._path}: cannot be written ({error.strerror}); earlier checkpoints are complete")
 
 
 def _line(row: MetricsRow) -> str:
@@ -58,7 +58,7 @@ def _line(row: MetricsRow) -> str:
 
 
 def read_metrics(path: Path, until: int) -> list[MetricsRow]:
-    """The rows of the first `until` steps; a torn one, which a killed run can leave, is left out."""
+    """Return the rows of the first `until` steps, without incomplete rows, which a killed run can leave."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:

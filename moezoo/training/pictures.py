@@ -1,11 +1,15 @@
-"""The run's pictures; matplotlib, wrapped here alone, without a screen."""
+"""The pictures of a run. Only this module uses matplotlib, without a screen."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from moezoo.training.metrics import MetricsRow
+
+# The smoothed curve averages this share of the logged steps around each; it is drawn from this many logged steps on.
+_SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20
 
 
 def _save(figure, path: Path) -> None:
@@ -14,35 +18,73 @@ def _save(figure, path: Path) -> None:
     os.replace(temporary, path)
 
 
+def _mark_integers(axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def moving_average(values: Sequence[float], width: int) -> np.ndarray:
+    """Return the mean of the `width` (odd) values centered at each value, without NaNs.
+
+    Near the ends the window shrinks equally on both sides, so a falling curve is not shifted.
+    """
+    half = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]
+    windows = [np.asarray(values[i - h : i + h + 1], float) for i, h in enumerate(half)]
+    return np.array([np.nanmean(w) if (~np.isnan(w)).any() else np.nan for w in windows])
+
+
 def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: float | None) -> None:
-    """Training and validation loss by step, in nats a `unit`; `baseline` is a trigram model's validation loss."""
+    """Draw the training and validation loss by step, in nats per `unit`.
+
+    Args:
+        history: the rows of metrics.jsonl.
+        path: the PNG file to write.
+        unit: "token" or "byte".
+        baseline: the validation loss of a trigram model, if there is one.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    losses = [np.nan if r["loss"] is None else r["loss"] for r in history]
-    axes.plot([r["step"] for r in history], losses, color="tab:blue", lw=1, label="training")
-    evaluated = [(r["step"], r["val_loss"]) for r in history if r.get("val_loss") is not None]
+    steps = [row["step"] for row in history]
+    losses = [np.nan if row["loss"] is None else row["loss"] for row in history]
+    smoothed = len(steps) >= _LEAST_SMOOTHED
+    style = {"lw": 1, "alpha": 0.4} if smoothed else {"lw": 1.5, "marker": ".", "ms": 9}
+    axes.plot(steps, losses, color="tab:blue", label="training, logged steps", **style)
+    if smoothed:
+        width = int(len(steps) * _SMOOTHED_SHARE) // 2 * 2 + 1
+        label = f"training, centered mean of {width} logged steps"
+        axes.plot(steps, moving_average(losses, width), color="tab:blue", lw=1.8, label=label)
+    evaluated = [(row["step"], row["val_loss"]) for row in history if row.get("val_loss") is not None]
     if evaluated:
-        steps, values = zip(*evaluated, strict=True)
-        axes.plot(steps, values, "o-", color="tab:orange", label=f"validation ({values[-1]:.3f} at the end)")
+        at, values = zip(*evaluated, strict=True)
+        label = f"validation ({values[-1]:.3f} at step {at[-1]:,})"
+        axes.plot(at, values, "o-", color="tab:orange", lw=1, label=label)
     if baseline is not None:
-        axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"trigram ({baseline:.3f})")
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"cross-entropy, nats a {unit}")
+        axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"trigram model, validation ({baseline:.3f})")
+    _mark_integers(axes.xaxis)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(f"cross-entropy, nats per {unit}")
     axes.grid(alpha=0.3)
     axes.legend()
     _save(figure, path)
 
 
 def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
-    """How much of each layer's assignments every expert had: `load` [layer, experts], 1 = the balanced share."""
+    """Draw the load of every expert, relative to the mean load of its layer.
+
+    Args:
+        load: assignments [layer, experts], summed over steps.
+        path: the PNG file to write.
+        steps: which steps these are, for the title.
+    """
     from matplotlib.figure import Figure
 
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
     layers, num_experts = load.shape
     figure = Figure(
-        figsize=(max(4.5, 1.8 + 0.55 * min(num_experts, 24)), max(2.8, 1.6 + 0.4 * layers)), layout="constrained"
+        figsize=(max(5.0, 2.2 + 0.55 * min(num_experts, 24)), max(2.8, 1.6 + 0.4 * layers)), layout="constrained"
     )
     axes = figure.subplots()
     image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
@@ -55,8 +97,11 @@ def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
             )
         axes.set_xticks(range(num_experts))
         axes.set_yticks(range(layers))
+    else:
+        _mark_integers(axes.xaxis)
+        _mark_integers(axes.yaxis)
     axes.set_xlabel("expert")
-    axes.set_ylabel("layer with experts")
-    axes.set_title(f"load over the balanced share, {steps}", fontsize=10)
-    figure.colorbar(image, ax=axes, extend="max")
+    axes.set_ylabel("MoE layer")
+    axes.set_title(f"Expert load, {steps}", fontsize=10)
+    figure.colorbar(image, ax=axes, extend="max", label="load / mean load of the layer")
     _save(figure, path)

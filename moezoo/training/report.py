@@ -1,7 +1,7 @@
-"""What a run prints: the summary before step 1, progress, and what it left."""
+"""What a run prints: the summary before step 1, progress, and its results."""
 
 import sys
-import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +27,8 @@ from moezoo.training.metrics import MetricsRow
 from moezoo.training.sample import Sample
 from moezoo.training.step import Step
 
-_MOST_NAMES, _MOST_PARTS = 60, 4
+HELD_OUT_FILE = "held_out.txt"
+_TITLE_WIDTH, _MOST_PARTS = 12, 3
 
 
 def _bytes(number: int) -> str:
@@ -39,37 +40,45 @@ def _bytes(number: int) -> str:
     return f"{count:.3g} TB"
 
 
-def _count(number: int) -> str:
-    return f"{number:,}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _axes(axes: Sequence[str]) -> str:
+    return f"mesh ax{'is' if len(axes) == 1 else 'es'} {', '.join(axes)}"
+
+
+def _split(axes: Sequence[str]) -> str:
+    return f"split over {_axes(axes)}" if axes else "not split"
 
 
 def local_bytes(tree: PyTree, placements: PyTree) -> int:
-    """Bytes that one device stores of `tree`, which may be shapes."""
+    """Return the bytes per device that store `tree`, whose leaves are arrays or shapes."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
     return sum(placement.local_size(x.shape) * np.dtype(x.dtype).itemsize for x, placement in leaves)
 
 
 def layout_lines(placements: PyTree) -> list[str]:
-    """Each kind of parameter dimension that is stored split: over which axes, and what becomes of it in its layer."""
-    lines = {}
+    """Describe how each logical dimension of the weights is split, and what a layer gathers before it runs."""
+    dimensions: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for placement in jax.tree.leaves(placements):
         for logical, over, moved in zip(placement.axes.names, placement.stored, placement.gathered, strict=True):
-            if over:
-                kept = over[: len(over) - len(moved)]
-                fate = [f"gathered over {', '.join(moved)}"] if moved else []
-                fate += [f"stays split over {', '.join(kept)}"] if kept else []
-                lines[logical] = f"{logical}: stored over {', '.join(over)}; {', '.join(fate)} in its layer"
-    return list(lines.values()) or ["everything whole on every device"]
+            if over and logical not in (names := dimensions.setdefault((over, moved), [])):
+                names.append(logical)
+    lines = []
+    for (over, moved), names in dimensions.items():
+        use = "gathered per layer" if moved else "never gathered"
+        use += f" over {', '.join(moved)} only" * (0 < len(moved) < len(over))
+        lines.append(f"split over {_axes(over)}, {use}: dimension{'s' * (len(names) > 1)} {', '.join(names)}")
+    return lines or ["every device stores all of them"]
 
 
 def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
-    """What the strategy moves on this mesh."""
+    """Describe what the strategy moves on this mesh."""
     name = type(dispatch).__name__.lower()
     if not group.axes:
-        return f"{name}: all {group.num_experts} experts on every device, nothing moves"
-    where = (
-        f"over {', '.join(group.axes)} ({group.size} ways, {group.num_local} expert{'s' * (group.num_local > 1)} each)"
-    )
+        return f"{name}: every device has all {group.num_experts} experts, nothing moves"
+    where = f"over {_axes(group.axes)} ({group.size} devices, {_counted(group.num_local, 'expert')} each)"
     if dispatch.chunks > 1:
         where += f" in {dispatch.chunks} chunks"
     if (bound := dispatch.bound) and (factor := getattr(dispatch, bound)) is not None:
@@ -80,130 +89,150 @@ def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
 
 
 def kernels_line(execution: Execution, length: int) -> str:
-    """The backends that a step on sequences of `length` tokens runs."""
+    """Name the backends that a step on sequences of `length` tokens runs, and who chose them."""
     target, names = execution.target, execution.kernels
     assert target is not None
     queries = length // execution.sequence_group.size
-    return (
-        f"grouped matmul {chosen_product(target, names.grouped_matmul)}, "
-        f"attention {chosen_attention(target, queries, length, names.attention)}"
-    )
+    chosen = {
+        "grouped_matmul": chosen_product(target, names.grouped_matmul),
+        "attention": chosen_attention(target, queries, length, names.attention),
+    }
+    by = {
+        kernel: f"set by execution.{kernel}" if getattr(names, kernel) else f"default on {target.platform}"
+        for kernel in chosen
+    }
+    return ", ".join(f"{kernel} {backend} ({by[kernel]})" for kernel, backend in chosen.items())
 
 
 def traffic_lines(traffic: TrafficTable) -> list[str]:
-    """What a step's collectives bring a device, and the parts of the step for which they bring most."""
+    """Report the bytes per device and step that collectives bring, and the parts of the step that receive most."""
     if not traffic:
         return []
     parts = list(traffic.outline(2).by("scope").items())[:_MOST_PARTS]
     return [
-        f"{_bytes(traffic.bytes)} to a device a step, by {traffic.count:,} collectives",
-        "most for " + ", ".join(f"{scope} {_bytes(part.bytes)}" for (scope,), part in parts),
+        f"{_bytes(traffic.bytes)} received per device and step, by {_counted(traffic.count, 'collective')}",
+        "largest: " + ", ".join(f"{scope} {_bytes(part.bytes)}" for (scope,), part in parts),
     ]
 
 
 def summarize(
     cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
 ) -> list[tuple[str, str]]:
-    """Title and text of every line printed before step 1."""
+    """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
     state, placements = step.arguments[0], step.placements
-    model, learned = state.model, execution.routing == "learned"
+    model = state.model
     total, active = count_parameters(model, cfg.model.experts_per_token)
-    used = {a: s for a, s in execution.sizes.items() if s > 1}
+    used = [f"{axis}={size}" for axis, size in execution.sizes.items() if size > 1]
     devices = execution.mesh.devices
-    stored = local_bytes(state, placements)
     gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (model, placements.model)))
     rows = [
         (
             "model",
-            f"{type(model).__name__.lower()}: {_count(total)} parameters, {_count(active)} active a token "
-            f"({cfg.model.layers} layers, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
+            f"{type(model).__name__.lower()}: {total:,} parameters, {active:,} active per token "
+            f"({_counted(cfg.model.layers, 'layer')}, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
         ),
         (
             "mesh",
-            (" x ".join(f"{a} {s}" for a, s in used.items()) or "single")
-            + f" on {devices.size} {devices.flat[0].platform} device{'s' * (devices.size > 1)}"
-            + f" of {distributed.count()} processes" * distributed.several(),
+            _counted(devices.size, f"{devices.flat[0].platform} device")
+            + f" of {distributed.count()} processes" * distributed.several()
+            + (f": {_axes(used)}" if used else ""),
         ),
         (
             "rules",
-            f"{execution.rules.name}: batch over {', '.join(execution.batch_axes) or 'nothing'}, "
-            f"sequence over {', '.join(execution.sequence_axes) or 'nothing'}",
+            f"{execution.rules.name}: batch {_split(execution.batch_axes)}; "
+            f"each sequence {_split(execution.sequence_axes)}",
         ),
+        *(("weights", line) for line in layout_lines(placements.model)),
         ("dispatch", dispatch_line(cfg.dispatch, execution.expert_group(cfg.model.experts))),
-        *(
-            [("routing", f"{execution.routing}: the router chooses no expert; measure speed, do not train")]
-            * (not learned)
-        ),
+    ]
+    if execution.routing != "learned":
+        rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
+    rows += [
         ("kernels", kernels_line(execution, cfg.seq_len)),
-        *(("layout", line) for line in layout_lines(placements.model)),
-        ("memory", f"{_bytes(stored)} a device for parameters and moments, {_bytes(gradients)} for gradients"),
+        (
+            "memory",
+            f"per device: parameters and optimizer {_bytes(local_bytes(state, placements))}, gradients "
+            f"{_bytes(gradients)}; activations not counted",
+        ),
         *(("traffic", line) for line in traffic_lines(collective_traffic(step.traced.jaxpr))),
         (
             "precision",
             f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "
             f"gradient sums {cfg.execution.reduce_dtype}; remat {execution.remat}",
         ),
+        *_data_rows(source),
     ]
-    for title, text in source.summary.items():
-        rows.append((title, text))
-        if title == "held out":
-            rows += [(title, line) for line in _held_out_lines(source.held_out)]
     if baseline is not None:
-        rows.append(("baseline", f"a trigram model's validation loss is {baseline:.3f} nats a {source.unit}"))
-    tokens = cfg.batch_size * cfg.seq_len
-    every = f"every {_count(cfg.checkpoint_every)} steps and " if cfg.checkpoint_every else ""
-    rows.append(("checkpoint", f"{every}at the end{'' if every else ' alone (checkpoint_every=0)'}"))
-    rows.append(("step", f"{cfg.batch_size} sequences x {cfg.seq_len} = {_count(tokens)} tokens, {cfg.steps} steps"))
-    return rows
+        rows.append(("baseline", f"{baseline:.3f} nats per {source.unit}, the validation loss of a trigram model"))
+    return rows + [
+        (
+            "steps",
+            f"{cfg.steps:,} steps x {cfg.batch_size} sequences x {cfg.seq_len} tokens = "
+            f"{cfg.steps * cfg.batch_size * cfg.seq_len:,} tokens",
+        ),
+        ("checkpoint", _describe_saves(cfg)),
+    ]
 
 
-def _held_out_lines(names: tuple[str, ...]) -> list[str]:
-    """The names of the held-out documents, in as few lines as hold them; of very many, the first."""
-    shown = " ".join(names[:_MOST_NAMES]) + (
-        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    )
-    return textwrap.wrap(shown, 100, break_on_hyphens=False, break_long_words=False)
+def _data_rows(source: Source) -> list[tuple[str, str]]:
+    facts = dict(source.summary)
+    train, validation, split = (facts.pop(key) for key in ("train", "validation", "held out"))
+    if "sha256" in facts:
+        facts["sha256 of all token ids"] = facts.pop("sha256")
+    named = f"; names in {HELD_OUT_FILE}" if source.held_out else ""
+    return [
+        ("data", ", ".join([source.name, *(f"{key} {value}" for key, value in facts.items())])),
+        ("training", train),
+        ("validation", f"{validation}: {split}{named}"),
+    ]
 
 
-def print_lines(rows: list[tuple[str, str]]) -> None:
-    """Print titled lines, a title once for its lines; one process does."""
+def _describe_saves(cfg: TrainConfig) -> str:
+    due = [f"every {cfg.checkpoint_minutes:g} minutes"] if cfg.checkpoint_minutes else []
+    due += [f"every {_counted(cfg.checkpoint_every, 'step')}"] if cfg.checkpoint_every else []
+    kept = f"the newest {cfg.checkpoint_keep} are kept" if cfg.checkpoint_keep > 1 else "only the newest is kept"
+    return f"{', '.join(due)} and at the end; {kept}" if due else "only at the end"
+
+
+def print_lines(rows: Sequence[tuple[str, str]]) -> None:
+    """Print titled lines on the first process; a title is printed once for its consecutive lines."""
     if not distributed.is_first():
         return
-    width = max(len(title) for title, _ in rows)
     before = ""
     for title, text in rows:
-        print(f"{'' if title == before else title:<{width}}  {text}")
+        print(f"{'' if title == before else title:<{_TITLE_WIDTH}}{text}")
         before = title
     sys.stdout.flush()
 
 
 def print_results(evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str) -> None:
-    """Validation loss, a sample, and where things are."""
-    beside = f" (trigram {baseline:.3f})" if baseline is not None else ""
-    rows = [("validation", f"{evaluation.loss:.4f} nats a {unit} over {_count(evaluation.tokens)} {unit}s{beside}")]
-    rows.append(("sample", "the model's continuation of a held-out text, between ⟦ and ⟧"))
+    """Print the validation loss, a sample, and the files of the run."""
+    compared = f" (trigram {baseline:.3f})" if baseline is not None else ""
+    rows = [("validation", f"{evaluation.loss:.4f} nats per {unit} over {evaluation.tokens:,} {unit}s{compared}")]
+    rows.append(("sample", "the model continues a held-out text; its continuation is between ⟦ and ⟧"))
     rows += [("", line) for line in f"{sample.prompt}⟦{sample.continuation}⟧".splitlines()]
     for name, what in (
-        ("metrics.jsonl", "a row a logged step"),
+        ("metrics.jsonl", "one row per logged step"),
         ("loss.png", "loss by step"),
         ("expert_load.png", "how evenly experts are used"),
-        ("checkpoints", "parameters, moments, loader position"),
-        ("config.yaml", "the resolved configuration"),
+        ("checkpoints", "all that resume=FOLDER needs"),
+        ("config.yaml", "the complete configuration"),
+        (HELD_OUT_FILE, "names of the validation documents"),
     ):
         if (folder / name).exists():
-            rows.append(("left", f"{folder / name}  {what}"))
+            rows.append(("files", f"{folder / name}  {what}"))
     print_lines(rows)
 
 
 class Progress:
-    """A bar with loss, tokens a second and time left on a terminal; elsewhere a plain line a logged step.
+    """A bar with loss, tokens per second and time left on a terminal; elsewhere one plain line per logged step.
 
-    Of several processes one tells.
+    Of several processes only the first prints.
     """
 
     def __init__(self, first: int, steps: int, *, bound: str | None):
-        """`bound`: the strategy's option that may drop assignments, if it has one."""
+        """`bound` is the name of the strategy's option that may drop assignments, if it has one."""
         self._steps, self._bound, self._warned = steps, bound, False
         self._bar: Any = None
         self._quiet = not distributed.is_first()
@@ -233,25 +262,22 @@ class Progress:
     def _warn(self, row: MetricsRow, assignments: int) -> None:
         self._warned = True
         layers = " ".join(map(str, row["dropped_by_layer"]))
-        line = (
-            f"warning: step {row['step']} dropped {row['dropped']:,} of {assignments:,} assignments, "
-            f"layer by layer {layers}; dispatch.{self._bound} sets how many find room, null for all"
+        self._print(
+            f"warning: step {row['step']} dropped {row['dropped']:,} of {assignments:,} assignments "
+            f"(per layer {layers}); raise dispatch.{self._bound}, or set it to null to drop none"
         )
-        self._print(line)
 
     def report_skipped(self, step: int, loss: float, norm: float) -> None:
-        """A step was not taken."""
-        self._print(
-            f"warning: step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}; nothing was changed by it"
-        )
+        """Warn that a step was skipped."""
+        self._print(f"warning: step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}; it changed nothing")
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Show that a step is done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def row(self, row: MetricsRow, seconds_left: float, *, assignments: int) -> None:
-        """A row was logged, of so many assignments. The first time that some were dropped it is told in a warning."""
+        """Print a logged row, whose step made `assignments`; warn the first time that some of them are dropped."""
         text = f"loss {row['loss']:.4f}"
         if row["dropped"]:
             text += f"  dropped {row['dropped'] / assignments:.1%}"

@@ -1,4 +1,4 @@
-"""What may change when a run is continued, and what may not."""
+"""Which settings may change when a run is resumed, and what a checkpoint records about its run."""
 
 import dataclasses
 import importlib.metadata
@@ -16,20 +16,20 @@ from moezoo.errors import UserError
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone
 
-# With another of these it would be another run: its moments, or the position in its data, would mean nothing.
+# A change of these would make the saved moments, or the position in the data, meaningless.
 _FIXED = ("model", "data", "seed", "batch_size", "seq_len", "execution.microbatches", "optimizer.name")
-_FREE = ("data.path", "data.eval_sequences")  # data may have moved
+_FREE = ("data.path", "data.eval_sequences")  # the data may have moved to another path
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
-    """Without what is the command's and not the run's: where it lies, what it continues, how many processes."""
+    """Return `cfg` without the settings of one command: the folder, what it resumes, and its processes."""
     return dataclasses.replace(cfg, run_dir=None, resume=None, distributed=Alone())
 
 
 def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
-    """What `cfg` sets otherwise than the configuration `saved` in the checkpoint that it resumes, a line each.
+    """Return one line per setting in which `cfg` differs from the configuration `saved` in the checkpoint.
 
-    Raises `UserError` for what a run keeps to its end.
+    Raises `UserError` for a setting that a run cannot change.
     """
     before, after = _flat(saved), _flat(as_mapping(run_settings(cfg)))
     lines = []
@@ -39,15 +39,15 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
             continue
         if any(key == kept or key.startswith(f"{kept}.") for kept in _FIXED) and key not in _FREE:
             raise UserError(
-                f"{key}={show(new)} but the run at resume={cfg.resume} has {key}={show(old)}, which a run keeps to its "
-                "end; leave it out, or start a new run"
+                f"{key}={show(new)} but the run at resume={cfg.resume} has {key}={show(old)}, which cannot change "
+                "during a run; leave it out, or start a new run"
             )
         lines.append(f"{key}: {show(old)} before, {show(new)} now")
     return lines
 
 
 def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of its run besides arrays. Seed and position are all the randomness that there is."""
+    """Return what about.json records. All randomness of a run follows from its seed and its position in the data."""
     key = jax.random.key_data(jax.random.key(cfg.seed))
     names = ("moezoo", "jax", "equinox", "optax", "orbax-checkpoint")
     versions = {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
@@ -61,19 +61,19 @@ def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loader_state(batches: int, source: Source) -> dict[str, Any]:
-    """What a checkpoint keeps of the data: how much of it was read, and a hash of it where it was read from files."""
+    """Return the position in the data, and a hash of the data if it was read from files."""
     return {"batches": batches, "sha256": source.summary.get("sha256")}
 
 
 def read_batch_count(state: Mapping[str, Any], source: Source, cfg: TrainConfig) -> int:
-    """How many batches a checkpoint's run had read. Raises `UserError` when `source` is not the data it read."""
+    """Return the number of batches that a checkpoint's run had read. Raises `UserError` if `source` is other data."""
     if not isinstance(state.get("batches"), int):
-        raise UserError(f"resume={cfg.resume}: the checkpoint does not say how much data was read; name another run")
+        raise UserError(f"resume={cfg.resume}: the checkpoint does not record how much data was read; name another run")
     before, now = state.get("sha256"), source.summary.get("sha256")
     if before != now:
         raise UserError(
-            f"resume={cfg.resume} was trained on data with sha256 {before} and this is {now}; give it the same data "
-            "(and the same Python for data=python_stdlib), or start a new run"
+            f"resume={cfg.resume} was trained on data with sha256 {before}, and this data has {now}; use the same data "
+            "(for data=python_stdlib the same Python), or start a new run"
         )
     return state["batches"]
 

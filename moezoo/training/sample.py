@@ -1,4 +1,4 @@
-"""A sample for the end of a run: how the model continues a text it has not seen."""
+"""The sample at the end of a run: the model continues a text that it was not trained on."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ _TEMPERATURE = 0.7
 
 
 class Sample(NamedTuple):
-    """A prompt from the validation split, and what the model wrote after it."""
+    """A prompt from the validation split, and the model's continuation of it."""
 
     prompt: str
     continuation: str
 
 
 def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution) -> Sample:
-    """Continue the start of a validation window up to `seq_len` tokens, at temperature 0.7; the seed decides."""
+    """Continue the start of a validation window to `seq_len` tokens, at temperature 0.7, with the seed of the run."""
     (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
     length = max(1, cfg.seq_len // 4)
     ids = generate(

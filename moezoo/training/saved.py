@@ -1,4 +1,4 @@
-"""Runs that are there: their configuration, and the model of a checkpoint."""
+"""Load saved runs: their configuration, and the model of a checkpoint."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from moezoo.training.checkpoint import find, read_about, restore
 
 
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
-    """A run's configuration with `overrides` on top. Raises `UserError` when the folder holds no run."""
+    """Return a run's configuration with `overrides` on top. Raises `UserError` if the folder holds no run."""
     cfg = compose_onto(read_run(folder, "run_dir"), *overrides)
     if cfg.distributed.is_several:
         raise UserError("distributed: only training runs in several processes; leave it out")
@@ -23,17 +23,21 @@ def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
 
 
 def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainConfig]:
-    """The model at a run's last checkpoint, on the first device, and the run's configuration with `overrides`.
+    """Return the model of a run's newest checkpoint, on the first device, and the run's configuration.
 
-    `folder` may also be one of the run's `checkpoints/STEP`. Raises `UserError` when there is no run or its files are
-    damaged or do not fit.
+    Args:
+        folder: the run's folder, or one of its `checkpoints/STEP`.
+        overrides: settings on top of the run's configuration, such as "mesh=single".
+
+    Raises:
+        UserError: there is no run, its files are damaged, or they do not fit the configuration.
     """
     folder = Path(folder).expanduser()
     cfg = saved_config(folder, *overrides)
     checkpoints, step = find(folder, "run_dir")
     about = read_about(checkpoints, step)
     _check_model(cfg, about["config"]["model"], checkpoints / str(step))
-    make_mesh(cfg.mesh)  # as many CPU devices as will be needed, before the first is used
+    make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -48,5 +52,5 @@ def _check_model(cfg: TrainConfig, saved: dict, checkpoint: Path) -> None:
         if saved.get(key) != wanted.get(key):
             raise UserError(
                 f"model.{key}={show(wanted.get(key))} but {checkpoint} was saved with model.{key}="
-                f"{show(saved.get(key))}; it is another model's, or the setting was changed: leave it out"
+                f"{show(saved.get(key))}; leave the setting out, or name a run of that model"
             )

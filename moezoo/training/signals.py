@@ -1,4 +1,4 @@
-"""Stopping when asked: SIGTERM and Ctrl-C end a run after the step under way, with a checkpoint."""
+"""SIGTERM and Ctrl-C end a run after the current step, with a checkpoint."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ _ASKED = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 1.0
 
 
-class Stopped(Exception):  # noqa: N818  (it is no error)
-    """A run that a signal ended, saved; `code` is what its process should exit with (128 + the signal's number)."""
+class Stopped(Exception):  # noqa: N818  (it is not an error)
+    """A signal ended the run, which is saved; `code` is the exit code for the process: 128 + the signal's number."""
 
     def __init__(self, message: str, number: int):
         super().__init__(message)
@@ -20,10 +20,10 @@ class Stopped(Exception):  # noqa: N818  (it is no error)
 
 
 class Signals:
-    """Notes the first signal in `number`, 0 before. A second one, a second later, does what it does without us.
+    """Stores the first signal in `number`, which is 0 before; a second signal has its usual effect.
 
-    Sooner it is the same one: `timeout`, a terminal or a scheduler may send theirs to a process and to those around it,
-    which pass it on. Outside the main thread nothing is noted.
+    Signals within one second count as one: `timeout`, a terminal or a scheduler may send a signal to a process and to
+    its parents, which forward it. Outside the main thread no signal is stored.
     """
 
     def __init__(self):

@@ -2,9 +2,12 @@
 
     gather -> layers -> loss -> backward (micro-step by micro-step) -> sum over devices -> norm -> update
 
-Every collective is written out: weights are gathered in their layer (`Execution.whole`), whose transpose scatters their
-gradients; tokens travel as the dispatch strategy says; the loss and each array of routing statistics take one sum a
-micro-step; gradients of replicated leaves one sum each; the global norm one.
+Every collective is written out:
+
+- weights are gathered in their layer (`Execution.whole`); the transpose reduce-scatters their gradients;
+- tokens or expert weights move as the dispatch strategy defines;
+- the loss and each array of routing statistics take one sum per micro-step;
+- the gradient of each replicated leaf takes one sum per step, and so does the global norm.
 """
 
 import functools
@@ -32,7 +35,7 @@ from moezoo.training.loss import losses
 
 
 class State(NamedTuple):
-    """All that a step changes: the model, the optimiser's state, what the guard saw, and how many steps there were."""
+    """Everything that a step changes: the model, the optimiser's state, the guard, and the number of steps done."""
 
     model: LanguageModel
     optimizer: Any
@@ -41,10 +44,14 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Of one step, over all its tokens; losses are means of micro-steps except `loss`, which weighs every token alike.
+    """The metrics of one step, over all its tokens.
 
-    `loss`: cross-entropy in nats a predicted token; `routing` losses with their coefficients; `gradient_norm` before
-    clipping; `learning_rate` as used; `skipped`: steps that were not taken so far, `skipped_in_a_row` those at the end.
+    - `loss`: cross-entropy in nats per predicted token, the mean over all of them;
+    - `load_balance_loss`, `z_loss`: with their coefficients, the mean over micro-steps;
+    - `gradient_norm`: before clipping;
+    - `learning_rate`: as used in this step;
+    - `max_violation`, `dropped`, `load`: as in docs/numbers.md;
+    - `skipped`, `skipped_in_a_row`: steps skipped in the run so far, and since the last accepted one.
     """
 
     loss: Float[Array, ""]
@@ -60,7 +67,7 @@ class Metrics(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What micro-steps add up to."""
+    """The sums over micro-steps."""
 
     nats: Float[Array, ""]
     load_balance_loss: Float[Array, ""]
@@ -76,17 +83,23 @@ def _sums(nats: Array, routing: Routing) -> _Sums:
 def gradients_of(
     model: LanguageModel, batch: Batch, trained: PyTree, placements: PyTree, execution: Execution
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
-    """Gradients of the `trained` part of `model`, sums of losses, and the number of predicted tokens.
+    """Return gradients of the trained part of `model`, sums of losses, and the number of predicted tokens.
 
-    Local to a device inside `shard_map`: `model` as stored, `batch` arrays [micro-steps, batch, seq], `placements` of
-    the trained part. The objective is
-    the cross-entropy a token of the whole step, plus the mean over micro-steps of the routing losses.
+    The objective is the cross-entropy per predicted token of the whole step, plus the mean over micro-steps of the
+    routing losses.
+
+    Args:
+        model: this device's part of the model, inside `shard_map`.
+        batch: this device's arrays [micro-steps, batch, seq].
+        trained: a tree of booleans that selects the trained arrays.
+        placements: the placements of the trained arrays.
+        execution: how to run the model.
     """
     micro_steps = batch.tokens.shape[0]
     with jax.named_scope("loss"):
         predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
-    # Varying from here on: gradients stay one device's own until they are summed once, below.
+    # From here on parameters are typed as varying, so gradients stay local until they are summed once, below.
     parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
 
     def objective(parameters: PyTree, micro: Batch) -> tuple[Float[Array, ""], _Sums]:
@@ -114,8 +127,8 @@ def gradients_of(
 class Step:
     """The training step of one model, mesh and batch shape.
 
-    `run = step.compile()` compiles it; `state, metrics = run(state, batch)` runs it and donates `state`. Both arguments
-    lie as `state_shardings` and `batch_shardings` say; `check_shardings` refuses others.
+    `run = step.compile()` compiles it; `state, metrics = run(state, batch)` runs it and donates `state`. The arguments
+    must be laid out by `state_shardings` and `batch_shardings`; `check_shardings` refuses others.
     """
 
     def __init__(
@@ -127,11 +140,20 @@ class Step:
         guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
         trained: Callable[[str], bool] | None = None,
     ):
-        """`model` and `batch` may be shapes. `batch` arrays are [micro-steps, sequences, seq].
+        """Prepare the step; nothing is compiled yet.
 
-        `trained` says of each array's path, such as ".stacks[0].blocks[0].attention.query", whether it is trained; None
-        trains all but buffers and the parts of containers. What is not trained has no gradient, moment or part in the
-        norm, and only its gathers travel. Raises `UserError` as `moezoo.parallel.axes.trainable_mask` does.
+        Args:
+            model: the model, or its shapes.
+            optimizer: the optimiser of its parameters.
+            execution: how to run the model; it must have a mesh.
+            batch: arrays, or shapes, [micro-steps, sequences, seq].
+            guard: which steps are skipped.
+            trained: receives the path of an array, such as ".stacks[0].blocks[0].attention.query", and returns whether
+                it is trained. None trains everything except buffers and the parts of containers. An array that is not
+                trained has no gradient, no moment and no part in the norm; only its gathers move bytes.
+
+        Raises:
+            UserError: as `moezoo.parallel.axes.trainable_mask` does.
         """
         assert execution.mesh is not None
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
@@ -160,7 +182,7 @@ class Step:
         )
 
     def begin(self, model: LanguageModel) -> State:
-        """The state of a fresh model: for shapes, or under `jit`, as `moezoo.training.build.build_state` does."""
+        """Return the first state of a fresh model. Call it under `jax.eval_shape` or `jax.jit`, as `build_state` does."""
         return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -183,7 +205,7 @@ class Step:
             z_loss=sums.z_loss / micro_steps,
             gradient_norm=norm,
             learning_rate=rate,
-            # A step without a single token has no load to speak of, and nothing else is divided by less than it is.
+            # The maximum avoids a division by zero in a step without tokens, and changes no other step.
             max_violation=(load.max(1) / (jnp.maximum(load.sum(1), 1) / load.shape[1])).max() - 1,
             dropped=sums.dropped,
             load=sums.load,
@@ -196,19 +218,19 @@ class Step:
 
     @functools.cached_property
     def traced(self) -> "jax.stages.Traced":
-        """The traced step; `traced.jaxpr` is what its collectives are counted in."""
+        """The traced step; collectives are counted in `traced.jaxpr`."""
         return self.function.trace(*self.arguments)
 
     def compile(self) -> "jax.stages.Compiled":
-        """The compiled step, for whatever platform the mesh is of."""
+        """Compile the step for the platform of the mesh."""
         return self.traced.lower().compile()
 
 
 def check_shardings(tree: PyTree, shardings: PyTree) -> None:
-    """Refuse arrays that do not lie as `shardings` says, which JAX would move without a word."""
+    """Raise `ValueError` for an array that is not laid out by `shardings`; JAX would move it silently."""
 
     def leaf(path: Any, x: jax.Array, sharding: NamedSharding) -> None:
         if not x.sharding.is_equivalent_to(sharding, x.ndim):
-            raise ValueError(f"{jax.tree_util.keystr(path)} lies as {x.sharding}, expected {sharding}")
+            raise ValueError(f"{jax.tree_util.keystr(path)} has sharding {x.sharding}, expected {sharding}")
 
     jax.tree_util.tree_map_with_path(leaf, tree, shardings)

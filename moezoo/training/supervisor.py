@@ -1,9 +1,9 @@
-"""A process of many, watched by one that outlives it: what ends it is told in one line.
+"""Watch a process of a distributed run from a second process, which reports in one line why it ended.
 
-Where a process of a run dies, JAX's coordination service aborts the others from C++, with a stack trace and no
-exception that could be caught. So with `distributed=auto` or `manual` a command starts itself once more and watches: it
-passes on signals and lines, holds back what the service says before it aborts, and says instead what happened and how
-to go on.
+If one process of a run dies, JAX's coordination service aborts the others from C++, with a stack trace and without an
+exception that Python could catch. So with `distributed=auto` or `manual` a command starts itself a second time and
+watches the copy: it forwards signals and output, replaces the output of the aborting service by one line that names the
+cause, and prints how to continue.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ from moezoo.parallel.distributed import Distributed
 from moezoo.training.checkpoint import steps
 
 _VARIABLE = "MOEZOO_SUPERVISED"
-# A process that ended because another one did.
+# The exit code of a process that ended because another one did.
 LOST = 3
 
-# Where the service begins to tell that it will abort.
+# The first line of what the service prints before it aborts.
 _SERVICE = re.compile(r"^[EF]\d{4} \S+ +\d+ (coordination_service\w*|client|distributed\w*|add_port)\.\w+:\d+\]")
 _FATAL = "Terminating process because the JAX distributed service detected fatal errors"
 _CRASHES = (-signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 def is_wanted(settings: Distributed) -> bool:
-    """Whether this process should only watch."""
+    """Return whether this process should only watch a copy of itself."""
     return settings.is_several and _VARIABLE not in os.environ
 
 
 def supervise(settings: Distributed) -> int:
-    """Run this command in a process of its own and tell how it ended; what this one should exit with."""
+    """Run this command in a second process, report how it ended, and return the exit code for this process."""
     alive, alive_here = os.pipe()
     progress_here, progress = os.pipe()
     child = subprocess.Popen(
@@ -57,7 +57,7 @@ def supervise(settings: Distributed) -> int:
         where = f"at {settings.address} " if settings.address else ""
         print(
             f"error: the processes did not all meet {where}within distributed.start_seconds={settings.start_seconds}; "
-            "start all of them, with an address and a port that they can reach and nobody else uses",
+            "start all of them, with an address and a port that they can reach and no other program uses",
             file=sys.stderr,
         )
         return 2
@@ -67,13 +67,13 @@ def supervise(settings: Distributed) -> int:
     sys.stderr.write(held)
     if code in _CRASHES:
         name = signal.Signals(-code).name
-        memory = ", perhaps for want of memory" * (code == -signal.SIGKILL)
+        memory = ", perhaps because memory ran out" * (code == -signal.SIGKILL)
         print(f"error: the process was ended by {name}{memory}; {_how_to_continue(folder)}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
 def attach() -> None:
-    """In the process that is watched: end with the one that watches, however that ends."""
+    """In the watched process: end when the watching process ends, for whatever reason."""
     if _VARIABLE not in os.environ:
         return
     alive = int(os.environ[_VARIABLE].partition(",")[0])
@@ -86,7 +86,7 @@ def attach() -> None:
 
 
 def report_progress(text: str) -> None:
-    """How far the run is, for the last line: that the processes have met; then which folder it writes."""
+    """Report to the watching process: first that the processes have met, then which folder the run writes."""
     if _VARIABLE in os.environ:
         os.write(int(os.environ[_VARIABLE].partition(",")[2]), text.encode())
 
@@ -97,7 +97,7 @@ def _pass_on(child: Any, number: int) -> None:
 
 
 def _forward_stderr(child: Any) -> str:
-    """Pass on what the child writes as errors; from where the service has its say, return it instead."""
+    """Forward the child's stderr; from the first line of the coordination service on, return it instead."""
     held: list[str] = []
     for raw in child.stderr:
         line = raw.decode(errors="replace")
@@ -116,7 +116,7 @@ def _describe_lost(held: str) -> str:
         which = f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}"
     else:
         which = "process 0" if "Socket closed" in held or "UNAVAILABLE" in held else "another process"
-    return f"{which} of the run ended or fell silent, so this one ends too"
+    return f"{which} of the run ended or stopped responding, so this one ends too"
 
 
 def _how_to_continue(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""`train`: from a configuration to a trained model and a run folder."""
+"""`train`: train a model as configured, and write a run folder."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,7 @@ import datetime
 import fcntl
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,13 @@ from moezoo.training.step import State, Step
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `train` returns: the model as the mesh holds it, the rows of metrics.jsonl, the folder, the last figures."""
+    """A finished training run.
+
+    - `model`: the trained model, on the mesh;
+    - `history`: the rows of metrics.jsonl;
+    - `folder`: the run folder;
+    - `evaluation`, `sample`: of the last step.
+    """
 
     model: LanguageModel
     history: list[MetricsRow]
@@ -46,7 +52,7 @@ class Run:
 
 
 class _Checkpoint(NamedTuple):
-    """The checkpoint that a run goes on from: where, after which step, what it is of."""
+    """The checkpoint that a run resumes: the folder of its run, its step, and its about.json."""
 
     run_dir: Path
     step: int
@@ -54,7 +60,7 @@ class _Checkpoint(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """All that can be refused, not refused; nothing is written and no other process was waited for."""
+    """What a run needs before it writes anything; every setting is checked."""
 
     execution: Execution
     source: Source
@@ -66,11 +72,21 @@ class _Prepared(NamedTuple):
 
 
 def train(cfg: TrainConfig) -> Run:
-    """Train as `cfg` says and leave a run folder.
+    """Train as configured, and write a run folder.
 
-    Everything that can be refused is refused, by one `UserError`, before anything is written. Raises `Stopped`, saved,
-    after the step in which SIGTERM or SIGINT came; `UserError` when a checkpoint cannot be written or too many steps
-    in a row were skipped. With `distributed` settings every process calls this, and all return or raise.
+    All settings are checked before anything is written. With `distributed` settings every process calls this function,
+    and either all of them return or all of them raise.
+
+    What a run loses at most:
+
+    - SIGTERM or SIGINT: nothing; the run saves after the current step and raises `Stopped`;
+    - `kill -9`, also during a save: the steps since the last complete save, so at most those of `checkpoint_minutes`
+      and of the step and the save that were running, or `checkpoint_every` steps if that is less. Saves by the clock
+      are at least 20 times as far apart as a save takes, so they cost at most 5% of the time.
+
+    Raises:
+        UserError: a setting is wrong, a checkpoint cannot be written, or too many steps in a row were skipped.
+        Stopped: a signal ended the run, which is saved.
     """
     cfg = dataclasses.replace(cfg, run_dir=_expand_user(cfg.run_dir), resume=_expand_user(cfg.resume))
     distributed.start(cfg.distributed, cfg.mesh.devices)
@@ -89,15 +105,16 @@ def train(cfg: TrainConfig) -> Run:
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
         resumed = _describe_resume(before, prepared)
-    report.print_lines(report.summarize(cfg, execution, step, source, prepared.baseline) + resumed)
+    summary = report.summarize(cfg, execution, step, source, prepared.baseline) + resumed
 
-    folder, log, held = _start_folder(prepared.folder, cfg, start, history)
+    folder, log, held = _start_folder(prepared.folder, cfg, start, history, source.held_out)
     with held:
+        report.print_lines([*summary, ("run_dir", str(folder))])
         return _train(cfg, prepared, state, start, folder, log)
 
 
 def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, folder: Path, log: MetricsLog) -> Run:
-    """Every step, and what is left behind."""
+    """Run every step, and write what the run leaves."""
     execution, source, step = prepared.execution, prepared.source, prepared.step
     supervisor.report_progress(str(folder))
     feed = Feed(step.batch_shardings.tokens, step.arguments[1].tokens.shape)
@@ -126,12 +143,12 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, fold
 
 
 def _expand_user(path: str | None) -> str | None:
-    """With ~ as the user's home."""
+    """Replace ~ by the user's home folder."""
     return None if path is None else str(Path(path).expanduser())
 
 
 def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
-    """What is resumed, its files verified, by one process for all."""
+    """Return the checkpoint to resume; the first process verifies its files for all."""
     if cfg.resume is None:
         return None
     named: str = cfg.resume
@@ -157,9 +174,9 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
 
 
 def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:
-    """What the summary says of a run that goes on."""
+    """Return the lines of the summary about a resumed run."""
     later = [saved for saved in steps(prepared.folder / "checkpoints") if saved > before.step]
-    where = "; what is later there is replaced" if later else ""
+    where = "; its later steps are replaced" if later else ""
     where = where if prepared.folder == before.run_dir else f", into {prepared.folder}"
     lines = [("resume", f"{before.run_dir} from step {before.step}{where}")]
     if (processes := before.about.get("processes")) != distributed.count():
@@ -168,7 +185,7 @@ def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str
 
 
 def _folder(cfg: TrainConfig, before: _Checkpoint | None) -> Path:
-    """Where this run writes."""
+    """Return the folder that this run writes; raise `UserError` if it holds something else."""
     if before is not None and (cfg.run_dir is None or Path(cfg.run_dir).resolve() == before.run_dir.resolve()):
         return before.run_dir
     if cfg.run_dir is None:
@@ -177,7 +194,7 @@ def _folder(cfg: TrainConfig, before: _Checkpoint | None) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
     if run_folder(folder) != folder:
-        raise UserError(f"run_dir={cfg.run_dir}: a folder of this name is a checkpoint's; name another")
+        raise UserError(f"run_dir={cfg.run_dir} has the name of a checkpoint's folder; name another")
     if any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         saved = steps(folder / "checkpoints")
         then = f"continue it with resume={cfg.run_dir}" if saved else "remove it, as it saved no checkpoint"
@@ -186,23 +203,24 @@ def _folder(cfg: TrainConfig, before: _Checkpoint | None) -> Path:
 
 
 def _start_folder(
-    folder: Path, cfg: TrainConfig, start: int, history: list[MetricsRow]
+    folder: Path, cfg: TrainConfig, start: int, history: list[MetricsRow], held_out: Sequence[str]
 ) -> tuple[Path, MetricsLog, contextlib.ExitStack]:
-    """The folder, made, begun and held by the first process, which alone has a file behind its log.
+    """Create and lock the folder and write its first files, on the first process, which alone writes a log file.
 
-    Killed anywhere in between, a run can be continued from the same step: what is later goes first, files change whole.
+    If the process is killed in here, the run can still be resumed from the same step: later checkpoints are removed
+    first, and each file is replaced in one operation.
     """
 
     held = contextlib.ExitStack()
 
     def begin() -> str:
         with _writing_to(folder):
-            made = _make_folder(folder, cfg)
+            made = make_folder(folder, cfg)
             held.enter_context(_lock(made))
             remove_beyond(made / "checkpoints", start)
-            temporary = made / "config.tmp"
-            temporary.write_text(to_yaml(as_mapping(run_settings(cfg))))
-            os.replace(temporary, made / "config.yaml")
+            _replace_file(made / "config.yaml", to_yaml(as_mapping(run_settings(cfg))))
+            if held_out:
+                _replace_file(made / report.HELD_OUT_FILE, "".join(f"{name}\n" for name in held_out))
         return str(made)
 
     made = Path(distributed.first(begin))
@@ -210,24 +228,30 @@ def _start_folder(
     return made, distributed.together(lambda: MetricsLog(path, history)), held
 
 
+def _replace_file(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, errors="surrogateescape")  # names of files need not be UTF-8
+    os.replace(temporary, path)
+
+
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Against a second run in the same folder, while this one lasts, however it ends."""
+    """Lock the folder against a second run while this one lasts, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another process is training there; wait for its end, or stop it") from None
+            raise UserError(f"{folder}: another process is training there; wait for it to end, or stop it") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield
     finally:
         os.close(handle)
 
 
-def _make_folder(folder: Path, cfg: TrainConfig) -> Path:
-    """The folder, made; one named by the clock with a number behind it where another run took the name."""
+def make_folder(folder: Path, cfg: TrainConfig) -> Path:
+    """Create the folder and return it; append a number to a name made from the clock if another run has that name."""
     if cfg.run_dir is not None or cfg.resume is not None:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -242,7 +266,7 @@ def _make_folder(folder: Path, cfg: TrainConfig) -> Path:
 
 @contextlib.contextmanager
 def _writing_to(folder: Path) -> Iterator[None]:
-    """What cannot be written is told in one line."""
+    """Raise an error of the file system as a `UserError`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A small tokenizer."""
+"""A small tokenizer for the tests of data."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory) -> Path:
-    """Words `document`, 0 ... 39; a begin token before each text; ids with a gap; asks for texts to be cut at 2."""
+    """Words `document`, 0 ... 39; a begin token before each text; a gap in the ids; truncation to 2 tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = {"<s>": 0, "document": 1, **{str(i): i + 2 for i in range(40)}, "<unk>": 300}

@@ -1,4 +1,4 @@
-"""The trigram loss against dictionaries and loops, and against the entropy of a known chain."""
+"""The trigram loss compared with dictionaries and loops, and with the entropy of a known chain."""
 
 import collections
 import math
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.data import Source, Synthetic, load, trigram_loss
-from moezoo.data import trigram as module
 from moezoo.data.corpus import Split, concatenate
 from moezoo.data.source import make_source
 from moezoo.data.tokenizer import Numbers
@@ -27,7 +26,7 @@ def source_of(train, validation, vocab=VOCAB) -> Source:
 
 
 def predictions(texts, width):
-    """(history of up to two tokens, token) for all that is predicted when the stream is read `width` at a time."""
+    """Yield (history of up to two tokens, token, window) of all predicted tokens, reading the stream `width` at a time."""
     stream = [(d, token) for d, text in enumerate(texts) for token in text]
     for place in range(1, len(stream)):
         begin = (place - 1) // width * width
@@ -53,7 +52,7 @@ def slow_loss(train, validation, seq_len, windows):
     return sum(losses) / max(len(losses), 1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(documents, documents, st.integers(1, 6))
 def test_against_dictionaries(train, validation, seq_len):
     source = source_of(train, validation)
@@ -69,16 +68,15 @@ def test_reads_the_windows_of_the_evaluation():
     assert trigram_loss(source, limit=3, seq_len=8) == pytest.approx(expected)
 
 
-def test_handled_in_pieces(monkeypatch):
+def test_counting_in_chunks():
     random = np.random.default_rng(0)
     train, validation = ([random.integers(VOCAB, size=n).tolist() for n in sizes] for sizes in ((90, 5), (41, 30)))
     source = source_of(train, validation)
     whole = trigram_loss(source, limit=0, seq_len=4)
-    monkeypatch.setattr(module, "_CHUNK", 47)  # a piece's first prediction has one token of history, not two
-    assert trigram_loss(source, limit=0, seq_len=4) == pytest.approx(whole, rel=0.02)
-    monkeypatch.setattr(module, "_MOST_COUNTED", 47)
+    # The first prediction of a chunk has one token of history instead of two.
+    assert trigram_loss(source, limit=0, seq_len=4, chunk=47) == pytest.approx(whole, rel=0.02)
     only_first = trigram_loss(source_of([train[0][:48]], validation), limit=0, seq_len=4)
-    assert trigram_loss(source, limit=0, seq_len=4) == pytest.approx(only_first)
+    assert trigram_loss(source, limit=0, seq_len=4, chunk=47, counted=47) == pytest.approx(only_first)
 
 
 def test_close_to_and_never_below_the_entropy():

@@ -1,4 +1,4 @@
-"""Windows against a loop over single tokens."""
+"""Windows compared with a loop over single tokens."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from moezoo.data.windows import read_windows, validation_indices, window_count
 
 
 def corpus_of(lengths: list[int], dtype=np.uint8) -> Corpus:
-    """Documents of these lengths, every token another number; between any two lies one that is not selected."""
+    """Documents of these lengths with different tokens, separated in the file by documents that are not selected."""
     ids = iter(range(10_000))
     documents = [np.array([next(ids) for _ in range(n)], dtype) for n in lengths]
     both = [part for document in documents for part in (document, np.array([77, 77], dtype))]
@@ -18,7 +18,7 @@ def corpus_of(lengths: list[int], dtype=np.uint8) -> Corpus:
 
 
 def one_by_one(lengths: list[int], row: int, seq_len: int):
-    """Tokens, labels, segments and positions of one window."""
+    """Return tokens, labels, segments and positions of one window."""
     owner = [d for d, n in enumerate(lengths) for _ in range(n)]
     result, segment, position = [], 0, -1
     for place in range(row * seq_len, (row + 1) * seq_len):
@@ -43,7 +43,7 @@ def test_windows_against_a_loop(lengths, seq_len):
         assert (array.shape, array.dtype) == ((count, seq_len), np.int32)
     for row in range(count):
         assert [array[row].tolist() for array in batch] == one_by_one(lengths, row, seq_len)
-    # Every token but the first of each document is predicted once.
+    # Every token except the first of each document is predicted once.
     firsts = np.cumsum([0, *lengths])
     expected = [place for n, first in zip(lengths, firsts, strict=False) for place in range(first + 1, first + n)]
     assert sorted(batch.labels[batch.labels >= 0].tolist()) == expected

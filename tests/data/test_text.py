@@ -1,4 +1,4 @@
-"""Text files and the standard library: what is read, what is held out, what is refused."""
+"""Text files and the standard library: reading, held-out files, and errors."""
 
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ def load_text(path: Path, **settings) -> Source:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Forty files in two folders, and some that are no text."""
+    """Forty files in two folders, and some that are not text."""
     root = tmp_path / "texts"
     for i in range(40):
         file = root / ("a" if i % 2 else "b") / f"{i}.txt"
@@ -50,11 +50,11 @@ def test_python_stdlib():
         assert int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
         assert not {"test", "tests", "encodings", "site-packages"} & set(Path(name).parts)
     assert text(source, "validation") == b"".join((root / name).read_bytes() for name in source.held_out)
-    assert list(source.summary) == ["train", "validation", "held out", "sha256", "python"]
+    assert list(source.summary) == ["train", "validation", "held out", "sha256", "of"]
     assert source.decode(source.encode("def f(x):")) == "def f(x):"
 
 
-def test_python_stdlib_that_is_not_there(monkeypatch, tmp_path):
+def test_a_missing_python_stdlib(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(UserError, match=r"^data=python_stdlib finds no \*.py file in .*; use data=text"):
         load(PythonStdlib(), seq_len=8, seed=0, vocab=256)
@@ -69,10 +69,10 @@ def test_a_folder_is_split_by_file(folder):
     assert text(source, "validation") == b"".join((folder / name).read_bytes() for name in held_out)
     rest = [name for name in names if name not in held_out]
     assert text(source, "train") == b"".join((folder / name).read_bytes() for name in rest)
-    assert source.summary["passed over"] == "2 files that are not UTF-8 text"
+    assert source.summary["skipped"] == "2 files that are not UTF-8 text"
     digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
     assert source.summary["sha256"] == digest[:16]
-    assert source.summary["held out"] == "1 document in 20, by a hash of its name"
+    assert source.summary["held out"] == "1 in 20, by a hash of its name"
 
 
 def test_one_file_holds_out_its_end(tmp_path):
@@ -106,8 +106,8 @@ def test_a_tokenizer(folder, tokenizer_file):
     assert (row.tokens[0] == begin).sum() >= 2  # one before every document
 
 
-def filled(settings, path: Path):
-    """Settings with {} replaced by `path`."""
+def fill_path(settings, path: Path):
+    """Return settings with {} replaced by `path`."""
     texts = {key: value for key, value in vars(settings).items() if isinstance(value, str)}
     return dataclasses.replace(settings, **{key: value.format(path) for key, value in texts.items()})
 
@@ -127,7 +127,7 @@ def filled(settings, path: Path):
         ),
         (
             Text(path="{0}/ok.txt", tokenizer="{0}/none"),
-            "data.tokenizer={0}/none is not a file; give a Hugging Face tokenizer.json, or none for bytes",
+            "data.tokenizer={0}/none is not a file; give a Hugging Face tokenizer.json",
         ),
         (Text(path="{0}/ok.txt", tokenizer="{0}/ok.txt"), "data.tokenizer={0}/ok.txt is not a Hugging Face tokenizer"),
         (
@@ -136,7 +136,7 @@ def filled(settings, path: Path):
         ),
         (
             Text(path="{0}/void.txt"),
-            "data=text leaves 0 bytes for training, but seq_len=4 needs 5 for one window; give more data or ",
+            "data.path={0}/void.txt is an empty file; give a text file or a folder of them",
         ),
     ],
 )
@@ -148,7 +148,7 @@ def test_refusals(tmp_path, settings, message):
     (tmp_path / "ok.txt").write_text("forty letters are enough for a test, oh.")
     (tmp_path / "void.txt").write_text("")
     with pytest.raises(UserError) as error:
-        load(filled(settings, tmp_path), seq_len=4, seed=0, vocab=256)
+        load(fill_path(settings, tmp_path), seq_len=4, seed=0, vocab=256)
     assert str(error.value).startswith(message.format(tmp_path))
     assert "\n" not in str(error.value)
 
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_read(folder, monkeypatch):
     def refuse(self):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, so modes do not do
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read every file, whatever its mode
     with pytest.raises(UserError, match=r"^data.path=.*: .*/1.txt cannot be read \(Permission denied\); make it "):
         load_text(folder)
 
@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_read(folder, monkeypatch):
 )
 def test_a_vocabulary_larger_than_the_model(tokenizer_file, settings, message):
     with pytest.raises(UserError) as error:
-        load(filled(settings, tokenizer_file), seq_len=4, seed=0, vocab=100)
+        load(fill_path(settings, tokenizer_file), seq_len=4, seed=0, vocab=100)
     assert str(error.value) == message
 
 

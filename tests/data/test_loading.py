@@ -1,4 +1,4 @@
-"""Settings, the YAML files that spell them out, and what importing them costs."""
+"""Settings of data, their YAML files, their errors, and the cost of importing them."""
 
 import dataclasses
 import subprocess
@@ -33,11 +33,11 @@ def test_every_source_has_a_file_with_its_defaults():
         (
             Synthetic,
             {"vocab": 3},
-            "data.successors=4 are more than data.vocab=3 tokens to choose from; set data.successors=3 or less",
+            "data.successors=4 exceeds the data.vocab=3 tokens to choose from; set data.successors=3 or less",
         ),
     ],
 )
-def test_settings_that_cannot_be(kind, wrong, message):
+def test_wrong_settings_are_refused(kind, wrong, message):
     with pytest.raises(UserError) as error:
         kind(**wrong)
     assert str(error.value) == message
@@ -51,7 +51,7 @@ def test_settings_that_cannot_be(kind, wrong, message):
         ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
     ],
 )
-def test_arguments_that_cannot_be(wrong, message):
+def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(UserError) as error:
         load(PythonStdlib(), **{"seq_len": 8, "seed": 0, "vocab": 256, **wrong})
     assert str(error.value) == message

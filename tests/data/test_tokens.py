@@ -1,6 +1,7 @@
-"""Files of tokens: written by the script, read back, and every way in which they can be wrong."""
+"""Token files: written by the script, read back, made by NumPy, and every error."""
 
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from moezoo.data import Tokens, load, tokenize_files, train_batches
+from moezoo.data import tokens as tokens_module
 from moezoo.errors import UserError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
@@ -39,7 +41,7 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir() if file.name != "texts")
 
 
-def test_bytes_there_and_back(texts, made):
+def test_bytes_round_trip(texts, made):
     documents = [file.read_bytes() for file in sorted(texts.iterdir())]
     tokens, offsets = np.load(made), np.load(made.with_suffix(".offsets.npy"))
     assert (tokens.dtype, offsets.dtype) == (np.uint16, np.int64)
@@ -59,7 +61,7 @@ def test_bytes_there_and_back(texts, made):
     source = load_tokens(made)
     assert (source.vocab, source.unit) == (256, "byte")
     assert source.summary["sha256"] == digest[:16]
-    assert source.summary["held out"] == "1 document in 20, by a hash of its number"
+    assert source.summary["held out"] == "1 in 20, by a hash of its index"
     assert source.validation.starts.tolist() == offsets[[1, 7, 23, 26]].tolist()
     assert source.train.documents + source.validation.documents == 40
     assert len(source.train) + len(source.validation) == len(tokens)
@@ -68,7 +70,7 @@ def test_bytes_there_and_back(texts, made):
     assert next(train_batches(source, seq_len=4, batch_size=2, seed=0)).tokens.shape == (2, 4)
 
 
-def test_a_tokenizer_travels_along(texts, tmp_path, tokenizer_file):
+def test_the_tokenizer_is_copied(texts, tmp_path, tokenizer_file):
     line = tokenize_files(str(texts), str(tmp_path / "out.npy"), str(tokenizer_file))
     assert line == f"{tmp_path / 'out.npy'}: 118 tokens in 40 documents, uint16"
     assert names(tmp_path) == ["out.json", "out.npy", "out.offsets.npy", "out.tokenizer.json"]
@@ -80,11 +82,18 @@ def test_a_tokenizer_travels_along(texts, tmp_path, tokenizer_file):
     assert load_tokens(tmp_path / "out.npy", vocab=301).decode([0, 1, 9]) == "0 1 9"
 
 
-def test_tokens_of_another_program(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint32) % 700)
-    np.save(tmp_path / "a.offsets.npy", np.array([0, 1000]))
-    source = load_tokens(tmp_path / "a.npy", vocab=700)
+def test_files_made_by_numpy(tmp_path, monkeypatch):
+    """The lines in the documentation of the module; of one document the end is held out."""
+    lines = [line for line in inspect.getdoc(tokens_module).splitlines() if line.startswith("    ") and "np." in line]
+    assert len(lines) == 3
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(line.strip() for line in lines), {"np": np})
+    source = load_tokens(Path("tokens.npy"), vocab=700)
     assert (source.vocab, source.unit, "sha256" in source.summary) == (700, "token", False)
+    assert sorted((len(source.train), len(source.validation))) == [400, 600]
+    np.save("tokens.offsets.npy", np.array([0, 1000]))
+    source = load_tokens(Path("tokens.npy"), vocab=700)
+    assert (len(source.train), len(source.validation)) == (950, 50)
     assert source.summary["held out"] == "the last 5% of the tokens"
 
 
@@ -102,7 +111,7 @@ def test_own_validation_file(made, tmp_path):
         load_tokens(made, validation=str(made))
 
 
-def cut_short(path: Path):
+def truncate(path: Path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
@@ -110,7 +119,7 @@ def save(array, suffix=".npy"):
     return lambda path: np.save(path.with_suffix(suffix), array)
 
 
-def metadata(**changes):
+def change_metadata(**changes):
     def change(path: Path):
         file = path.with_suffix(".json")
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -121,30 +130,38 @@ def metadata(**changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), "{0} is not a file; give a .npy file of token ids, make it with "),
+        (lambda path: path.unlink(), "{0} is not a file; give a .npy file of token ids"),
         (lambda path: path.write_text("hello, this is text"), "{0} cannot be read as a .npy array (the magic"),
-        (lambda path: path.write_text(""), "{0} cannot be read as a .npy array (EOF: "),
-        (cut_short, "{0} cannot be read as a .npy array (mmap length is greater than file size); make it"),
-        (save(np.zeros(9)), "{0} has dtype float64 and shape [9]; it must be uint16 or uint32 and one-dim"),
-        (save(np.zeros((3, 3), np.uint16)), "{0} has dtype uint16 and shape [3, 3]; it must be uint16 or "),
-        (save(np.zeros(9, ">u2")), "{0} has dtype >u2 and shape [9]; it must be uint16 or uint32"),
-        (lambda p: p.with_suffix(".offsets.npy").unlink(), "{0} has no out.offsets.npy beside it, which "),
+        (lambda path: path.write_text(""), "{0} is an empty file; give a .npy file of token ids"),
+        (truncate, "{0} cannot be read as a .npy array (mmap length is greater than file size); make the"),
+        (save(np.zeros(9)), "{0} has dtype float64 and shape [9], expected uint16 or uint32 [tokens]; convert it"),
+        (
+            save(np.arange(9)),
+            "{0} has dtype int64 and shape [9], expected uint16 or uint32 [tokens]; convert it: np.save('",
+        ),
+        (save(np.zeros(0, np.uint16)), "{0} holds no tokens"),
+        (save(np.zeros((3, 3), np.uint16)), "{0} has dtype uint16 and shape [3, 3], expected uint16 or "),
+        (save(np.zeros(9, ">u2")), "{0} has dtype >u2 and shape [9], expected uint16 or uint32"),
+        (
+            lambda p: p.with_suffix(".offsets.npy").unlink(),
+            "{0} needs out.offsets.npy next to it: the index of each document's first token",
+        ),
         (
             save(np.zeros(2, np.int32), ".offsets.npy"),
-            "{0}: out.offsets.npy has dtype int32 and shape [2]; it must be int64 and one-dimensional",
+            "{0}: out.offsets.npy has dtype int32 and shape [2]; it must hold ",
         ),
         (
             save(np.array([0, 900]), ".offsets.npy"),
-            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; make it with moezoo prepare-data again",
+            "{0} has 420 tokens but out.offsets.npy goes from 0 to 900; it must hold ",
         ),
         (save(np.array([1, 420]), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 1 to 420"),
         (save(np.zeros(0, np.int64), ".offsets.npy"), "{0} has 420 tokens but out.offsets.npy goes from 0 to 0"),
-        (save(np.array([0, 9, 5, 420]), ".offsets.npy"), "{0}: out.offsets.npy falls at document 1; make it"),
+        (save(np.array([0, 9, 5, 420]), ".offsets.npy"), "{0}: out.offsets.npy decreases at document 1; it must hold "),
         (lambda path: path.with_suffix(".json").write_text("{"), "{0}: out.json is damaged (Expecting "),
         (lambda path: path.with_suffix(".json").write_text("[]"), "{0}: out.json is damaged (list indices"),
-        (metadata(vocab="256"), "{0}: out.json says vocab='256', unit='byte'; make it with "),
-        (metadata(unit="word"), "{0}: out.json says vocab=256, unit='word'; make it with "),
-        (metadata(vocab=512), "{0} has a vocabulary of 512 tokens but model.vocab=256; set model.vocab=512"),
+        (change_metadata(vocab="256"), "{0}: out.json has vocab='256', unit='byte'; make the files again"),
+        (change_metadata(unit="word"), "{0}: out.json has vocab=256, unit='word'; make the files again"),
+        (change_metadata(vocab=512), "{0} has a vocabulary of 512 tokens but model.vocab=256; set model.vocab=512"),
     ],
 )
 def test_refusals(made, damage, message):
@@ -160,16 +177,14 @@ def test_path_is_required():
         load(Tokens(), seq_len=4, seed=0, vocab=256)
 
 
-def test_no_tokens_at_all(tmp_path):
+def test_an_empty_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    tokenize_files(str(tmp_path / "a.txt"), str(tmp_path / "a.npy"))
-    with pytest.raises(
-        UserError, match=r"^data=tokens leaves 0 bytes for training, but seq_len=4 needs 5 for one window"
-    ):
-        load_tokens(tmp_path / "a.npy")
+    with pytest.raises(UserError, match=r"^path=.*a.txt is an empty file; give a text file or a folder of them$"):
+        tokenize_files(str(tmp_path / "a.txt"), str(tmp_path / "a.npy"))
+    assert names(tmp_path) == ["a.txt"]
 
 
-def test_never_over_a_file(texts, made):
+def test_existing_files_are_kept(texts, made):
     before = {file: file.read_bytes() for file in made.parent.iterdir() if file.is_file()}
     with pytest.raises(UserError, match=r"^.*out.npy already exists; remove it or write to another name$"):
         tokenize_files(str(texts), str(made))
@@ -179,19 +194,17 @@ def test_never_over_a_file(texts, made):
     assert all(file.read_bytes() == content for file, content in before.items() if file != made)
 
 
-def test_whole_or_not_at_all(texts, tmp_path, monkeypatch):
+def test_files_are_complete_or_absent(texts, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(
-        UserError, match=r"^.*out.npy cannot be written \(No space left on device\); give another place$"
-    ):
+    with pytest.raises(UserError, match=r"^out=.*out.npy cannot be written \(No space left on device\); name a file"):
         tokenize_files(str(texts), str(tmp_path / "out.npy"))
     assert names(tmp_path) == []
-    with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\); give another place$"):
+    with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\); name a file"):
         tokenize_files(str(texts), str(tmp_path / "none" / "out.npy"))
-    with pytest.raises(UserError, match=r"^out=out does not end in .npy; give such a name for the tokens$"):
+    with pytest.raises(UserError, match=r"^out=out does not end in .npy; name a .npy file$"):
         tokenize_files(str(texts), "out")
     with pytest.raises(UserError, match=r"^path=none does not exist; give a text file or a folder of them$"):
         tokenize_files("none", str(tmp_path / "out.npy"))
@@ -210,15 +223,8 @@ def test_a_vocabulary_beyond_sixteen_bits(tmp_path):
     assert (tokens.tolist(), tokens.dtype) == ([70_000], np.uint32)
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-
-
 def test_script(texts, tmp_path):
     out = str(tmp_path / "out.npy")
-    first = run_script(f"path={texts}", f"out={out}")
-    assert (first.returncode, first.stderr) == (0, "")
-    assert first.stdout == f"{out}: 420 bytes in 40 documents, uint16\n"
-    second = run_script(f"path={texts}", f"out={out}")
-    assert (second.returncode, second.stdout) == (2, "")
-    assert second.stderr == f"error: {out} already exists; remove it or write to another name\n"
+    done = subprocess.run([sys.executable, str(SCRIPT), f"path={texts}", f"out={out}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{out}: 420 bytes in 40 documents, uint16\n"
