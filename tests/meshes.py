@@ -1,4 +1,4 @@
-"""Meshes of the virtual devices, with axes of any names."""
+"""Meshes with axes of any names."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,6 @@ from jax.sharding import AxisType, Mesh
 
 
 def auto_mesh(devices: Sequence[Any] | None = None, /, **sizes: int) -> Mesh:
-    """A mesh of these axes and sizes over the first of `devices`; axis types are those of the library's own meshes."""
+    """Return a mesh with these axes and sizes over the first of `devices`, all of axis type Auto."""
     chosen = np.array((devices or jax.devices())[: math.prod(sizes.values())])
     return Mesh(chosen.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -14,9 +14,9 @@ from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 
 Implementation = Literal["reference", "chunked"]
-_BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend), "chunked": Backend(chunked.attend)}
-_RUNS_ON = {name: backend.runs_on for name, backend in _BACKENDS.items()}
-assert set(_BACKENDS) == set(get_args(Implementation))
+# A new backend is a file, and a name here and in `Implementation`.
+BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend), "chunked": Backend(chunked.attend)}
+assert set(BACKENDS) == set(get_args(Implementation))
 
 
 def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
@@ -36,7 +36,8 @@ def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ..
 
 
 def _choose(implementation: str | KernelOrder | None, queries: int, keys: int) -> Choice:
-    return choose("attention", _RUNS_ON, implementation, lambda target: _own_order(target, queries, keys))
+    runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
+    return choose("attention", runs_on, implementation, lambda target: _own_order(target, queries, keys))
 
 
 def attend(
@@ -87,7 +88,7 @@ def attend(
     choice = _choose(implementation, q.shape[1], k.shape[1])
 
     def backend(name: str) -> Callable[..., Attended]:
-        return lambda *operands: _BACKENDS[name].attend(*operands, scale=scale, window=window)
+        return lambda *operands: BACKENDS[name].attend(*operands, scale=scale, window=window)
 
     operands = (q, k, v, queries, keys)
     alike = jax.tree.leaves(operands)

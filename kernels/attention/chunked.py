@@ -26,7 +26,7 @@ from moezoo.kernels.attention.base import NOTHING, Attended, Place
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # The most tokens per block: for up to `_SHORT` tokens, and for more.
-_BLOCKS = (64, 128)
+BLOCKS = (64, 128)
 _SHORT = 512
 # The initial value of a query's largest score: below every score, above `NOTHING`, the score of unseen keys. It makes
 # the weights of unseen keys zero, also for a query that sees no key.
@@ -158,7 +158,7 @@ def _plan(
 
 
 def _count_blocks(tokens: int) -> int:
-    return -(-tokens // _BLOCKS[tokens > _SHORT])
+    return -(-tokens // BLOCKS[tokens > _SHORT])
 
 
 def _cut(x: Float[Array, "batch tokens kv_heads group dim"]) -> Float[Array, "blocks kv_heads rows dim"]:

@@ -1,4 +1,4 @@
-"""The naive backend: all scores of up to `_QUERY_CHUNK` queries, and their softmax."""
+"""The naive backend: all scores of up to `QUERY_CHUNK` queries, and their softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 from moezoo.kernels.attention.base import NOTHING, Attended, Place
 from moezoo.parallel.collectives import ATTENTION
 
-# Bounds the memory for scores to [batch, heads, _QUERY_CHUNK, keys].
-_QUERY_CHUNK = 512
+# Bounds the memory for scores to [batch, heads, QUERY_CHUNK, keys].
+QUERY_CHUNK = 512
 _MASKED = -1e30  # finite: a query that sees no key gets uniform weights instead of NaN
 
 
@@ -26,13 +26,13 @@ def attend(
 ) -> Attended:
     """Attend chunk by chunk of queries, each over all keys."""
     length = q.shape[1]
-    if length <= _QUERY_CHUNK:
+    if length <= QUERY_CHUNK:
         return _named(_attend(q, queries, k, v, keys, scale, window))
-    pad = -length % _QUERY_CHUNK
+    pad = -length % QUERY_CHUNK
 
     def chunks(x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
-        return rearrange(padded, "b (n c) ... -> n b c ...", c=_QUERY_CHUNK)
+        return rearrange(padded, "b (n c) ... -> n b c ...", c=QUERY_CHUNK)
 
     @jax.checkpoint  # scores are recomputed in the backward pass
     def one(chunk: tuple[Array, Place]) -> Attended:

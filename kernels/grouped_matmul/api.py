@@ -18,13 +18,13 @@ from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 from moezoo.parallel.stored import Stored, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
-_BACKENDS: dict[str, Backend] = {
+# A new backend is a file, and a name here and in `Implementation`.
+BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
     "blocked": Backend(blocked.multiply, blocked.outer),
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
-_RUNS_ON = {name: backend.runs_on for name, backend in _BACKENDS.items()}
-assert set(_BACKENDS) == set(get_args(Implementation))
+assert set(BACKENDS) == set(get_args(Implementation))
 
 
 def _own_order(target: Target) -> Sequence[str]:
@@ -42,7 +42,8 @@ def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
 
 
 def _choose(implementation: str | KernelOrder | None) -> Choice:
-    return choose("grouped_matmul", _RUNS_ON, implementation, _own_order)
+    runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
+    return choose("grouped_matmul", runs_on, implementation, _own_order)
 
 
 def grouped_matmul(
@@ -133,11 +134,11 @@ def gated(
     """
     choice = _choose(implementation)
     composed = functools.partial(_gated, activation=activation)
-    if not any(_BACKENDS[name].gated for _, name in choice):
+    if not any(BACKENDS[name].gated for _, name in choice):
         return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
 
     def own(name: str) -> Callable[..., Array]:
-        one = _BACKENDS[name].gated
+        one = BACKENDS[name].gated
         return functools.partial(composed, name) if one is None else functools.partial(one, activation=activation)
 
     matrices = (plain(weights, rows.dtype) for weights in (gate, up))
@@ -161,7 +162,7 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(choice, rows, weights, group_sizes):
-    return run(choice, lambda name: lambda *x: _BACKENDS[name].multiply(*x, 1), rows, weights, group_sizes)
+    return run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 1), rows, weights, group_sizes)
 
 
 def _forward(choice, rows, weights, group_sizes):
@@ -170,8 +171,8 @@ def _forward(choice, rows, weights, group_sizes):
 
 def _backward(choice, residuals, cotangent):
     rows, weights, group_sizes = residuals
-    by_rows = run(choice, lambda name: lambda *x: _BACKENDS[name].multiply(*x, 2), cotangent, weights, group_sizes)
-    outer = lambda name: lambda *x: _BACKENDS[name].outer(*x, weights.dtype)  # noqa: E731
+    by_rows = run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 2), cotangent, weights, group_sizes)
+    outer = lambda name: lambda *x: BACKENDS[name].outer(*x, weights.dtype)  # noqa: E731
     return by_rows, run(choice, outer, rows, cotangent, group_sizes), None
 
 

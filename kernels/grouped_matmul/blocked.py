@@ -4,7 +4,7 @@ On a CPU a product inside a loop is one call of a fast matrix product. Three cho
 
 - A group's matrix is sliced out of `weights` once per group, not once per block, and never transposed in memory.
 - A group's rows are cut into large blocks while they fit, then into smaller ones. Only the last block is partly filled,
-  so at most `_BLOCKS[-1] - 1` rows per group are computed in vain.
+  so at most `BLOCKS[-1] - 1` rows per group are computed in vain.
 - Groups without rows are skipped.
 """
 
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.parallel.collectives import vary_like
 
-_BLOCKS = (256, 128, 32)
+BLOCKS = (256, 128, 32)
 
 Mask = Bool[Array, "block 1"] | None
 # (carry, first row of the block, which of its rows count or None for all, rows per block) -> carry
@@ -28,7 +28,7 @@ Step = Callable[[Any, Int[Array, ""], Mask, int], Any]
 
 def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Step, carry: Any) -> Any:
     """Run `step` over blocks that cover rows [start, stop) of `rows` exactly once."""
-    blocks = [block for block in _BLOCKS if block <= rows] or [rows]
+    blocks = [block for block in BLOCKS if block <= rows] or [rows]
     for block in blocks[:-1]:
         count = (stop - start) // block
         carry = lax.fori_loop(jnp.zeros_like(count), count, _whole(start, block, step), carry)
@@ -111,8 +111,8 @@ def outer(
     The rows that do not fill a largest block come first, in one product, so a small group needs no sum.
     """
     ends = jnp.cumsum(group_sizes)
-    total, largest = rows.shape[0], min(_BLOCKS[0], rows.shape[0])
-    sizes = sorted({min(size, largest) for size in range(_BLOCKS[-1], largest + _BLOCKS[-1], _BLOCKS[-1])})
+    total, largest = rows.shape[0], min(BLOCKS[0], rows.shape[0])
+    sizes = sorted({min(size, largest) for size in range(BLOCKS[-1], largest + BLOCKS[-1], BLOCKS[-1])})
 
     def product(first: Int[Array, ""], mask: Mask, block: int) -> Array:
         x, y = _slice(rows, first, mask, block), _slice(others, first, mask, block)

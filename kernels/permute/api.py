@@ -47,7 +47,7 @@ def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count:
     rows = room if bounded else rows
     local = expert_ids.reshape(-1) - first
     key = jnp.where((local >= 0) & (local < count), local, count)
-    order = _stable_argsort(key, count + 1)
+    order = stable_argsort(key, count + 1)
     index = jnp.arange(key.size, dtype=jnp.int32)
     sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     sizes, dropped = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
@@ -73,7 +73,7 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     """
     tokens, k = expert_ids.shape
     key = expert_ids.T.reshape(-1)  # by choice, then by token
-    order = _stable_argsort(key, count + 1)
+    order = stable_argsort(key, count + 1)
     index = jnp.arange(key.size, dtype=jnp.int32)
     sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
     sizes = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
@@ -92,7 +92,7 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     return Plan(source, row, vary_like(jnp.full((count,), capacity, jnp.int32), source), dropped)
 
 
-def _stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
+def stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
     """Return the stable `argsort` of keys below `bound`.
 
     Key and index nearly always fit in one integer, and plain integers sort much faster on a CPU.

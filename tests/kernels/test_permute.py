@@ -1,4 +1,6 @@
-"""Plans and permutations against loops over assignments; gathers in both directions."""
+"""Plans and permutations compared with loops over assignments; both directions are gathers."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
 from moezoo.kernels.permute import permute, plan, unpermute
-from moezoo.kernels.permute.api import _stable_argsort
+from moezoo.kernels.permute.api import stable_argsort
+from moezoo.parallel.traces import equations
 
 TOKENS, EXPERTS, EMBED = 7, 4, 3
 # A product or sum of at most 8 terms of order one, each rounded once to float32.
@@ -18,25 +21,30 @@ PRECISION = {"rtol": 0, "atol": 8 * 4 * 2.0**-24}
 
 
 def there_and_back(expert_ids, tokens, rows, gates, by_rows, by_tokens, *, first, count):
-    """Everything at once, so that each shape compiles once: the plan, both permutations, and all their gradients."""
+    """Return the plan, both permutations and all their gradients from one program, so that each shape compiles once."""
     the_plan = plan(expert_ids, first, count)
+    return the_plan, *forward_and_back(the_plan, tokens, rows, gates, by_rows, by_tokens)
+
+
+def forward_and_back(the_plan, tokens, rows, gates, by_rows, by_tokens):
+    """Return both permutations and their gradients."""
     permuted, pull = jax.vjp(lambda t: permute(t, the_plan), tokens)
     unpermuted, pull_back = jax.vjp(lambda r, w: unpermute(r, w, the_plan), rows, gates)
-    return the_plan, permuted, *pull(by_rows), unpermuted, *pull_back(by_tokens)
+    return permuted, *pull(by_rows), unpermuted, *pull_back(by_tokens)
 
 
 compiled = jax.jit(there_and_back, static_argnames="count")
 
 
 def operands(k, count, seed=0):
-    """Random tokens, rows, gates, and what flows back to rows and to tokens."""
+    """Return random tokens, rows, gates, and cotangents of rows and of tokens."""
     rng, rows = np.random.default_rng(seed), TOKENS * min(k, count)
     shapes = (TOKENS, EMBED), (rows, EMBED), (TOKENS, k), (rows, EMBED), (TOKENS, EMBED)
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
 def loop_plan(expert_ids, first, count):
-    """(source of each used row, row of each assignment that has one, rows of each expert)."""
+    """Return the source of each used row, the row of each assignment that has one, and the rows per expert."""
     source, row, sizes = [], {}, []
     for expert in range(first, first + count):
         here = [(t, c) for t, c in np.ndindex(expert_ids.shape) if expert_ids[t, c] == expert]
@@ -49,15 +57,15 @@ def loop_plan(expert_ids, first, count):
 
 @st.composite
 def choices(draw, k):
-    """Distinct experts a token, in any order; the number of experts where a choice or a whole token goes nowhere."""
+    """Draw distinct experts per token, in any order; the number of experts where a choice goes nowhere."""
     allowed = draw(st.sets(st.integers(0, EXPERTS - 1)))  # the others stay empty
     tokens = [draw(st.permutations(range(EXPERTS))) for _ in range(TOKENS)]
     return np.asarray([[e if e in allowed else EXPERTS for e in token[:k]] for token in tokens], np.int32)
 
 
-@pytest.mark.parametrize(("k", "count"), [(1, EXPERTS), (2, 1), (2, EXPERTS), (3, 2), (EXPERTS, 2), (EXPERTS, EXPERTS)])
+@pytest.mark.parametrize(("k", "count"), [(1, EXPERTS), (2, 1), (3, 2), (EXPERTS, EXPERTS)])
 def test_equals_loops(k, count):
-    @settings(max_examples=20)
+    @settings(max_examples=15)
     @given(expert_ids=choices(k), first=st.integers(0, EXPERTS - count), seed=st.integers(0, 9))
     def compare(expert_ids, first, seed):
         tokens, rows, gates, by_rows, by_tokens = operands(k, count, seed)
@@ -86,29 +94,24 @@ def test_equals_loops(k, count):
     compare()
 
 
-def forward_and_back(the_plan, tokens, rows, gates, by_rows, by_tokens):
-    """Both permutations and their gradients, without the sort."""
-    permuted, pull = jax.vjp(lambda t: permute(t, the_plan), tokens)
-    unpermuted, pull_back = jax.vjp(lambda r, w: unpermute(r, w, the_plan), rows, gates)
-    return permuted, *pull(by_rows), unpermuted, *pull_back(by_tokens)
-
-
+@functools.cache
 def whole_plan():
-    """All expert_ids for every token, in random order."""
+    """Return a plan in which every token goes to all experts, in random order."""
     expert_ids = np.tile(np.arange(EXPERTS, dtype=np.int32), (TOKENS, 1))
-    return plan(jnp.asarray(np.random.default_rng(0).permuted(expert_ids, axis=1)), 0, EXPERTS)
+    return jax.jit(lambda ids: plan(ids, 0, EXPERTS))(np.random.default_rng(0).permuted(expert_ids, axis=1))
 
 
-def test_gathers_both_ways():
-    """Adding by scatter would be slow on accelerators and, in any order the hardware likes, not deterministic."""
-    program = str(jax.make_jaxpr(forward_and_back)(whole_plan(), *operands(EXPERTS, EXPERTS)))
-    assert "gather[" in program
-    assert "scatter" not in program
+def test_both_directions_are_gathers():
+    """A scatter-add is slow on accelerators, and adds in an order that the hardware chooses."""
+    program = jax.make_jaxpr(forward_and_back)(whole_plan(), *operands(EXPERTS, EXPERTS))
+    primitives = {equation.primitive.name for equation, *_ in equations(program)}
+    assert "gather" in primitives
+    assert not any("scatter" in name for name in primitives)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_are_in_the_order_of_choices_and_in_float32(dtype):
-    """The same bits every time. With gates of one every product is exact, so order and precision are all there is."""
+    """With gates of one every product is exact, so the bits depend only on order and precision."""
     the_plan = whole_plan()
     tokens, rows, gates, by_rows, by_tokens = (jnp.asarray(x, dtype) for x in operands(EXPERTS, EXPERTS))
     ones = jnp.ones_like(gates, dtype=jnp.float32)
@@ -123,21 +126,21 @@ def test_sums_are_in_the_order_of_choices_and_in_float32(dtype):
         np.testing.assert_array_equal(token_gradient, jnp.asarray(by_token, dtype))
 
 
-stable_argsort = jax.jit(_stable_argsort, static_argnums=1)
+argsort = jax.jit(stable_argsort, static_argnums=1)
 
 
 @settings(max_examples=30)
 @given(keys=st.lists(st.integers(0, 2**26 - 1) | st.integers(0, 2), min_size=64, max_size=64))
 def test_both_sorts_are_stable(keys):
-    # Of 64 keys below 2**26, the largest and its place do not fit one int32 together.
+    # For 64 keys below 2**26, the largest key and its index do not fit in one int32.
     for bound in (2**26, 2**25 - 1, 5):
         key = np.asarray(keys, np.int32) % bound
-        np.testing.assert_array_equal(stable_argsort(key, bound), np.argsort(key, kind="stable"))
+        np.testing.assert_array_equal(argsort(key, bound), np.argsort(key, kind="stable"))
 
 
 @pytest.mark.parametrize("split", ["expert_ids", "tokens", "gates"])
 def test_results_vary_wherever_an_operand_does(split):
-    """A result typed as the same on all devices while it is not makes gradients silently wrong."""
+    """Otherwise gradients would be silently wrong."""
     mesh = auto_mesh(x=2)
     expert_ids = np.tile(np.arange(2, dtype=np.int32), (2, TOKENS, 1))
     tokens, rows, gates, *_ = (np.tile(x, (2, 1, 1)) for x in operands(2, 2))

@@ -1,4 +1,4 @@
-"""Annotations are the only declaration of a parameter: what they say, and that nothing goes undeclared."""
+"""Annotations declare parameters: roles, axes, tables, masks, and refusals of undeclared arrays."""
 
 from typing import get_type_hints
 
@@ -41,13 +41,13 @@ class Outer(eqx.Module):
 
 
 def outer(shift=None):
-    """Distinct sizes, so that no two axes can be mistaken for each other."""
+    """Return a module whose axes all have different sizes."""
     inner = Inner(jnp.ones(3), shift, 3)
     stacked = Stack((Inner(jnp.ones((2, 3)), None, 3),), 2)
     return Outer(jnp.ones((7, 3)), jnp.ones((4, 5, 3)), jnp.ones((6, 3, 8)), jnp.ones(6), (inner,), stacked)
 
 
-def test_annotations_say_role_and_axes():
+def test_annotations_declare_role_and_axes():
     axes = axes_of(outer(shift=jnp.ones(3)))
     assert (axes.table.role, axes.table.names) == (Role.EMBEDDING, ("vocab", "embed"))
     assert axes.out == Axes(Role.WEIGHT, (), ("heads", "head_dim"), ("embed",))
@@ -71,7 +71,7 @@ def test_stacked_layers_gain_a_layer_axis():
 
 
 def test_layers_and_experts_number_independent_matrices():
-    """Stacking adds a number of the matrix and leaves its inputs and outputs as they are."""
+    """Stacking adds an axis of matrices and leaves their inputs and outputs unchanged."""
     model = jax.eval_shape(lambda: Mixtral(MixtralConfig(layers=3), key=jax.random.key(0)))
     table = {path: (axes, shape) for path, axes, shape in parameter_table(model)}
     axes, shape = table[".stacks[0].blocks[0].feed_forward.experts.down"]
@@ -111,7 +111,7 @@ def test_a_bias_is_trained_and_counted():
 
 
 def test_the_annotation_is_jaxtypings_underneath():
-    """So a run-time type checker still sees the shape."""
+    """A run-time type checker checks the shape."""
     hint = get_type_hints(Outer)["experts"]
     assert isinstance(jnp.ones((6, 3, 8)), hint)
     assert not isinstance(jnp.ones((6, 3)), hint)
@@ -123,17 +123,17 @@ def test_an_array_without_axes_is_refused():
         scale: Scale[Array, "norm"]
         plain: Array
 
-    with pytest.raises(TypeError, match=r"^Undeclared\.plain has shape \(2, 3\) but declares no axes$"):
+    with pytest.raises(TypeError, match=r"^Undeclared\.plain has shape \(2, 3\)"):
         axes_of(Undeclared(jnp.ones(3), jnp.ones((2, 3))))
 
 
-def test_a_weight_says_which_way_it_goes():
-    with pytest.raises(TypeError, match=r"^a weight says 'inputs -> outputs', got 'embed mlp'$"):
+def test_a_weight_needs_inputs_and_outputs():
+    with pytest.raises(TypeError, match=r"inputs -> outputs.*embed mlp"):
         Weight[Array, "embed mlp"]
 
 
 def test_parameter_table_of_mixtral():
-    """Every parameter of the family by path, role, axes and shape; a change here changes checkpoints and layouts."""
+    """Paths, roles, axes and shapes of a family; a change here changes checkpoints and layouts."""
     config = MixtralConfig(
         vocab=11, embed=12, layers=3, heads=4, kv_heads=2, head_dim=6, expert_mlp=5, experts=8, experts_per_token=2
     )

@@ -1,4 +1,4 @@
-"""What is read off a traced program: how often collectives run, what they bring, in which part and pass."""
+"""Reading traced programs: counts, bytes, scopes and phases of collectives."""
 
 from collections import Counter
 from typing import Any
@@ -15,17 +15,17 @@ from moezoo.parallel.traffic import Phase, Row
 
 
 def trace(function: Any) -> Any:
-    """The program of a function of one array [16, 4] float32 that is split over two axes: [2, 4] on a device."""
+    """Trace a function of an array [16, 4] float32 that is split over two axes: [2, 4] per device."""
     mesh, split = auto_mesh(a=2, b=4), PartitionSpec(("a", "b"))
     return jax.make_jaxpr(jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split))(jnp.ones((16, 4)))
 
 
 def count(function: Any) -> Counter:
-    """Its collectives."""
+    """Count the collectives of a function."""
     return count_collectives(trace(function))
 
 
-def test_counter_reads_axes_and_rounds():
+def test_counts_axes_and_iterations():
     def looped(x: Any) -> Any:
         once = lambda c, _: (lax.ppermute(c + lax.psum(c, ("b", "a")).sum(), "b", [(0, 1)]), None)  # noqa: E731
         return lax.scan(lambda c, _: (lax.scan(once, c, None, length=3)[0], None), x, None, length=2)[0]
@@ -39,7 +39,7 @@ def test_counter_reads_axes_and_rounds():
     assert count(looped) == {("psum", ("a", "b")): 6, ("ppermute", ("b",)): 6}
 
 
-def test_counter_refuses_what_it_cannot_know():
+def test_refuses_unknown_numbers_of_runs():
     def exchange(x: Any) -> Any:
         return lax.ppermute(x, "a", [(0, 1), (1, 0)])
 
@@ -50,7 +50,7 @@ def test_counter_refuses_what_it_cannot_know():
     assert count(lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x)) == {}
 
 
-def test_says_which_part_and_pass_a_collective_belongs_to():
+def test_scope_and_phase_of_a_collective():
     def gather_and_sum(x: Any) -> Any:
         with jax.named_scope("inner"):
             whole = lax.all_gather(jnp.sin(x), "b", tiled=True)
@@ -67,7 +67,7 @@ def test_says_which_part_and_pass_a_collective_belongs_to():
         with jax.named_scope("norm"):
             return value * gradient * lax.psum(gradient.sum(), ("b", "a"))
 
-    # The sum is not repeated, as nothing needs its result again.
+    # The sum is not recomputed: the backward pass does not need its result.
     parts: list[tuple[str, Phase, str]] = [
         ("/inner", "forward", "all_gather"),
         ("", "forward", "reduce_scatter"),
@@ -77,13 +77,13 @@ def test_says_which_part_and_pass_a_collective_belongs_to():
     ]
     expected = {Row("norm", "outside", "psum", ("a", "b")): (1, 2 * 4)}
     for scope, times in (("layers", 3), ("head", 1)):
-        for part, phase, kind in parts:  # each brings three other devices' 2 x 4 numbers
+        for part, phase, kind in parts:  # each brings 2 x 4 numbers from three other devices
             expected[Row(scope + part, phase, kind, ("b",))] = (times, times * 3 * 32)
     assert collective_traffic(trace(step)) == expected
 
 
 def test_dead_code_does_not_count():
-    """A gather whose result nothing needs, in every kind of program that holds another."""
+    """An unused gather does not count inside any kind of nested program."""
 
     def both(x: Any) -> Any:
         return lax.ppermute(x, "b", [(0, 1)]), lax.all_gather(x, "b", tiled=True)
@@ -105,4 +105,4 @@ def test_dead_code_does_not_count():
     }
     for name, holder in holders.items():
         assert count(lambda x, holder=holder: holder(x)[0]) == {("ppermute", ("b",)): 1}, name
-        assert len(count(holder)) == 2, name  # where it is needed, it counts
+        assert len(count(holder)) == 2, name  # if its result is used, it counts
