@@ -112,7 +112,7 @@ def read_grouped(mapping: Mapping[str, Any], keys: Mapping[str, str], defaults: 
     """Return the settings of a family with grouped-query attention and a softmax router.
 
     `keys` maps our names to the keys of config.json; `defaults` has values for keys that are missing or null. Raises
-    `UserError` for settings that such families do not have.
+    `UserError` for settings that these families do not have.
     """
     refuse_tied(mapping)
     check_activation(mapping)

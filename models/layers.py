@@ -139,7 +139,7 @@ def run_layers(
 
     | use | `cache`, `keep` | returns |
     |---|---|---|
-    | training | neither | routing sums; layers are rematerialised as `execution.remat` says |
+    | training | neither | routing sums; layers are rematerialised by `execution.remat` |
     | reading a prompt, recording modules | `keep` | in `kept`, what `keep` returns for each layer |
     | reading one more token | `cache` | in `kept`, the cache with this token written |
 

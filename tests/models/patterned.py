@@ -1,4 +1,4 @@
-"""A family that only tests have: all that layers may differ in, in a pattern, with norms after each part."""
+"""A family for tests: layers that differ in everything they may, in a pattern, with norms after each part."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ F32 = jnp.dtype("float32")
 
 
 class Kind(NamedTuple):
-    """What a layer is: a window or None, and whether it has experts."""
+    """The structure of a layer: a window or None, and whether it has experts."""
 
     window: int | None
     experts: bool
@@ -41,18 +41,18 @@ NUMBERS = [LayerNumbers(10.0 * (i + 1), 1.0 - 0.1 * i) for i in range(len(KINDS)
 
 @dataclasses.dataclass(frozen=True)
 class Clamped(Activation):
-    """Another activation than any family has: as clamped and shifted as gpt-oss's."""
+    """An activation that no family has: clamped and shifted, like that of gpt-oss."""
 
     limit: float = 0.5
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        """Zero where the gate is."""
+        """Return the activation; 0 where the gate is."""
         return jnp.minimum(gate, self.limit) * jax.nn.sigmoid(1.7 * gate) * (jnp.clip(up, -self.limit, self.limit) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class PatternedConfig(GroupedAttentionConfig):
-    """Tiny."""
+    """Tiny sizes."""
 
     vocab: int = 40
     embed: int = 16
@@ -73,7 +73,7 @@ class PatternedConfig(GroupedAttentionConfig):
 
 
 def make_block(kind: Kind, key: Array) -> Block:
-    """One layer."""
+    """Return one layer."""
     c, keys = PatternedConfig(), jax.random.split(key, 4)
     attention = Attention(
         c.embed,
@@ -97,19 +97,8 @@ def make_block(kind: Kind, key: Array) -> Block:
     return Block(norms[0], attention, norms[1], feed_forward, norms[2], norms[3])
 
 
-def noisy(tree: Any) -> Any:
-    """Every array that starts as zeros or ones told apart from that."""
-    rng = np.random.default_rng(0)
-
-    def change(x: Any) -> Any:
-        plain = bool((x == x.reshape(-1)[0]).all())
-        return x + jnp.asarray(0.2 * plain * rng.standard_normal(x.shape), x.dtype)
-
-    return jax.tree.map(change, tree)
-
-
 class Patterned(LanguageModel):
-    """All of it in two stacks: two periods of two kinds, and a layer."""
+    """Two stacks: two periods of two kinds, and one layer."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
@@ -123,3 +112,18 @@ class Patterned(LanguageModel):
         self.unembedding = Unembedding(
             c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=F32, key=jax.random.key(2)
         )
+
+
+def make_model() -> Patterned:
+    """Return a model with random numbers in every array, also where a new model has zeros or ones.
+
+    Numbers come from NumPy: compiling the initial values of five kinds of layer takes seconds.
+    """
+    rng = np.random.default_rng(0)
+
+    def fill(path: Any, shape: Any) -> Array:
+        name, std = jax.tree_util.keystr(path), 0.25
+        return jnp.asarray(("scale" in name) + std * rng.standard_normal(shape.shape), shape.dtype)
+
+    shapes = jax.eval_shape(lambda: Patterned(jax.random.split(jax.random.key(0), len(KINDS))))
+    return jax.tree_util.tree_map_with_path(fill, shapes)

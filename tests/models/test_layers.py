@@ -1,4 +1,4 @@
-"""The one loop over layers of a pattern, against the same blocks called one after the other."""
+"""Layers that repeat a pattern, run by one loop, against the same blocks called one after the other."""
 
 import functools
 import itertools
@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patterned import KINDS, NUMBERS, Patterned, noisy
+from patterned import KINDS, NUMBERS, make_model
 
 import moezoo
 from moezoo.generation import generate as generation
@@ -21,25 +20,22 @@ from moezoo.nn.positions import Context
 from moezoo.parallel.context_parallel import Place
 
 VOCAB, LENGTH, NEW = 40, 6, 8
-TOKENS = np.random.default_rng(0).integers(1, VOCAB, (4, LENGTH)).astype(np.int32)
+TOKENS = np.random.default_rng(0).integers(1, VOCAB, (4, LENGTH + NEW)).astype(np.int32)
 WITH_EXPERTS = [i for i, kind in enumerate(KINDS) if kind.experts]
 
 
-@functools.cache
-def model() -> Any:
-    """A model of the pattern, every array random."""
-    return noisy(jax.jit(lambda: Patterned(jax.random.split(jax.random.key(0), len(KINDS))))())
+model = functools.cache(make_model)
 
 
 def unstacked(model: Any) -> list[Any]:
-    """The blocks in order: two periods of two kinds, then one layer."""
+    """Return the blocks in order: two periods of two kinds, then one layer."""
     first, last = model.stacks
     cut = lambda block, i: jax.tree.map(lambda x: x[i], block)  # noqa: E731
     return [cut(block, i) for i in range(2) for block in first.blocks] + [cut(last.blocks[0], 0)]
 
 
-def naive(model: Any, tokens: Any) -> tuple[Any, Any]:
-    """Logits, and assignments to each expert [layers with experts, experts]."""
+def one_after_the_other(model: Any, tokens: Any) -> tuple[Any, Any]:
+    """Return logits, and assignments to each expert [layers with experts, experts], from a loop over blocks."""
     execution, loads = moezoo.Execution(), []
     at = Place(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
     x = model.embedding.weight[tokens]
@@ -48,6 +44,20 @@ def naive(model: Any, tokens: Any) -> tuple[Any, Any]:
         if sums is not None:
             loads.append(sums.counts.sum(0))
     return model.unembedding(x), jnp.stack(loads)
+
+
+def value_and_gradients(run: Any) -> Any:
+    """Return the program of `run(model, tokens)` -> logits, loads: (loss, (logits, loads)) and gradients."""
+
+    def loss(model: Any, tokens: Any) -> Any:
+        logits, load = run(model, tokens)
+        return (jax.nn.log_softmax(logits)[..., 0] ** 2).sum(), (logits, load)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+# The only compiled program of the loop: all tests that need its logits or gradients use it.
+by_blocks = value_and_gradients(one_after_the_other)
 
 
 def test_kinds_are_cut_into_periods():
@@ -62,7 +72,7 @@ def test_kinds_are_cut_into_periods():
 
 @given(st.text(alphabet="AB", min_size=1, max_size=12))
 def test_a_cut_gives_the_kinds_back(kinds):
-    """Whatever the kinds; and no cut into single layers that repeat is shorter."""
+    """For any kinds; and no cut into runs of equal layers has fewer blocks."""
     periods, found = find_periods(kinds), ""
     for period, count in periods:
         found += kinds[len(found) : len(found) + period] * count
@@ -81,22 +91,15 @@ def test_places():
     assert [p.routing_row for p in places if p.routing_row is not None] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("remat", ["offload", "none"])
-def test_equals_the_blocks_one_after_the_other(remat):
-    """Logits, loads and every gradient, with remat or without."""
+def test_equals_the_blocks_one_after_the_other():
+    """Logits, loads and every gradient, rematerialised; the whole suite of parity has the other policies."""
 
-    def loss(run: Any, model: Any) -> Any:
-        logits, load = run(model)
-        return (jax.nn.log_softmax(logits)[..., 0] ** 2).sum(), (logits, load)
-
-    def ours(model: Any) -> Any:
-        out = model(TOKENS, execution=moezoo.Execution(remat=remat))
+    def ours(model: Any, tokens: Any) -> Any:
+        out = model(tokens, execution=moezoo.Execution(remat="offload"))
         return out.logits, out.routing.load
 
-    (_, (wanted, load)), gradients = jax.jit(
-        jax.value_and_grad(functools.partial(loss, lambda m: naive(m, jnp.asarray(TOKENS))), has_aux=True)
-    )(model())
-    (_, (found, own_load)), own = jax.jit(jax.value_and_grad(functools.partial(loss, ours), has_aux=True))(model())
+    (_, (wanted, load)), gradients = by_blocks(model(), TOKENS)
+    (_, (found, own_load)), own = value_and_gradients(ours)(model(), TOKENS)
     np.testing.assert_array_equal(own_load, load)
     # Five layers of some hundred roundings each.
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
@@ -105,19 +108,19 @@ def test_equals_the_blocks_one_after_the_other(remat):
 
 
 def test_each_kind_has_the_cache_it_needs():
-    """A window's layers keep its tokens alone, the others all; and the next tokens are those of the whole text."""
-    read = jax.jit(naive)
-    padded = np.pad(TOKENS, ((0, 0), (0, NEW)))
+    """Layers with a window keep its tokens, the others keep all; the next tokens are those of the whole text."""
+    prompt = TOKENS[:, :LENGTH]
+    padded = np.pad(prompt, ((0, 0), (0, NEW)))
     for at in range(LENGTH, LENGTH + NEW):
-        logits = np.asarray(read(model(), jnp.asarray(padded))[0])[:, at - 1]
+        logits = np.asarray(by_blocks(model(), padded)[0][1][0])[:, at - 1]
         top = np.sort(logits, axis=-1)
         assert (top[:, -1] - top[:, -2]).min() > 1e-4  # no near tie that rounding could turn
         padded[:, at] = logits.argmax(-1)
-    np.testing.assert_array_equal(moezoo.generate(model(), TOKENS, max_new_tokens=NEW), padded)
+    np.testing.assert_array_equal(moezoo.generate(model(), prompt, max_new_tokens=NEW), padded)
 
     def prefill(model: Any) -> Any:
-        at = Place(jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape), jnp.ones_like(jnp.asarray(TOKENS)))
-        return generation.prefill(model, jnp.asarray(TOKENS), at, 14, moezoo.Execution()).cache
+        at = Place(jnp.broadcast_to(jnp.arange(LENGTH), prompt.shape), jnp.ones_like(jnp.asarray(prompt)))
+        return generation.prefill(model, jnp.asarray(prompt), at, 14, moezoo.Execution()).cache
 
     cache = jax.eval_shape(prefill, model())
     slots = [[jax.tree.leaves(kept)[0].shape[:3] for kept in stack] for stack in cache.kept]
@@ -128,7 +131,7 @@ def test_each_kind_has_the_cache_it_needs():
 def test_a_step_moves_the_choice_bias_of_the_layer_that_had_the_load():
     load = np.full((len(WITH_EXPERTS), 8), 4, np.int32)
     for row in range(len(load)):
-        load[row, row] = 9  # above the mean, and so the others below
+        load[row, row] = 9  # above the mean, so the others are below
     moved = unstacked(model().after_step(jnp.asarray(load)))
     for row, layer in enumerate(WITH_EXPERTS):
         after, before = (blocks[layer].moe.router.choice_bias for blocks in (moved, unstacked(model())))
@@ -152,19 +155,18 @@ def test_names_count_layers_and_not_periods():
     assert tensors["layers.4.q.bias"].parts == (("stacks[1].blocks[0].attention.query_bias", (0,)),)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 1, "expert": 4}, {"fsdp": 2, "expert": 2, "context": 2}])
-def test_a_mesh_changes_nothing(mesh):
-    execution = moezoo.Execution(
-        moezoo.make_mesh(moezoo.MeshShape(**mesh)), moezoo.compose().rules, moezoo.compose("dispatch=ragged").dispatch
-    )
+def test_a_mesh_changes_nothing():
+    """With tokens and experts split over batch, sequence and expert axes."""
+    mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=2, expert=2, context=2))
+    execution = moezoo.Execution(mesh, moezoo.compose().rules, moezoo.compose("dispatch=ragged").dispatch)
     found = jax.jit(lambda m: m(TOKENS, execution=execution))(moezoo.place(model(), execution))
-    wanted = jax.jit(lambda m: m(TOKENS))(model())
-    np.testing.assert_array_equal(found.routing.load, wanted.routing.load)
-    np.testing.assert_allclose(found.logits, wanted.logits, rtol=0, atol=1e-5 * np.abs(wanted.logits).max())
+    wanted, load = by_blocks(model(), TOKENS)[0][1]
+    np.testing.assert_array_equal(found.routing.load, load)
+    np.testing.assert_allclose(found.logits, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_a_block_by_its_formula():
-    """Each part behind its norm, normalised again, and added to the stream."""
+    """Each part reads the normalised stream; its result is normalised and added."""
     block, x = unstacked(model())[0], jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16), np.float32))
     at = Place(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
     context, execution = Context(at, at, NUMBERS[0]), moezoo.Execution()

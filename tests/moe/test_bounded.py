@@ -1,19 +1,19 @@
-"""Strategies with a bound, against the loop over the assignments that their definition leaves."""
+"""Strategies with a bound, against a loop over the assignments that fit by their definition."""
 
 import math
 
 import numpy as np
 import pytest
+from dispatch_cases import BOUNDS, LAYOUTS, Case, assign, compare
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_dispatch import BOUNDS, LAYOUTS, STRATEGIES, Case, assign, compare
 
 from moezoo.errors import UserError
-from moezoo.moe.dispatch import Capacity, Ragged, Ring
+from moezoo.moe.dispatch import STRATEGIES, Capacity, ExpertGroup, Ragged, Ring
 
 
 def devices(case):
-    """The tokens of each device of each expert group, in order; None fills up a share."""
+    """Return the tokens of each device of each expert group, in order; None is padding of a share."""
     axes = LAYOUTS[case.group].shape
     groups = math.prod(axes.values()) // case.group if axes else 1
     shards = np.arange(case.tokens).reshape(groups, -1).tolist()
@@ -23,12 +23,12 @@ def devices(case):
 
 
 def chosen(experts, tokens, wanted):
-    """Assignments of some tokens to an expert, in order."""
+    """Return the assignments of `tokens` to the expert `wanted`, in order."""
     return [(t, c) for t in tokens if t is not None for c, e in enumerate(experts[t]) if e == wanted]
 
 
 def drops(case, experts):
-    """Assignments without a place, by the strategies' definitions."""
+    """Mark the assignments without room, by the definition of the strategy."""
     lost, local = np.zeros(experts.shape, bool), case.experts // case.group
     for group in devices(case):
         share = len(group[0])
@@ -53,15 +53,14 @@ def drops(case, experts):
     return lost
 
 
-# 24 and 26 tokens: shares that divide, and some filled up.
+# 5 tokens per device of a group; 26 replicated ones do not divide, so shares are padded.
 CASES = [
     Case(strategy, group, placed, tokens, 8, 2, factor)
     for strategy in BOUNDS
     for group, placed, tokens, factor in [
         (1, "split", 24, 0.7),
-        (2, "split", 24, 0.5),
-        (4, "split", 24, 1.0),
-        (8, "split", 24, 1.25),
+        (4, "split", 40, 0.5),
+        (8, "split", 40, 1.25),
         (4, "replicated", 26, 0.75),
     ]
 ]
@@ -69,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.placed}-{c.group}-{c.factor}")
 def test_drops_what_its_definition_says_and_nothing_else(case):
-    """Outputs, counts and every gradient: what is dropped moves neither a token nor a router's weight."""
+    """Outputs, counts and every gradient: what is dropped contributes to none of them."""
     seen = []
 
     @settings(max_examples=8)
@@ -87,18 +86,22 @@ def test_drops_what_its_definition_says_and_nothing_else(case):
 
 @pytest.mark.parametrize("strategy", BOUNDS)
 def test_a_bound_at_which_nothing_can_drop_is_none(strategy):
-    for factor in (8.0, 1000.0):
-        case = Case(strategy, 4, "split", 24, 8, 2, factor)
-        assert not drops(case, assign(case, [3, 4], 0.0, 0)).any()
-        compare(case, [3, 4], 0.0, 0)
+    case = Case(strategy, 4, "split", 40, 8, 2, 8.0)
+    assert not drops(case, assign(case, [3, 4], 0.0, 0)).any()
+    compare(case, [3, 4], 0.0, 0)
+    # A larger factor gives no more room, so the same program.
+    group = ExpertGroup(("expert",), 4, 8)
+    loose, exact = (case._replace(factor=factor).dispatch for factor in (1000.0, None))
+    assert loose.rows(5, 2, group) == case.dispatch.rows(5, 2, group) == exact.rows(5, 2, group)
+    assert not loose.can_drop(5, 2, group)
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [(Capacity, "capacity_factor"), (Ragged, "buffer_factor"), (Ring, "buffer_factor")]
 )
-def test_bounds(kind, name):
+def test_refuses_a_bound_that_is_not_a_positive_number(kind, name):
     for factor in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(UserError, match=f"dispatch.{name}={factor} must be greater than 0, or null for no bound"):
+        with pytest.raises(UserError, match=f"dispatch.{name}={factor} must be "):
             kind(**{name: factor})
     assert getattr(kind(**{name: 0.5}).exact, name) is None
 

@@ -1,15 +1,16 @@
-"""Ways to choose and weigh experts, and the choice bias, against a loop over tokens."""
-
-import itertools
+"""Every way to choose experts and weigh them, and the choice bias, against a loop over tokens."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import moezoo
 from moezoo.moe.dispatch import Ring
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 
 BATCH, SEQ, EMBED, EXPERTS = 2, 6, 5, 8
@@ -17,7 +18,7 @@ PRECISION = 32 * 2.0**-24
 
 
 def loop(scores, bias, choice, k):
-    """A token's experts and gates, from its scores."""
+    """Return the experts and gates of a token with these scores."""
     eligible = list(range(EXPERTS))
     if choice.groups > 1:
         size = EXPERTS // choice.groups
@@ -36,14 +37,14 @@ def loop(scores, bias, choice, k):
     return chosen, gates * choice.scale
 
 
+# Every pair of values of score, groups with their score, gates and choice bias is in one of them.
 CHOICES = [
-    Choice(score, groups, min(2, groups), group_score, gates, 2.5, bias)  # type: ignore[arg-type]
-    for score, (groups, group_score), gates, bias in itertools.product(
-        ("softmax", "sigmoid"),
-        ((1, "max"), (4, "max"), (4, "sum_of_top2")),
-        ("renormalised", "scores"),
-        ("none", "learned"),
-    )
+    Choice("softmax", 1, 1, "max", "renormalised", 2.5, "none"),
+    Choice("softmax", 4, 2, "max", "scores", 2.5, "learned"),
+    Choice("softmax", 4, 2, "sum_of_top2", "renormalised", 2.5, "learned"),
+    Choice("sigmoid", 1, 1, "max", "scores", 2.5, "learned"),
+    Choice("sigmoid", 4, 2, "max", "renormalised", 2.5, "none"),
+    Choice("sigmoid", 4, 2, "sum_of_top2", "scores", 2.5, "none"),
 ]
 
 
@@ -51,7 +52,7 @@ CHOICES = [
 def test_equals_a_loop_over_tokens(choice):
     rng = np.random.default_rng(3)
     x, weight = rng.standard_normal((BATCH, SEQ, EMBED)), rng.standard_normal((EMBED, EXPERTS))
-    # Large enough to change choices, so that gates made of biased scores would show.
+    # Large enough to change choices, so gates of biased scores would be noticed.
     bias = rng.standard_normal(EXPERTS).astype(np.float32) * (choice.choice_bias == "learned")
     router = Router(EMBED, EXPERTS, 3, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     assert (router.choice_bias is None) == (choice.choice_bias == "none")
@@ -82,18 +83,18 @@ def test_equals_a_loop_over_tokens(choice):
     np.testing.assert_allclose(sums.probabilities, probabilities, rtol=0, atol=SEQ * PRECISION)
 
 
-def test_the_bias_has_no_gradient_and_the_gates_have():
+def test_gates_have_a_gradient_and_the_choice_bias_has_none():
     choice = Choice(score="sigmoid", choice_bias="learned")
     router = Router(EMBED, EXPERTS, 2, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x, valid = jax.random.normal(jax.random.key(1), (BATCH, SEQ, EMBED)), jnp.ones((BATCH, SEQ), bool)
-    gradient = jax.grad(lambda r: (r(x, valid).assignment.gates[:, 0] ** 2).sum())(router)
+    gradient = jax.jit(jax.grad(lambda r: (r(x, valid).assignment.gates[:, 0] ** 2).sum()))(router)
     assert not np.asarray(gradient.choice_bias).any()
     assert np.asarray(gradient.weight).any()
 
 
 @pytest.mark.parametrize("load", [[[3, 3, 3, 3]], [[5, 1, 3, 3]], [[7, 0, 0, 0], [0, 2, 3, 0]], [[2**30, 0, 2**29, 1]]])
-def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
-    """sign(sum(c) - E c_e), in whole numbers of any size: no mean is rounded, no product overflows."""
+def test_the_choice_bias_moves_by_the_sign_of_the_missing_load(load):
+    """By sign(sum(c) - E c_e), exactly for integers of any size: no mean is rounded, no product overflows."""
     layers = len(load)
     router = Router(
         EMBED, 4, 1, Choice(choice_bias="learned", bias_rate=0.25), dtype=jnp.dtype("float32"), key=jax.random.key(0)
@@ -105,18 +106,19 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing(load):
     np.testing.assert_array_equal(moved, start + 0.25 * np.asarray(wanted, np.float32))
 
 
-def test_a_trained_bias_is_not_what_balances():
-    """The choice bias moves, the trained one stays; each chooses in its own way."""
+def test_balancing_moves_the_choice_bias_and_not_the_trained_one():
+    """The choice bias moves and the trained bias stays; both change the choice."""
     choice = Choice("sigmoid", choice_bias="learned", bias_rate=0.125)
     router = Router(EMBED, 4, 1, choice, bias="trained", dtype=jnp.dtype("float32"), key=jax.random.key(0))
     moved = router.rebalance(jnp.asarray([3, 1, 0, 0]))
     np.testing.assert_array_equal(moved.choice_bias, [-0.125, 0, 0.125, 0.125])
     np.testing.assert_array_equal(moved.bias, np.zeros(4))
     x, valid = jnp.zeros((1, 1, EMBED)), jnp.ones((1, 1), bool)
-    assert moved(x, valid).assignment.expert_ids == 2
-    np.testing.assert_array_equal(moved(x, valid).sums.z, np.float32(np.log(np.float32(4))) ** 2)
+    route = jax.jit(lambda router: router(x, valid))
+    assert route(moved).assignment.expert_ids == 2
+    np.testing.assert_array_equal(route(moved).sums.z, np.float32(np.log(np.float32(4))) ** 2)
     trained = eqx.tree_at(lambda r: r.bias, moved, jnp.asarray([9.0, 0, 0, 0]))
-    assert trained(x, valid).assignment.expert_ids == 0
+    assert route(trained).assignment.expert_ids == 0
 
 
 def test_without_a_bias_nothing_moves():
@@ -135,11 +137,12 @@ FORCED = [
 @pytest.mark.parametrize("routing", ["random", "balanced"])
 @pytest.mark.parametrize(("k", "choice"), FORCED, ids=[f"{k} of {choice.groups} groups" for k, choice in FORCED])
 def test_forced_routing_keeps_to_the_rules_of_the_choice(k, choice, routing):
-    """K different experts of no more groups than are kept, weighed by their scores."""
+    """K different experts from at most `kept_groups` groups, with gates by their scores."""
     router = Router(EMBED, EXPERTS, k, choice, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * EXPERTS, EMBED)), jnp.float32)
     valid = jnp.ones(x.shape[:2], bool)
-    (experts, gates), sums = router(x, valid, routing)
+    route = jax.jit(lambda router: router(x, valid, routing))
+    (experts, gates), sums = route(router)
     scores = np.asarray(x.reshape(-1, EMBED) @ router.weight, np.float64)
     scores = 1 / (1 + np.exp(-scores)) if choice.score == "sigmoid" else np.exp(scores)
     for row, weight, score in zip(np.asarray(experts), np.asarray(gates), scores, strict=True):
@@ -153,18 +156,28 @@ def test_forced_routing_keeps_to_the_rules_of_the_choice(k, choice, routing):
     elif k < EXPERTS:
         assert 0 < load.min() < load.max()
         other = eqx.tree_at(lambda r: r.weight, router, router.weight + 1)
-        assert (other(x, valid, routing).assignment.expert_ids != experts).any()
+        assert (route(other).assignment.expert_ids != experts).any()
 
 
 def test_forced_routing_on_a_mesh():
-    """Each device draws for its own tokens, and takes turns of its own."""
-    cfg = moezoo.compose("mesh=fsdp2_ep4", "model.embed=16", "model.layers=1")
-    model = moezoo.build_model(cfg.model, key=jax.random.key(0))
-    tokens = np.zeros((8, 8), np.int32)  # all alike, so that only a device's number can tell draws apart
-    loads = {}
-    for routing in ("balanced", "random"):
-        execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, Ring(), routing=routing)  # type: ignore[arg-type]
-        loads[routing] = moezoo.place(model, execution)(tokens, execution=execution).routing.load
-    assert (loads["balanced"] == 16).all()
-    # One draw of eight tokens on all eight devices would give multiples of eight.
-    assert (loads["random"] % 8).any()
+    """Each device draws, or takes turns, for its own tokens."""
+    mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=2, expert=4))
+    keys, dtype = jax.random.split(jax.random.key(0), 2), jnp.dtype("float32")
+    router = Router(8, EXPERTS, 2, Choice(), dtype=dtype, key=keys[0])
+    block = MoE(router, Experts(EXPERTS, 8, 4, out_std=1.0, dtype=dtype, key=keys[1]))
+    tokens, split = jnp.zeros((8, 8, 8)), PartitionSpec(mesh.axis_names)  # equal tokens: only devices differ
+
+    def loads(block, x):
+        def load(routing):
+            execution = moezoo.Execution(mesh, moezoo.compose().rules, Ring(), routing=routing)
+            return execution.whole(block)(x, jnp.ones(x.shape[:2], bool), execution).sums.counts
+
+        return load("balanced"), load("random")
+
+    execution = moezoo.Execution(mesh, moezoo.compose().rules, Ring())
+    specs = (execution.specs(block), split)
+    mapped = jax.shard_map(loads, mesh=mesh, in_specs=specs, out_specs=(split, split))
+    balanced, random = jax.jit(mapped)(moezoo.place(block, execution), tokens)
+    np.testing.assert_array_equal(balanced, np.full((8, EXPERTS), 2))  # one row per device
+    assert len(np.unique(random, axis=0)) > 4
+    assert (np.asarray(random).sum(1) == 16).all()

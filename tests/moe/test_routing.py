@@ -1,7 +1,6 @@
-"""What is made of routing sums, against loops; and the same on any mesh, summed over devices."""
+"""Losses and figures of routing sums against loops, and the same on any mesh."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from meshes import auto_mesh
 
 from moezoo.moe.routing import LayerSums, RoutingConfig, reduce_routing
 from moezoo.parallel.collectives import psum_tree
+from moezoo.parallel.traces import count_collectives
 
 LAYERS, BATCH, EXPERTS, K = 2, 8, 4, 2
 ALPHA, BETA = 0.01, 0.001
@@ -28,8 +28,10 @@ def config(over):
 
 
 def balanced_at(load, over):
-    """Routing of one layer from one device, where each row went to experts as `load` [batch, experts] says, two experts
-    a token, and was exactly as sure of it."""
+    """Return the routing of one layer, with two experts per token, of which `load` [batch, experts] has the counts.
+
+    Probabilities are the shares of assignments.
+    """
     load = np.asarray(load, np.int32)[None]
     tokens = load.sum(-1) // 2
     others = np.zeros(1, np.float32), np.zeros(1, np.int32)
@@ -44,7 +46,7 @@ reduced = jax.jit(_reduced, static_argnames="over")
 
 
 def random_sums(parts=1, seed=0):
-    """Sums of `parts` pieces of each row: [parts, layer, batch, ...]. One row is padding, others differ in length."""
+    """Return sums of `parts` pieces of each row: [parts, layer, batch, ...]. One row is padding; lengths differ."""
     rng = np.random.default_rng(seed)
     counts, probabilities = np.zeros((2, parts, LAYERS, BATCH, EXPERTS))
     lengths = rng.integers(1, 6, (parts, BATCH))
@@ -62,7 +64,7 @@ def random_sums(parts=1, seed=0):
 
 
 def loop(sums, over):
-    """Each layer's figures by their definition, from whole rows."""
+    """Return the figures of each layer by their definition, from whole rows."""
     figures = []
     for counts, probabilities, tokens, z, dropped in zip(*(np.asarray(x, np.float64) for x in sums), strict=True):
         groups = [[row] for row in range(len(tokens)) if tokens[row]] if over == "sequence" else [range(len(tokens))]
@@ -91,7 +93,7 @@ def test_equals_a_loop(over):
 
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 def test_gradients_equal_those_of_the_loop(over):
-    """Both losses are linear in what has a gradient, so a difference over any step is exact."""
+    """Both losses are linear in the arrays that have gradients, so finite differences are exact."""
     counts, probabilities, tokens, z, dropped = (x[0] for x in random_sums())
 
     def through_loop(probabilities, z):
@@ -116,7 +118,7 @@ def test_gradients_equal_those_of_the_loop(over):
 
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 def test_balanced(over):
-    """Sizes are powers of two, so that nothing is rounded: the loss is its coefficient, to the bit."""
+    """Sizes are powers of two, so nothing is rounded: the loss equals its coefficient to the bit."""
     routing = balanced_at(np.full((BATCH, EXPERTS), 4), over)
     assert routing.load_balance_loss[0] == np.float32(ALPHA)
     assert routing.max_violation[0] == 0
@@ -132,7 +134,7 @@ def test_all_on_one_expert(over):
 
 
 def test_balance_within_the_batch_is_not_balance_within_each_row():
-    """Each row on experts of its own: balanced over the batch, twice the loss by sequence."""
+    """Rows that use different experts: balanced over the batch, twice the loss by sequence."""
     load = [[4, 4, 0, 0], [0, 0, 4, 4]] * (BATCH // 2)
     assert balanced_at(load, "batch").load_balance_loss[0] == np.float32(ALPHA)
     assert balanced_at(load, "sequence").load_balance_loss[0] == np.float32(ALPHA) * 2
@@ -148,7 +150,7 @@ def test_no_tokens_at_all(over):
 
 
 def total_and_routing(batch_axes, sequence_axes, over, probabilities, z, others):
-    """A loss of everything differentiable, as a training step makes one, and the figures."""
+    """Return a loss like that of a training step, and the figures."""
     counts, tokens, dropped = others
     sums = LayerSums(counts, probabilities, tokens, z, dropped)
     routing = reduce_routing(sums, config(over), batch_axes, sequence_axes)
@@ -167,7 +169,7 @@ MESHES = {
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 @pytest.mark.parametrize("name", MESHES)
 def test_the_same_on_any_mesh(name, over):
-    """Values and gradients; arrays are summed once, and twice only where rows are split and the balance is by row."""
+    """Values and gradients. Arrays are summed once, or twice where rows are split and the balance is by row."""
     shape, batch_axes, sequence_axes = MESHES[name]
     mesh = auto_mesh(**shape)
     parts = 4 if sequence_axes else 1
@@ -175,7 +177,6 @@ def test_the_same_on_any_mesh(name, over):
     whole = [x.sum(0, dtype=x.dtype) for x in pieces]
     every = batch_axes + sequence_axes
 
-    # One part of `z` a device; a row's pieces side by side.
     def cut(x):
         """[parts, layer, batch, ...] -> [layer, batch, parts, ...]: batch and parts are split over the mesh."""
         return np.moveaxis(x, 0, 2)
@@ -214,17 +215,16 @@ def test_the_same_on_any_mesh(name, over):
     np.testing.assert_allclose(total, want, rtol=PRECISION)
     for field, result, expected in zip(routing._fields, routing, want_routing, strict=True):
         np.testing.assert_allclose(result, expected, rtol=PRECISION, atol=PRECISION, err_msg=field)
-    # Every piece of a row has the gradient of the whole row.
+    # Each piece of a row has the gradient of the whole row.
     by_probabilities, *rest = gradients
     wanted = np.repeat(np.asarray(want_gradients[0])[:, :, None], parts, axis=2)
     np.testing.assert_allclose(by_probabilities, wanted, rtol=PRECISION)
     for result, expected in zip(rest, want_gradients[1:], strict=True):
         np.testing.assert_allclose(result, expected, rtol=PRECISION)
 
-    program = str(jax.make_jaxpr(mapped)(*arguments))
-    reductions = re.findall(r"= (psum\w*|all_gather\w*|reduce_scatter|pmax|pmin)\b", program)
     by_row = over == "sequence"
-    assert len(reductions) == 5 + by_row + 5 * (by_row and bool(sequence_axes)), reductions
+    reductions = count_collectives(jax.make_jaxpr(mapped)(*arguments))
+    assert reductions.total() == 5 + by_row + 5 * (by_row and bool(sequence_axes)), reductions
 
 
 WHOLE = st.lists(st.integers(0, 2**24 - 1), min_size=8, max_size=8)
@@ -232,7 +232,7 @@ WHOLE = st.lists(st.integers(0, 2**24 - 1), min_size=8, max_size=8)
 
 @functools.cache
 def summed():
-    """`psum_tree` of integers and a float, compiled once."""
+    """Return the compiled `psum_tree` of integers and a float."""
     mesh = auto_mesh(a=2, b=4)
     everywhere = PartitionSpec(("a", "b"))
     mapped = jax.shard_map(
@@ -245,7 +245,7 @@ def summed():
 @given(first=WHOLE, second=WHOLE)
 @example(first=[2**24 - 1] * 8, second=[4095, 4096] * 4)
 def test_integers_are_summed_exactly(first, second):
-    """Float32 holds whole numbers up to 2 ** 24 only; integers are summed as such."""
+    """Integers are summed as integers: float32 holds them exactly only up to 2 ** 24."""
     tree = {
         "counts": np.stack([first, second], axis=1).astype(np.int32),
         "loss": np.asarray(first, np.float32) / 2**10,

@@ -1,4 +1,4 @@
-"""What a MoE layer exchanges forward on eight expert devices, read off the traced program of released models."""
+"""The collectives of an MoE layer of released models in a forward pass on eight expert devices, by its trace."""
 
 from collections import Counter
 
@@ -12,25 +12,33 @@ from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
 from moezoo.parallel.traces import count_collectives, equations
 
-PRESETS = ("mixtral_8x7b", "mixtral_8x22b", "deepseek_v3", "qwen3_235b_a22b", "olmoe_1b_7b")
 OVER = ("expert",)
 EXCHANGED = {
     "capacity": {("all_to_all", OVER): 2},
-    # The numbers of rows, then rows, and results back.
+    # Counts of rows, rows, and results.
     "ragged": {("all_gather", OVER): 1, ("ragged_all_to_all", OVER): 2},
-    # Tokens and routing; sums back.
+    # Tokens and routing; sums.
     "ring": {("all_gather", OVER): 2, ("reduce_scatter", OVER): 1},
     "gather": {("all_gather", OVER): 3},
     "dense": {("all_gather", OVER): 3},
 }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# A shared expert and grouped routing, and each other preset once.
+CASES = [("deepseek_v3", name) for name in STRATEGIES]
+CASES += [
+    ("mixtral_8x7b", "ring"),
+    ("mixtral_8x22b", "capacity"),
+    ("qwen3_235b_a22b", "gather"),
+    ("olmoe_1b_7b", "ragged"),
+]
+
+
+@pytest.mark.parametrize(("preset", "strategy"), CASES)
 def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     cfg = moezoo.compose(f"model={preset}", "mesh=ep8")
     execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]())
-    # The batch has not taken the expert axis from the experts: they stay where they are stored.
+    # Tokens are split over the expert axis too, and experts stay where they are stored.
     assert "expert" in execution.batch_axes
     assert execution.expert_group(cfg.model.experts).axes == OVER
     stack = model_shapes(cfg.model).stacks[-1]
@@ -49,7 +57,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     layer = jax.shard_map(local, mesh=execution.mesh, in_specs=(specs, split, split), out_specs=split)
     program = jax.make_jaxpr(layer)(moe, x, valid)
     assert count_collectives(program) == Counter(EXCHANGED[strategy])
-    # No expert's weights are anywhere but where they are stored, unless weights move.
+    # Unless weights move, no device holds weights of experts that it does not store.
     weights = moe.experts.gate.size
     largest = max(getattr(v.aval, "size", 0) for e in equations(program, "tpu") for v in e.equation.outvars)
     if STRATEGIES[strategy].moves == "tokens":

@@ -1,4 +1,4 @@
-"""Attention on a split sequence, for a value that gathers and one that passes parts around, against one device."""
+"""Attention on a split sequence, with all-gathers and with parts passed around, against one device."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from moezoo.kernels.attention import attend, join
 from moezoo.nn.attention import Attention
-from moezoo.nn.context_parallel import GatherKept
+from moezoo.nn.context_parallel import GatherKept, context_parallel
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
 from moezoo.nn.rotary import Rotary
@@ -37,7 +37,7 @@ PLACE = Place(
 
 @dataclasses.dataclass(frozen=True)
 class PassAround(ContextParallel):
-    """Every device in turn sees what every other one keeps; partial results are joined."""
+    """Pass what tokens keep around the group, and join partial results."""
 
     def places(self, queries, group):
         return Places(queries, queries)
@@ -60,27 +60,27 @@ class PassAround(ContextParallel):
 
 
 def layer_and_gradients(execution, layer, x, place, cotangent):
-    """The layer's value and gradients by its weights and input."""
+    """Return the value of the layer and its gradients by weights and input."""
     value, pull = jax.vjp(lambda layer, x: layer(x, make_context(place, execution), execution).y, layer, x)
     return value, *pull(cotangent)
 
 
 def inputs():
-    """Activations, their places, and what flows back: nothing at padding."""
+    """Return activations, their places, and a cotangent that is 0 at padding."""
     x, cotangent = np.random.default_rng(0).standard_normal((2, BATCH, SEQ, EMBED), np.float32)
     return x, PLACE, cotangent * (np.asarray(PLACE.segment) > 0)[:, :, None]
 
 
 @functools.cache
 def on_one_device(name):
-    """The layer without a mesh."""
+    """Return value and gradients without a mesh."""
     return jax.jit(functools.partial(layer_and_gradients, Execution()))(LAYERS[name], *inputs())
 
 
-@pytest.mark.parametrize("value", [None, GatherKept(), PassAround()], ids=["default", "gather", "pass around"])
+@pytest.mark.parametrize("value", [GatherKept(), PassAround()], ids=["gather", "pass around"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_split_sequence_changes_nothing(name, value):
-    """Output and gradients by the input and by every weight, those that make keys of latents included."""
+    """The output, and gradients by the input and every weight, also those that make keys from latents."""
     rules = Rules("mine", {}, {}, ("data",), ("context",))
     mesh = make_mesh(MeshShape(data=2, context=3))
     execution = Execution(mesh=mesh, rules=rules, context_parallel=value)
@@ -96,3 +96,7 @@ def test_a_split_sequence_changes_nothing(name, value):
     np.testing.assert_allclose(np.asarray(found[0])[valid], np.asarray(wanted[0])[valid], rtol=0, atol=PRECISION)
     for result, want in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(wanted[1:]), strict=True):
         np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * max(1, np.abs(want).max()))
+
+
+def test_the_default_gathers():
+    assert context_parallel(Execution()) == GatherKept()

@@ -1,4 +1,4 @@
-"""Extensions of rotary positions: what they keep, what they slow, and that none is none."""
+"""YaRN: the frequencies it keeps and those it divides, its factors, and a factor of 1."""
 
 import math
 
@@ -12,8 +12,7 @@ from moezoo.nn.rope import Unscaled, frequencies
 from moezoo.nn.yarn import Yarn
 
 
-def test_none_is_none_to_the_bit():
-    np.testing.assert_array_equal(Unscaled().frequencies(16, 1e4), frequencies(16, 1e4))
+def test_a_factor_of_one_changes_nothing_to_the_bit():
     assert (Unscaled().magnitude, Unscaled().score_scale) == (1, 1)
     for yarn in (DeepSeekConfig().yarn, Yarn(1.0, 64, mscale=0.5)):
         np.testing.assert_array_equal(yarn.frequencies(16, 1e4), frequencies(16, 1e4))
@@ -21,7 +20,7 @@ def test_none_is_none_to_the_bit():
 
 
 def test_fast_pairs_keep_their_frequency_and_slow_ones_are_divided():
-    """With a ramp over the pairs in between; rounded once, from float64."""
+    """Pairs between them are on a ramp. Frequencies are rounded once, from float64."""
     size, base, yarn = 64, 1e4, Yarn(factor=40.0, length=4096)
     found = yarn.frequencies(size, base)
     assert found.dtype == jnp.float32
@@ -38,7 +37,7 @@ def test_fast_pairs_keep_their_frequency_and_slow_ones_are_divided():
 
 
 def test_scales():
-    """0.1 m ln(factor) + 1: their ratio for what is rotated, the square of the second for scores."""
+    """With m(s) = 0.1 s ln(factor) + 1: m(mscale) / m(mscale_all) for queries and keys, m(mscale_all)^2 for scores."""
     assert Yarn(4.0, mscale=0.7, mscale_all=1.3).magnitude == pytest.approx(
         (0.07 * math.log(4) + 1) / (0.13 * math.log(4) + 1)
     )

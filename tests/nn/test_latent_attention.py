@@ -1,0 +1,64 @@
+"""Latent attention against a loop with the keys and values of every head, for whole texts and with a cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from definitions import attention, complex_rotation, rms_norm
+
+from moezoo.nn.cache import Past
+from moezoo.nn.latent_attention import LatentAttention, LatentSizes
+from moezoo.nn.positions import Context
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.execution import Execution
+
+BATCH, SEQ, EMBED, HEADS, LORA, NOPE, ROPE, VALUE = 2, 6, 7, 3, 5, 4, 2, 3
+POSITIONS = np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1))
+PLACE = Place(jnp.asarray(POSITIONS), jnp.ones_like(jnp.asarray(POSITIONS)))
+
+
+def wide(weight):
+    """Return a weight in float64."""
+    return np.asarray(weight, np.float64)
+
+
+def by_definition(layer, x):
+    """Return the result with the keys and values of every head made."""
+    if layer.query is not None:
+        q = np.einsum("bsd,dnh->bsnh", x, wide(layer.query))
+    else:
+        latent = rms_norm(x @ wide(layer.query_down), layer.query_norm.scale, 1e-6)
+        q = np.einsum("bsl,lnh->bsnh", latent, wide(layer.query_up))
+    q = np.concatenate([q[..., :NOPE], complex_rotation(q[..., NOPE:], POSITIONS, 100.0)], axis=-1)
+    down = x @ wide(layer.kv_down)
+    latent = rms_norm(down[..., :LORA], layer.kv_norm.scale, 1e-6)
+    shared = complex_rotation(down[..., None, LORA:], POSITIONS, 100.0)
+    plain = np.einsum("bsl,lnh->bsnh", latent, wide(layer.key_up))
+    k = np.concatenate([plain, np.broadcast_to(shared, (*plain.shape[:3], ROPE))], axis=-1)
+    v = np.einsum("bsl,lnh->bsnh", latent, wide(layer.value_up))
+    y = attention(q[:, :, :, None], k, v, POSITIONS, np.ones_like(POSITIONS), (NOPE + ROPE) ** -0.5)[:, :, :, 0]
+    return np.einsum("bsnh,nhd->bsd", y, wide(layer.out))
+
+
+@pytest.mark.parametrize("q_lora", [None, 4])
+def test_equals_a_loop(q_lora):
+    """The whole text; and its last token with a cache of the others, where no key or value of a head is made."""
+    sizes, rotary = LatentSizes(HEADS, q_lora, LORA, NOPE, ROPE, VALUE), Rotary(ROPE, 100.0)
+    layer = LatentAttention(EMBED, sizes, rotary=rotary, out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    x = np.random.default_rng(0).standard_normal((BATCH, SEQ, EMBED), np.float32)
+
+    @jax.jit
+    def both(layer, x):
+        whole = layer(x, Context(PLACE, PLACE), Execution())
+        # A stack of one layer, whose last slot is empty.
+        slots = jax.tree.map(lambda a: a.at[:, -1].set(0)[None], whole.kept)
+        last = Place(*(a[:, -1:] for a in PLACE))
+        past = Past(slots, jnp.int32(0), jnp.int32(SEQ - 1))
+        return whole.y, layer(x[:, -1:], Context(last, PLACE), Execution(), past).y
+
+    whole, last = both(layer, x)
+    wanted = by_definition(layer, x.astype(np.float64))
+    # Averages of values of order one: some 50 roundings to float32.
+    np.testing.assert_allclose(whole, wanted, rtol=0, atol=50 * 2.0**-24 * np.abs(wanted).max())
+    np.testing.assert_allclose(last, wanted[:, -1:], rtol=0, atol=50 * 2.0**-24 * np.abs(wanted).max())

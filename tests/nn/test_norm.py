@@ -1,0 +1,20 @@
+"""RMSNorm by its formula."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from definitions import rms_norm
+
+from moezoo.nn.norm import RMSNorm
+
+
+def test_formula():
+    x = 3 * np.random.default_rng(0).standard_normal((2, 5, 6), np.float32)
+    scale = np.arange(1, 7, dtype=np.float32)
+    norm = eqx.tree_at(lambda n: n.scale, RMSNorm(6, 0.1, dtype=jnp.dtype("float32")), jnp.asarray(scale))
+    wanted = rms_norm(x, scale, 0.1)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), wanted, rtol=10 * 2.0**-24)
+    # In bfloat16 the input, the normalised value and the product are rounded, the mean is not.
+    narrow = norm(jnp.asarray(x, jnp.bfloat16))
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(narrow, np.float64), wanted, rtol=4 * 2.0**-8)

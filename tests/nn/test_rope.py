@@ -1,0 +1,44 @@
+"""Rotary positions against complex numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from definitions import complex_rotation
+
+from moezoo.nn.positions import Context
+from moezoo.nn.rope import Unscaled, frequencies, rotate
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.context_parallel import Place
+
+SHAPE = (2, 5, 3, 8)
+X = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
+POSITIONS = np.random.default_rng(1).integers(0, 64, SHAPE[:2]).astype(np.int32)
+# An angle up to 64 radians is rounded three times by 64 * 2 ** -24 before the sine.
+PRECISION = 4 * 64 * 2.0**-24 * 4
+
+
+class Louder(Unscaled):
+    """An extension that only multiplies what is rotated."""
+
+    @property
+    def magnitude(self):
+        """The factor."""
+        return 1.5
+
+
+@pytest.mark.parametrize("base", [100.0, 1e6])
+def test_a_rotation_is_a_complex_product(base):
+    rotated = rotate(jnp.asarray(X), jnp.asarray(POSITIONS), frequencies(8, base))
+    np.testing.assert_allclose(rotated, complex_rotation(X, POSITIONS, base), rtol=0, atol=PRECISION)
+    assert rotate(jnp.asarray(X, jnp.bfloat16), jnp.asarray(POSITIONS), frequencies(8, base)).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(Unscaled().frequencies(8, base), frequencies(8, base))
+
+
+def test_some_dimensions_rotate_and_others_stay():
+    """With interleaved pairs, which come out as halves, and the factor of an extension."""
+    place = Place(jnp.asarray(POSITIONS), jnp.ones_like(jnp.asarray(POSITIONS)))
+    found = Rotary(4, 100.0, Louder(), "interleaved")(jnp.asarray(X), Context(place, place))
+    halves = np.concatenate([X[..., 0:4:2], X[..., 1:4:2]], axis=-1)
+    wanted = complex_rotation(halves, POSITIONS, 100.0) * 1.5
+    np.testing.assert_allclose(found[..., :4], wanted, rtol=0, atol=2 * PRECISION)
+    np.testing.assert_array_equal(found[..., 4:], X[..., 4:])
