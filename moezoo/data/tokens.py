@@ -148,7 +148,7 @@ def _write(
 
 
 def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype) -> tuple[list[int], str]:
-    """Write an array document by document, without keeping them in memory; return offsets and the SHA-256 of the ids."""
+    """Write an array document by document, so that one is in memory; return offsets and the SHA-256 of the ids."""
     header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False}
     # The length is known at the end; numpy leaves space in the header for it.
     npy.write_array_header_1_0(file, {**header, "shape": (0,)})
@@ -169,8 +169,8 @@ def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
     tokens = _open(path, key=key)
     if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
         raise UserError(
-            f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}, expected uint16 or uint32 [tokens]; "
-            f"convert it: np.save('{path.name}', ids.reshape(-1).astype(np.uint32))"
+            f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}, expected uint16 or uint32 [tokens]"
+            f"; convert it: np.save('{path.name}', ids.reshape(-1).astype(np.uint32))"
         )
     if not len(tokens):
         raise UserError(f"{key}={path} holds no tokens; give a file of token ids")

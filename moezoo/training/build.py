@@ -15,7 +15,7 @@ from moezoo.training.step import State, Step
 
 
 def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel:
-    """Return a fresh model, created in its layout: no device ever holds more than its share. Values depend on the seed only."""
+    """Return a fresh model, created in its layout: no device ever holds more than its part. The seed decides values."""
     make = jax.jit(
         lambda key: build_model(cfg.model, key=key, dtype=cfg.execution.param_dtype),
         out_shardings=execution.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),

@@ -39,7 +39,7 @@ class Evaluator:
     """Evaluates models of one kind on one mesh and one source; compiled once: `evaluator(model)` -> Evaluation."""
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution):
-        """Prepare for models like `model`, which may be shapes. No assignment is dropped, whatever `execution` allows."""
+        """Prepare for models like `model`, which may be shapes. An evaluation never drops assignments."""
         execution = execution.exact
         assert execution.mesh is not None
         self._source, self._cfg = source, cfg
@@ -82,8 +82,8 @@ def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
     )
     if expected != found:
         raise UserError(
-            "evaluate: the model's arrays differ from those of cfg.model; use the configuration that the model was made "
-            "with, or take both from moezoo.load_run"
+            "evaluate: the model's arrays differ from those of cfg.model; use the configuration that the model was "
+            "made with, or take both from moezoo.load_run"
         )
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,13 @@ from moezoo.training.metrics import MetricsRow
 _SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure: Any, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     figure.savefig(temporary, format="png", dpi=120)
     os.replace(temporary, path)
 
 
-def _mark_integers(axis) -> None:
+def _mark_integers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
@@ -35,11 +36,15 @@ def moving_average(values: Sequence[float], width: int) -> np.ndarray:
 
 
 def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: float | None) -> None:
-    """Draw the training and validation loss by step, in nats per `unit`.
+    """Write the picture that `draw_losses` returns to a PNG file."""
+    _save(draw_losses(history, unit=unit, baseline=baseline), path)
+
+
+def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None) -> Any:
+    """Draw the training and validation loss by step, in nats per `unit`, and return the matplotlib figure.
 
     Args:
         history: the rows of metrics.jsonl.
-        path: the PNG file to write.
         unit: "token" or "byte".
         baseline: the validation loss of a trigram model, if there is one.
     """
@@ -68,7 +73,7 @@ def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: 
     axes.set_ylabel(f"cross-entropy, nats per {unit}")
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path)
+    return figure
 
 
 def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:

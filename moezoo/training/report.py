@@ -122,14 +122,14 @@ def summarize(
     assert isinstance(execution.mesh, Mesh)
     state, placements = step.arguments[0], step.placements
     model = state.model
-    total, active = count_parameters(model, cfg.model.experts_per_token)
+    parameters, active = count_parameters(model, cfg.model.experts_per_token)
     used = [f"{axis}={size}" for axis, size in execution.sizes.items() if size > 1]
     devices = execution.mesh.devices
     gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (model, placements.model)))
     rows = [
         (
             "model",
-            f"{type(model).__name__.lower()}: {total:,} parameters, {active:,} active per token "
+            f"{type(model).__name__.lower()}: {parameters:,} parameters, {active:,} active per token "
             f"({_counted(cfg.model.layers, 'layer')}, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
         ),
         (
@@ -165,14 +165,9 @@ def summarize(
     ]
     if baseline is not None:
         rows.append(("baseline", f"{baseline:.3f} nats per {source.unit}, the validation loss of a trigram model"))
-    return rows + [
-        (
-            "steps",
-            f"{cfg.steps:,} steps x {cfg.batch_size} sequences x {cfg.seq_len} tokens = "
-            f"{cfg.steps * cfg.batch_size * cfg.seq_len:,} tokens",
-        ),
-        ("checkpoint", _describe_saves(cfg)),
-    ]
+    total = cfg.steps * cfg.batch_size * cfg.seq_len
+    sizes = f"{cfg.steps:,} steps x {cfg.batch_size} sequences x {cfg.seq_len} tokens = {total:,} tokens"
+    return [*rows, ("steps", sizes), ("checkpoint", _describe_saves(cfg))]
 
 
 def _data_rows(source: Source) -> list[tuple[str, str]]:

@@ -182,7 +182,7 @@ class Step:
         )
 
     def begin(self, model: LanguageModel) -> State:
-        """Return the first state of a fresh model. Call it under `jax.eval_shape` or `jax.jit`, as `build_state` does."""
+        """Return the first state of a fresh model; call it under `jax.eval_shape` or `jax.jit`, as `build_state`."""
         return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:

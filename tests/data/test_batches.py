@@ -1,4 +1,4 @@
-"""Training batches are shuffled, resumable and independent of the rows that are read; validation batches are in order."""
+"""Training batches: shuffled, resumable, the same for any rows that are read. Validation batches: in order."""
 
 import itertools
 

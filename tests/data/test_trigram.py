@@ -26,7 +26,7 @@ def source_of(train, validation, vocab=VOCAB) -> Source:
 
 
 def predictions(texts, width):
-    """Yield (history of up to two tokens, token, window) of all predicted tokens, reading the stream `width` at a time."""
+    """Yield (history of up to two tokens, token, window) of all predicted tokens, in windows of `width`."""
     stream = [(d, token) for d, text in enumerate(texts) for token in text]
     for place in range(1, len(stream)):
         begin = (place - 1) // width * width
