@@ -1,4 +1,4 @@
-"""The contract of a family's configuration, which all families keep."""
+"""The contract of a family's configuration, for every family."""
 
 from typing import Any
 
