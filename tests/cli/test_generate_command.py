@@ -47,13 +47,13 @@ def test_a_text_ends_where_the_folder_says(folder, tmp_path):
     (tmp_path / "model").symlink_to(folder)
     asked = [f"folder={folder}", "prompt=3 1 4", "max_new_tokens=8"]
     assert continuations([*asked, f"eos_token_id={new[at]}"])[0].split() == whole[: 3 + at]
-    said = folder / "generation_config.json"
-    said.write_text(json.dumps({"eos_token_id": [int(new[at])]}))
+    config = folder / "generation_config.json"
+    config.write_text(json.dumps({"eos_token_id": [int(new[at])]}))
     try:
         assert continuations(asked)[0].split() == whole[: 3 + at]
         assert continuations([*asked, "stop=length"])[0].split() == whole
     finally:
-        said.unlink()
+        config.unlink()
 
 
 def test_a_runs_model_draws_tokens_of_its_data_by_seed(run):

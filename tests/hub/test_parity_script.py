@@ -234,7 +234,7 @@ def test_script_agrees_and_diverges(folders, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "folder is missing; write folder=FOLDER with a Hugging Face model folder"),
+        ([], "folder is missing; write folder=FOLDER: a Hugging Face model folder, with config.json and safetensors"),
         (["folder=nowhere"], "nowhere: no config.json there; name a Hugging Face model folder"),
         (["foldr=nowhere"], "foldr: there is no key 'foldr'; did you mean 'folder'?"),
         (["folder=nowhere", "tokens=0"], "tokens=0 must be at least 1"),
