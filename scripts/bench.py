@@ -1,4 +1,4 @@
-"""Measure a part of moezoo: `python scripts/bench.py PART`; the same as `moezoo bench`."""
+"""Measure a part of moezoo: `python scripts/bench.py PART` does what `moezoo bench` does."""
 
 from moezoo.cli import run_script
 

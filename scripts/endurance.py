@@ -1,4 +1,4 @@
-"""Try what a run survives: `python scripts/endurance.py folder=/tmp/endurance`; the same as `moezoo endurance`."""
+"""Disturb a run: `python scripts/endurance.py folder=/tmp/endurance` does what `moezoo endurance` does."""
 
 from moezoo.cli import run_script
 

@@ -1,4 +1,4 @@
-"""Evaluate a run: `python scripts/evaluate.py run_dir=runs/NAME mesh=single`; the same as `moezoo evaluate`."""
+"""Evaluate a run: `python scripts/evaluate.py run_dir=runs/NAME mesh=single` does what `moezoo evaluate` does."""
 
 from moezoo.cli import run_script
 

@@ -1,4 +1,4 @@
-"""Continue texts: `python scripts/generate.py run_dir=runs/NAME prompt="def main("`; the same as `moezoo generate`."""
+"""Continue texts: `python scripts/generate.py run_dir=FOLDER prompt="def main("` does what `moezoo generate` does."""
 
 from moezoo.cli import run_script
 

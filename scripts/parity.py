@@ -1,4 +1,4 @@
-"""Compare a folder with transformers: `python scripts/parity.py folder=FOLDER`; the same as `moezoo parity`."""
+"""Compare a folder with transformers: `python scripts/parity.py folder=FOLDER` does what `moezoo parity` does."""
 
 from moezoo.cli import run_script
 

@@ -1,4 +1,4 @@
-"""Text to token ids: `python scripts/prepare_data.py path=FOLDER out=tokens.npy`; the same as `moezoo prepare-data`."""
+"""Convert text to token ids: `python scripts/prepare_data.py path=FOLDER out=FILE.npy`, like `moezoo prepare-data`."""
 
 from moezoo.cli import run_script
 

@@ -1,4 +1,4 @@
-"""Train a model: `python scripts/train.py model=mixtral mesh=ep8`; the same as `moezoo train`."""
+"""Train a model: `python scripts/train.py model=mixtral mesh=ep8` does what `moezoo train` does."""
 
 from moezoo.cli import run_script
 

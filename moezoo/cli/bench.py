@@ -181,7 +181,7 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
                     candidates[who] = candidate()
             if not chosen:
                 raise UserError(
-                    f"--only {' '.join(options.only or [])}: no implementation of {options.part} has such a name"
+                    f"--only {' '.join(options.only or [])}: no implementation of {options.part} has this in its name"
                 )
             flops = shape.product_flops if options.part == "grouped_matmul" else shape.layer_flops
             for row in results.compare(

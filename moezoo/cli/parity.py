@@ -16,6 +16,7 @@ class Keys:
     tokens: int = key("random tokens that both models read, as one sequence", default=16, valid=Range(at_least=1))
     tolerance: float = key(
         "largest difference of a module's result, relative to the largest value of that result in transformers",
+        "1e-4",
         default=1e-4,
         valid=Range(above=0),
     )

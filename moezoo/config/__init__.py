@@ -1,1 +1,1 @@
-"""The configuration of a run: its settings, how Hydra composes them, and the mesh and execution that follow."""
+"""The configuration of a run: settings, overrides, composition, and the execution that follows from it."""

@@ -90,7 +90,7 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     checks, saved = _import_own(asked), _own_strategy(mapping)
     if saved and "dispatch" not in asked.choices:
         raise UserError(
-            f"dispatch={show(saved)} was saved with this run, and moezoo imports such a class only where it is named: "
+            f"dispatch={show(saved)} was saved with this run, and moezoo imports your own code only where you name it: "
             f"write dispatch={show(saved)} again, or another strategy such as dispatch=gather"
         )
     kept = saved in checks.tags["dispatch"][1]

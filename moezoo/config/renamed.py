@@ -1,6 +1,6 @@
-"""Keys that were renamed: an old one is refused with its new name, wherever a configuration comes from."""
+"""Renamed keys. An old key is refused with its new name, on the command line and in saved configurations."""
 
-# The version that wrote the old keys, and reads and continues the runs that have them.
+# The version that wrote the old keys. It can read and continue runs that have them.
 BEFORE = "0.1"
 RENAMED = {
     "model.score": "model.router.score",

@@ -1,7 +1,7 @@
-"""Everything a run is told, as frozen dataclasses; `moezoo.config.compose` fills them from the YAML groups of `conf/`.
+"""The configuration of a run as frozen dataclasses; `moezoo.config.compose` fills them from the groups of `conf/`.
 
-A group whose entries differ in kind (dispatch, optimizer, schedule, data, model) is a registry: the key named in
-`TAG` picks the class and the other keys are that class's fields. Nothing here computes.
+Entries of some groups (such as dispatch and optimizer) have different classes. The key named in
+`TAG` chooses the class, and the other keys are fields of that class.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from moezoo.parallel.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class GuardSettings:
-    """Which steps are not taken: parameters, moments and the choice bias stay as they were, and the data goes on.
+    """Which steps are skipped: parameters, moments and the choice bias do not change, and the next batch follows.
 
-    A step whose loss or gradient norm is not finite, ever; one whose `loss` or `gradient_norm` is more than so many
-    times its running mean over accepted steps, once there were 20; null asks for no such thing. After `patience`
+    A step is skipped if its loss or gradient norm is not finite, or, after 20 accepted steps, if one of them is more
+    than `loss` or `gradient_norm` times its running mean over accepted steps. None sets no limit. After `patience`
     skipped steps in a row the run ends.
     """
 
@@ -35,17 +35,18 @@ class GuardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionSettings:
-    """How the model runs beyond mesh, rules and dispatch.
+    """How the model runs, except mesh, rules and dispatch.
 
-    `dtype` is what layers compute in and what weights are cast to before they are gathered, `param_dtype` what
-    parameters and moments are stored in, `reduce_dtype` what gradients are summed over devices in. `remat` says what a
-    layer keeps for its backward pass: `full` its input only, `offload` its input in the host's memory, `dots` the
-    results of matrix products too, `none`
-    everything but gathered weights. `microbatches` splits a step's batch into micro-steps whose gradients are summed.
-    `context_parallel` says how queries meet keys of other devices where the rules split the sequence. `grouped_matmul`
-    and `attention` name backends of these kernels in the order in which they are tried; null leaves the choice to the
-    devices and sizes compiled for. `routing`: whether the router chooses experts or, to measure speed, chance or turns
-    do.
+    - `dtype`: dtype in which layers compute; weights are cast to it before they are gathered.
+    - `param_dtype`: dtype of stored parameters and moments.
+    - `reduce_dtype`: dtype in which gradients are summed over devices.
+    - `remat`: what a layer keeps for its backward pass: `full` its input, `offload` its input in host memory, `dots`
+      also the results of matrix products, `none` everything except gathered weights.
+    - `microbatches`: number of micro-steps per step; their gradients are summed.
+    - `context_parallel`: how queries meet keys of other devices where the rules split the sequence.
+    - `grouped_matmul`, `attention`: backends of these kernels in the order in which they are tried; with None, the
+      target and the sizes decide.
+    - `routing`: `learned` by the router; `random` or `balanced`, to measure speed.
     """
 
     dtype: DType = "float32"
@@ -65,7 +66,10 @@ class ExecutionSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run. `batch_size` is sequences a step over all devices together; 0 turns an `*_every` off."""
+    """One run; the comments in `conf/train.yaml` describe each key.
+
+    `batch_size` is the number of sequences per step, over all devices together. 0 turns an `*_every` off.
+    """
 
     model: ModelConfig
     mesh: MeshShape
@@ -92,7 +96,7 @@ class TrainConfig:
     log_every: int
 
 
-# field -> (the key that picks the class, the classes by name)
+# group -> (the key that chooses the class, the classes by name)
 TAG: dict[str, tuple[str, dict[str, type]]] = {
     "model": ("family", {name: family.config for name, family in FAMILIES.items()}),
     "dispatch": ("name", STRATEGIES),

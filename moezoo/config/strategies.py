@@ -1,7 +1,7 @@
 """A user's own dispatch strategy, named by the path of its class: `dispatch=package.module.Class`.
 
-Only a name in the overrides of a command or of `moezoo.compose` is imported. A saved configuration that names such a
-class is refused unless the overrides name a strategy again, so no run folder or checkpoint makes moezoo import code.
+Only a name in the overrides of a command or of `moezoo.compose` is imported. A saved configuration with a strategy of
+the user's own is refused unless the overrides name a strategy again. So no run folder makes moezoo import code.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def check_strategy(kind: type[Dispatch], key: str) -> None:
     try:
         fields = types_of(kind)
     except Exception as error:
-        raise UserError(f"{key}: the types of {name}'s fields cannot be read ({_describe(error)})") from None
+        raise UserError(f"{key}: the types of {name}'s fields cannot be read ({error}); correct them") from None
     for field in dataclasses.fields(kind):
         if not (field.init and _is_plain(fields[field.name])):
             raise UserError(
@@ -92,9 +92,11 @@ def _import_module(name: str, key: str) -> ModuleType:
 
 
 def _describe(error: Exception) -> str:
-    """An error on one line, with the last place in a file that it passed."""
+    """Return an error on one line, with the last line in the current folder that it passed, or else in any file."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = f" in {frames[-1].filename}, line {frames[-1].lineno}" if not isinstance(error, SyntaxError) else ""
+    own = [frame for frame in frames if frame.filename.startswith(os.getcwd())]
+    last = (own or frames)[-1]
+    at = f" in {last.filename}, line {last.lineno}" * (not isinstance(error, SyntaxError))
     return " ".join(f"{type(error).__name__}: {error}{at}".split())
 
 

