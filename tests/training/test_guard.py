@@ -1,4 +1,4 @@
-"""Steps that are not taken: what stays as it was, to the bit, and what is told."""
+"""Skipped steps change nothing, to the bit, and are reported."""
 
 from typing import Any
 
@@ -13,37 +13,17 @@ from moezoo.config.build import build_execution
 from moezoo.config.settings import GuardSettings
 from moezoo.data import Batch
 from moezoo.training.build import build_state, build_step
+from moezoo.training.checkpoint import steps
 from moezoo.training.guard import Guard
 
-DEEPSEEK = (
-    "model=deepseek",
-    "model.vocab=32",
-    "model.embed=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.q_lora=16",
-    "model.kv_lora=8",
-    "model.nope_dim=8",
-    "model.rope_dim=8",
-    "model.value_dim=8",
-    "model.mlp=32",
-    "model.expert_mlp=16",
-    "model.experts=8",
-    "model.experts_per_token=2",
-    "model.router.groups=1",
-    "model.router.kept_groups=1",
-    "model.router.group_score=max",
-    "mesh=fsdp2_ep4",
-    "seq_len=16",
-    "execution.microbatches=2",
-    "batch_size=16",
-)
+# The step below is compiled once.
+pytestmark = pytest.mark.xdist_group("guard")
 
 
 @pytest.fixture(scope="module")
-def started() -> tuple[Any, Any, Any, Any]:
-    """A compiled step with a choice bias and micro-steps, its configuration, and a batch."""
-    cfg = moezoo.compose(*DEEPSEEK)
+def started(tiny_deepseek) -> tuple[Any, Any, Any, Any]:
+    """A step with a choice bias and micro-steps, compiled; a batch; and a function that makes a fresh state."""
+    cfg = moezoo.compose(*tiny_deepseek, "steps=12")
     execution = build_execution(cfg)
     step = build_step(cfg, execution)
     rng = np.random.default_rng(0)
@@ -53,21 +33,21 @@ def started() -> tuple[Any, Any, Any, Any]:
     return step, step.compile(), jax.device_put(batch, step.batch_shardings), lambda: build_state(cfg, execution, step)
 
 
-def copied(state: Any) -> Any:
-    """On the host, as the step gives up what it is given."""
+def copy_to_host(state: Any) -> Any:
+    """Return a copy on the host; the step donates its argument."""
     return jax.tree.map(np.asarray, state)
 
 
 def put(step: Any, state: Any) -> Any:
-    """Back on the devices."""
+    """Return the state on the devices."""
     return jax.device_put(state, step.state_shardings)
 
 
-def test_what_is_not_finite_changes_nothing(started):
+def test_a_step_that_is_not_finite_changes_nothing(started):
     step, compiled, batch, fresh = started
     state, metrics = compiled(fresh(), batch)
     assert (int(metrics.skipped), int(metrics.skipped_in_a_row)) == (0, 0)
-    good = copied(state)
+    good = copy_to_host(state)
     for spoil in (np.nan, np.inf):
         broken = eqx.tree_at(lambda s: s.model.embedding.weight, good, np.full_like(good.model.embedding.weight, spoil))
         after, metrics = compiled(put(step, broken), batch)
@@ -81,8 +61,8 @@ def test_what_is_not_finite_changes_nothing(started):
             np.testing.assert_array_equal(np.asarray(a), b)
         assert int(after.step) == int(good.step) + 1
         assert (float(after.guard.loss), float(after.guard.norm)) == (float(good.guard.loss), float(good.guard.norm))
-        # The next step is taken as if the other had not been.
-        mended = copied(after)._replace(step=good.step)  # which the learning rate goes by
+        # The next step is the same as without the skipped one.
+        mended = copy_to_host(after)._replace(step=good.step)  # decides the learning rate
         mended = eqx.tree_at(lambda s: s.model.embedding.weight, mended, good.model.embedding.weight)
         again, metrics = compiled(put(step, mended), batch)
         straight, _ = compiled(put(step, good), batch)
@@ -93,10 +73,10 @@ def test_what_is_not_finite_changes_nothing(started):
 
 @pytest.mark.parametrize(("field", "value"), [("loss", 0.5), ("norm", 1e-3)])
 def test_a_spike_changes_nothing(started, field, value):
-    """Loss or norm far above their running mean; but not before twenty steps were seen."""
+    """A loss or norm far above its running mean is skipped, once twenty steps were accepted."""
     step, compiled, batch, fresh = started
     for accepted, skipped in ((19, 0), (20, 1)):
-        state = copied(fresh())
+        state = copy_to_host(fresh())
         guard = state.guard._replace(loss=np.float32(3), norm=np.float32(3), accepted=np.int32(accepted))
         before = state._replace(guard=guard._replace(**{field: np.float32(value)}))
         after, metrics = compiled(put(step, before), batch)
@@ -123,7 +103,7 @@ def test_running_means():
     assert (int(guard.accepted), int(guard.skipped), int(guard.in_a_row)) == (119, 1, 0)
 
 
-def test_without_limits_only_what_is_not_finite():
+def test_without_limits_only_values_that_are_not_finite_are_skipped():
     guard = Guard.fresh()._replace(accepted=jnp.int32(100), loss=jnp.float32(1), norm=jnp.float32(1))
     free = GuardSettings(loss=None, gradient_norm=None)
     for loss, norm, wanted in ((1e9, 1e9, True), (np.nan, 1, False), (1, np.inf, False)):
@@ -134,22 +114,12 @@ def test_without_limits_only_what_is_not_finite():
 
 
 def test_too_many_in_a_row_end_the_run(tiny, tmp_path, capsys):
-    """A learning rate that breaks the model at once; the checkpoint before it stays."""
-    wild = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "schedule=constant", "schedule.warmup_steps=0")
-    cfg = moezoo.compose(
-        *tiny[:-2],
-        *wild,
-        "log_every=1",
-        "mesh=ep8",
-        "steps=20",
-        "guard.patience=3",
-        "checkpoint_every=1",
-        f"run_dir={tmp_path}/a",
-    )
-    told = (
-        r"^steps 2 to 4 were all skipped \(loss .*, gradient norm .*\); the last checkpoint is step 1: continue from it"
-    )
-    with pytest.raises(moezoo.UserError, match=told):
-        moezoo.train(cfg)
-    out = capsys.readouterr().out
-    assert out.count("skipped: loss") == 3
+    """A learning rate that breaks the model: the clock asks for a save all the time, but only step 1 is saved."""
+    settings = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "schedule.warmup_steps=0")
+    settings += ("mesh=single", "dispatch=gather", "steps=20", "guard.patience=3", "checkpoint_minutes=1e-9")
+    with pytest.raises(moezoo.UserError) as error:
+        moezoo.train(moezoo.compose(*tiny, *settings, f"run_dir={tmp_path}/a"))
+    assert str(error.value).startswith("steps 2 to 4 were all skipped (loss ")
+    assert "; the last checkpoint is step 1: " in str(error.value)
+    assert steps(tmp_path / "a" / "checkpoints") == [1]
+    assert capsys.readouterr().out.count("skipped: loss") == 3

@@ -1,0 +1,57 @@
+"""The pictures of a run, and lines of its summary that no run of the suite prints."""
+
+import numpy as np
+import pytest
+
+import moezoo
+from moezoo.config.build import build_execution
+from moezoo.training.pictures import draw_losses, load_picture, loss_picture, moving_average
+from moezoo.training.report import kernels_line
+
+
+def history(count):
+    """Rows whose loss is 1 / step; one loss is not finite; an evaluation at the end."""
+    rows = [{"step": step, "loss": 1 / step} for step in range(1, count + 1)]
+    rows[count // 2]["loss"] = None
+    rows[-1]["val_loss"] = 0.5
+    return rows
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_moving_average(width):
+    """The mean of as many values on both sides, without those that are no numbers."""
+    values = [4.0, np.nan, 2.0, 8.0, 1.0, 5.0, 7.0]
+    found = moving_average(values, width)
+    for i, value in enumerate(found):
+        half = min(width // 2, i, len(values) - 1 - i)
+        window = [v for v in values[i - half : i + half + 1] if not np.isnan(v)]
+        assert value == pytest.approx(np.mean(window) if window else np.nan, nan_ok=True)
+
+
+@pytest.mark.parametrize(("count", "smoothed"), [(1, False), (3, False), (40, True)])
+def test_loss_picture(tmp_path, count, smoothed):
+    """Whole steps on the axis; a smoothed curve of long runs, whose label describes it; validation and baseline."""
+    axes = draw_losses(history(count), unit="byte", baseline=1.5).axes[0]
+    ticks = axes.get_xticks()
+    assert len(ticks)
+    np.testing.assert_array_equal(ticks, np.round(ticks))
+    assert axes.get_ylabel().endswith("nats per byte")
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert any("mean of 5 logged steps" in label for label in labels) == smoothed
+    assert any("validation (0.500" in label for label in labels)
+    assert any("trigram" in label and "1.500" in label for label in labels)
+    loss_picture(history(count), tmp_path / "loss.png", unit="token", baseline=None)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("experts", [8, 64])
+def test_load_picture(tmp_path, experts):
+    load_picture(np.ones((2, experts), np.int32), tmp_path / "load.png", steps="last 2 logged steps")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_named_backend_is_told_from_a_default():
+    cfg = moezoo.compose("mesh=ep8", "execution.attention=reference")
+    product, attention = kernels_line(build_execution(cfg), cfg.seq_len).split(", ")
+    assert product.endswith("(default on cpu)")
+    assert attention == "attention reference (set by execution.attention)"

@@ -1,0 +1,299 @@
+"""A whole run: the files it writes, what it prints, and that only its settings decide its numbers."""
+
+import inspect
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_runs import assert_same_models, read_rows, repeatable, train_and_print
+
+import moezoo
+from moezoo.config.build import build_execution
+from moezoo.config.compose import as_mapping, compose, to_yaml
+from moezoo.data import load, train_batches
+from moezoo.moe.dispatch import Gather
+from moezoo.optim import Cosine
+from moezoo.training.build import build_state, build_step
+from moezoo.training.checkpoint import Checkpoints, steps
+from moezoo.training.feed import Feed
+from moezoo.training.loop import Loop
+from moezoo.training.metrics import MetricsLog, read_metrics
+from moezoo.training.resume import loader_state, read_batch_count
+from moezoo.training.signals import Signals
+from moezoo.training.train import make_folder
+
+# The runs below are made once.
+pytestmark = pytest.mark.xdist_group("train")
+
+
+@pytest.fixture(scope="module")
+def printed(tiny, tmp_path_factory):
+    """Twelve steps on eight devices, evaluated at step 8 and at the end; and what they print."""
+    folder = tmp_path_factory.mktemp("runs") / "ep8"
+    settings = ("mesh=ep8", "steps=12", "eval_every=8", "checkpoint_every=5", f"run_dir={folder}")
+    return train_and_print(*tiny, *settings)
+
+
+@pytest.fixture(scope="module")
+def run(printed):
+    """The run alone."""
+    return printed[0]
+
+
+def summary_of(lines):
+    """The lines before the first step; they fit on a screen."""
+    summary = lines[: next(i for i, line in enumerate(lines) if line.startswith("step "))]
+    assert len(summary) <= 22
+    assert max(map(len, summary)) <= 100
+    return summary
+
+
+def test_writes_its_files(run):
+    names = {p.name for p in run.folder.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "expert_load.png", "checkpoints"}
+    for picture in ("loss.png", "expert_load.png"):
+        assert (run.folder / picture).read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in (run.folder / "checkpoints").iterdir()} == {"10", "12"}
+
+
+def test_summary(run, printed):
+    """Each line has a title; compilation is announced before it starts, and timed."""
+    summary = {line[:12].strip(): line[12:] for line in summary_of(printed[1])}
+    wanted = "model mesh rules weights dispatch kernels memory traffic precision data training validation baseline "
+    assert wanted.split() == [title for title in summary if title][:13]
+    assert "(default on cpu)" in summary["kernels"]
+    assert "activations" in summary["memory"]
+    assert "per device and step" in next(line for line in printed[1] if line.startswith("traffic"))
+    assert "12 steps x 8 sequences x 16 tokens = 1,536 tokens" in summary["steps"]
+    assert "every 5 steps and at the end" in summary["checkpoint"]
+    assert summary["run_dir"] == str(run.folder)
+    compiling = next(i for i, line in enumerate(printed[1]) if line.startswith("compile"))
+    assert printed[1][compiling + 1].strip().startswith("done in ")
+    assert printed[1][compiling + 2].startswith("step 1/12  loss ")
+
+
+def test_metrics_rows(run):
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == run.history
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    wanted = {"step", "loss", "load_balance_loss", "z_loss", "tokens_per_second", "grad_norm", "learning_rate"}
+    wanted |= {"max_violation", "dropped", "skipped"}
+    for row in rows:
+        assert set(row) == wanted | ({"val_loss"} if row["step"] in (8, 12) else set())
+    assert abs(rows[0]["loss"] - np.log(32)) < 0.1  # a fresh model predicts a uniform distribution
+    assert rows[-1]["val_loss"] < rows[0]["loss"] - 0.1
+    assert rows[-1]["val_loss"] == run.evaluation.loss
+    assert rows[0]["learning_rate"] == pytest.approx(0.005)  # half of the warm-up of two steps
+    assert rows[1]["learning_rate"] == pytest.approx(0.01)
+    assert all(row["dropped"] == 0 for row in rows)
+
+
+def test_sample_continues_the_prompt(run):
+    assert len(run.sample.prompt.split()) == 4
+    assert len(run.sample.continuation.split()) == 12
+
+
+def test_mesh_dispatch_and_remat_change_rounding_only(run, tiny):
+    """One device; then a mesh that splits each sequence, except in the sample, where other weights move."""
+    split = ("mesh.context=2", "mesh.expert=4", "dispatch=dense", "execution.remat=none")
+    for overrides in (("mesh=single", "dispatch=gather"), split):
+        other = moezoo.train(moezoo.compose(*tiny, "steps=12", "eval_every=0", *overrides))
+        for row, theirs in zip(run.history, other.history, strict=True):
+            # Twelve steps of float32 rounding at a large learning rate, which jumps of the routing amplify.
+            assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4), row["step"]
+        assert other.evaluation.tokens == run.evaluation.tokens
+        assert other.evaluation.loss == pytest.approx(run.evaluation.loss, rel=1e-4)
+        assert other.sample.prompt == run.sample.prompt
+        # The weights differ by rounding, so nearly all random draws agree.
+        pairs = list(zip(other.sample.continuation.split(), run.sample.continuation.split(), strict=True))
+        assert sum(a == b for a, b in pairs) >= 10
+
+
+def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
+    """Ten steps to their end, then more in the same folder; only what changes is set, and it is printed."""
+    common = (*tiny, "mesh=ep8", "eval_every=8")
+    first = moezoo.train(moezoo.compose(*common, "steps=10", f"run_dir={tmp_path}/a"))
+    capsys.readouterr()
+    both = moezoo.train(moezoo.compose("steps=12", "checkpoint_every=1", f"resume={tmp_path}/a"))
+    lines = [line.removeprefix("changed").strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"steps: 10 before, 12 now", "checkpoint_every: 0 before, 1 now"} <= set(lines)
+    assert both.folder == first.folder
+    # The first part ended with an evaluation that the whole run did not make.
+    rows, wanted = (
+        [{k: v for k, v in row.items() if k != "val_loss"} for row in repeatable(one.history)] for one in (both, run)
+    )
+    assert rows == wanted
+    assert read_rows(both.folder) == repeatable(both.history)
+    assert_same_models(both.model, run.model)
+    assert both.sample == run.sample
+
+
+@pytest.mark.parametrize(("save_seconds", "saved"), [(0, [3, 6, 8]), (10, [4, 8])])
+def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch, save_seconds, saved):
+    """With a clock that advances by a minute per look; slow saves are 20 times as far apart as they take."""
+    monkeypatch.setattr(Checkpoints, "seconds", property(lambda self: save_seconds, lambda self, value: None), False)
+    overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5", "checkpoint_keep=9")
+    cfg = moezoo.compose(*tiny, *overrides)
+    execution = build_execution(cfg)
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
+    step = build_step(cfg, execution)
+    state = build_state(cfg, execution, step)
+    feed = Feed(step.batch_shardings.tokens, step.arguments[1].tokens.shape)
+    log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / "checkpoints", cfg.checkpoint_keep)
+    minutes = iter(range(100))
+    loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=lambda: 60.0 * next(minutes))
+    batches = train_batches(source, seq_len=cfg.seq_len, batch_size=cfg.batch_size, seed=cfg.seed, rows=feed.rows)
+    loop.train(state, batches, 0, Signals())
+    checkpoints.close()
+    assert steps(tmp_path / "checkpoints") == saved
+    assert repeatable(log.history) == repeatable(run.history[:8])
+
+
+def test_a_saved_run_evaluates_alike_on_any_mesh(run):
+    for overrides in ([], ["mesh=single", "dispatch=gather"], ["mesh=fsdp4_ep2", "dispatch=dense"]):
+        model, cfg = moezoo.load_run(run.folder, *overrides)
+        result = moezoo.evaluate(model, cfg)
+        assert result.tokens == run.evaluation.tokens
+        assert result.loss == pytest.approx(run.evaluation.loss, rel=1e-6)
+
+
+def test_model_is_called_on_a_mesh_or_on_none(run):
+    tokens = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) % 32
+    cfg = moezoo.compose("mesh=ep8")
+    split = run.model(tokens, execution=moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, Gather()))
+    whole = moezoo.place(run.model, moezoo.Execution())(tokens)
+    np.testing.assert_allclose(split.logits, whole.logits, atol=1e-5)  # logits are of order 1
+    np.testing.assert_array_equal(split.routing.load, whole.routing.load)
+    assert int(whole.routing.load.sum()) == 2 * 2 * 8 * 16
+
+
+def test_bfloat16_compute_learns_too(tiny):
+    cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "steps=12", "execution.dtype=bfloat16", "eval_every=0")
+    run = moezoo.train(cfg)
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(run.model))
+    assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
+
+
+def test_deepseek_learns_and_resumes_to_the_bit(tiny_deepseek, tmp_path):
+    """The choice bias is moved by counts of all micro-steps, saved and loaded; data are read by micro-batches."""
+    settings = ("steps=12", "eval_every=0", "checkpoint_every=9", f"run_dir={tmp_path}/a")
+    run, lines = train_and_print(*tiny_deepseek, *settings)
+    summary_of(lines)
+    assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
+    loaded, cfg = moezoo.load_run(run.folder)
+    assert_same_models(loaded, run.model)
+    assert np.asarray(run.model.stacks[1].blocks[0].feed_forward.router.choice_bias).any()  # type: ignore[attr-defined]
+    assert moezoo.evaluate(loaded, cfg).loss == pytest.approx(run.evaluation.loss, rel=1e-6)
+    again = moezoo.train(moezoo.compose(f"resume={tmp_path}/a/checkpoints/9", f"run_dir={tmp_path}/b"))
+    assert read_rows(again.folder) == read_rows(run.folder)
+    assert_same_models(again.model, run.model)
+
+
+def test_drops_are_reported_and_evaluation_drops_nothing(tiny_text, tmp_path):
+    """On a folder of text, whose held-out files are listed in a file."""
+    for i in range(40):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 20)
+    data = (*tiny_text, f"data.path={tmp_path}/texts")
+    chosen = ("mesh=fsdp2_ep4", "dispatch=capacity", "dispatch.capacity_factor=0.5", "steps=2")
+    run, lines = train_and_print(*data, *chosen)
+    assignments = 2 * 8 * 16 * 2  # layers, sequences, tokens, experts per token
+    for row in run.history:
+        assert row["dropped"] == sum(row["dropped_by_layer"]) > 0
+        assert len(row["dropped_by_layer"]) == 2
+        part = f"step {row['step']}/2  loss {row['loss']:.4f}  dropped {row['dropped'] / assignments:.1%}"
+        assert any(line.startswith(part) for line in lines)
+    first = run.history[0]
+    (warning,) = [line for line in lines if line.startswith("warning:")]
+    for part in (
+        f"step 1 dropped {first['dropped']} of {assignments} assignments",
+        " ".join(map(str, first["dropped_by_layer"])),
+        "dispatch.capacity_factor",
+    ):
+        assert part in warning
+    assert run.evaluation.dropped == 0
+    cfg = moezoo.compose(*data, "mesh=fsdp2_ep4", "dispatch=ring")
+    assert run.evaluation.loss == pytest.approx(moezoo.evaluate(run.model, cfg).loss, rel=1e-6)
+
+    source = load(cfg.data, seq_len=16, seed=0, vocab=256)
+    listed = (run.folder / "held_out.txt").read_text().splitlines()
+    assert listed == list(source.held_out)
+    assert len(listed) == source.validation.documents > 0
+    (line,) = [line for line in summary_of(lines) if line.startswith("validation")]
+    assert f"in {len(listed)} document" in line
+    assert line.endswith("held_out.txt")
+
+
+def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
+    saved = (run.folder / "config.yaml").read_text()
+    for changed in (
+        "data.successors=2",
+        "model.experts_per_token=1",
+        "seed=7",
+        "batch_size=4",
+        "execution.microbatches=2",
+        "data=python_stdlib",
+    ):
+        key = changed.replace("data=", "data.name=")
+        with pytest.raises(moezoo.UserError, match=f"^{key} but the run at resume="):
+            moezoo.train(moezoo.compose(f"resume={run.folder}", "steps=14", changed))
+    assert (run.folder / "config.yaml").read_text() == saved
+
+    # The position in the data that a checkpoint holds is meaningless for other data.
+    (tmp_path / "a.txt").write_text("one two three four " * 200)
+    cfg = moezoo.compose(*tiny_text, f"data.path={tmp_path}/a.txt")
+    state = loader_state(7, load(cfg.data, seq_len=16, seed=0, vocab=256))
+    assert read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg) == 7
+    (tmp_path / "a.txt").write_text("another text " * 200)
+    with pytest.raises(moezoo.UserError, match=r"was trained on data with sha256 \w+, and this data has \w+; use"):
+        read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg)
+
+
+def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(moezoo.UserError, match=r"^run_dir=.*file/x: cannot write there \(Not a directory\); name "):
+        moezoo.train(moezoo.compose(*tiny, "mesh=ep8", "steps=2", f"run_dir={tmp_path}/file/x"))
+
+
+def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(compose(*tiny))))
+    with pytest.raises(moezoo.UserError, match=r"already holds a run; .* or remove it, as it saved no checkpoint$"):
+        moezoo.train(moezoo.compose(*tiny, "steps=2", f"run_dir={tmp_path}"))
+    with pytest.raises(moezoo.UserError, match="no checkpoint there"):
+        moezoo.train(moezoo.compose(*tiny, "steps=2", f"resume={tmp_path}"))
+
+
+def test_another_model_than_that_of_the_configuration_is_not_evaluated(run, tiny):
+    with pytest.raises(moezoo.UserError, match=r"^evaluate: the model's arrays differ from those of cfg.model"):
+        moezoo.evaluate(run.model, moezoo.compose(*tiny, "model.layers=1"))
+
+
+def test_tokens_are_integers_in_rows(run):
+    model = moezoo.place(run.model, moezoo.Execution())
+    call = inspect.unwrap(type(model).__call__)  # without the type checker of the tests
+    with pytest.raises(moezoo.UserError, match=r"^tokens are int32\[16\], expected integers \[batch, seq\]"):
+        call(model, np.zeros(16, np.int32))
+    with pytest.raises(moezoo.UserError, match=r"^tokens are float32\[2, 16\]"):
+        call(model, np.zeros((2, 16), np.float32))
+
+
+def test_warm_up_is_a_tenth_of_the_run_by_default():
+    rates = [float(Cosine().rate(1.0, jnp.int32(i), 40)) for i in range(40)]
+    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1, 1], atol=1e-6)
+    assert rates[-1] == pytest.approx(0.1)
+    assert sorted(rates[3:], reverse=True) == rates[3:]
+
+
+def test_runs_of_the_same_second_have_different_folders(tiny):
+    folders = [make_folder(Path("runs/now"), moezoo.compose(*tiny)) for _ in range(3)]
+    assert folders == [Path("runs/now"), Path("runs/now_2"), Path("runs/now_3")]
+
+
+def test_an_incomplete_row_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"ste\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    assert [row["step"] for row in read_metrics(path, until=9)] == [1, 2]
+    assert [row["step"] for row in read_metrics(path, until=1)] == [1]
