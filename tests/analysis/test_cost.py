@@ -149,7 +149,7 @@ def test_break_even_is_where_the_whole_step_costs_the_same(dispatch):
     [
         ("mesh.expert=8 dispatch=gather", "nothing to compare: tokens move to experts with dispatch=ring, ragged or"),
         ("mesh.fsdp=8 rules=pure_fsdp dispatch=ring", "nothing to compare: "),
-        ("mesh.expert=-1", "mesh.expert=-1 takes the devices of a machine, and none is asked here; give a number"),
+        ("mesh.expert=-1", "mesh.expert=-1 takes the devices of a machine, but this mesh has none; give a number"),
     ],
 )
 def test_refuses(words, message):
