@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import pytest
+from refusals import refused
 
 from moezoo.convert import Checks, Range, convert, plain, set_key, show
 

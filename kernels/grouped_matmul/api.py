@@ -113,7 +113,8 @@ def gated(
 ) -> Float[Array, "rows outputs"]:
     """Compute activation(rows x gate + gate_bias, rows x up + up_bias), with each group's matrices and biases.
 
-    Backends without a kernel for this compose it of two calls of `grouped_matmul`, whose remarks hold here too.
+    Dtypes, varying axes and gradients are those of `grouped_matmul`. Backends without a kernel for this compose it of
+    calls of `grouped_matmul`.
 
     Args:
         rows: As for `grouped_matmul`.

@@ -67,7 +67,7 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     a row are dropped. `group_sizes` are all `capacity`, whether rows are used or not.
 
     Args:
-        expert_ids: int32 [T, K]; `count` for a choice that goes nowhere.
+        expert_ids: int32 [T, K]; `count` for a choice that goes to no expert.
         count: The number of experts.
         capacity: The rows per expert.
     """

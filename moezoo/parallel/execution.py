@@ -160,7 +160,7 @@ class Execution:
         return dataclasses.replace(self, dispatch=None if self.dispatch is None else self.dispatch.exact)
 
     def for_rows(self, rows: int) -> "Execution":
-        """Return the execution for a batch of `rows` whole sequences, split over as many devices as divide it.
+        """Return the execution for a batch of `rows` whole sequences, split over the most devices that divide it.
 
         Devices along the other axes repeat the same computation, except the experts' work, which they always share.
         """

@@ -128,7 +128,7 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     """
     rest = [axis for axis, size in shape.sizes.items() if size == -1]
     if rest:
-        raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, and none is asked here; give a number")
+        raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, but this mesh has none; give a number")
     return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -57,7 +57,7 @@ def loop_plan(expert_ids, first, count):
 
 @st.composite
 def choices(draw, k):
-    """Draw distinct experts per token, in any order; the number of experts where a choice goes nowhere."""
+    """Draw distinct experts per token, in any order; the number of experts for a choice that goes to none."""
     allowed = draw(st.sets(st.integers(0, EXPERTS - 1)))  # the others stay empty
     tokens = [draw(st.permutations(range(EXPERTS))) for _ in range(TOKENS)]
     return np.asarray([[e if e in allowed else EXPERTS for e in token[:k]] for token in tokens], np.int32)

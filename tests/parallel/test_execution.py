@@ -127,14 +127,15 @@ def operations(remat):
         return lax.psum_scatter(y, "fsdp", tiled=True)
 
     def local(stored, x):
-        return jax.grad(lambda *arguments: body(*arguments).sum(), argnums=(1, 0))(x, stored)
+        value, gradients = jax.value_and_grad(lambda *arguments: body(*arguments).sum(), argnums=(1, 0))(x, stored)
+        return value[None], gradients
 
     layout = PartitionSpec("fsdp")
     step = jax.shard_map(
         local,
         mesh=execution.mesh,
         in_specs=(execution.specs(layer()), layout),
-        out_specs=(execution.specs(layer()), layout),
+        out_specs=(layout, (execution.specs(layer()), layout)),
     )
     names = {
         ("all_gather", (2, 8, 8)): "gathered weights",
