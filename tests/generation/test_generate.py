@@ -112,7 +112,7 @@ def test_greedy_equals_running_the_whole_text_again(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
-    # No near tie decides a token, so rounding cannot change one.
+    # No near tie decides a token, so rounding cannot change any.
     top = np.sort(logits, axis=-1)
     assert (top[..., -1] - top[..., -2]).min() > 1e-4
     width, execution = IDS.shape[1], moezoo.Execution()
