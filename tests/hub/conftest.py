@@ -18,27 +18,27 @@ class Saved(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory):
+def save(tmp_path_factory):
     """Return a function from a configuration (or its name in CONFIGS) to its random model and folder."""
 
     @functools.cache
-    def save(config: Any) -> Saved:
+    def save_once(config: Any) -> Saved:
         model, folder = random_model(config), tmp_path_factory.mktemp("saved") / "model"
         moezoo.save_pretrained(model, folder)
         return Saved(model, folder)
 
-    return lambda config: save(CONFIGS[config] if isinstance(config, str) else config)
+    return lambda config: save_once(CONFIGS[config] if isinstance(config, str) else config)
 
 
 @pytest.fixture(scope="session")
-def peer(saved):
+def peer(save):
     """Return a function from a configuration (or its name) to transformers' model of its folder."""
     from peer_results import load  # not at the top, because some tests run without transformers
 
     loaded: dict[Path, Any] = {}
 
     def find(config: Any) -> Any:
-        folder = saved(config).folder
+        folder = save(config).folder
         if folder not in loaded:
             loaded[folder] = load(folder)
         return loaded[folder]

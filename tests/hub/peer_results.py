@@ -61,7 +61,7 @@ def results(model: Any, tokens: np.ndarray, execution: moezoo.Execution) -> Resu
     return Results(np.asarray(logits), float(value), _by_name(gradients, model))
 
 
-def agree(ours: Results, theirs: Results) -> None:
+def assert_agreement(ours: Results, theirs: Results) -> None:
     """Assert equality up to float32: each result sums about a thousand products, each rounded to 6e-8."""
     np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=1e-4)
     assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)

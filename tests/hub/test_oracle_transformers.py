@@ -66,16 +66,16 @@ class Wide(torch.overrides.TorchFunctionMode):
 
 
 @contextmanager
-def wide() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """Run transformers in float64, without its warnings."""
     with warnings.catch_warnings(), Wide():
         warnings.simplefilter("ignore")
         yield
 
 
-def built(config: Any) -> Any:
+def build(config: Any) -> Any:
     """Return transformers' model with every array random; norms are not one and biases are not zero."""
-    with wide():
+    with in_float64():
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
         theirs = transformers.AutoModelForCausalLM.from_config(config, **kinds).double()
     rng = np.random.default_rng(1)
@@ -115,7 +115,7 @@ class Entry(NamedTuple):
     cut: Callable[[np.ndarray], np.ndarray]
 
 
-def table(config: Any) -> dict[str, list[Entry]]:
+def oracle_entries(config: Any) -> dict[str, list[Entry]]:
     """Return the oracle's entries by the names of a layer's parameters in transformers."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", EMBED // heads)
@@ -148,10 +148,10 @@ def table(config: Any) -> dict[str, list[Entry]]:
     }
 
 
-def named(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
+def to_oracle(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
     """Return the oracle's parameters from arrays by their names in transformers; none is left over."""
     whole = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "final_norm"}
-    entries, layers, found = table(config), {}, {}
+    entries, layers, found = oracle_entries(config), {}, {}
     for name, array in arrays.items():
         if name in whole:
             found[whole[name]] = array
@@ -168,10 +168,10 @@ def named(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
 @pytest.mark.xdist_group("oracle_transformers")  # importing PyTorch takes longer than the tests
 def test_loss_and_gradients(name):
     config = CONFIGS[name]()
-    theirs, family = built(config), family_of(config)
+    theirs, family = build(config), family_of(config)
     tokens = np.random.default_rng(2).integers(1, VOCAB, (ROWS, LENGTH))
     ids = torch.tensor(tokens)
-    with wide():
+    with in_float64():
         logits = theirs(ids).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -181,9 +181,9 @@ def test_loss_and_gradients(name):
     positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
     batch = {"tokens": tokens, "labels": labels, "segments": np.ones_like(tokens), "positions": positions}
     parameters = {n: p.detach().numpy() for n, p in theirs.named_parameters()}
-    outcome = oracle.differentiate(named(config, parameters), batch, 1, family)
+    outcome = oracle.differentiate(to_oracle(config, parameters), batch, 1, family)
     assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
-    wanted = named(config, {n: p.grad.numpy() for n, p in theirs.named_parameters()})
+    wanted = to_oracle(config, {n: p.grad.numpy() for n, p in theirs.named_parameters()})
     assert set(wanted) == set(outcome.gradients)
     for array, gradient in wanted.items():
         scale = abs(gradient).max()

@@ -24,9 +24,9 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 
 @pytest.fixture(scope="session")
-def folders(saved):
+def folders(save):
     """Return a function from a name in CONFIGS to its folder."""
-    return lambda name: saved(name).folder
+    return lambda name: save(name).folder
 
 
 # A folder of each kind, and modules in addition to the embedding, the last norm, the logits and three of each layer.
@@ -63,17 +63,17 @@ def test_agrees(folders, name):
     )
 
 
-def changed(where: Any, function: Any):
+def change_part(where: Any, function: Any):
     """Return a function that changes one part of a model."""
     return lambda model: eqx.tree_at(where, model, replace_fn=function)
 
 
-def moved(by: float):
+def scale_second_layer(by: float):
     """Return a function that scales the second layer of an array."""
     return lambda x: x.at[1].multiply(1 + by)
 
 
-def setting(where: Any, **values: Any):
+def change_settings(where: Any, **values: Any):
     """Return a function that changes static settings of one module."""
 
     def change(model):
@@ -87,82 +87,90 @@ def setting(where: Any, **values: Any):
     return change
 
 
-def mixtral(model: Any) -> Any:
+def mixtral_block(model: Any) -> Any:
     return model.stacks[0].blocks[0]
 
 
-def third(model: Any) -> Any:
+def deepseek_block(model: Any) -> Any:
     return model.stacks[-1].blocks[0]
 
 
 # The folder, the change to our model after loading, and the module to name. The first layer of "v3" is dense.
 PLANTED: dict[str, tuple[str, Any, str]] = {
-    "embedding": ("mixtral", changed(lambda m: m.embedding.weight, lambda x: x * 1.01), "model.embed_tokens"),
+    "embedding": ("mixtral", change_part(lambda m: m.embedding.weight, lambda x: x * 1.01), "model.embed_tokens"),
     "a norm's scale": (
         "mixtral",
-        changed(lambda m: mixtral(m).feed_forward_norm.scale, moved(0.01)),
+        change_part(lambda m: mixtral_block(m).feed_forward_norm.scale, scale_second_layer(0.01)),
         "model.layers.1.post_attention_layernorm",
     ),
     "a norm's epsilon": (
         "mixtral",
-        setting(lambda m: mixtral(m).attention_norm, epsilon=0.01),
+        change_settings(lambda m: mixtral_block(m).attention_norm, epsilon=0.01),
         "model.layers.0.input_layernorm",
     ),
-    "queries": ("mixtral", changed(lambda m: mixtral(m).attention.query, moved(0.1)), "model.layers.1.self_attn"),
+    "queries": (
+        "mixtral",
+        change_part(lambda m: mixtral_block(m).attention.query, scale_second_layer(0.1)),
+        "model.layers.1.self_attn",
+    ),
     "rope base": (
         "mixtral",
-        setting(lambda m: mixtral(m).attention, rotary=Rotary(8, 1e4)),
+        change_settings(lambda m: mixtral_block(m).attention, rotary=Rotary(8, 1e4)),
         "model.layers.0.self_attn",
     ),
-    "window": ("mixtral window", setting(lambda m: mixtral(m).attention, window=6), "model.layers.0.self_attn"),
+    "window": (
+        "mixtral window",
+        change_settings(lambda m: mixtral_block(m).attention, window=6),
+        "model.layers.0.self_attn",
+    ),
     "router": (
         "mixtral",
-        changed(lambda m: mixtral(m).feed_forward.router.weight, moved(0.01)),
+        change_part(lambda m: mixtral_block(m).feed_forward.router.weight, scale_second_layer(0.01)),
         "model.layers.1.block_sparse_moe.gate",
     ),
     "an expert": (
         "mixtral",
-        changed(lambda m: mixtral(m).feed_forward.experts.down, lambda x: x.at[1, 3].multiply(1.01)),
+        change_part(lambda m: mixtral_block(m).feed_forward.experts.down, lambda x: x.at[1, 3].multiply(1.01)),
         "model.layers.1.block_sparse_moe.experts",
     ),
-    "last norm": ("mixtral", changed(lambda m: m.unembedding.norm.scale, lambda x: x * 1.01), "model.norm"),
-    "logits": ("mixtral", changed(lambda m: m.unembedding.weight, lambda x: x * 1.01), "lm_head"),
+    "last norm": ("mixtral", change_part(lambda m: m.unembedding.norm.scale, lambda x: x * 1.01), "model.norm"),
+    "logits": ("mixtral", change_part(lambda m: m.unembedding.weight, lambda x: x * 1.01), "lm_head"),
     "choice bias": (
         "v3",
-        changed(lambda m: third(m).feed_forward.router.choice_bias, lambda x: x.at[0, ::2].add(0.5)),
+        change_part(lambda m: deepseek_block(m).feed_forward.router.choice_bias, lambda x: x.at[0, ::2].add(0.5)),
         "model.layers.1.mlp.gate",
     ),
     "router scale": (
         "v2 groups",
-        setting(
-            lambda m: third(m).feed_forward.router,
+        change_settings(
+            lambda m: deepseek_block(m).feed_forward.router,
             choice=Choice(groups=4, kept_groups=2, gates="scores", scale=1.0),
         ),
         "model.layers.1.mlp.gate",
     ),
     "down to the latent": (
         "v3",
-        changed(lambda m: third(m).attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
+        change_part(lambda m: deepseek_block(m).attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
         "input of model.layers.1.self_attn.q_a_layernorm",
     ),
     "a latent's norm": (
         "v3",
-        changed(lambda m: third(m).attention.kv_norm.scale, lambda x: x * 1.01),
+        change_part(lambda m: deepseek_block(m).attention.kv_norm.scale, lambda x: x * 1.01),
         "model.layers.1.self_attn.kv_a_layernorm",
     ),
     "rope pairs": (
         "v3",
-        setting(lambda m: third(m).attention, rotary=Rotary(8, 1e4, YARN, "halves")),
+        change_settings(lambda m: deepseek_block(m).attention, rotary=Rotary(8, 1e4, YARN, "halves")),
         "model.layers.1.self_attn",
     ),
     "shared experts": (
         "v3",
-        changed(lambda m: third(m).feed_forward.shared.up, lambda x: x * 1.01),
+        change_part(lambda m: deepseek_block(m).feed_forward.shared.up, lambda x: x * 1.01),
         "model.layers.1.mlp.shared_experts",
     ),
     "dense layer": (
         "v3",
-        changed(lambda m: m.stacks[0].blocks[0].feed_forward.gate, lambda x: x * 1.1),
+        change_part(lambda m: m.stacks[0].blocks[0].feed_forward.gate, lambda x: x * 1.1),
         "model.layers.0.mlp",
     ),
 }
@@ -185,7 +193,7 @@ def test_names_what_was_changed(folders, monkeypatch, fault):
 
 def test_nan_diverges(folders, monkeypatch):
     load = parity.from_pretrained
-    spoil = changed(lambda m: m.stacks[0].blocks[0].attention.out, lambda x: x.at[1, 0].set(float("nan")))
+    spoil = change_part(lambda m: m.stacks[0].blocks[0].attention.out, lambda x: x.at[1, 0].set(float("nan")))
     monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: spoil(load(*a, **k)))
     result = parity.compare(folders("mixtral"))
     assert result.first is not None

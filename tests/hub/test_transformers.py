@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from peer_results import agree, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, YARN, olmoe, qwen3, third
+from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
+from tiny_models import CONFIGS, ROUTER, YARN, deepseek_v3, olmoe, qwen3
 
 import moezoo
 from moezoo.moe.router import Choice
@@ -17,14 +17,14 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_loss_and_gradients(saved, peer, name):
-    agree(results(saved(name).model, TOKENS, moezoo.Execution()), results_of_transformers(peer(name), TOKENS))
+def test_logits_loss_and_gradients(save, peer, name):
+    assert_agreement(results(save(name).model, TOKENS, moezoo.Execution()), results_of_transformers(peer(name), TOKENS))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_reading_is_bit_equal(saved, peer, name, tmp_path):
+def test_reading_is_bit_equal(save, peer, name, tmp_path):
     """Our folder, and the one that transformers writes of it."""
-    model, folder = saved(name)
+    model, folder = save(name)
     peer(name).save_pretrained(tmp_path / "theirs")
     assert "rope_parameters" in json.loads((tmp_path / "theirs" / "config.json").read_text())
     again = moezoo.from_pretrained(folder)
@@ -36,9 +36,9 @@ def test_reading_is_bit_equal(saved, peer, name, tmp_path):
         assert a.dtype == b.dtype == wanted.dtype
 
 
-def assert_equal_logits(saved, config, edit, folder):
+def assert_equal_logits(save, config, edit, folder):
     """Assert that both libraries compute the same logits after `edit` has changed config.json."""
-    shutil.copytree(saved(config).folder, folder)
+    shutil.copytree(save(config).folder, folder)
     file = folder / "config.json"
     mapping = json.loads(file.read_text())
     edit(mapping)
@@ -51,10 +51,13 @@ def assert_equal_logits(saved, config, edit, folder):
 
 # Other spellings of a setting that transformers reads too, and keys with a default that is not ours.
 SPELLINGS = {
-    "theta beside": ("mixtral", lambda c: c.update(rope_parameters={"rope_type": "default"}, rope_theta=50.0)),
+    "theta outside rope_parameters": (
+        "mixtral",
+        lambda c: c.update(rope_parameters={"rope_type": "default"}, rope_theta=50.0),
+    ),
     "older key first": ("v3", lambda c: c.update(rope_scaling=c["rope_parameters"] | {"factor": 8.0})),
-    "length beside": ("v3", lambda c: c.update(original_max_position_embeddings=16)),
-    "betas turned": ("v3", lambda c: c["rope_parameters"].update(beta_fast=0.5, beta_slow=4.0)),
+    "length outside rope_parameters": ("v3", lambda c: c.update(original_max_position_embeddings=16)),
+    "betas swapped": ("v3", lambda c: c["rope_parameters"].update(beta_fast=0.5, beta_slow=4.0)),
     "no scale": ("v3", lambda c: c.pop("routed_scaling_factor")),
     "no scale of the second": ("v2", lambda c: c.pop("routed_scaling_factor")),
     "pairs of the second": ("v2", lambda c: c.update(rope_interleave=False)),
@@ -62,16 +65,18 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize(("name", "edit"), SPELLINGS.values(), ids=SPELLINGS)
-def test_reads_settings_as_transformers_does(saved, name, edit, tmp_path):
+def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
     config = (
-        third(yarn=YARN, router=replace(ROUTER, groups=8, kept_groups=4), experts=16) if name == "v3" else CONFIGS[name]
+        deepseek_v3(yarn=YARN, router=replace(ROUTER, groups=8, kept_groups=4), experts=16)
+        if name == "v3"
+        else CONFIGS[name]
     )
-    assert_equal_logits(saved, config, edit, tmp_path / "m")
+    assert_equal_logits(save, config, edit, tmp_path / "m")
 
 
-def test_missing_limits_are_those_of_transformers(saved, tmp_path):
+def test_missing_limits_are_those_of_transformers(save, tmp_path):
     for name, length in (("mixtral", 131072), ("v2", 2048), ("v3", 4096), ("qwen3", 32768), ("olmoe", 4096)):
-        shutil.copytree(saved(name).folder, tmp_path / name)
+        shutil.copytree(save(name).folder, tmp_path / name)
         file = tmp_path / name / "config.json"
         mapping = json.loads(file.read_text())
         for key in ("max_position_embeddings", "router_aux_loss_coef"):
@@ -111,5 +116,5 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_reads_missing_keys_as_transformers_does(saved, name, tmp_path):
-    assert_equal_logits(saved, *LEFT_OUT[name], tmp_path / "m")
+def test_reads_missing_keys_as_transformers_does(save, name, tmp_path):
+    assert_equal_logits(save, *LEFT_OUT[name], tmp_path / "m")

@@ -44,8 +44,8 @@ def continue_prompts(theirs, eos=None):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens(saved, peer, name):
-    model, theirs = saved(name).model, peer(name)
+def test_greedy_tokens(save, peer, name):
+    model, theirs = save(name).model, peer(name)
     greedy = continue_prompts(theirs)
     # The last row's fourth new token ends a row: other rows continue, or have ended before. The absent token ends none.
     end, absent = int(greedy[3, 7 + 3]), int(np.setdiff1d(np.arange(40), greedy[:, 7:])[0])
@@ -55,8 +55,8 @@ def test_greedy_tokens(saved, peer, name):
 
 
 @pytest.mark.parametrize(("name", "mesh", "strategy"), mark_full(DEFAULT))
-def test_greedy_tokens_on_a_mesh(saved, peer, name, mesh, strategy):
+def test_greedy_tokens_on_a_mesh(save, peer, name, mesh, strategy):
     config = split_evenly(CONFIGS[name])
     execution = make_execution(mesh, strategy)
-    found = moezoo.generate(saved(config).model, IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
+    found = moezoo.generate(save(config).model, IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
     np.testing.assert_array_equal(found, continue_prompts(peer(config)))

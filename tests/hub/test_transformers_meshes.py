@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from mesh_cases import MESHES, make_execution, mark_full, split_evenly
-from peer_results import agree, results, results_of_transformers
+from peer_results import assert_agreement, results, results_of_transformers
 from tiny_models import CONFIGS
 
 from moezoo.moe.dispatch import STRATEGIES
@@ -26,7 +26,7 @@ TOKENS = np.random.default_rng(3).integers(0, 40, (8, 8)).astype(np.int32)
 
 
 @pytest.mark.parametrize(("name", "mesh", "strategy"), mark_full(DEFAULT))
-def test_logits_loss_and_gradients(saved, peer, name, mesh, strategy):
+def test_logits_loss_and_gradients(save, peer, name, mesh, strategy):
     config = split_evenly(CONFIGS[name])
-    ours = results(saved(config).model, TOKENS, make_execution(mesh, strategy))
-    agree(ours, results_of_transformers(peer(config), TOKENS))
+    ours = results(save(config).model, TOKENS, make_execution(mesh, strategy))
+    assert_agreement(ours, results_of_transformers(peer(config), TOKENS))

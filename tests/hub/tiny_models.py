@@ -34,15 +34,15 @@ def olmoe(**changes: Any) -> OlmoeConfig:
     return OlmoeConfig(**{**SMALL, "layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, **changes})
 
 
-def third(**changes: Any) -> DeepSeekConfig:
+def deepseek_v3(**changes: Any) -> DeepSeekConfig:
     """Return a tiny DeepSeek-V3."""
     sizes: dict[str, Any] = {"q_lora": 6, "kv_lora": 5, "nope_dim": 6, "rope_dim": 8, "value_dim": 7, "mlp": 20}
     return DeepSeekConfig(**{**SMALL, **sizes, "layers": 2, **changes})
 
 
-def second(**changes: Any) -> DeepSeekConfig:
+def deepseek_v2(**changes: Any) -> DeepSeekConfig:
     """Return a tiny DeepSeek-V2; transformers needs an even offset to the rotated part of the latent."""
-    return third(**{"kv_lora": 4, "router": Choice(gates="scores"), **changes})
+    return deepseek_v3(**{"kv_lora": 4, "router": Choice(gates="scores"), **changes})
 
 
 CONFIGS = {
@@ -55,18 +55,18 @@ CONFIGS = {
     "qwen3 mscales": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=()),
     "olmoe": olmoe(),
     "olmoe shared heads": olmoe(kv_heads=2, clip_qkv=None, router=Choice(), attention_bias="all"),
-    "v3": third(yarn=YARN),
-    "v3 two mscales": third(yarn=replace(YARN, mscale=0.7, mscale_all=1.3)),
-    "v3 no mscale": third(yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
-    "v3 plain": third(
+    "v3": deepseek_v3(yarn=YARN),
+    "v3 two mscales": deepseek_v3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3)),
+    "v3 no mscale": deepseek_v3(yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
+    "v3 plain": deepseek_v3(
         q_lora=None, router=replace(ROUTER, groups=1, kept_groups=1, gates="scores"), rope_pairs="halves"
     ),
-    "v3 two dense": third(layers=3, dense_layers=2, shared_experts=2),
-    "v3 none dense": third(dense_layers=0),
-    "v3 all experts": third(experts_per_token=8, router=replace(ROUTER, kept_groups=4)),
-    "v2": second(),
-    "v2 groups": second(yarn=YARN, router=Choice(groups=4, kept_groups=2, gates="scores", scale=16.0)),
-    "v2 lite": second(yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2),
+    "v3 two dense": deepseek_v3(layers=3, dense_layers=2, shared_experts=2),
+    "v3 none dense": deepseek_v3(dense_layers=0),
+    "v3 all experts": deepseek_v3(experts_per_token=8, router=replace(ROUTER, kept_groups=4)),
+    "v2": deepseek_v2(),
+    "v2 groups": deepseek_v2(yarn=YARN, router=Choice(groups=4, kept_groups=2, gates="scores", scale=16.0)),
+    "v2 lite": deepseek_v2(yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2),
 }
 
 
