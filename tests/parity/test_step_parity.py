@@ -30,9 +30,9 @@ from moezoo.analysis.cost import communication
 from moezoo.optim import AdamW, Cosine, Optimizer
 from moezoo.parallel.axes import trainable_mask
 
-# float32 rounds by up to 6e-8 of a number. A gradient here comes from a chain of about forty operations, with sums of at
-# most a few hundred terms. Together they round by about 1e-6 of an array's largest value; the tolerance is ten times
-# that. Mistakes are larger: a wrong setting changes a gradient by over 1e-2 (see the tests of the oracle's settings).
+# float32 rounds by up to 6e-8 of a number. A gradient here is the result of about forty operations in a row, with sums
+# of a few hundred terms at most. Together they round by about 1e-6 of an array's largest value; the tolerance is ten
+# times that. Mistakes are larger: a wrong setting changes a gradient by over 1e-2 (see the tests of these settings).
 TOLERANCE = 1e-5
 
 
@@ -261,7 +261,7 @@ def thinned_product() -> list[Case]:
 
 
 @pytest.mark.full
-def test_whole_product():
+def test_thinned_product():
     """Compare an eighth of the product in one process, and write the table of errors."""
     rows = {case: compare_with_oracle(case) for case in thinned_product()}
     text = f"""
