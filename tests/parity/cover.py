@@ -1,4 +1,22 @@
-"""What the parity tests run: tiny models and their data, meshes, rules, the product of settings and a cover of it."""
+"""What the parity tests run: tiny models, their batches, meshes, rules, and the cases, each one way to run a step.
+
+A `Case` has these columns:
+
+| column | values |
+|---|---|
+| strategy | how tokens meet their experts: every strategy in `moezoo.moe.dispatch.STRATEGIES` |
+| mesh | the seven of `MESHES`: one device, or eight in one to three axes |
+| rules | two layouts that moezoo ships and three written here; `fits` has the pairs of mesh and rules that exist |
+| remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
+| microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
+| balance | what the load-balance loss is computed over: `batch` or `sequence` |
+| family | `mixtral` `deepseek` `qwen3_moe` `olmoe` |
+| chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
+
+`product()` has every combination of the first seven columns whose rules fit the mesh. `cover()` is a small part of it:
+a pairwise cover, in which any two values that are together in some case of the product are together in some case of the
+cover. The suite runs the cover. With `-m full` it traces the whole product and runs an eighth of it.
+"""
 
 import functools
 import itertools
@@ -21,86 +39,90 @@ from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeCo
 from moezoo.moe.dispatch import STRATEGIES
 
 Balance = Literal["batch", "sequence"]
-Family = str  # a key of _KINDS
+# A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES`: DeepSeek-V2, and a Qwen3-MoE in
+# which only every second layer has experts.
+Family = str
 
-# Every size differs from its neighbours where it may, so that no two dimensions can be confused. The routing losses'
-# coefficients are large, so that their gradients are as visible as the cross-entropy's.
+# Adjacent dimensions have different sizes where possible, so a test fails where the code confuses two of them. The
+# coefficients of the routing losses are large, so their gradients are about as large as the cross-entropy's.
 VOCAB, EMBED, ROWS, LENGTH = 40, 16, 16, 8
 LAYERS = 2  # layers with experts; DeepSeek and Qwen3-MoE have a dense layer before them
-UNUSED = 5  # the expert of the first of these layers that no token goes to
+UNUSED = 5  # an expert that no token goes to, in the first layer with experts
 _COMMON = {"vocab": VOCAB, "embed": EMBED, "rope_base": 100.0, "init_std": 0.5, "load_balance": 0.3, "z_loss": 0.05}
 _GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 8, "expert_mlp": 12, "experts": 8}
 _MIXTRAL = {"layers": LAYERS, **_GROUPED}
-# Of the rotary dimensions' four pairs each is extended by another share.
+# Rotary positions have four pairs of dimensions; with these numbers YaRN changes each by a different factor.
 _YARN = {"factor": 4.0, "length": 64, "beta_fast": 8.0, "beta_slow": 1.0}
-# Groups of experts have more than the two that make a group's score; the bias moves by whole quarters, which float32
-# adds exactly.
+# A group has four experts, and its score is the sum of the best two. The choice bias moves by 1/4, which float32 adds
+# exactly.
 _DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 3, "q_lora": 24, "kv_lora": 8, "nope_dim": 6}
 _DEEPSEEK |= {"rope_dim": 8, "value_dim": 5, "mlp": 20, "expert_mlp": 12, "experts": 16, "experts_per_token": 3}
 _DEEPSEEK |= {"norm_eps": 1e-3, "shared_experts": 2, "yarn": _YARN | {"mscale": 1.0, "mscale_all": 0.5}}
 _DEEPSEEK |= {"router": {"groups": 4, "kept_groups": 2, "bias_rate": 0.25}}
-_OLDER = _DEEPSEEK | {"q_lora": None, "rope_pairs": "halves", "yarn": {"factor": 1.0}}
-_OLDER["router"] = {"groups": 4, "kept_groups": 2, "score": "softmax", "group_score": "max", "choice_bias": "none"}
-_OLDER["router"] |= {"gates": "scores", "scale": 16.0}
+_DEEPSEEK_V2 = _DEEPSEEK | {"q_lora": None, "rope_pairs": "halves", "yarn": {"factor": 1.0}}
+_DEEPSEEK_V2["router"] = {"groups": 4, "kept_groups": 2, "score": "softmax", "group_score": "max"}
+_DEEPSEEK_V2["router"] |= {"choice_bias": "none", "gates": "scores", "scale": 16.0}
 _QWEN3 = {**_GROUPED, "layers": 1 + LAYERS, "moe_every": 1, "mlp_layers": (0,), "mlp": 20, "experts_per_token": 3}
 _QWEN3 |= {"attention_bias": "all", "window": 4, "norm_eps": 1e-3, "yarn": _YARN, "router": {"gates": "renormalised"}}
 _PERIODIC = _QWEN3 | {"layers": 2 * LAYERS, "moe_every": 2, "mlp_layers": (), "attention_bias": "none", "window": None}
 _PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}}
-# The bound cuts off a part of the queries, keys and values of nearly every token.
+# The bound of `clip_qkv` clips some of the queries, keys and values of nearly every token.
 _OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "clip_qkv": 1.0}
 _OLMOE |= {"router": {"gates": "scores"}}
 
 Config = MixtralConfig | DeepSeekConfig | Qwen3MoeConfig | OlmoeConfig
-# The class of a configuration, its values, and a seed with which the oracle finds no choice of experts to be a tie.
-# `deepseek_v2` has the older DeepSeek's settings, `qwen3_moe_periodic` experts in every second layer: cases of BESIDE.
-_KINDS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
+# For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
+_FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
     "deepseek": (DeepSeekConfig, _DEEPSEEK, 3),
-    "deepseek_v2": (DeepSeekConfig, _OLDER, 3),
+    "deepseek_v2": (DeepSeekConfig, _DEEPSEEK_V2, 3),
     "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 5),
     "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
     "olmoe": (OlmoeConfig, _OLMOE, 4),
 }
 # The product contains every family of moezoo.
-FAMILIES: tuple[Family, ...] = tuple(name for name in _KINDS if name in moezoo.models.FAMILIES)
-assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _KINDS"
+FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
+assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
-    """A tiny model's."""
-    kind, sizes, _ = _KINDS[family]
+    """Return the configuration of a tiny model."""
+    config_class, sizes, _ = _FAMILY_SETTINGS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
-    start: Any = kind()
-    groups = {name: replace(getattr(start, name), **values[name]) for name in ("yarn", "router") if name in values}
-    return kind(**{**values, **groups})
+    defaults: Any = config_class()
+    sections = {name: replace(getattr(defaults, name), **values[name]) for name in ("yarn", "router") if name in values}
+    return config_class(**{**values, **sections})
 
 
 def routers(model: Any) -> list[Any]:
-    """Of the blocks with experts, in order."""
+    """Return the routers of the blocks with experts, in order."""
     blocks = [block for stack in model.stacks for block in stack.blocks]
     return [block.feed_forward.router for block in blocks if hasattr(block.feed_forward, "router")]
 
 
 @functools.cache
 def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
-    """A tiny model with every array told apart from what it starts as: norms are not one, one expert is not used."""
-    fresh = build_model(config(family, balance), key=jax.random.key(_KINDS[family][2]))
+    """Return a tiny model with noise on every constant array, and with one expert that is never chosen.
+
+    Norms are not 1 and biases not 0, so a test fails where the code ignores one.
+    """
+    fresh = build_model(config(family, balance), key=jax.random.key(_FAMILY_SETTINGS[family][2]))
     rng = np.random.default_rng(4)
 
-    def noisy(path: Any, x: Any) -> Any:
-        starts_plain = x.ndim < 3 or jax.tree_util.keystr(path).endswith("_bias")
-        return jnp.asarray(np.asarray(x) + 0.2 * rng.standard_normal(x.shape).astype(np.float32) * starts_plain)
+    def with_noise(path: Any, x: Any) -> Any:
+        starts_constant = x.ndim < 3 or jax.tree_util.keystr(path).endswith("_bias")
+        return jnp.asarray(np.asarray(x) + 0.2 * rng.standard_normal(x.shape).astype(np.float32) * starts_constant)
 
-    result = jax.tree_util.tree_map_with_path(noisy, fresh)
-    # The residual stream's first number is large for every token: no norm divides by next to nothing, which would make
-    # rounding errors large; and the unused expert's logit falls with it.
+    result = jax.tree_util.tree_map_with_path(with_noise, fresh)
+    # The first number of the residual stream is 2 for every token. So no norm divides by almost 0, which would enlarge
+    # rounding errors, and a large negative router weight on it keeps every token from the unused expert.
     embedding = result.embedding.weight.at[:, 0].set(2.0)
     changed, rng = [], np.random.default_rng(4)
     for i, router in enumerate(routers(result)):
         if i == 0:
             router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0, 0, UNUSED].set(-4.0))
         if router.choice_bias is not None:
-            # Large enough to change choices; the unused expert's is far below. In 64ths, so that moving it is exact.
+            # Large enough to change choices. A multiple of 1/64, so that updates by 1/4 are exact.
             bias = np.round(64 * 0.3 * rng.standard_normal(router.choice_bias.shape)) / 64
             if i == 0:
                 bias[0, UNUSED] = -8
@@ -111,21 +133,24 @@ def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
 
 @functools.cache
 def batch(step: int) -> dict[str, np.ndarray]:
-    """Rows of packed documents: some end in padding, one is nothing but padding; [ROWS, LENGTH] int32."""
+    """Return the batch of a step, each array [ROWS, LENGTH] int32.
+
+    Rows hold packed documents. Rows 5, 11 and 14 end in padding, and row 2 is padding only.
+    """
     rng = np.random.default_rng(step)
     rows = {name: np.zeros((ROWS, LENGTH), np.int32) for name in Batch._fields}
     rows["labels"][:] = -1
     for row in range(ROWS):
         length = {2: 0, 5: 3, 11: 6, 14: 1}.get(row, LENGTH)
-        at = document = 0
-        while at < length:
-            size, document = min(int(rng.integers(1, 7)), length - at), document + 1
-            here = slice(at, at + size)
-            rows["tokens"][row, here] = rng.integers(1, VOCAB, size)
-            rows["labels"][row, at : at + size - 1] = rows["tokens"][row, at + 1 : at + size]
-            rows["segments"][row, here] = document
-            rows["positions"][row, here] = np.arange(size)
-            at += size
+        start = document = 0
+        while start < length:
+            size, document = min(int(rng.integers(1, 7)), length - start), document + 1
+            span = slice(start, start + size)
+            rows["tokens"][row, span] = rng.integers(1, VOCAB, size)
+            rows["labels"][row, start : start + size - 1] = rows["tokens"][row, start + 1 : start + size]
+            rows["segments"][row, span] = document
+            rows["positions"][row, span] = np.arange(size)
+            start += size
     return rows
 
 
@@ -142,11 +167,11 @@ MESHES = {
 
 @functools.cache
 def rules() -> dict[str, moezoo.Rules]:
-    """Layouts: those that ship, and four that users might write."""
+    """Return the layouts: those that moezoo ships, three that a user may write, and one for a single extra case."""
     everywhere = ("fsdp", "context", "expert")
     kept = {"expert": ("expert",)}
-    own = [
-        # Tokens are the same on all devices of the expert axis; dense weights are gathered over both kinds of axes.
+    written = [
+        # The expert axis does not split tokens. Dense weights are gathered over it and over axes that split tokens.
         moezoo.Rules(
             "replicated",
             {"embed": everywhere, "expert": ("expert",), "expert_embed": ("fsdp",)},
@@ -154,7 +179,7 @@ def rules() -> dict[str, moezoo.Rules]:
             ("data", "fsdp"),
             ("context",),
         ),
-        # Experts over two axes of which one is gathered: any other order than the stored one permutes them.
+        # Experts are stored over two axes and gathered over one; a gather in another order would permute the experts.
         moezoo.Rules(
             "shard_exp_on_fsdp",
             {"embed": everywhere, "expert": ("expert", "fsdp")},
@@ -162,7 +187,7 @@ def rules() -> dict[str, moezoo.Rules]:
             ("data", "fsdp", "expert"),
             ("context",),
         ),
-        # Experts stay split over two axes, which split different dimensions of the tokens.
+        # Experts stay split over two axes, of which one splits the rows of tokens and one the sequence.
         moezoo.Rules(
             "cp_as_ep",
             {"embed": everywhere, "expert": ("context", "expert"), "expert_embed": ("fsdp",)},
@@ -170,7 +195,7 @@ def rules() -> dict[str, moezoo.Rules]:
             ("data", "fsdp", "expert"),
             ("context",),
         ),
-        # The router in parts, and its choice bias whole all the same; for one case beside the product.
+        # The router is split and its choice bias is not. Only in `EXTRA_CASES`.
         moezoo.Rules(
             "router_on_data",
             {"embed": ("fsdp", "expert"), "router": ("data",), "expert": ("expert",)},
@@ -180,20 +205,20 @@ def rules() -> dict[str, moezoo.Rules]:
         ),
     ]
     shipped = {name: moezoo.compose(f"rules={name}").rules for name in groups()["rules"]}
-    return shipped | {r.name: r for r in own}
+    return shipped | {r.name: r for r in written}
 
 
 def fits(mesh: str, layout: str) -> bool:
-    """Whether the rules name every axis of the mesh, and are not the same as `fsdp_ep` there."""
+    """Return whether rules name every axis of a mesh and are not equivalent to `fsdp_ep` there."""
     sizes = MESHES[mesh].sizes
-    many = {axis for axis, size in sizes.items() if size > 1}
-    special = {"replicated": {"expert"}, "shard_exp_on_fsdp": {"expert", "fsdp"}, "cp_as_ep": {"context"}}
-    return layout != "router_on_data" and many <= rules()[layout].mesh_axes and special.get(layout, set()) <= many
+    used = {axis for axis, size in sizes.items() if size > 1}
+    needed = {"replicated": {"expert"}, "shard_exp_on_fsdp": {"expert", "fsdp"}, "cp_as_ep": {"context"}}
+    return layout != "router_on_data" and used <= rules()[layout].mesh_axes and needed.get(layout, set()) <= used
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the step."""
+    """One way to run the step; the columns are described at the top of this file."""
 
     strategy: str
     mesh: str
@@ -209,9 +234,9 @@ class Case:
 
     @property
     def execution(self) -> moezoo.Execution:
-        """How it runs: no strategy drops anything. Attention's backend goes with the number of micro-steps.
+        """The execution. No strategy drops tokens.
 
-        Sequences are too short for the kernel's own order to choose `chunked`.
+        Attention's backend is named, because the kernel's own order never takes `chunked` for sequences this short.
         """
         kernels = moezoo.Kernels(attention=("chunked",) if self.microbatches == 2 else ("reference",))
         mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact
@@ -220,7 +245,7 @@ class Case:
 
     @property
     def settings(self) -> TrainConfig:
-        """The case as a configuration, from which the traffic formula predicts its collectives."""
+        """The case as a training configuration, the input of the formula for its traffic."""
         return replace(
             _base(),
             model=config(self.family, self.balance),
@@ -240,7 +265,7 @@ def _base() -> TrainConfig:
 
 @functools.cache
 def product() -> tuple[Case, ...]:
-    """Every strategy, mesh, rules that fit it, remat, number of micro-steps, balance and family."""
+    """Return a case for every combination of the columns, where the rules fit the mesh; `chunks` is 1."""
     values = itertools.product(
         tuple(STRATEGIES),
         MESHES,
@@ -254,35 +279,36 @@ def product() -> tuple[Case, ...]:
 
 
 def _pairs(case: Case) -> set[tuple[Any, ...]]:
+    """Return every pair of (column, value) in a case, without `chunks`."""
     named = [(f.name, getattr(case, f.name)) for f in fields(case) if f.name != "chunks"]
     return set(itertools.combinations(named, 2))
 
 
 @functools.cache
 def cover() -> tuple[Case, ...]:
-    """Return few cases in which every pair of settings that can meet does meet.
+    """Return a small part of the product that contains every pair of values that the product contains.
 
-    Greedy: each case is the one with the most pairs that are still missing, on a tie one of the family with the
-    fewest cases so far. For each strategy, the first DeepSeek case on several devices also sends its tokens in three
-    uneven chunks.
+    The choice is greedy: add the case with the most pairs that are still missing, until none is. Between equal cases,
+    take the family with the fewest cases so far. Then, for each strategy, the first DeepSeek case on several devices
+    gets 3 chunks, which are of different lengths.
     """
     missing = set().union(*map(_pairs, product()))
     chosen: list[Case] = []
     while missing:
-        had = Counter(case.family for case in chosen)
-        best = max(product(), key=lambda case: (len(_pairs(case) & missing), -had[case.family]))
+        cases_of = Counter(case.family for case in chosen)
+        best = max(product(), key=lambda case: (len(_pairs(case) & missing), -cases_of[case.family]))
         missing -= _pairs(best)
         chosen.append(best)
     for strategy in STRATEGIES:
-        split = (c.strategy == strategy and c.family == "deepseek" and c.mesh != "single" for c in chosen)
-        first = list(split).index(True)
+        eligible = (c.strategy == strategy and c.family == "deepseek" and c.mesh != "single" for c in chosen)
+        first = list(eligible).index(True)
         chosen[first] = replace(chosen[first], chunks=3)
     return tuple(chosen)
 
 
-# Cases outside the cover: the older DeepSeek with both kinds of strategies and both ways to split tokens; layers that
-# alternate between experts and an MLP; and a router that is itself split.
-BESIDE = (
+# Cases outside the product: DeepSeek-V2 where tokens move and where weights move; layers that alternate between an MLP
+# and experts; a router that is split.
+EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
@@ -290,11 +316,11 @@ BESIDE = (
 )
 
 
-def one_process(family: Family, balance: Balance = "batch") -> pytest.MarkDecorator:
-    """Mark a test so that the same process runs all tests of a model, which share it and the oracle's results."""
+def same_process(family: Family, balance: Balance = "batch") -> pytest.MarkDecorator:
+    """Return a mark that sends all tests of a model to one process, where they share the oracle's results."""
     return pytest.mark.xdist_group(f"{family}-{balance}")
 
 
 def as_parameters(cases: Iterable[Case]) -> list[Any]:
-    """Return cases as parameters of a test."""
-    return [pytest.param(case, id=str(case), marks=one_process(case.family, case.balance)) for case in cases]
+    """Return cases as parameters for `pytest.mark.parametrize`, each marked with `same_process`."""
+    return [pytest.param(case, id=str(case), marks=same_process(case.family, case.balance)) for case in cases]

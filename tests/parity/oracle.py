@@ -1,12 +1,25 @@
-"""The oracle: a training step as plain loops over rows, tokens and chosen experts, in float64, on one device.
+"""The oracle: one training step written as plain loops over rows, tokens and chosen experts.
 
-Here is what families share: norm, experts, losses, gradients, optimisers. `oracle_grouped` (Mixtral, Qwen3-MoE, OLMoE)
-and `oracle_deepseek` add their layers. Nothing of moezoo or JAX computes in any of them; parameters are read out of the
-model by attribute. In float64 the oracle's rounding is nothing beside float32's, so that whatever difference is found
-is the tested code's.
+The oracle runs in float64 on one device, in NumPy (`tape` differentiates it). No code of moezoo or JAX computes
+anything in it. It reads the parameters from the model's attributes, once, and converts them to float64. Its own
+rounding is a few 1e-9 of float32's, so a difference from the tested step is the tested step's error.
 
-Letters: D embed, H heads, E experts, K experts a token. Operations run one by one, so a routing decision is made by
-sorting concrete numbers. A padding token is left out altogether, which is what "padding counts nowhere" means.
+The objective of a step is `cross_entropy + balance + z`:
+
+| term | definition |
+|---|---|
+| cross_entropy | the sum of -log p(label) over the predicted tokens of the step, divided by their number |
+| balance | `load_balance` times E * sum_e f_e * P_e; the mean over micro-steps and over layers with experts |
+| z | `z_loss` times the mean over tokens of logsumexp(router logits)**2; the mean over micro-steps and layers |
+
+f_e is the fraction of the K * T assignments that go to expert e. P_e is the mean probability of expert e over T tokens.
+The T tokens are those of a micro-step (balance "batch"), or those of one row, and then rows are averaged ("sequence").
+Padding tokens are removed before anything is computed, so they cannot count anywhere.
+
+This file has what all families share: norm, experts, losses, gradients, optimisers. `oracle_grouped` adds the layers of
+Mixtral, Qwen3-MoE and OLMoE, `oracle_deepseek` those of DeepSeek. `tests/hub` compares the oracle with transformers.
+
+Letters in shapes: D embed, H heads, E experts, K experts per token.
 """
 
 import abc
@@ -16,22 +29,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from tape import Value, exp, gradients, log, stack, total_of, value
+from tape import Value, as_value, exp, gradients, log, stack, total
 
 Parameters = dict[str, Any]
 
-# Two figures closer than this could be ordered otherwise in float32, and a comparison would say nothing.
+# Where two scores are closer than this, float32 may order them the other way, and the comparison would prove nothing.
 _TIE = 1e-5
 
 
 class Layer(NamedTuple):
-    """One layer of a model: its block, whose arrays hold that of every period of the run, and the period."""
+    """One layer of a model: a block, whose arrays have a leading dimension of periods, and the layer's period."""
 
     block: Any
     period: int
 
     def array(self, path: str) -> np.ndarray | None:
-        """The array of this layer that lies at these attributes, None if there is none."""
+        """Return this layer's array at a dotted path of attributes, or None where the layer has no such array."""
         found = self.block
         for name in path.split("."):
             found = getattr(found, name, None)
@@ -39,11 +52,12 @@ class Layer(NamedTuple):
 
 
 def layers_of(model: Any) -> list[Layer]:
-    """A model's, in order."""
+    """Return the layers of a model in order."""
     return [Layer(block, period) for stack in model.stacks for period in range(stack.count) for block in stack.blocks]
 
 
-# Of what follows attention. Those of an MLP, of experts, and of the MLP beside experts have names of their own.
+# The oracle's name of each array after attention, and its path in a block. `dense_*`: the MLP of a layer without
+# experts. `shared_*`: the MLP that every token of a layer with experts goes through.
 _FEED_FORWARD = {
     "feed_forward_norm": "feed_forward_norm.scale",
     "dense_gate": "feed_forward.gate",
@@ -60,30 +74,32 @@ _FEED_FORWARD = {
 
 
 def stacked(model: Any, path: str) -> np.ndarray | None:
-    """The arrays at `path` of all layers that have it, in order; None if no layer has."""
+    """Return the arrays at `path` of all layers that have one, stacked in order; None if no layer has one."""
     found = [array for layer in layers_of(model) if (array := layer.array(path)) is not None]
     return np.stack(found) if found else None
 
 
 def parameters_of(model: Any, attention: Mapping[str, str]) -> Parameters:
-    """The arrays of a model (or of anything in its shape: gradients, moments) by name, float64.
+    """Return the arrays of a model by the oracle's names, in float64, with those of layers stacked.
 
-    `attention`: what is called how in an attention module, by the oracle's names. Arrays of layers are stacked.
+    Args:
+        model: a model, or a tree of the same structure such as gradients or moments.
+        attention: the oracle's name of each array of an attention module, and its path in that module.
     """
     paths = {"attention_norm": "attention_norm.scale"} | {name: f"attention.{at}" for name, at in attention.items()}
     of_layers = {name: stacked(model, path) for name, path in (paths | _FEED_FORWARD).items()}
-    whole = {
+    outside_layers = {
         "embedding": model.embedding.weight,
         "final_norm": model.unembedding.norm.scale,
         "unembedding": model.unembedding.weight,
     }
-    there = {name: array for name, array in (whole | of_layers).items() if array is not None}
-    return {name: np.asarray(array, np.float64) for name, array in there.items()}
+    arrays = outside_layers | of_layers
+    return {name: np.asarray(array, np.float64) for name, array in arrays.items() if array is not None}
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The routing losses' coefficients, and what the balance is taken over."""
+    """The coefficients of the two routing losses, and the tokens that the balance is computed over."""
 
     load_balance: float
     z_loss: float
@@ -92,7 +108,11 @@ class Losses:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step's losses with their coefficients, gradients, and assignments [MoE layer, experts]."""
+    """The results of one step.
+
+    `loss` is the cross-entropy alone. The two routing losses include their coefficients. `gradients` are those of the
+    sum of the three. `load` counts assignments: [layer with experts, expert].
+    """
 
     loss: float
     load_balance_loss: float
@@ -102,44 +122,44 @@ class Outcome:
 
     @property
     def gradient_norm(self) -> float:
-        """Of all gradients together."""
+        """The Euclidean norm of all gradients together."""
         return math.sqrt(sum(float((g**2).sum()) for g in self.gradients.values()))
 
     @property
     def max_violation(self) -> float:
-        """The largest load over the mean load, less 1, of the worst layer."""
+        """The largest load divided by the mean load, minus 1, in the layer where this is largest."""
         return max(float(row.max() / row.mean()) - 1 for row in self.load)
 
 
-class Split:
-    """Parameters on the tape, and the matrices that loops ask for again and again, cut out once."""
+class TapedParameters:
+    """The parameters as values on the tape. Slices are cached, because the loops read the same ones many times."""
 
     def __init__(self, parameters: Parameters):
         self.whole = {name: Value(x) for name, x in parameters.items()}
-        self._cut: dict[Any, Value] = {}
+        self._slices: dict[Any, Value] = {}
 
     def __call__(self, name: str, *index: Any) -> Value:
-        """`name[index]`."""
+        """Return `name[index]`, or the whole array without an index."""
         key = (name, *map(str, index))
-        if key not in self._cut:
-            self._cut[key] = self.whole[name][index] if index else self.whole[name]
-        return self._cut[key]
+        if key not in self._slices:
+            self._slices[key] = self.whole[name][index] if index else self.whole[name]
+        return self._slices[key]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The array's."""
+        """Return the shape of the whole array."""
         return self.whole[name].data.shape
 
 
 @dataclass(frozen=True)
-class Visibility:
-    """Where each token of a row stands: the number of its document, and its position in it."""
+class Place:
+    """For each token of a row, the number of its document and its position in that document."""
 
     segments: np.ndarray
     positions: np.ndarray
 
     @property
-    def seen(self) -> np.ndarray:
-        """Whether token i sees token j: of its own document, at its own position or before."""
+    def visible(self) -> np.ndarray:
+        """Whether token i attends to token j: j is in the same document, at i's position or before."""
         s, p = self.segments, self.positions
         tokens = range(len(s))
         return np.array([[s[i] == s[j] and p[j] <= p[i] for j in tokens] for i in tokens])
@@ -147,69 +167,75 @@ class Visibility:
 
 @dataclass
 class Routing:
-    """One layer's routing of one row; probabilities and z summed over its tokens."""
+    """The routing of one row in one layer: assignments per expert; probabilities and z summed over the tokens."""
 
     counts: np.ndarray
     probabilities: Value
     z: Value
 
 
-# Logits of a token to the gates of its chosen experts, and all experts' probabilities.
+# From a token's router logits: the gates of its chosen experts, by expert, and the probabilities of all experts.
 Route = Callable[[Value], tuple[dict[int, Value], Value]]
 
 
 class Family(abc.ABC):
-    """What the oracle is told of a model besides its parameters."""
+    """The numbers and choices of a model that its arrays do not show, and its layers."""
 
     experts_per_token: int
     norm_eps: float
     losses: Losses
 
     @abc.abstractmethod
-    def layers(self, p: Split, x: Value, visibility: Visibility) -> tuple[Value, list[Routing]]:
-        """One row [tokens, D] through all layers, and the routing of those that have experts."""
+    def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+        """Return one row [tokens, D] after all layers, and the routing of each layer with experts."""
 
     def after_step(self, load: np.ndarray) -> "Family":
-        """The family after a step with this load."""
+        """Return the family after a step with this load; only a choice bias changes."""
         del load
         return self
 
 
 def norm(x: Value, scale: Value, epsilon: float) -> Value:
-    """x over its root mean square, times `scale`."""
+    """Return x / sqrt(mean(x**2) + epsilon) * scale, over the last dimension."""
     return x * ((x * x).sum(-1) / x.data.shape[-1] + epsilon) ** -0.5 * scale
 
 
-def attend(scores: Value, seen: np.ndarray, values: Value) -> Value:
-    """Each query's average of the values it sees, weighed by the softmax of its scores."""
-    weights = exp(scores) * seen
+def attend(scores: Value, visible: np.ndarray, values: Value) -> Value:
+    """Return, for each query, the mean of the visible values, weighted by the softmax of the scores."""
+    weights = exp(scores) * visible
     return weights / weights.sum(1) @ values
 
 
 def swiglu(x: Value, gate: Value, up: Value, down: Value) -> Value:
-    """down(silu(gate x) * up x)."""
+    """Return down(silu(gate x) * up x)."""
     inner = x @ gate
     return inner / (1 + exp(-inner)) * (x @ up) @ down
 
 
-def best(numbers: Sequence[float], count: int) -> list[int]:
-    """Where the `count` largest are."""
+def top_indices(numbers: Sequence[float], count: int) -> list[int]:
+    """Return the indices of the `count` largest numbers, and refuse a tie at the border."""
     order = sorted(range(len(numbers)), key=lambda i: -numbers[i])
     if count < len(order):
         gap = numbers[order[count - 1]] - numbers[order[count]]
-        assert gap > _TIE, "choose another seed: this token's choice is a tie"
+        assert gap > _TIE, f"the last chosen and the first rejected score differ by {gap:.1e}; choose another seed"
     return order[:count]
 
 
-def experts(p: Split, layer: int, x: Value, route: Route) -> tuple[Value, Routing]:
-    """Each token of a row through the experts that `route` gives it; `layer` counts those with experts."""
-    number = p.shape("router")[2]
-    rows, routing = [], Routing(np.zeros(number, np.int64), value(0), value(0))
+def run_experts(p: TapedParameters, layer: int, x: Value, route: Route) -> tuple[Value, Routing]:
+    """Return the sum over each token's experts of gate * expert(token), and the routing.
+
+    Args:
+        layer: the index among the layers with experts.
+        x: the tokens of one row [tokens, D].
+        route: chooses a token's experts from its logits.
+    """
+    num_experts = p.shape("router")[2]
+    rows, routing = [], Routing(np.zeros(num_experts, np.int64), as_value(0), as_value(0))
     for i in range(len(x.data)):
         token = x[i]
         logits = token @ p("router", layer)
         gates, probabilities = route(logits)
-        y = value(0)
+        y = as_value(0)
         for e, gate in gates.items():
             y = y + gate * swiglu(token, p("gate", layer, e), p("up", layer, e), p("down", layer, e))
             routing.counts[e] += 1
@@ -219,13 +245,13 @@ def experts(p: Split, layer: int, x: Value, route: Route) -> tuple[Value, Routin
     return stack(rows), routing
 
 
-def _row(p: Split, row: dict[str, np.ndarray], family: Family) -> tuple[Value, list[Routing]]:
-    """One row's nats over its predicted tokens, and each layer's routing."""
+def _row(p: TapedParameters, row: dict[str, np.ndarray], family: Family) -> tuple[Value, list[Routing]]:
+    """Return the nats of one row, summed over its predicted tokens, and the routing of each layer with experts."""
     real = row["segments"] > 0
     tokens, labels, segments, positions = (row[k][real] for k in ("tokens", "labels", "segments", "positions"))
     x = stack([p("embedding", int(token)) for token in tokens])
-    x, routing = family.layers(p, x, Visibility(segments, positions))
-    nats = value(0)
+    x, routing = family.layers(p, x, Place(segments, positions))
+    nats = as_value(0)
     for i, label in enumerate(labels.tolist()):
         if label >= 0:
             logits = norm(x[i], p("final_norm"), family.norm_eps) @ p("unembedding")
@@ -234,54 +260,64 @@ def _row(p: Split, row: dict[str, np.ndarray], family: Family) -> tuple[Value, l
 
 
 def _balance(counts: np.ndarray, probabilities: Value, k: int) -> Value:
-    """E * sum_e f_e P_e: f the share of the K * T assignments, P the mean probability over the T tokens."""
+    """Return E * sum_e f_e * P_e, from the assignments per expert and the probabilities summed over tokens."""
     tokens = int(counts.sum()) // k
-    return (value(counts / (k * tokens)) * (probabilities / tokens)).sum() * len(counts)
+    return (as_value(counts / (k * tokens)) * (probabilities / tokens)).sum() * len(counts)
 
 
-def _micro_step(p: Split, rows: list[dict[str, np.ndarray]], family: Family) -> tuple[Value, Value, Value, np.ndarray]:
-    """Nats over all predicted tokens, the two routing losses (means over layers), and the load [layer, experts]."""
+def _micro_step(
+    p: TapedParameters, rows: list[dict[str, np.ndarray]], family: Family
+) -> tuple[Value, Value, Value, np.ndarray]:
+    """Return the summed nats, the two routing losses (means over layers) and the load [layer, expert] of some rows."""
     done = [_row(p, row, family) for row in rows if (row["segments"] > 0).any()]
     k, losses, layers = family.experts_per_token, family.losses, p.shape("router")[0]
-    balance, z, load = value(0), value(0), []
+    balance, z, load = as_value(0), as_value(0), []
     for layer in range(layers):
         routing = [r[layer] for _, r in done]
         counts = np.sum([r.counts for r in routing], axis=0)
         if losses.balance == "batch":
-            one = _balance(counts, total_of(r.probabilities for r in routing), k)
+            of_layer = _balance(counts, total(r.probabilities for r in routing), k)
         else:
-            one = total_of(_balance(r.counts, r.probabilities, k) for r in routing) / len(routing)
-        balance = balance + losses.load_balance * one / layers
-        z = z + losses.z_loss * total_of(r.z for r in routing) / (int(counts.sum()) / k) / layers
+            of_layer = total(_balance(r.counts, r.probabilities, k) for r in routing) / len(routing)
+        balance = balance + losses.load_balance * of_layer / layers
+        z = z + losses.z_loss * total(r.z for r in routing) / (int(counts.sum()) / k) / layers
         load.append(counts)
-    return total_of(nats for nats, _ in done), balance, z, np.stack(load)
+    return total(nats for nats, _ in done), balance, z, np.stack(load)
 
 
 def differentiate(parameters: Parameters, batch: dict[str, np.ndarray], micro_steps: int, family: Family) -> Outcome:
-    """One step of `batch` arrays [rows, seq], cut in `micro_steps` runs of rows.
+    """Return the losses, gradients and load of one step.
 
-    The objective is the cross-entropy a predicted token of the whole step plus the mean over micro-steps of the two
-    routing losses.
+    Args:
+        parameters: arrays by the oracle's names, float64.
+        batch: `tokens`, `labels`, `segments` and `positions`, each [rows, seq]. Label -1 predicts nothing, segment 0 is
+            padding.
+        micro_steps: the rows are cut into this number of equal consecutive parts.
+        family: the layers, and the coefficients of the losses.
     """
     rows = [{name: array[i] for name, array in batch.items()} for i in range(len(batch["tokens"]))]
-    share = len(rows) // micro_steps
-    p = Split(parameters)
-    cut = (rows[i * share : (i + 1) * share] for i in range(micro_steps))
-    nats, balances, zs, loads = zip(*(_micro_step(p, some, family) for some in cut), strict=True)
-    loss = total_of(nats) / int((batch["labels"] >= 0).sum())
-    balance, z = total_of(balances) / micro_steps, total_of(zs) / micro_steps
+    size = len(rows) // micro_steps
+    p = TapedParameters(parameters)
+    parts = (rows[i * size : (i + 1) * size] for i in range(micro_steps))
+    nats, balances, zs, loads = zip(*(_micro_step(p, part, family) for part in parts), strict=True)
+    loss = total(nats) / int((batch["labels"] >= 0).sum())
+    balance, z = total(balances) / micro_steps, total(zs) / micro_steps
     found = gradients(loss + balance + z, list(p.whole.values()))
     named = dict(zip(p.whole, found, strict=True))
     return Outcome(float(loss.data), float(balance.data), float(z.data), named, np.sum(loads, axis=0))
 
 
 def sgd(parameters: Parameters, gradients: Parameters, rate: float) -> Parameters:
-    """Plain gradient descent."""
+    """Return the parameters after one update of plain gradient descent."""
     return {name: p - rate * gradients[name] for name, p in parameters.items()}
 
 
 def cosine_rate(peak: float, warmup: int, steps: int, final_ratio: float, step: int) -> float:
-    """The rate of update `step` (from 0): linear to the peak at update `warmup` - 1, then half a cosine to the last."""
+    """Return the rate of update `step`, counted from 0.
+
+    The rate is linear up to `peak` at update `warmup` - 1, and then half a cosine down to `final_ratio` * `peak` at the
+    last update.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / (steps - 1 - warmup)
@@ -290,7 +326,7 @@ def cosine_rate(peak: float, warmup: int, steps: int, final_ratio: float, step: 
 
 @dataclass
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019, algorithm 2), after clipping the gradient's global norm."""
+    """AdamW (Loshchilov and Hutter, 2019, algorithm 2), applied to a gradient whose global norm is clipped first."""
 
     beta1: float
     beta2: float
@@ -302,17 +338,17 @@ class AdamW:
     count: int = 0
 
     def update(self, parameters: Parameters, outcome: Outcome, rate: float) -> Parameters:
-        """New parameters; moments are kept here."""
+        """Return the new parameters, and keep the new moments in this object."""
         self.count += 1
-        scale = min(1.0, self.clip_norm / outcome.gradient_norm)
+        clip = min(1.0, self.clip_norm / outcome.gradient_norm)
         new = {}
         for name, p in parameters.items():
-            g = outcome.gradients[name] * scale
+            g = outcome.gradients[name] * clip
             self.first[name] = self.beta1 * self.first[name] + (1 - self.beta1) * g
             self.second[name] = self.beta2 * self.second[name] + (1 - self.beta2) * g**2
             first = self.first[name] / (1 - self.beta1**self.count)
             second = self.second[name] / (1 - self.beta2**self.count)
-            # Only what multiplies activations as a matrix does decays.
+            # Only matrices that multiply activations decay.
             decay = 0 if name == "embedding" or name.endswith(("norm", "bias")) else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new

@@ -1,8 +1,11 @@
-"""Layers with grouped-query attention for the oracle: Mixtral, Qwen3-MoE and OLMoE.
+"""The oracle's layers of Mixtral, Qwen3-MoE and OLMoE: grouped-query attention, then experts or an MLP.
 
-Jiang et al., 2024; Qwen Team, 2025; Muennighoff et al., 2024. Experts are chosen by softmax. The three differ in what
-happens to queries, keys and values between their matrices and the rotation, in which layers have experts, and in
-whether gates are renormalised.
+Sources: Jiang et al., 2024 (Mixtral); Qwen Team, 2025 (Qwen3); Muennighoff et al., 2024 (OLMoE). A router's
+probabilities are the softmax of its logits, and the K most probable experts are chosen. The families differ in:
+
+- the biases, norms and limits of queries, keys and values before the rotation;
+- the layers that have experts;
+- whether the gates of a token are scaled to a sum of 1.
 """
 
 import math
@@ -11,97 +14,112 @@ from dataclasses import dataclass
 from typing import Any
 
 import oracle
-from oracle import Family, Losses, Parameters, Routing, Split, Visibility, attend, best, experts, norm, swiglu
+from oracle import (
+    Family,
+    Losses,
+    Parameters,
+    Place,
+    Routing,
+    TapedParameters,
+    attend,
+    norm,
+    run_experts,
+    swiglu,
+    top_indices,
+)
 from oracle_rope import Rope
-from tape import Value, clamp, exp, total_of, value
+from tape import Value, as_value, clamp, exp, total
 
-# A number closer than this to the bound of a clamp could be on its other side in float32.
+# Where a number is closer than this to the bound of a clamp, float32 may put it on the other side.
 _EDGE = 2e-6
 
 
 def parameters_of(model: Any) -> Parameters:
-    """The arrays of a model (or of anything in its shape: gradients, moments) by name, float64."""
+    """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
     projections = ("query", "key", "value", "out")
     attention = {name: name for name in projections} | {f"{name}_bias": f"{name}_bias" for name in projections}
     return oracle.parameters_of(model, attention | {"query_norm": "query_norm.scale", "key_norm": "key_norm.scale"})
 
 
 def with_experts(layers: int, every: int = 1, without: Collection[int] = ()) -> tuple[bool, ...]:
-    """Whether each layer has experts: every `every`-th one, if it is not in `without`, which counts from 0."""
+    """Return, for each layer, whether it has experts.
+
+    Each `every`-th layer has experts, except those whose index, counted from 0, is in `without`.
+    """
     return tuple(layer not in without and (layer + 1) % every == 0 for layer in range(layers))
 
 
 @dataclass(frozen=True)
 class Grouped(Family):
-    """What the arrays' names and shapes do not say.
+    """The settings of a model that its arrays do not show.
 
-    Arrays that may be there: `query_norm` and `key_norm`, of the width of one head or of all together; biases.
+    Three kinds of arrays are optional: `query_norm` and `key_norm` (as wide as one head or as all heads), and biases.
     """
 
     experts_per_token: int
     sparse: tuple[bool, ...]  # whether each layer has experts
     rope: Rope
     norm_eps: float
-    renormalised: bool  # a token's gates: to a sum of 1
-    window: int | None
-    clip: float | None  # queries, keys and values stay within -clip and clip
+    renormalised: bool  # whether the gates of a token are scaled to a sum of 1
+    window: int | None  # how many positions a token attends to, its own included
+    clip: float | None  # the bound of queries, keys and values in absolute value
     losses: Losses
 
-    def layers(self, p: Split, x: Value, visibility: Visibility) -> tuple[Value, list[Routing]]:
-        """Attention, then experts or an MLP."""
+    def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+        """Run each layer: attention, then experts or an MLP."""
         routing = []
         for layer, sparse in enumerate(self.sparse):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), visibility)
+            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
             h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
             if sparse:
-                y, one = experts(p, len(routing), h, self._route)
-                routing.append(one)
+                y, of_layer = run_experts(p, len(routing), h, self._route)
+                routing.append(of_layer)
             else:
                 i = layer - len(routing)
                 y = swiglu(h, p("dense_gate", i), p("dense_up", i), p("dense_down", i))
             x = x + y
         return x, routing
 
-    def _attention(self, p: Split, layer: int, x: Value, visibility: Visibility) -> Value:
-        """One row, head by head; some heads share a key and a value."""
+    def _attention(self, p: TapedParameters, layer: int, x: Value, place: Place) -> Value:
+        """Return the attention of one row, computed head by head. Groups of query heads share a key and a value."""
         queries, keys, values = (self._heads(p, name, layer, x) for name in ("query", "key", "value"))
-        seen, positions = visibility.seen, visibility.positions
+        visible, positions = place.visible, place.positions
         if self.window is not None:
-            seen &= positions[:, None] - positions[None, :] < self.window
-        result = value(0)
+            visible &= positions[:, None] - positions[None, :] < self.window
+        result = as_value(0)
         for head, query in enumerate(queries):
             shared = head * len(keys) // len(queries)
             q, k = self.rope.rotate(query, positions), self.rope.rotate(keys[shared], positions)
             scores = q @ k.T / math.sqrt(q.data.shape[1])
-            result = result + attend(scores, seen, values[shared]) @ p("out", layer, head)
+            result = result + attend(scores, visible, values[shared]) @ p("out", layer, head)
         return result + p("out_bias", layer) if "out_bias" in p.whole else result
 
-    def _heads(self, p: Split, name: str, layer: int, x: Value) -> list[Value]:
-        """All heads' queries, keys or values before the rotation: projected, moved by a bias, normed, clipped."""
+    def _heads(self, p: TapedParameters, name: str, layer: int, x: Value) -> list[Value]:
+        """Return the queries, keys or values of each head before the rotation: projection, bias, norm, clip."""
         heads = [x @ p(name, layer, slice(None), head) for head in range(p.shape(name)[2])]
         if f"{name}_bias" in p.whole:
-            heads = [one + p(f"{name}_bias", layer, head) for head, one in enumerate(heads)]
+            heads = [x + p(f"{name}_bias", layer, head) for head, x in enumerate(heads)]
         if f"{name}_norm" in p.whole:
             heads = self._normed(heads, p(f"{name}_norm", layer))
         if self.clip is not None:
-            edge = min(float(abs(abs(one.data) - self.clip).min()) for one in heads)
-            assert edge > _EDGE, "choose another bound: a number is next to this one"
-            heads = [clamp(one, self.clip) for one in heads]
+            edge = min(float(abs(abs(x.data) - self.clip).min()) for x in heads)
+            assert edge > _EDGE, f"a number is within {edge:.1e} of the bound {self.clip}; choose another bound"
+            heads = [clamp(x, self.clip) for x in heads]
         return heads
 
     def _normed(self, heads: list[Value], scale: Value) -> list[Value]:
-        """Each head by itself, or all together as one long vector a token."""
+        """Return the heads after the norm, which is over each head or over all heads of a token together."""
         size = heads[0].data.shape[1]
         if scale.data.shape == (size,):
-            return [norm(one, scale, self.norm_eps) for one in heads]
-        mean_square = total_of((one * one).sum(-1) for one in heads) / (size * len(heads))
-        shrunk = [one * (mean_square + self.norm_eps) ** -0.5 for one in heads]
-        return [one * scale[i * size : (i + 1) * size] for i, one in enumerate(shrunk)]
+            return [norm(x, scale, self.norm_eps) for x in heads]
+        mean_square = total((x * x).sum(-1) for x in heads) / (size * len(heads))
+        normed = [x * (mean_square + self.norm_eps) ** -0.5 for x in heads]
+        return [x * scale[i * size : (i + 1) * size] for i, x in enumerate(normed)]
 
     def _route(self, logits: Value) -> tuple[dict[int, Value], Value]:
-        """The K most probable experts, with their probabilities, renormalised or not."""
+        """Return the gates of the K most probable experts, and the probabilities of all experts."""
         exponentials = exp(logits)
         probabilities = exponentials / exponentials.sum()
-        chosen = best(probabilities.data.tolist(), self.experts_per_token)
-        share = total_of(probabilities[e] for e in chosen) if self.renormalised else 1
-        return {e: probabilities[e] / share for e in chosen}, probabilities
+        chosen = top_indices(probabilities.data.tolist(), self.experts_per_token)
+        divisor = total(probabilities[e] for e in chosen) if self.renormalised else 1
+        return {e: probabilities[e] / divisor for e in chosen}, probabilities

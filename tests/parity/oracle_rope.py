@@ -1,4 +1,4 @@
-"""Rotary positions for the oracle (Su et al., 2021), with YaRN, which extends them (Peng et al., 2023)."""
+"""The oracle's rotary positions (Su et al., 2021), and YaRN, which extends them to longer texts (Peng et al., 2023)."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tape import Value
 
 @dataclass(frozen=True)
 class Rope:
-    """Frequencies of rotary positions, extended by YaRN where `factor` exceeds 1."""
+    """The settings of rotary positions. YaRN applies where `factor` exceeds 1."""
 
     base: float
     interleaved: bool = False
@@ -21,45 +21,45 @@ class Rope:
     mscale_all: float = 0.0
 
     def rotate(self, x: Value, positions: np.ndarray) -> Value:
-        """x [tokens, size]: each pair of dimensions turned by position * its frequency, all times the magnitude."""
+        """Return x [tokens, size] with each pair of dimensions rotated by position * frequency, times the magnitude."""
         size = x.data.shape[1]
-        angle, turned = np.zeros(x.data.shape), np.zeros((size, size))
+        angle, swap = np.zeros(x.data.shape), np.zeros((size, size))
         for (a, b), frequency in zip(self._pairs(size), self._frequencies(size), strict=True):
             angle[:, a] = angle[:, b] = positions * frequency
-            turned[b, a], turned[a, b] = -1, 1  # x @ turned: the pair (a, b) becomes (-b, a)
-        return self._magnitude * (x * np.cos(angle) + (x @ turned) * np.sin(angle))
+            swap[b, a], swap[a, b] = -1, 1  # x @ swap has (-b, a) where x has the pair (a, b)
+        return self._magnitude * (x * np.cos(angle) + (x @ swap) * np.sin(angle))
 
     def attention_factor(self, mscale: float) -> float:
-        """YaRN's growth of attention with the factor's logarithm."""
+        """Return 1 + 0.1 * mscale * ln(factor), by which YaRN scales attention."""
         return 1 + 0.1 * mscale * math.log(self.factor)
 
     @property
     def _magnitude(self) -> float:
-        """Of what is rotated."""
+        """The factor on rotated queries and keys."""
         if self.mscale and self.mscale_all:
             return self.attention_factor(self.mscale) / self.attention_factor(self.mscale_all)
         return self.attention_factor(1.0)
 
     def _pairs(self, size: int) -> list[tuple[int, int]]:
-        """Dimensions that turn together."""
+        """Return the pairs of dimensions that rotate together."""
         half = size // 2
         return [(2 * i, 2 * i + 1) if self.interleaved else (i, i + half) for i in range(half)]
 
     def _frequencies(self, size: int) -> list[float]:
-        """Of each pair.
+        """Return the frequency of each pair.
 
-        Pair i turns length * base ** (-2 i / size) / (2 pi) times within `length`. From the last pair that turns
-        `beta_fast` times, to the first that turns less than `beta_slow` times, frequencies go over from what they are
-        to a `factor`-th, in equal parts a pair.
+        Pair i makes length * base ** (-2 i / size) / (2 pi) turns within `length` tokens. YaRN keeps the frequencies of
+        pairs that make more than `beta_fast` turns and divides by `factor` those of pairs that make less than
+        `beta_slow`. In between the change is linear in the pair's index.
         """
         plain = [self.base ** (-2 * i / size) for i in range(size // 2)]
         if self.factor == 1:
             return plain
 
-        def pair(turns: float) -> float:
+        def pair_with(turns: float) -> float:
             return size / 2 * math.log(self.length / (2 * math.pi * turns), self.base)
 
-        first, last = max(0, math.floor(pair(self.beta_fast))), min(size - 1, math.ceil(pair(self.beta_slow)))
+        first, last = max(0, math.floor(pair_with(self.beta_fast))), min(size - 1, math.ceil(pair_with(self.beta_slow)))
         result = []
         for i, frequency in enumerate(plain):
             extended = min(1.0, max(0.0, (i - first) / (last - first)))

@@ -1,4 +1,4 @@
-"""Running the real step as a case says, and the oracle beside it."""
+"""Run the training step of a case, and the oracle's step for the same model and batches."""
 
 import functools
 from typing import Any, NamedTuple
@@ -26,7 +26,11 @@ STEPS, RATE = 3, 0.1
 
 
 class Observed(NamedTuple):
-    """The metrics and gradients of each step, the parameters and choice biases after the last, and the traffic."""
+    """What `run_case` returns of the tested step.
+
+    `metrics` and `gradients` have an entry for each step. `parameters` and `bias` (the choice biases) are those after
+    the last step. `traffic` is that of the traced step.
+    """
 
     metrics: list[Metrics]
     gradients: list[oracle.Parameters]
@@ -36,93 +40,100 @@ class Observed(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The oracle's steps, and what it has after the last."""
+    """The outcomes of the oracle's steps, and its parameters and family (with the choice bias) after the last."""
 
     outcomes: list[oracle.Outcome]
     parameters: oracle.Parameters
     family: oracle.Family
 
 
-class Recording(Optimizer):
-    """Gradient descent whose state is the last gradient, so that a test reads what the real step gave its optimiser."""
+class GradientRecorder(Optimizer):
+    """Gradient descent whose state is the last gradient: a test reads from it what the step passed to its optimiser."""
 
     def init(self, parameters: Any) -> Any:
-        """No gradient yet."""
+        """Return zeros, in the place of a gradient."""
         return jax.tree.map(jnp.zeros_like, parameters)
 
     def placements(self, parameters: Any, placements: Any) -> Any:
-        """A gradient lies as its parameter."""
+        """Return the placements of the parameters, which are also those of their gradients."""
         return placements
 
     def update(self, gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any) -> tuple[Any, Any]:
-        """As gradient descent, and keep the gradient."""
+        """Return the parameters after plain gradient descent, and the gradient as the new state."""
         parameters, _ = super().update(gradients, super().init(parameters), parameters, rate, norm)
         return parameters, gradients
 
 
-def shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
-    """The shape of a step's batch."""
+def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
+    """Return the shapes of the batch of a step, [micro-steps, rows, seq]."""
     one = jax.ShapeDtypeStruct((micro_steps, rows // micro_steps, length), jnp.int32)
     return Batch(one, one, one, one)  # type: ignore[arg-type]
 
 
-class Running:
-    """A compiled step of a case, and its state so far."""
+class CompiledStep:
+    """The compiled step of a case, and the state after the steps run so far."""
 
     def __init__(self, case: Case, optimizer: Optimizer | None = None, start: Any = None, trained: Any = None):
-        """`start` is a model; its optimiser is by default gradient descent whose state is the last gradient."""
+        """Compile the step.
+
+        Args:
+            case: how the step runs.
+            optimizer: `GradientRecorder` by default.
+            start: the model before the first step; the case's own by default.
+            trained: which arrays are trained, a function of the path; `Step`'s default if None.
+        """
         start = model(case.family, case.balance) if start is None else start
         self._micro_steps, self._start = case.microbatches, start
         placements = case.execution.placements(start)
-        self._optimizer = optimizer or Recording(SGD(RATE), Constant(), STEPS, placements)
-        self.step = Step(start, self._optimizer, case.execution, shapes(case.microbatches), trained=trained)
-        with pytest.MonkeyPatch.context() as patch:  # several blocks a row, where attention is cut into blocks
+        self._optimizer = optimizer or GradientRecorder(SGD(RATE), Constant(), STEPS, placements)
+        self.step = Step(start, self._optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
+        with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "_BLOCKS", (LENGTH // 2, LENGTH // 2))
             self._compiled = self.step.compile()
         self.state = self.begin()
 
     def begin(self) -> State:
-        """The state before the first step, in new arrays."""
-        # Through NumPy: a copy on devices may share memory with the original, and the step deletes what it is given.
+        """Return the state before the first step, in new arrays."""
+        # Through NumPy: `device_put` of a JAX array may share memory with it, and the step deletes its arguments.
         shardings = self.step.state_shardings
         fresh = jax.device_put(jax.tree.map(np.asarray, self._start), shardings.model)
         rest = jax.jit(lambda m: self.step.begin(m)[1:], out_shardings=tuple(shardings[1:]))
         return State(fresh, *rest(fresh))
 
     def batch(self, number: int) -> Batch:
-        """The batch of a step, cut in micro-steps, on the devices."""
+        """Return the batch of step `number` on the devices, cut into micro-steps."""
         cut = {name: x.reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
         return jax.device_put(Batch(**cut), self.step.batch_shardings)
 
     def __call__(self, number: int) -> Metrics:
-        """One step."""
+        """Run step `number` from the present state, keep the new state, and return the metrics."""
         self.state, metrics = jax.block_until_ready(self._compiled(self.state, self.batch(number)))
         return jax.device_get(metrics)
 
 
 def parameters_of(family: Family, model: Any) -> oracle.Parameters:
-    """The arrays of a model (or of gradients, or moments) by the oracle's names."""
+    """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
     return (oracle_deepseek if family.startswith("deepseek") else oracle_grouped).parameters_of(model)
 
 
-def observe(case: Case) -> Observed:
-    """Run the steps of a case."""
-    running, metrics, gradients = Running(case), [], []
+def run_case(case: Case) -> Observed:
+    """Run `STEPS` steps of gradient descent as the case says."""
+    compiled, metrics, gradients = CompiledStep(case), [], []
     for number in range(STEPS):
-        metrics.append(running(number))
-        gradients.append(parameters_of(case.family, running.state.optimizer))
-    after: Any = running.state.model
-    traffic = collective_traffic(running.step.traced.jaxpr)
+        metrics.append(compiled(number))
+        gradients.append(parameters_of(case.family, compiled.state.optimizer))
+    after: Any = compiled.state.model
+    traffic = collective_traffic(compiled.step.traced.jaxpr)
     return Observed(metrics, gradients, parameters_of(case.family, after), oracle_deepseek.bias_of(after), traffic)
 
 
-def _rope(base: float, yarn: Any, *, interleaved: bool = False) -> Rope:
-    y = yarn
+def _rope(base: float, y: Any, *, interleaved: bool = False) -> Rope:
+    """Return the oracle's rotary positions for a model's `yarn` settings."""
     return Rope(base, interleaved, y.factor, y.length, y.beta_fast, y.beta_slow, y.mscale, y.mscale_all)
 
 
 def oracle_family(family: Family, balance: Balance) -> oracle.Family:
-    """What the oracle is told of the model."""
+    """Return the oracle's family for a tiny model: its layers and the settings that its arrays do not show."""
     c = config(family, balance)
     losses = oracle.Losses(c.load_balance, c.z_loss, c.load_balance_over)
     if isinstance(c, DeepSeekConfig):
@@ -137,16 +148,16 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         "clip": None,
         "losses": losses,
     }
-    own: dict[str, Any] = {}
+    different: dict[str, Any] = {}
     if isinstance(c, MixtralConfig):
-        own = {"window": c.window}
+        different = {"window": c.window}
     elif isinstance(c, Qwen3MoeConfig):
         sparse = with_experts(c.layers, c.moe_every, c.mlp_layers)
-        own = {"sparse": sparse, "rope": _rope(c.rope_base, c.yarn), "window": c.window}
-        own["renormalised"] = c.router.gates == "renormalised"
+        different = {"sparse": sparse, "rope": _rope(c.rope_base, c.yarn), "window": c.window}
+        different["renormalised"] = c.router.gates == "renormalised"
     elif isinstance(c, OlmoeConfig):
-        own = {"clip": c.clip_qkv, "renormalised": c.router.gates == "renormalised"}
-    return Grouped(**{**common, **own})
+        different = {"clip": c.clip_qkv, "renormalised": c.router.gates == "renormalised"}
+    return Grouped(**{**common, **different})
 
 
 def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
@@ -166,17 +177,17 @@ def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None)
 
 @functools.cache
 def expected(family: Family, balance: Balance, micro_steps: int) -> Expected:
-    """The oracle's steps: once a configuration, as no mesh or strategy enters."""
-    known, parameters, outcomes = oracle_family(family, balance), parameters_of(family, model(family, balance)), []
+    """Return the oracle's `STEPS` steps of gradient descent, which depend on no mesh, strategy, rules or remat."""
+    settings, parameters, outcomes = oracle_family(family, balance), parameters_of(family, model(family, balance)), []
     for number in range(STEPS):
-        outcomes.append(oracle.differentiate(parameters, batch(number), micro_steps, known))
+        outcomes.append(oracle.differentiate(parameters, batch(number), micro_steps, settings))
         parameters = oracle.sgd(parameters, outcomes[-1].gradients, RATE)
-        known = known.after_step(outcomes[-1].load)
-    return Expected(outcomes, parameters, known)
+        settings = settings.after_step(outcomes[-1].load)
+    return Expected(outcomes, parameters, settings)
 
 
-def worst(found: oracle.Parameters, wanted: oracle.Parameters) -> float:
-    """The largest difference in any array, relative to the largest value of that array."""
+def worst_error(found: oracle.Parameters, wanted: oracle.Parameters) -> float:
+    """Return the largest difference in any array, relative to the largest absolute value of that array."""
     assert set(found) == set(wanted)
     assert all(np.isfinite(x).all() for x in found.values())
     return max(float(abs(found[name] - w).max() / abs(w).max()) for name, w in wanted.items())

@@ -1,7 +1,10 @@
-"""Reverse-mode differentiation of NumPy code, as small as the oracle's needs: an operation remembers how to go back.
+"""Reverse-mode differentiation of NumPy code in float64, with only the operations that the oracle needs.
 
-The oracle executes tens of thousands of tiny operations one by one; NumPy does in a second what JAX, made for few large
-ones, takes minutes for. It also leaves nothing that the oracle shares with what it judges.
+Each operation returns a `Value` that keeps, for each operand, the function from its own gradient to the operand's.
+`gradients` calls these functions from the last value to the first.
+
+Why not JAX: the oracle must share no code with the step that it checks. It is also faster, because the oracle executes
+tens of thousands of tiny operations one by one: about a second in NumPy, minutes in JAX.
 """
 
 import itertools
@@ -14,26 +17,30 @@ _number = itertools.count()
 
 
 def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The transpose of broadcasting from `shape`."""
+    """Return `x` summed over the dimensions that broadcasting from `shape` added or repeated."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(i for i, size in enumerate(shape) if size == 1 and x.shape[i] != 1), keepdims=True)
 
 
 class Value:
-    """An array, and for each value it was computed from the function from its own gradient to that one's."""
+    """A float64 array on the tape.
 
-    __array_ufunc__ = None  # so that array * value asks the value
+    `parents` has an entry for each operand: the operand, and the function from this value's gradient to the operand's.
+    `number` counts values in the order in which they were made.
+    """
+
+    __array_ufunc__ = None  # makes NumPy call Value.__rmul__ for array * value
 
     def __init__(self, data: Any, parents: Sequence[tuple["Value", Callable[[np.ndarray], np.ndarray]]] = ()):
         self.data, self.parents, self.number = np.asarray(data, np.float64), parents, next(_number)
 
     def __add__(self, other: Any) -> "Value":
-        other = value(other)
+        other = as_value(other)
         pairs = [(v, lambda g, s=v.data.shape: _sum_to(g, s)) for v in (self, other)]
         return Value(self.data + other.data, pairs)
 
     def __mul__(self, other: Any) -> "Value":
-        other = value(other)
+        other = as_value(other)
         pairs = [(a, lambda g, a=a, b=b: _sum_to(g * b.data, a.data.shape)) for a, b in ((self, other), (other, self))]
         return Value(self.data * other.data, pairs)
 
@@ -41,14 +48,14 @@ class Value:
         return Value(self.data**power, [(self, lambda g: g * power * self.data ** (power - 1))])
 
     def __matmul__(self, other: Any) -> "Value":
-        """Vector or matrix times matrix."""
-        other = value(other)
+        """Return a vector or matrix times a matrix."""
+        other = as_value(other)
         a, b = self.data, other.data
         back = [(self, lambda g: g @ b.T), (other, lambda g: np.atleast_2d(a).T @ np.atleast_2d(g))]
         return Value(a @ b, back)
 
     def __truediv__(self, other: Any) -> "Value":
-        return self * value(other) ** -1
+        return self * as_value(other) ** -1
 
     def __rtruediv__(self, other: Any) -> "Value":
         return self**-1 * other
@@ -57,7 +64,7 @@ class Value:
         return self * -1
 
     def __sub__(self, other: Any) -> "Value":
-        return self + -value(other)
+        return self + -as_value(other)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -75,55 +82,55 @@ class Value:
         return Value(self.data.T, [(self, lambda g: g.T)])
 
     def sum(self, axis: int | None = None) -> "Value":
-        """Over an axis, which stays as one of size 1, or over all."""
+        """Return the sum over an axis, kept with size 1, or the sum over all axes."""
         keep = axis is not None
         return Value(self.data.sum(axis, keepdims=keep), [(self, lambda g: np.broadcast_to(g, self.data.shape))])
 
 
-def value(x: Any) -> Value:
-    """`x`, or a constant."""
+def as_value(x: Any) -> Value:
+    """Return `x` if it is a value, else a constant value."""
     return x if isinstance(x, Value) else Value(x)
 
 
 def exp(x: Value) -> Value:
-    """Elementwise."""
+    """Return the elementwise exponential."""
     result = np.exp(x.data)
     return Value(result, [(x, lambda g: g * result)])
 
 
 def log(x: Value) -> Value:
-    """Elementwise."""
+    """Return the elementwise natural logarithm."""
     return Value(np.log(x.data), [(x, lambda g: g / x.data)])
 
 
 def clamp(x: Value, bound: float) -> Value:
-    """Elementwise, to between -bound and bound; a gradient comes through where nothing was cut off."""
+    """Return `x` limited to [-bound, bound] elementwise. The gradient is zero where `x` is outside."""
     inside = abs(x.data) <= bound
     return Value(np.clip(x.data, -bound, bound), [(x, lambda g: g * inside)])
 
 
 def stack(rows: Sequence[Value]) -> Value:
-    """Vectors to a matrix."""
+    """Return a matrix whose rows are these vectors."""
     return Value(np.stack([r.data for r in rows]), [(r, lambda g, i=i: g[i]) for i, r in enumerate(rows)])
 
 
-def total_of(values: Iterable[Value]) -> Value:
-    """Their sum."""
-    return sum(values, start=value(0))
+def total(values: Iterable[Value]) -> Value:
+    """Return the sum of the values."""
+    return sum(values, start=as_value(0))
 
 
 def gradients(result: Value, inputs: Sequence[Value]) -> list[np.ndarray]:
-    """The derivative of a scalar with respect to each input; zero for one it does not depend on."""
-    total = {result.number: np.ones_like(result.data)}
+    """Return the gradient of a scalar for each input; zeros for an input that the scalar does not depend on."""
+    sums = {result.number: np.ones_like(result.data)}
     found, pending = {result.number: result}, [result]
     while pending:
         for parent, _ in pending.pop().parents:
             if parent.number not in found:
                 found[parent.number] = parent
                 pending.append(parent)
-    # A value is made after all that it is made of, so going down in number visits a value when its gradient is whole.
+    # Every value is made after its operands. In descending order of numbers, each gradient is complete when it is used.
     for number in sorted(found, reverse=True):
         for parent, back in found[number].parents:
-            g = back(total[number])
-            total[parent.number] = total[parent.number] + g if parent.number in total else g
-    return [total.get(x.number, np.zeros_like(x.data)) for x in inputs]
+            g = back(sums[number])
+            sums[parent.number] = sums[parent.number] + g if parent.number in sums else g
+    return [sums.get(x.number, np.zeros_like(x.data)) for x in inputs]

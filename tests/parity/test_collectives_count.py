@@ -1,9 +1,8 @@
-"""The collectives of the traced step are those of the rules and the strategy, no more and no fewer.
+"""The traced step has exactly the collectives that the rules and the strategy ask for.
 
-`test_step_parity` compares the trace of every case of the cover with the formula; here are counts by hand and, with
-`-m full`, the whole product.
-
-`moezoo.analysis.cost` is the promise that a reader can predict every collective; it is kept in counts and bytes.
+`moezoo.analysis.cost` has a formula for the count and bytes of every collective. `test_step_parity` compares it with the
+trace of each case of the cover. This file counts one case by hand, compares the whole product with `-m full`, and reads
+three other properties from traced programs.
 """
 
 import functools
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cover import Case, config, product
-from running import RATE, STEPS, shapes
+from running import RATE, STEPS, batch_shapes
 
 from moezoo import Execution
 from moezoo.analysis.cost import communication
@@ -29,14 +28,14 @@ from moezoo.training.step import Step
 
 @functools.cache
 def traced(case: Case, **changes: int) -> Any:
-    """The traced step."""
+    """Return the traced step of a case, with changes to its model's configuration."""
     model = model_shapes(config(case.family, case.balance, **changes))
     optimizer = Optimizer(SGD(RATE), Constant(), STEPS, case.execution.placements(model))
-    return Step(model, optimizer, case.execution, shapes(case.microbatches)).traced.jaxpr
+    return Step(model, optimizer, case.execution, batch_shapes(case.microbatches)).traced.jaxpr
 
 
 def predicted(case: Case) -> TrafficTable:
-    """Return the traffic by formula."""
+    """Return the traffic by the formula."""
     return communication(case.settings)
 
 
@@ -53,8 +52,8 @@ def test_one_device_exchanges_nothing():
     assert collective_traffic(traced(case)) == predicted(case) == {}
 
 
-def test_mixtral_on_fsdp2_ep4_in_figures():
-    """The same for one case, counted by hand: two layers, `ring`, experts' width over fsdp and all else over both."""
+def test_mixtral_on_fsdp2_ep4_counted_by_hand():
+    """Two layers, `ring`. Experts are split over `expert` and their width over `fsdp`; other weights over both axes."""
     program = traced(Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch"))
     counts = count_collectives(program)
     assert counts == {
@@ -64,18 +63,16 @@ def test_mixtral_on_fsdp2_ep4_in_figures():
         ("reduce_scatter", ("fsdp",)): 2 * 3,
         ("all_gather", ("expert",)): 2 * 5,
         ("reduce_scatter", ("expert",)): 2 * 3,
-        ("psum", ("expert", "fsdp")): 1
-        + 6
-        + 3
-        + 1,  # tokens, loss and routing, three norms' gradients, the global norm
+        # The number of tokens; the loss and five statistics of routing; the gradients of three norms; the global norm.
+        ("psum", ("expert", "fsdp")): 1 + 6 + 3 + 1,
     }
     table = collective_traffic(program)
     assert {scope: traffic.count for (scope,), traffic in table.by("scope").items()} == {
         "embedding/weights": 2,
         "head/weights": 3,
         "layers/weights": 2 * 3 * 8,
-        "layers/feed_forward/dispatch": 2 * 3 * 2,  # tokens and routing; forward, again and backward
-        "layers/feed_forward/combine": 2 * 2,  # forward and backward
+        "layers/feed_forward/dispatch": 2 * 3 * 2,  # tokens and routing, in the forward, repeated and backward pass
+        "layers/feed_forward/combine": 2 * 2,  # in the forward and backward pass
         "routing": 5,
         "loss": 2,
         "gradient_sums": 3,
@@ -91,25 +88,25 @@ def test_program_does_not_grow_with_depth(strategy, family):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_experts_add_nothing_by_scatter(strategy):
-    """Neither forward nor backward: sums are in fixed order, so that a step is repeatable and fast."""
+def test_experts_have_no_scatter_add(strategy):
+    """The layer and its gradients sum in a fixed order, which is repeatable and faster than a scatter-add."""
     layer = model_shapes(config()).stacks[0].blocks[0].feed_forward
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layer)
-    x = jax.ShapeDtypeStruct((4, 8, one.router.weight.shape[0]), jnp.float32)
+    unstacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layer)
+    x = jax.ShapeDtypeStruct((4, 8, unstacked.router.weight.shape[0]), jnp.float32)
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
 
     def objective(moe: Any, x: Any, valid: Any) -> Any:
         y, sums, _ = moe(x, valid, Execution(dispatch=STRATEGIES[strategy]()))
         return (y**2).sum() + sums.probabilities.sum() + sums.z
 
-    program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(one, x, valid)
+    program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(unstacked, x, valid)
     names = {e.equation.primitive.name for e in equations(program)}
-    assert "custom_jvp_call" in names or "while" in names  # the experts are in what was traced
+    assert "custom_jvp_call" in names or "while" in names  # the program contains the experts
     assert not {name for name in names if name.startswith("scatter") and name != "scatter"}
 
 
-def test_logits_never_exist_as_a_whole():
-    """In the loss and its gradient no array has a value for each token and each word, whatever its shape."""
+def test_loss_has_no_array_of_all_logits():
+    """No array of the loss and its gradient is as large as tokens times vocabulary; logits are computed in chunks."""
     vocab, tokens, embed = 2**16, 2**12, 8
     model = model_shapes(config(vocab=vocab, embed=embed))
     hidden = jax.ShapeDtypeStruct((4, tokens // 4, embed), jnp.float32)
@@ -120,5 +117,5 @@ def test_logits_never_exist_as_a_whole():
 
     program = jax.make_jaxpr(eqx.filter_value_and_grad(objective))(model, hidden, labels)
     sizes = [getattr(v.aval, "size", 0) for e in equations(program) for v in e.equation.outvars]
-    # A chunk is far from the whole, and far from a single token too.
+    # A chunk has at least 16 tokens and at most a sixteenth of them.
     assert 16 * vocab <= max(sizes) <= tokens * vocab // 16

@@ -1,6 +1,7 @@
-"""Validation and generation as every strategy, mesh and layout of tokens runs them, for every family.
+"""Validation and generation for every family, strategy and mesh, and for three rule sets.
 
-Validation is compared with the oracle's loss, greedy tokens with the model run whole on one device for every token.
+The validation loss (float32) is compared with the oracle's (float64). Greedy tokens must equal those of the model on
+one device, run on the whole text again for each token.
 """
 
 import functools
@@ -20,13 +21,14 @@ from moezoo.moe.dispatch import STRATEGIES, Capacity, Ragged, Ring
 from moezoo.training.evaluate import Evaluator
 from moezoo.training.feed import Feed
 
-NEW = 4
-# Bounded as training may be: neither validation nor generation drops anything.
+NEW = 4  # generated tokens per prompt
+# Strategies with room for a quarter of what training needs on average. Validation and generation must drop nothing even
+# with these settings, which apply to training only.
 BOUNDED = {"capacity": Capacity(0.25), "ragged": Ragged(0.25), "ring": Ring(0.25)}
 
 
-class Way(NamedTuple):
-    """How a model runs."""
+class Setup(NamedTuple):
+    """A family and how it runs."""
 
     family: Family
     strategy: str
@@ -35,23 +37,23 @@ class Way(NamedTuple):
 
     @property
     def execution(self) -> moezoo.Execution:
-        """The execution."""
+        """The execution, with the bounded strategy where there is one."""
         strategy = BOUNDED.get(self.strategy) or STRATEGIES[self.strategy]()
         return moezoo.Execution(moezoo.make_mesh(MESHES[self.mesh]), rules()[self.rules], strategy)
 
 
-class Seen(NamedTuple):
-    """The relative error of the validation loss, and greedy tokens that are those of one device."""
+class Agreement(NamedTuple):
+    """The relative error of the validation loss, and the number of greedy tokens that equal those of one device."""
 
     loss: float
     equal: int
 
 
-def ways() -> list[Way]:
-    """Every family under every strategy on every mesh, with tokens split over expert axes and the same on them."""
+def all_setups() -> list[Setup]:
+    """Return every family, strategy and mesh, with tokens split over the expert axis and replicated on it."""
     layouts = ("fsdp_ep", "replicated", "cp_as_ep")
     return [
-        Way(family, strategy, mesh, layout)
+        Setup(family, strategy, mesh, layout)
         for family in FAMILIES
         for strategy in STRATEGIES
         for mesh in MESHES
@@ -61,68 +63,69 @@ def ways() -> list[Way]:
 
 
 @functools.cache
-def greedy(family: Family) -> np.ndarray:
-    """Prompts and their continuations: the whole text runs again for every token, on one device."""
+def greedy_on_one_device(family: Family) -> np.ndarray:
+    """Return four prompts of three tokens, each with its greedy continuation, [4, 3 + NEW]."""
     tokens = np.pad(batch(0)["tokens"][:4, :3], ((0, 0), (0, NEW)))
-    tokens[:, :3] += tokens[:, :3] == 0  # a token of its own where the row is padding
-    read = jax.jit(lambda model, tokens: model(tokens).logits)
+    tokens[:, :3] += tokens[:, :3] == 0  # token 1 where the batch has padding
+    logits = jax.jit(lambda model, tokens: model(tokens).logits)
     for at in range(3, 3 + NEW):
-        tokens[:, at] = np.asarray(read(model(family), tokens))[:, at - 1].argmax(-1)
+        tokens[:, at] = np.asarray(logits(model(family), tokens))[:, at - 1].argmax(-1)
     return tokens
 
 
 @functools.cache
-def unread() -> tuple[Source, TrainConfig]:
-    """What an evaluator reads windows from; here it is given the oracle's batch instead."""
+def unused_source() -> tuple[Source, TrainConfig]:
+    """Return the data and configuration that `Evaluator` asks for; the test passes it the oracle's batch instead."""
     cfg = moezoo.compose("data=synthetic")
     return load(cfg.data, seq_len=LENGTH, seed=0, vocab=cfg.model.vocab), cfg
 
 
-def see(way: Way) -> Seen:
-    """Validate and generate."""
-    execution, wanted = way.execution, greedy(way.family)
-    there = moezoo.place(model(way.family), execution)
-    evaluator = Evaluator(there, *unread(), execution)
+def compare(setup: Setup) -> Agreement:
+    """Validate and generate, and compare both. Also check that the loss counts every predicted token."""
+    execution, wanted = setup.execution, greedy_on_one_device(setup.family)
+    placed = moezoo.place(model(setup.family), execution)
+    evaluator = Evaluator(placed, *unused_source(), execution)
     assert execution.mesh is not None
     feed = Feed(jax.sharding.NamedSharding(execution.mesh, execution.tokens_spec), batch(0)["tokens"].shape)
-    whole = feed(Batch(**batch(0)))
-    nats, tokens, dropped = jax.device_get(evaluator._sums(there, whole))
+    on_devices = feed(Batch(**batch(0)))
+    nats, tokens, dropped = jax.device_get(evaluator._sums(placed, on_devices))
     assert dropped == 0
     assert tokens == (batch(0)["labels"] >= 0).sum()
-    loss = expected(way.family, "batch", 1).outcomes[0].loss
-    found = np.asarray(moezoo.generate(there, wanted[:, :3], max_new_tokens=NEW, execution=execution))
-    return Seen(abs(float(nats) / int(tokens) - loss) / loss, int((found[:, 3:] == wanted[:, 3:]).sum()))
+    loss = expected(setup.family, "batch", 1).outcomes[0].loss
+    found = np.asarray(moezoo.generate(placed, wanted[:, :3], max_new_tokens=NEW, execution=execution))
+    return Agreement(abs(float(nats) / int(tokens) - loss) / loss, int((found[:, 3:] == wanted[:, 3:]).sum()))
 
 
-# Every family, bounded strategies, tokens that are split and that are the same: the others run with `-m full`.
-SOME = [
-    Way("deepseek", "ragged", "fsdp2_ep4", "replicated"),
-    Way("mixtral", "capacity", "fsdp2_ep2_context2", "cp_as_ep"),
-    Way("qwen3_moe", "ring", "fsdp2_ep4", "fsdp_ep"),
-    Way("olmoe", "ragged", "fsdp2_ep2_context2", "fsdp_ep"),
+# Every family and bounded strategy, and every rule set of `all_setups`. The other setups run with `-m full`.
+SELECTED = [
+    Setup("deepseek", "ragged", "fsdp2_ep4", "replicated"),
+    Setup("mixtral", "capacity", "fsdp2_ep2_context2", "cp_as_ep"),
+    Setup("qwen3_moe", "ring", "fsdp2_ep4", "fsdp_ep"),
+    Setup("olmoe", "ragged", "fsdp2_ep2_context2", "fsdp_ep"),
 ]
 
 
-def check(way: Way) -> Seen:
-    """What is seen must be right: float32's rounding in a mean over a hundred tokens, and every token."""
-    seen = see(way)
-    assert seen.loss < 1e-5, way
-    assert seen.equal == 4 * NEW, way
-    return seen
+def check(setup: Setup) -> Agreement:
+    """Compare a setup, require agreement, and return it."""
+    agreement = compare(setup)
+    # The loss is a mean over about a hundred tokens. float32 gives 1e-7 here; the tolerance is that of the whole step.
+    assert agreement.loss < 1e-5, setup
+    assert agreement.equal == 4 * NEW, setup
+    return agreement
 
 
-@pytest.mark.parametrize("way", SOME, ids="-".join)
-def test_some_ways(way):
-    check(way)
+@pytest.mark.parametrize("setup", SELECTED, ids="-".join)
+def test_selected_setups(setup):
+    check(setup)
 
 
 @pytest.mark.full
-def test_all_ways():
-    """All of them in one process; writes the table."""
+def test_all_setups():
+    """Check all setups in one process, and write the table of errors."""
     cases = {}
-    for way in ways():
-        seen = check(way)
-        cases[tuple(way)] = (seen.loss, 4 * NEW - seen.equal)
+    for setup in all_setups():
+        agreement = check(setup)
+        cases[tuple(setup)] = (agreement.loss, 4 * NEW - agreement.equal)
         if len(cases) % 20 == 0:
             jax.clear_caches()
     about = f"""
@@ -132,4 +135,4 @@ validation loss of rows of {LENGTH} tokens against the oracle, and how many of t
 continuations differ from those of the model that runs the whole text again on one device for every token.
 """
     figures = ("validation loss", "different tokens")
-    write_section("Evaluation and generation", about, Way._fields, figures, cases, by=("family",))
+    write_section("Evaluation and generation", about, Setup._fields, figures, cases, by=("family",))
