@@ -1,4 +1,10 @@
-"""Every test runs strictly, on 8 virtual CPU devices, with shapes and dtypes of all annotations checked."""
+"""What holds for every test.
+
+- JAX has 8 virtual CPU devices.
+- Implicit promotion of dtypes and ranks is an error, as is every warning (`pyproject.toml`).
+- Calls of moezoo's functions check the shapes and dtypes of their annotations.
+- Each test has its own working directory.
+"""
 
 import gc
 import importlib.metadata
@@ -11,15 +17,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# jax 0.10 sizes the CPU's thread pool by NPROC; with few threads, collectives of several steps can wait forever.
+# jax 0.10 reads the size of the CPU's thread pool from NPROC. With few threads, collectives of several steps can wait
+# for each other forever.
 os.environ["NPROC"] = "64"
-# Should that happen all the same, end the test instead of hanging.
+# If they wait all the same, the process aborts after 5 minutes.
 flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
-# Programs run for moments: translate them to machine code with less care, which leaves what they compute alone.
+# Test programs run for a moment only, so LLVM optimises them little. This does not change what they compute.
 flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    flags += ["--xla_cpu_use_fusion_emitters=false"]  # later ones have no such choice
-    # A chunked program loaded from the cache below computes other numbers, now and then NaN, with this scheduler.
+    flags += ["--xla_cpu_use_fusion_emitters=false"]  # later versions have no such flag
+    # With this scheduler, a program that sends tokens in chunks and is loaded from the compilation cache (see
+    # `pytest_configure`) computes wrong numbers, sometimes NaN.
     flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
@@ -28,29 +36,29 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("moezoo", "beartype.beartype")
 
-# Tracing makes many small objects, and a collection of garbage visits all that live: collect rarely.
+# Tracing makes many small objects, and each garbage collection visits all objects. Collect rarely.
 gc.set_threshold(100_000, 20, 100)
 
-# Compilation takes the time of a first example, so deadlines say nothing; the same examples every run.
+# No deadline: the first example of a test compiles. `derandomize`: every run tries the same examples.
 settings.register_profile("moezoo", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("moezoo")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Return a process for each core that this one may use, with 4 GiB of memory each."""
+    """Return how many processes `-n auto` starts: one per usable core, at most one per 4 GiB, at least one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // 2**32))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile each program once for all tests and processes; another version of JAX has a cache of its own."""
+    """Share compiled programs between tests, processes and runs, in a cache per version of JAX."""
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{jax.__version__}")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no process waits for it at the end; whole products take their time."""
+    """Run the notebooks first, because they take longest, and give tests marked `full` no time limit."""
     items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
     for item in items:
         if item.get_closest_marker("full"):
@@ -58,6 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_leftover_run_folder(tmp_path, monkeypatch):
-    """A run without `run_dir` writes below the working directory: give every test its own."""
+def _own_working_directory(tmp_path, monkeypatch):
+    """Run each test in its own directory: a training run without `run_dir` writes below the working directory."""
     monkeypatch.chdir(tmp_path)

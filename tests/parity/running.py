@@ -66,8 +66,8 @@ class GradientRecorder(Optimizer):
 
 def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
     """Return the shapes of the batch of a step, [micro-steps, rows, seq]."""
-    one = jax.ShapeDtypeStruct((micro_steps, rows // micro_steps, length), jnp.int32)
-    return Batch(one, one, one, one)  # type: ignore[arg-type]
+    array = jax.ShapeDtypeStruct((micro_steps, rows // micro_steps, length), jnp.int32)
+    return Batch(array, array, array, array)  # type: ignore[arg-type]
 
 
 class CompiledStep:

@@ -1,8 +1,8 @@
 """The traced step has exactly the collectives that the rules and the strategy ask for.
 
-`moezoo.analysis.cost` has a formula for the count and bytes of every collective. `test_step_parity` compares it with the
-trace of each case of the cover. This file counts one case by hand, compares the whole product with `-m full`, and reads
-three other properties from traced programs.
+`moezoo.analysis.cost` has a formula for the count and bytes of every collective. `test_step_parity` compares it with
+the trace of each case of the cover. This file counts one case by hand, compares the whole product with `-m full`, and
+reads three other properties from traced programs.
 """
 
 import functools
@@ -57,12 +57,15 @@ def test_mixtral_on_fsdp2_ep4_counted_by_hand():
     program = traced(Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch"))
     counts = count_collectives(program)
     assert counts == {
+        # Layers x (query, key, value, out, router) x (forward, repeated); embedding; head x (forward, repeated).
         ("all_gather", ("fsdp", "expert")): 2 * 5 * 2 + 1 + 2,
-        ("reduce_scatter", ("fsdp", "expert")): 2 * 5 + 2,
+        ("reduce_scatter", ("fsdp", "expert")): 2 * 5 + 2,  # the gradient of each
+        # Layers x (gate, up, down of experts) x (forward, repeated).
         ("all_gather", ("fsdp",)): 2 * 3 * 2,
-        ("reduce_scatter", ("fsdp",)): 2 * 3,
+        ("reduce_scatter", ("fsdp",)): 2 * 3,  # the gradient of each
+        # Per layer: tokens and routing, forward and repeated; the gradient of the results.
         ("all_gather", ("expert",)): 2 * 5,
-        ("reduce_scatter", ("expert",)): 2 * 3,
+        ("reduce_scatter", ("expert",)): 2 * 3,  # per layer: the results; the gradients of tokens and routing
         # The number of tokens; the loss and five statistics of routing; the gradients of three norms; the global norm.
         ("psum", ("expert", "fsdp")): 1 + 6 + 3 + 1,
     }

@@ -1,6 +1,8 @@
-"""A model whose weights are containers is the model of the arrays that they stand for, wherever and however it runs.
+"""A model with weights in containers computes the same numbers as the plain model, which has the arrays themselves.
 
-The oracle has these arrays as plain weights, and the same leaves frozen.
+Most tests put some weights of a tiny DeepSeek into `Int8` containers, and compare logits, losses, gradients and
+parameters with those of the plain model, in which the same arrays are not trained. Both run the tested code in
+float32; `test_step_parity` compares plain models with the oracle.
 """
 
 import functools
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from cover import LAYERS, MESHES, Case, batch, config, cover, model
 from jaxtyping import Array
-from running import RATE, STEPS, Running, shapes
+from running import RATE, STEPS, CompiledStep, batch_shapes
 
 import moezoo
 from moezoo.analysis.cost import communication
@@ -29,7 +31,8 @@ from moezoo.parallel.traces import collective_traffic, count_collectives, equati
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.step import State, Step
 
-# Of attention, experts, shared experts, router and head; others of each kind stay arrays and are trained.
+# What is put into containers: some weights of attention, experts and shared experts, the router and the head. The other
+# weights stay arrays and are trained.
 WEIGHTS = ("attention.query_up", "attention.kv_down", "attention.key_up", "attention.value_up", "attention.out")
 WEIGHTS += ("experts.gate", "experts.up", "shared.gate", "shared.down", "router.weight", "unembedding.weight")
 
@@ -42,139 +45,155 @@ CASES = [
     Case("dense", "data2_fsdp2_ep2", "router_on_data", "none", 2, "batch", "deepseek"),
 ]
 
-# On the same mesh both models compute the same float32 numbers. Gradients of arrays alone differ by up to 2e-6 of their
-# largest value between these meshes.
+# On one mesh both models do the same float32 operations on the same numbers; 1e-6 allows for another order of sums.
+# Between these meshes, gradients of the plain model itself differ by up to 2e-6 of their largest value.
 TOLERANCE, GRADIENTS = 1e-6, 3e-6
-pytestmark = pytest.mark.xdist_group("containers")  # one process: the tests share compiled steps
+pytestmark = pytest.mark.xdist_group("containers")  # one process, in which the tests share compiled steps
 
 
-def chosen(path: str) -> bool:
-    """What is put into containers."""
+def in_container(path: str) -> bool:
+    """Return whether the weight at a path is put into a container."""
     return path.endswith(WEIGHTS)
 
 
-def frozen_alike(path: str) -> bool:
-    """What is trained of the model of arrays."""
-    return not chosen(path) and not path.endswith("choice_bias")
+def trained_plain(path: str) -> bool:
+    """Return whether the plain model trains an array: not those that are in containers in the other model."""
+    return not in_container(path) and not path.endswith("choice_bias")
+
+
+def as_plain(model_: Any) -> Any:
+    """Return the model with the array that each container stands for in its place."""
+    return jax.tree.map(lambda x: x.whole(x.dtype) if is_stored(x) else x, model_, is_leaf=is_stored)
 
 
 @functools.cache
-def stored() -> Any:
-    return jax.jit(lambda m: store(m, chosen))(model("deepseek"))
+def stored_model() -> Any:
+    """Return the tiny DeepSeek with containers."""
+    return jax.jit(lambda m: store(m, in_container))(model("deepseek"))
 
 
 @functools.cache
-def arrays() -> Any:
-    return jax.tree.map(lambda x: x.whole(x.dtype) if is_stored(x) else x, stored(), is_leaf=is_stored)
+def plain_model() -> Any:
+    """Return the tiny DeepSeek with the arrays that the containers stand for."""
+    return as_plain(stored_model())
 
 
-def shapes_of(case: Case, matches: Any = chosen) -> Any:
+def shapes_of(case: Case, matches: Any = in_container) -> Any:
+    """Return the shapes of a case's model with containers."""
     return jax.eval_shape(lambda m: store(m, matches), model_shapes(config(case.family, case.balance)))
 
 
 @functools.cache
-def running(case: Case) -> Running:
-    return Running(case, start=stored())
+def compiled(case: Case) -> CompiledStep:
+    """Return the compiled step of the model with containers."""
+    return CompiledStep(case, start=stored_model())
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of a tree by path; `.values` and `.scale` are the parts of an `Int8` container."""
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def steps_of(run: Running) -> list[tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Metrics, gradients and parameters of each step."""
+def steps_of(run: CompiledStep) -> list[tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """Return metrics, gradients and parameters of each step."""
     run.state = run.begin()
     return [(run(i), by_path(run.state.optimizer), by_path(run.state.model)) for i in range(STEPS)]
 
 
 @functools.cache
-def oracle() -> Any:
-    return steps_of(Running(CASES[1], start=arrays(), trained=frozen_alike))
+def plain_steps() -> Any:
+    """Return the steps of the plain model on fsdp 2 x expert 4, which the others are compared with."""
+    return steps_of(CompiledStep(CASES[1], start=plain_model(), trained=trained_plain))
 
 
-def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+def worst_error(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+    """Return the largest difference in any array, relative to its largest absolute value; 0 equals 0."""
     return max(float(abs(found[path] - w).max() / (abs(w).max() or 1)) for path, w in wanted.items())
 
 
 @pytest.mark.parametrize("case", CASES[1:4], ids=str)
-def test_steps(case):
-    begun = by_path(stored())
-    for (metrics, gradients, after), (their, wanted, parameters) in zip(steps_of(running(case)), oracle(), strict=True):
+def test_steps_equal_those_of_the_plain_model(case):
+    initial = by_path(stored_model())
+    steps = zip(steps_of(compiled(case)), plain_steps(), strict=True)
+    for (metrics, gradients, after), (their, wanted, parameters) in steps:
         assert set(gradients) == set(wanted)
         np.testing.assert_array_equal(metrics.load, their.load)
         for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
             assert float(getattr(metrics, name)) == pytest.approx(float(getattr(their, name)), rel=TOLERANCE)
-        assert worst(gradients, wanted) < (TOLERANCE if case is CASES[1] else GRADIENTS)
-        assert worst(after, {path: p for path, p in parameters.items() if frozen_alike(path)}) < TOLERANCE
-        for path in set(begun) - set(parameters):  # what containers hold
-            np.testing.assert_array_equal(after[path], begun[path], strict=True)
+        assert worst_error(gradients, wanted) < (TOLERANCE if case is CASES[1] else GRADIENTS)
+        trained = {path: p for path, p in parameters.items() if trained_plain(path)}
+        assert worst_error(after, trained) < TOLERANCE
+        for path in set(initial) - set(parameters):  # the parts of containers
+            np.testing.assert_array_equal(after[path], initial[path], strict=True)
 
 
 @functools.cache
-def whole_cover(family: Any, balance: Any) -> tuple[Any, Any]:
-    """Of any family: attention's output, experts and, where there are some, shared experts in containers; as arrays."""
+def stored_and_plain(family: Any, balance: Any) -> tuple[Any, Any]:
+    """Return a tiny model of any family with containers in attention, experts and shared experts; and the plain one."""
     ends = ("attention.out", "experts.gate", "experts.down", "shared.up")
-    inside = jax.jit(lambda m: store(m, lambda path: path.endswith(ends)))(model(family, balance))
-    return inside, jax.tree.map(lambda x: x.whole(x.dtype) if is_stored(x) else x, inside, is_leaf=is_stored)
+    with_containers = jax.jit(lambda m: store(m, lambda path: path.endswith(ends)))(model(family, balance))
+    return with_containers, as_plain(with_containers)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", cover(), ids=str)
 def test_on_the_cover(case):
-    """Every case of the cover: logits, figures and gradients of the rest are those of arrays on the same mesh.
+    """In every case of the cover, logits, losses and gradients equal those of the plain model on the same mesh.
 
-    Each batch meets the parameters of the start, so that what differs is one step's and not what steps add up to.
+    Each batch runs from the initial parameters, so that the rounding of one step does not add to that of the next.
     """
-    inside, outside = whole_cover(case.family, case.balance)
-    parts = {path for path, axes in axes_by_path(inside).items() if axes.role is Role.PART}
-    fields = {path.rpartition(".")[0] for path in parts}
-    learns = lambda path: path not in fields and "choice_bias" not in path  # noqa: E731
+    with_containers, as_arrays = stored_and_plain(case.family, case.balance)
+    parts = {path for path, axes in axes_by_path(with_containers).items() if axes.role is Role.PART}
+    containers = {path.rpartition(".")[0] for path in parts}
+    trained = lambda path: path not in containers and "choice_bias" not in path  # noqa: E731
     forward = jax.jit(lambda m: m(batch(0)["tokens"], execution=case.execution).logits)
-    found, wanted = (np.asarray(forward(moezoo.place(m, case.execution))) for m in (inside, outside))
+    found, wanted = (np.asarray(forward(moezoo.place(m, case.execution))) for m in (with_containers, as_arrays))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * abs(wanted).max())
-    ours, theirs = Running(case, start=inside), Running(case, start=outside, trained=learns)
+    ours, theirs = CompiledStep(case, start=with_containers), CompiledStep(case, start=as_arrays, trained=trained)
     for step in range(STEPS):
-        (metrics, gradients), (their, expected) = (first_step(run, step) for run in (ours, theirs))
+        (metrics, gradients), (their, expected) = (step_from_start(run, step) for run in (ours, theirs))
         assert set(gradients) == set(expected)
         np.testing.assert_array_equal(metrics.load, their.load)
         for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
             assert float(getattr(metrics, name)) == pytest.approx(float(getattr(their, name)), rel=TOLERANCE)
-        assert worst(gradients, expected) < TOLERANCE
+        assert worst_error(gradients, expected) < TOLERANCE
 
 
-def first_step(run: Running, number: int) -> tuple[Any, dict[str, np.ndarray]]:
-    """Metrics and gradients of a batch at the parameters of the start."""
+def step_from_start(run: CompiledStep, number: int) -> tuple[Any, dict[str, np.ndarray]]:
+    """Return metrics and gradients of batch `number` at the initial parameters."""
     run.state = run.begin()
     return run(number), by_path(run.state.optimizer)
 
 
 def axes_by_path(tree: Any) -> dict[str, Axes]:
-    """Of every array, parts of containers included."""
+    """Return the axes of every array by path, also of the parts of containers."""
     found = jax.tree_util.tree_leaves_with_path(axes_of(tree), is_leaf=lambda x: isinstance(x, Axes))
     return {jax.tree_util.keystr(path): axes for path, axes in found}
 
 
 def logits(model_: Any) -> np.ndarray:
-    """On one device."""
+    """Return the logits of the first batch on one device."""
     return np.asarray(jax.jit(lambda m: m(batch(0)["tokens"]).logits)(model_))
 
 
 def test_logits():
-    """On one device and on eight. The rounding to 8 bits shows, so the model is not one that nothing was done to."""
-    wanted, exact, execution = logits(arrays()), logits(model("deepseek")), CASES[1].execution
-    on_mesh = jax.jit(lambda m: m(batch(0)["tokens"], execution=execution).logits)(moezoo.place(stored(), execution))
-    for found in (logits(stored()), np.asarray(on_mesh)):
+    """Logits on one device and on eight equal the plain model's, and show the rounding to 8 bits."""
+    wanted, exact, execution = logits(plain_model()), logits(model("deepseek")), CASES[1].execution
+    placed = moezoo.place(stored_model(), execution)
+    on_mesh = jax.jit(lambda m: m(batch(0)["tokens"], execution=execution).logits)(placed)
+    for found in (logits(stored_model()), np.asarray(on_mesh)):
         assert abs(found - wanted).max() < 1e-6 * abs(wanted).max()
     assert abs(exact - wanted).max() > 1e-3 * abs(wanted).max()
 
 
 def step_of(case: Case, shapes_: Any, trained: Any = None, optimizer: Any = None) -> Step:
+    """Return a step that is not compiled, for a model given by its shapes."""
     optimizer = Optimizer(optimizer or SGD(RATE), Constant(), STEPS, case.execution.placements(shapes_))
-    return Step(shapes_, optimizer, case.execution, shapes(case.microbatches), trained=trained)
+    return Step(shapes_, optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
 
 
 class LowRank(Stored):
-    """A frozen base, itself a container, and a trained pair of thin matrices: what others may write."""
+    """A container as a user may write one: a frozen base, itself a container, plus a trained low-rank pair."""
 
     base: Array | Stored
     down: Array
@@ -202,38 +221,39 @@ class LowRank(Stored):
         return project(x, self.base, inputs, dtype=dtype) + project(project(x, self.down, inputs), self.up, dtype=dtype)
 
 
-def test_a_container_of_containers():
-    """A pair beside integers: its product is that of the merged matrix, only the pair is trained, on any mesh alike."""
+def test_container_in_a_container():
+    """The product equals that of the merged matrix. Only the pair is trained, and gradients agree between meshes."""
     pair: Any = jax.jit(lambda m: store(m, lambda path: path.endswith(("query_up", "attention.out")), LowRank))(
         model("deepseek")
     )
-    one = jax.tree.map(lambda x: x[1], pair.stacks[1].blocks[0].attention.out)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *one.shape[:2])), jnp.float32)
-    np.testing.assert_allclose(project(x, one, 2), jnp.tensordot(x, one.whole(jnp.float32), 2), atol=1e-5)
+    of_layer = jax.tree.map(lambda x: x[1], pair.stacks[1].blocks[0].attention.out)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *of_layer.shape[:2])), jnp.float32)
+    np.testing.assert_allclose(project(x, of_layer, 2), jnp.tensordot(x, of_layer.whole(jnp.float32), 2), atol=1e-5)
 
     only = lambda path: path.endswith((".down", ".up")) and "attention" in path  # noqa: E731
-    found, wanted = (Running(case, start=pair, trained=only) for case in (replace(CASES[1], remat="none"), CASES[0]))
+    cases = replace(CASES[1], remat="none"), CASES[0]
+    found, wanted = (CompiledStep(case, start=pair, trained=only) for case in cases)
     (metrics, gradients, _), (their, expected, _) = steps_of(found)[0], steps_of(wanted)[0]
-    assert len(gradients) == 2 * 2 * 2  # of two matrices in each of two stacks
+    assert len(gradients) == 2 * 2 * 2  # down and up, of two matrices, in each of two stacks
     assert min(abs(g).max() for g in expected.values()) > 1e-4
-    assert worst(gradients, expected) < GRADIENTS
+    assert worst_error(gradients, expected) < GRADIENTS
     assert float(metrics.gradient_norm) == pytest.approx(float(their.gradient_norm), rel=TOLERANCE)
-    default = {path for path, one in by_path(trainable_mask(pair)).items() if one and "query_up" in path}
+    default = {path for path, trained in by_path(trainable_mask(pair)).items() if trained and "query_up" in path}
     assert {path.rpartition(".")[2] for path in default} == {"down", "up"}
     predicted = communication(replace(CASES[1], remat="none").settings, model=pair, trained=only)
     assert collective_traffic(found.step.traced.jaxpr).outline(2) == predicted
 
 
-def test_optimizer_has_nothing_of_what_is_frozen():
+def test_optimizer_has_moments_of_trained_arrays_only():
     def moments(step: Step) -> set[str]:
-        return {path.partition("mu")[2] for path in by_path_of_shapes(step.arguments[0].optimizer) if "mu" in path}
+        return {path.partition("mu")[2] for path in paths_of(step.arguments[0].optimizer) if "mu" in path}
 
-    def by_path_of_shapes(tree: Any) -> list[str]:
+    def paths_of(tree: Any) -> list[str]:
         return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
     case = CASES[1]
     everything = {path for path, axes, _ in parameter_table(shapes_of(case)) if axes.role is not Role.BUFFER}
-    assert moments(step_of(case, shapes_of(case), optimizer=AdamW())) == {p for p in everything if not chosen(p)}
+    assert moments(step_of(case, shapes_of(case), optimizer=AdamW())) == {p for p in everything if not in_container(p)}
     only = step_of(case, shapes_of(case), lambda path: path.endswith("norm.scale"), AdamW())
     assert moments(only) == {p for p in everything if p.endswith("norm.scale")}
 
@@ -247,21 +267,21 @@ FILTERS = {
 }
 
 
-# Every filter meets one case.
+# Each filter is combined with one case.
 TRAFFIC = list(zip(CASES[1:], FILTERS, strict=True))
 
 
 @pytest.mark.parametrize(("case", "trained"), TRAFFIC, ids=str)
-def test_traffic_is_that_of_the_formula(case, trained):
-    """To the byte, with containers and with what is not trained."""
+def test_traffic_equals_the_formula(case, trained):
+    """Counts and bytes are equal with containers and with arrays that are not trained."""
     case = replace(case, chunks=1, remat="full" if case.remat == "dots" else case.remat)
     step = step_of(case, shapes_of(case), FILTERS[trained])
     predicted = communication(case.settings, model=step.arguments[0].model, trained=FILTERS[trained])
     assert collective_traffic(step.traced.jaxpr).outline(2) == predicted
 
 
-def test_formula_is_a_bound_where_products_are_kept():
-    """What frozen weights were multiplied with is not brought again, and only that differs."""
+def test_formula_is_an_upper_bound_where_products_are_kept():
+    """The repeated pass lacks gathers of tokens that only gradients of frozen weights need; all else is equal."""
     case = CASES[2]
     step = step_of(case, shapes_of(case))
     traced = collective_traffic(step.traced.jaxpr).outline(2)
@@ -273,7 +293,7 @@ def test_formula_is_a_bound_where_products_are_kept():
 
 
 def test_bytes_of_gathers_by_hand():
-    """On fsdp 2 x expert 4 with `ring`: integers as bytes, scales as float32, each forward and backward."""
+    """On fsdp 2 x expert 4 with `ring`: 8-bit values travel as bytes, in the forward and in the repeated pass."""
     case = replace(CASES[1], microbatches=1)
     gathers: dict[str, int] = {}
     for equation, times, *_ in equations(step_of(case, shapes_of(case)).traced.jaxpr):
@@ -286,42 +306,43 @@ def test_bytes_of_gathers_by_hand():
     attention = c.q_lora * c.heads * (c.nope_dim + c.rope_dim) + c.embed * (c.kv_lora + c.rope_dim)
     attention += c.heads * c.value_dim * c.embed + c.kv_lora * c.heads * (c.nope_dim + c.value_dim)
     shared, router = 2 * c.embed * 2 * c.expert_mlp, c.embed * c.experts
-    dense = c.layers * attention + 2 * (shared + router) + c.embed * c.vocab  # over all eight devices
-    experts = 2 * 2 * c.experts * c.embed * c.expert_mlp  # a fourth of them, halves of each joined
+    dense = c.layers * attention + 2 * (shared + router) + c.embed * c.vocab  # each device receives seven eighths
+    experts = 2 * 2 * c.experts * c.embed * c.expert_mlp  # a device has a fourth of them and receives half of each
     assert gathers["uint8"] == 2 * (dense * 7 // 8 + experts // 4 // 2)
     assert "int8" not in gathers
 
 
-def test_bytes_at_rest_by_hand():
+def test_stored_bytes_by_hand():
     case, c = CASES[1], config("deepseek")
-    placed = moezoo.place(stored(), case.execution).stacks[1].blocks[0]
+    placed = moezoo.place(stored_model(), case.execution).stacks[1].blocks[0]
 
-    def at_rest(container: Any) -> tuple[int, int]:
+    def bytes_per_device(container: Any) -> tuple[int, int]:
         return tuple(x.addressable_shards[0].data.nbytes for x in (container.values, container.scale))  # type: ignore
 
     assert isinstance(c, moezoo.models.DeepSeekConfig)
     experts = 2 * c.experts * c.embed * c.expert_mlp
-    # Values over expert 4 x fsdp 2, scales [layer, expert, expert_mlp] over expert 4.
-    assert at_rest(placed.feed_forward.experts.gate) == (experts // 8, 2 * c.experts * c.expert_mlp * 4 // 4)
-    # `embed` is the output: values and scales over all eight devices.
+    # Values are split over expert 4 x fsdp 2, scales [layer, expert, expert_mlp] over expert 4.
+    assert bytes_per_device(placed.feed_forward.experts.gate) == (experts // 8, 2 * c.experts * c.expert_mlp * 4 // 4)
+    # `embed` is the output dimension: values and scales are split over all eight devices.
     out = 2 * c.heads * c.value_dim * c.embed
-    assert at_rest(placed.attention.out) == (out // 8, 2 * c.embed * 4 // 8)
-    # `embed` is the input: every device has all scales.
+    assert bytes_per_device(placed.attention.out) == (out // 8, 2 * c.embed * 4 // 8)
+    # `embed` is the input dimension: values are split over all eight devices, and every device has all scales.
     down = c.kv_lora + c.rope_dim
-    assert at_rest(placed.attention.kv_down) == (2 * c.embed * down // 8, 2 * down * 4)
+    assert bytes_per_device(placed.attention.kv_down) == (2 * c.embed * down // 8, 2 * down * 4)
 
 
-def test_frozen_arrays_scatter_no_gradient():
-    """Where weights move, nothing but their gradients is scattered; sums are of norms' gradients and of figures."""
+def test_frozen_arrays_have_no_gradient_traffic():
+    """With `gather`, a reduce-scatter is always of a weight's gradient; if only norms are trained there is none."""
     case = Case("gather", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
     plain = model_shapes(config("deepseek"))
     counts = count_collectives(step_of(case, plain, FILTERS["norms"]).traced.jaxpr)
     assert {kind for kind, _ in counts} == {"all_gather", "psum"}
-    # Four norms in each of two stacks and the last one; tokens, the loss, five statistics of routing, the global norm.
+    # The gradients of four norms in each of two stacks and of the final norm; the number of tokens; the loss; five
+    # statistics of routing; the global norm.
     assert counts["psum", ("expert", "fsdp")] == 2 * 4 + 1 + 1 + 1 + 5 + 1
 
 
-# No activation has the shape of a weight: tokens are 16 or 128 on a device.
+# With these sizes no activation has the shape of a weight: a device has 16 or 128 tokens.
 _SIZES: dict[str, Any] = {
     "embed": 40,
     "q_lora": 32,
@@ -338,16 +359,16 @@ POLICIES += [("gather", "single", "none", "scales"), ("gather", "ep8", "none", "
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "remat", "trained"), POLICIES)
-def test_no_policy_keeps_what_a_container_stands_for(strategy, mesh, remat, trained):
-    """What the scan over layers returns, stacked, for the backward pass: nothing of a weight's shape."""
+def test_no_remat_policy_saves_the_array_of_a_container(strategy, mesh, remat, trained):
+    """The scan over layers returns what it saves for the backward pass; no array has the shape of a weight."""
     case = Case(strategy, mesh, "fsdp_ep", remat, 1, "batch", "deepseek")
     plain = model_shapes(config("deepseek", **_SIZES))
     weights = {path: s for path, axes, s in parameter_table(plain) if axes.role is Role.WEIGHT and "stacks" in path}
     step = step_of(case, jax.eval_shape(lambda m: store(m, weights.__contains__), plain), FILTERS[trained])
-    ways = MESHES[mesh].expert
-    one = [tuple(shape[1:]) for shape in weights.values()]
-    one += [(shape[1] // ways, *shape[2:]) for path, shape in weights.items() if "experts." in path]
-    forbidden = {tuple(sorted(shape)) for shape in one}
+    shards = MESHES[mesh].expert
+    of_layer = [tuple(shape[1:]) for shape in weights.values()]
+    of_layer += [(shape[1] // shards, *shape[2:]) for path, shape in weights.items() if "experts." in path]
+    forbidden = {tuple(sorted(shape)) for shape in of_layer}
     kept = []
     for equation, *_ in equations(step.traced.jaxpr):
         if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
@@ -358,7 +379,8 @@ def test_no_policy_keeps_what_a_container_stands_for(strategy, mesh, remat, trai
     assert not [shape for shape in kept if tuple(sorted(shape)) in forbidden]
 
 
-def save(run: Running, folder: Any, step: int) -> None:
+def save(run: CompiledStep, folder: Any, step: int) -> None:
+    """Write a checkpoint of the state."""
     about = {"versions": {"moezoo": importlib.metadata.version("moezoo")}, "config": {}, "loader": {}}
     folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(folder, keep=2)
@@ -366,15 +388,16 @@ def save(run: Running, folder: Any, step: int) -> None:
     checkpoints.close()
 
 
-def load(run: Running, folder: Any, step: int) -> None:
+def load(run: CompiledStep, folder: Any, step: int) -> None:
+    """Replace the state by that of a checkpoint."""
     target: Any = run.step.arguments[0]
     saved = restore(folder, step, read_about(folder, step), model=target.model, training=target[1:])
     run.state = State(saved["model"], *saved["training"])
 
 
 def test_checkpoint(tmp_path):
-    """Stopped after a step and resumed: to the bit on the same mesh, and the same numbers from there on on another."""
-    run, other = running(CASES[1]), running(CASES[3])
+    """A run resumed after its first step is equal to the bit on the same mesh, and within 1e-5 on another."""
+    run, other = compiled(CASES[1]), compiled(CASES[3])
     run.state = run.begin()
     run(0)
     save(run, tmp_path / "checkpoints", 1)
@@ -398,37 +421,36 @@ def test_checkpoint(tmp_path):
     for number in range(1, STEPS):
         other(number)
     found = by_path(other.state.model)
-    assert worst(found, {path: wanted[f".model{path}"] for path in found}) < 1e-5
+    assert worst_error(found, {path: wanted[f".model{path}"] for path in found}) < 1e-5
 
 
-def test_checkpoint_of_arrays_is_refused(tmp_path):
-    """A container is not read from what was saved of an array."""
-    run = running(CASES[1])
+def test_checkpoint_with_containers_is_refused_by_a_plain_model(tmp_path):
+    run = compiled(CASES[1])
     run.state = run.begin()
     save(run, tmp_path / "checkpoints", 1)
     target = step_of(CASES[1], model_shapes(config("deepseek"))).arguments[0].model
-    with pytest.raises(moezoo.UserError, match=r"array .* exists only in"):
+    with pytest.raises(moezoo.UserError, match=r"array .* only in"):
         restore(tmp_path / "checkpoints", 1, read_about(tmp_path / "checkpoints", 1), model=target)
 
 
-def test_folders_have_plain_arrays(tmp_path):
-    moezoo.save_pretrained(moezoo.place(stored(), CASES[1].execution), tmp_path / "hub")
+def test_hub_folders_have_plain_arrays(tmp_path):
+    moezoo.save_pretrained(moezoo.place(stored_model(), CASES[1].execution), tmp_path / "hub")
     loaded = by_path(moezoo.from_pretrained(tmp_path / "hub"))
-    for path, x in by_path(arrays()).items():
+    for path, x in by_path(plain_model()).items():
         np.testing.assert_array_equal(loaded[path], x, strict=True)
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp2_ep4"])
 def test_generation(mesh):
-    """Greedy tokens, of prompts read at once and of tokens that attend to latents."""
+    """Greedy tokens equal the plain model's."""
     ids = np.random.default_rng(0).integers(1, 40, (8, 5))
     execution = None if mesh is None else CASES[1].execution
-    found = moezoo.generate(stored(), ids, max_new_tokens=6, execution=execution)
-    np.testing.assert_array_equal(found, moezoo.generate(arrays(), ids, max_new_tokens=6))
+    found = moezoo.generate(stored_model(), ids, max_new_tokens=6, execution=execution)
+    np.testing.assert_array_equal(found, moezoo.generate(plain_model(), ids, max_new_tokens=6))
 
 
-def test_only_what_travels_as_bytes_is_cast_to_them():
-    """FP8 too, and back to the same numbers."""
+def test_fp8_weights_are_gathered_as_bytes():
+    """An FP8 weight travels as `uint8` and arrives with the same bits."""
     from moezoo.parallel.collectives import gather_weight
 
     execution = CASES[1].execution
@@ -450,8 +472,8 @@ def test_only_what_travels_as_bytes_is_cast_to_them():
     assert [str(a.dtype) for a in sent] == ["uint8"]  # type: ignore[attr-defined]
 
 
-def test_default_filter_of_a_plain_model():
-    """Is what was trained before there were filters."""
-    shapes_ = model_shapes(config("deepseek"))
-    mask = by_path(trainable_mask(shapes_))
-    assert [path for path, one in mask.items() if not one] == [".stacks[1].blocks[0].feed_forward.router.choice_bias"]
+def test_default_filter_trains_all_arrays_except_the_choice_bias():
+    mask = by_path(trainable_mask(model_shapes(config("deepseek"))))
+    assert [path for path, trained in mask.items() if not trained] == [
+        ".stacks[1].blocks[0].feed_forward.router.choice_bias"
+    ]
