@@ -184,8 +184,8 @@ def _data_rows(source: Source) -> list[tuple[str, str]]:
 
 
 def _describe_saves(cfg: TrainConfig) -> str:
-    due = [f"every {cfg.checkpoint_minutes:g} minutes"] if cfg.checkpoint_minutes else []
-    due += [f"every {_counted(cfg.checkpoint_every, 'step')}"] if cfg.checkpoint_every else []
+    units = ((cfg.checkpoint_minutes, "minute"), (cfg.checkpoint_every, "step"))
+    due = [f"every {unit}" if number == 1 else f"every {number:g} {unit}s" for number, unit in units if number]
     kept = f"the newest {cfg.checkpoint_keep} are kept" if cfg.checkpoint_keep > 1 else "only the newest is kept"
     return f"{', '.join(due)} and at the end; {kept}" if due else "only at the end"
 

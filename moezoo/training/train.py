@@ -230,7 +230,7 @@ def _start_folder(
 
 def _replace_file(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, errors="surrogateescape")  # names of files need not be UTF-8
+    temporary.write_text(text, encoding="utf-8", errors="surrogateescape")  # names of files need not be UTF-8
     os.replace(temporary, path)
 
 

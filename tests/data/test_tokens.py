@@ -84,7 +84,8 @@ def test_the_tokenizer_is_copied(texts, tmp_path, tokenizer_file):
 
 def test_files_made_by_numpy(tmp_path, monkeypatch):
     """The lines in the documentation of the module; of one document the end is held out."""
-    lines = [line for line in inspect.getdoc(tokens_module).splitlines() if line.startswith("    ") and "np." in line]
+    documented = inspect.getdoc(tokens_module) or ""
+    lines = [line for line in documented.splitlines() if line.startswith("    ") and "np." in line]
     assert len(lines) == 3
     monkeypatch.chdir(tmp_path)
     exec("\n".join(line.strip() for line in lines), {"np": np})
