@@ -58,9 +58,9 @@ SPELLINGS = {
     "older key first": ("v3", lambda c: c.update(rope_scaling=c["rope_parameters"] | {"factor": 8.0})),
     "length outside rope_parameters": ("v3", lambda c: c.update(original_max_position_embeddings=16)),
     "betas swapped": ("v3", lambda c: c["rope_parameters"].update(beta_fast=0.5, beta_slow=4.0)),
-    "no scale": ("v3", lambda c: c.pop("routed_scaling_factor")),
-    "no scale of the second": ("v2", lambda c: c.pop("routed_scaling_factor")),
-    "pairs of the second": ("v2", lambda c: c.update(rope_interleave=False)),
+    "v3 without scale": ("v3", lambda c: c.pop("routed_scaling_factor")),
+    "v2 without scale": ("v2", lambda c: c.pop("routed_scaling_factor")),
+    "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 
 
@@ -117,4 +117,5 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_reads_missing_keys_as_transformers_does(save, name, tmp_path):
-    assert_equal_logits(save, *LEFT_OUT[name], tmp_path / "m")
+    config, edit = LEFT_OUT[name]
+    assert_equal_logits(save, config, edit, tmp_path / "m")
