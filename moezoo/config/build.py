@@ -108,10 +108,11 @@ def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
 
 def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_sequences: bool) -> dict[str, int]:
     """Return the mesh of so many devices that splits the batch most, and changes the fewest axes; {} if none can."""
+    axes: tuple[str, ...] = AXES
     batch, sequence = cfg.rules.batch, cfg.rules.sequence
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    choices = (divisors if axis in batch or (axis in sequence and not whole_sequences) else [1] for axis in AXES)
-    meshes = (dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product(*choices))
+    choices = (divisors if axis in batch or (axis in sequence and not whole_sequences) else [1] for axis in axes)
+    meshes = (dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*choices))
     fitting = [
         sizes
         for sizes in meshes

@@ -35,7 +35,7 @@ def describe_keys(kind: type) -> list[tuple[str, str]]:
     """Return each option of the dataclass `kind` as KEY=VALUE, with its line of help."""
     return [
         (f"{field.name}={field.metadata['shown'] or show(field.default)}", field.metadata["text"])
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(typing.cast(Any, kind))
     ]
 
 

@@ -160,39 +160,26 @@ def test_a_configured_command_with_keys_of_its_own(call):
     assert call("mesh=ep9", **own)[2].startswith("error: mesh=ep9: no such mesh; did you mean 'ep8'?")
 
 
-@pytest.fixture
-def moezoo(monkeypatch, capsys):
-    """Run the console command in this process."""
-
-    def moezoo(*arguments):
-        monkeypatch.setattr(sys, "argv", ["/bin/moezoo", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return caught.value.code, *capsys.readouterr()
-
-    return moezoo
-
-
-def test_the_console_command(moezoo):
+def test_the_console_command(console):
     for arguments in ([], ["--help"], ["-h"]):
-        code, out, err = moezoo(*arguments)
+        code, out, err = console(*arguments)
         assert (code, err) == (0, "")
         assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(cli.COMMANDS)
-    assert moezoo("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
-    code, out, err = moezoo("--version")
+    assert console("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
+    code, out, err = console("--version")
     assert (code, out) == (2, "")
     assert err.startswith("error: --version: no such option; valid: --help, or a command: train, ")
-    code, out, _ = moezoo("train", "--cfg", "job", "steps=3")
+    code, out, _ = console("train", "--cfg", "job", "steps=3")
     assert code == 0
     assert "steps: 3\n" in out
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_has_a_script_and_help(moezoo, monkeypatch, capsys, name):
+def test_every_command_has_a_script_and_help(console, monkeypatch, capsys, name):
     script = SCRIPTS / f"{name.replace('-', '_')}.py"
     assert len(script.read_text().splitlines()) < 10
     assert script.stem not in sys.stdlib_module_names  # it is first on the path of `python scripts/NAME.py`
-    code, out, err = moezoo(name, "--help")
+    code, out, err = console(name, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: moezoo {name} ")
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])

@@ -1,0 +1,29 @@
+"""What several tests of commands use."""
+
+import sys
+
+import pytest
+
+from moezoo import cli
+
+
+@pytest.fixture
+def console(monkeypatch, capsys):
+    """Run the console command in this process; returns its exit code and what it printed."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/bin/moezoo", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small_run() -> tuple[str, ...]:
+    """Overrides of a run of one step on two devices; the same sizes everywhere share compiled programs."""
+    model = ("model.layers=1", "model.embed=16", "model.heads=2", "model.kv_heads=1", "model.head_dim=8")
+    sizes = ("model.expert_mlp=8", "model.vocab=32", "data=synthetic", "data.vocab=32", "data.documents=40")
+    return *model, *sizes, "seq_len=16", "steps=1", "eval_every=0", "data.eval_sequences=8", "mesh.expert=2"
