@@ -58,9 +58,9 @@ def attend(
     The order of tokens in the arrays does not matter. Scores `scale` q . k and their softmax are float32.
 
     Differentiable by both results, in reverse mode and first order, in q, k, v, `scale` and `sinks`. To combine results
-    over different keys, call `join` on results without sinks. Inside `shard_map` both results vary wherever q, k, v or
-    a place does, and no collective runs in the forward pass; the gradient of an operand that does not vary over an axis
-    is summed over it (psum).
+    over different keys, call `join`; give sinks to one of them at most. Inside `shard_map` both results vary wherever
+    q, k, v or a place does, and no collective runs in the forward pass; the gradient of an operand that does not vary
+    over an axis is summed over it (psum).
 
     | backend | how | memory for scores |
     |---|---|---|
@@ -80,7 +80,7 @@ def attend(
 
     Returns:
         The result and the log-sum-exp of scores. A query that sees no key has result 0 and, without sinks, log-sum-exp
-            -1e30.
+        -1e30.
 
     Raises:
         UserError: The backend does not exist or does not run here.

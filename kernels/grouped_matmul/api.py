@@ -75,7 +75,7 @@ def grouped_matmul(
 
     Returns:
         The products in the dtype of `rows`. Rows beyond the last group are exactly zero and take no part in any
-            gradient. The gradient of a group without rows is exactly zero.
+        gradient. The gradient of a group without rows is exactly zero.
 
     Raises:
         UserError: The backend does not exist or does not run here, or the numbers of sizes and matrices differ.
@@ -128,7 +128,7 @@ def gated(
 
     Returns:
         The activations in the dtype of `rows`. Rows beyond the last group are exactly zero, whatever `activation`
-            returns for zeros.
+        returns for zeros.
 
     Raises:
         UserError: As for `grouped_matmul`.

@@ -164,7 +164,7 @@ def permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "r
 
     Returns:
         [R, d], in the dtype of the tokens. Unused rows hold an arbitrary token; their gradient is ignored. The result
-            varies wherever an argument does.
+        varies wherever an argument does.
     """
     return _permute(vary_like(tokens, plan.source), jax.tree.map(lambda x: vary_like(x, tokens), plan))
 
@@ -181,7 +181,7 @@ def unpermute(
 
     Returns:
         [T, d], in the dtype of the rows, summed in float32 in the order of choices. The result varies wherever an
-            argument does.
+        argument does.
     """
     return _unpermute(
         vary_like(rows, gates, plan.source),

@@ -82,8 +82,8 @@ class ContextParallel(abc.ABC):
     """How queries meet the keys of other devices. On a group of one device, queries meet their own keys.
 
     An implementation is a frozen dataclass; its fields are its options. All methods except the two that describe
-    exchanges run inside `jax.shard_map(check_vma=True)`. Arrays of tokens vary over `group.token_axes`, and so do the
-    results.
+    exchanges run inside `jax.shard_map(check_vma=True)`, or without a mesh. Arrays of tokens vary over
+    `group.token_axes`, and so do the results.
     """
 
     @abc.abstractmethod

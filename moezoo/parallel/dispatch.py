@@ -119,10 +119,10 @@ class ExpertGroup:
 class Dispatch(abc.ABC):
     """The base class of strategies. A strategy is a frozen dataclass whose fields are its options.
 
-    `dispatch` and `combine` run inside `jax.shard_map(check_vma=True)` and must be differentiable. Tokens differ on
-    each device of the group, so tokens and assignment vary over `group.axes`, and so must the result of `combine`. On a
-    group of one device no collective may run. Tokens that are the same on all devices are handled by one wrapper,
-    `moezoo.moe.dispatch.replicated`.
+    `dispatch` and `combine` run inside `jax.shard_map(check_vma=True)`, or without a mesh, and must be differentiable.
+    Tokens differ on each device of the group, so tokens and assignment vary over `group.axes`, and so must the result
+    of `combine`. On a group of one device no collective may run. Tokens that are the same on all devices are handled by
+    one wrapper, `moezoo.moe.dispatch.replicated`.
 
     Attributes:
         chunks: The number of parts that a device's tokens are cut into. The parts pass through the two calls one after
