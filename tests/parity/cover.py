@@ -39,8 +39,8 @@ from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeCo
 from moezoo.moe.dispatch import STRATEGIES
 
 Balance = Literal["batch", "sequence"]
-# A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES`: DeepSeek-V2, and a Qwen3-MoE in
-# which only every second layer has experts.
+# A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES`, which are DeepSeek-V2 and a
+# Qwen3-MoE in which only every second layer has experts.
 Family = str
 
 # Adjacent dimensions have different sizes where possible, so a test fails where the code confuses two of them. The
