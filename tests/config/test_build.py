@@ -33,6 +33,7 @@ def build(*overrides):
             "mesh=ep8 rules.batch=[expert,data] rules.sequence=[tensor] batch_size=4",
             ["mesh.expert=4 mesh.tensor=2", "mesh.expert=4"],
         ),
+        ("mesh=fsdp2_ep4 rules.batch=[fsdp] batch_size=3", ["mesh.fsdp=1 mesh.context=2", "mesh.fsdp=1"]),
     ],
 )
 def test_every_advice_runs(overrides, advice):
