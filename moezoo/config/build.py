@@ -119,7 +119,6 @@ def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_se
         for sizes in meshes
         if math.prod(sizes.values()) == devices
         and cfg.batch_size % (cfg.execution.microbatches * math.prod(sizes[axis] for axis in batch)) == 0
-        and cfg.seq_len % math.prod(sizes[axis] for axis in sequence) == 0
     ]
 
     def order(sizes: dict[str, int]) -> tuple[int, int]:
