@@ -111,14 +111,14 @@ def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_se
     axes: tuple[str, ...] = AXES
     batch, sequence = cfg.rules.batch, cfg.rules.sequence
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    choices = (divisors if axis in batch or (axis in sequence and not whole_sequences) else [1] for axis in axes)
-    meshes = (dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*choices))
+    choices = {axis: [size] for axis, size in execution.sizes.items()} | dict.fromkeys(batch, divisors)
+    choices |= dict.fromkeys(sequence, [1] if whole_sequences else divisors)
+    meshes = (dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*(choices[axis] for axis in axes)))
     fitting = [
         sizes
         for sizes in meshes
         if math.prod(sizes.values()) == devices
         and cfg.batch_size % (cfg.execution.microbatches * math.prod(sizes[axis] for axis in batch)) == 0
-        and cfg.seq_len % math.prod(sizes[axis] for axis in sequence) == 0
     ]
 
     def order(sizes: dict[str, int]) -> tuple[int, int]:

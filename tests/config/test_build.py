@@ -33,6 +33,9 @@ def build(*overrides):
             "mesh=ep8 rules.batch=[expert,data] rules.sequence=[tensor] batch_size=4",
             ["mesh.expert=4 mesh.tensor=2", "mesh.expert=4"],
         ),
+        # Heads cannot be stored over 8 devices along context.
+        ("mesh=ep8 batch_size=7 rules.store.heads=[context] rules.store.embed=[fsdp,expert]", ["mesh=single"]),
+        ("mesh=fsdp2_ep4 rules.batch=[fsdp] batch_size=3", ["mesh.fsdp=1 mesh.context=2", "mesh.fsdp=1"]),
     ],
 )
 def test_every_advice_runs(overrides, advice):
