@@ -185,7 +185,7 @@ def _data_rows(source: Source) -> list[tuple[str, str]]:
 
 def _describe_saves(cfg: TrainConfig) -> str:
     units = ((cfg.checkpoint_minutes, "minute"), (cfg.checkpoint_every, "step"))
-    due = [f"every {unit}" if number == 1 else f"every {number:g} {unit}s" for number, unit in units if number]
+    due = [f"every {unit}" if number == 1 else f"every {number:,.10g} {unit}s" for number, unit in units if number]
     kept = f"the newest {cfg.checkpoint_keep} are kept" if cfg.checkpoint_keep > 1 else "only the newest is kept"
     return f"{', '.join(due)} and at the end; {kept}" if due else "only at the end"
 
