@@ -244,11 +244,11 @@ def gated_operands():
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def gated_loop(rows, gate, up, gate_bias, up_bias, cotangent, sizes):
-    """Return `gated` with `shifted_tanh`, and its gradients by all five operands, group by group."""
-    operands = [np.asarray(x, np.float64) for x in (rows, gate, up, gate_bias, up_bias, cotangent)]
-    rows, gate, up, gate_bias, up_bias, cotangent = operands
-    value, by_rows, by_gate, by_up, by_gate_bias, by_up_bias = map(np.zeros_like, (cotangent, *operands[:5]))
+def gated_loop(sizes, cotangent, *operands):
+    """Return `gated` with `shifted_tanh`, and its gradients by rows, matrices and biases, group by group."""
+    cotangent, rows, gate, up, gate_bias, up_bias = (np.asarray(x, np.float64) for x in (cotangent, *operands))
+    shapes = [x.shape for x in (cotangent, rows, gate, up, gate_bias, up_bias)]
+    value, by_rows, by_gate, by_up, by_gate_bias, by_up_bias = map(np.zeros, shapes)
     for group, mine in enumerate(slices(sizes)):
         x = rows[mine]
         tanh, shifted = np.tanh(x @ gate[group] + gate_bias[group]), x @ up[group] + up_bias[group] + 1
@@ -277,7 +277,7 @@ def test_gated_equals_a_loop(implementation):
         beyond = np.arange(x.shape[0])[:, None] >= sum(sizes)
         given_x, given_cotangent = (jnp.where(beyond, jnp.nan, y) for y in (x, cotangent))
         results = run(jnp.asarray(sizes, jnp.int32), given_cotangent, given_x, *parameters)
-        for result, want in zip(results, gated_loop(x, *parameters, cotangent, sizes), strict=True):
+        for result, want in zip(results, gated_loop(sizes, cotangent, x, *parameters), strict=True):
             # Sums of at most 12 products of order ten.
             np.testing.assert_allclose(result, want, rtol=0, atol=120 * ROUNDING["float32"])
         for result in results[:2]:
@@ -291,7 +291,7 @@ def test_gated_without_biases():
     sizes = (3, 0, 7, 2)
     run = functools.partial(gated, group_sizes=jnp.asarray(sizes, jnp.int32), **options)
     value, pull = jax.vjp(run, x, gate, up)
-    wanted = gated_loop(x, gate, up, *map(jnp.zeros_like, biases), cotangent, sizes)[:4]
+    wanted = gated_loop(sizes, cotangent, x, gate, up, *map(jnp.zeros_like, biases))[:4]
     for result, want in zip((value, *pull(cotangent)), wanted, strict=True):
         np.testing.assert_allclose(result, want, rtol=0, atol=120 * ROUNDING["float32"])
 
@@ -317,7 +317,7 @@ def test_a_backend_with_a_gated_kernel_runs_it(monkeypatch):
         in_specs=(split, whole, whole, whole),
         out_specs=split,
     )
-    want = gated_loop(x, gate, up, bias, jnp.zeros_like(bias), cotangent, sizes.tolist())[0]
+    want = gated_loop(sizes.tolist(), cotangent, x, gate, up, bias, jnp.zeros_like(bias))[0]
     np.testing.assert_allclose(jax.jit(mapped)(x, gate, up, bias), want, atol=1e-5)
     assert seen == [{frozenset("a")}]
     text = jax.jit(run).trace(x, gate, up, sizes, gate_bias=bias).lower(lowering_platforms=("tpu",)).as_text()

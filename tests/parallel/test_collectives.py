@@ -1,5 +1,7 @@
 """Gathers of weights and their gradients: values, dtypes, collectives and varying types."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +73,7 @@ def collectives(dtype, reduce_dtype, stored_dtype="float32", dims=(("expert", "f
     weight = jax.ShapeDtypeStruct((16, 24), stored_dtype)
     function = on_mesh(local, stored(dims), stored(dims))
     assert jax.eval_shape(function, weight).dtype == stored_dtype
-    found = [equation for equation, *_ in equations(jax.make_jaxpr(function)(weight))]
+    found: list[Any] = [equation for equation, *_ in equations(jax.make_jaxpr(function)(weight))]
     names = "all_gather", "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant"
     return [(str(e.outvars[0].aval.dtype), e.primitive.name) for e in found if e.primitive.name in names]
 

@@ -1,7 +1,7 @@
 """`Execution`: refusals, properties of its mesh, and what each `remat` keeps."""
 
 from collections import Counter
-from typing import get_args
+from typing import Any, get_args
 
 import equinox as eqx
 import jax
@@ -143,7 +143,7 @@ def operations(remat):
         ("all_gather", (8, 8)): "gathered tokens",
     }
     counted = {"ragged_dot_general": "grouped", "dot_general": "dot", "tanh": "tanh"}
-    found = [equation for equation, *_ in equations(jax.make_jaxpr(step)(layer(), jnp.ones((8, 8))))]
+    found: list[Any] = [equation for equation, *_ in equations(jax.make_jaxpr(step)(layer(), jnp.ones((8, 8))))]
     kinds = [(e.primitive.name, e.outvars[0].aval.shape) for e in found]
     return Counter(names.get(kind, counted.get(kind[0], "")) for kind in kinds) - Counter({"": len(kinds)})
 
