@@ -108,7 +108,7 @@ def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
 
 def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_sequences: bool) -> dict[str, int]:
     """Return the mesh of so many devices that splits the batch most, and changes the fewest axes; {} if none can."""
-    axes: tuple[str, ...] = AXES
+    axes: list[str] = list(AXES)
     batch, sequence = cfg.rules.batch, cfg.rules.sequence
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     choices = {axis: [size] for axis, size in execution.sizes.items()} | dict.fromkeys(batch, divisors)
