@@ -47,11 +47,8 @@ def own_keys(kind: type) -> list[str]:
 def overview(shown: Sequence[str]) -> list[str]:
     """Return the groups `shown`, by default all, with the names of their entries, and where the rest is listed."""
     rows = ((group, ", ".join([*groups()[group], *_OWN.get(group, ())[:1]])) for group in shown or defaults())
-    return [
-        "How it runs, by groups such as mesh=ep8:",
-        *table(rows),
-        "and by single keys such as execution.dtype=bfloat16. `moezoo train --help` explains all of them.",
-    ]
+    rest = "and by single keys such as execution.dtype=bfloat16. `moezoo train --help` explains all of them."
+    return ["How it runs, by groups such as mesh=ep8:", *table(rows), *textwrap.wrap(rest, _width())]
 
 
 def configuration(arguments: Sequence[str]) -> list[str]:
