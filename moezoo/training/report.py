@@ -78,14 +78,13 @@ def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
     name = type(dispatch).__name__.lower()
     if not group.axes:
         return f"{name}: every device has all {group.num_experts} experts, nothing moves"
-    where = f"over {_axes(group.axes)} ({group.size} devices, {_counted(group.num_local, 'expert')} each)"
+    moved = "expert weights" if dispatch.moves == "weights" else "tokens"
+    line = f"{name}: {moved} move over {_axes(group.axes)}; {group.num_local} of {group.num_experts} experts per device"
     if dispatch.chunks > 1:
-        where += f" in {dispatch.chunks} chunks"
+        line += f"; chunks={dispatch.chunks}"
     if (bound := dispatch.bound) and (factor := getattr(dispatch, bound)) is not None:
-        where += f" with {bound}={factor}"
-    if dispatch.moves == "weights":
-        return f"{name}: expert weights move {where}, tokens stay"
-    return f"{name}: tokens move {where}, expert weights stay"
+        line += f"; {bound}={factor}"
+    return line
 
 
 def kernels_line(execution: Execution, length: int) -> str:
