@@ -12,11 +12,11 @@ def test_products():
     wanted = np.einsum("bij,ijo->bo", x.astype(np.float64), weight)
     np.testing.assert_allclose(project(jnp.asarray(x), jnp.asarray(weight), inputs=2), wanted, rtol=0, atol=1e-5)
     np.testing.assert_allclose(contract("bij,ijo->bo", jnp.asarray(x), jnp.asarray(weight)), wanted, rtol=0, atol=1e-5)
-    narrow = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
-    assert project(*narrow, 2).dtype == jnp.bfloat16
+    narrow, narrow_weight = (jnp.asarray(a, jnp.bfloat16) for a in (x, weight))
+    assert project(narrow, narrow_weight, 2).dtype == jnp.bfloat16
     # Asked for float32, sums are not rounded to bfloat16.
-    found = project(*narrow, 2, dtype=jnp.float32)
-    wanted = np.einsum("bij,ijo->bo", *(np.asarray(a, np.float64) for a in narrow))
+    found = project(narrow, narrow_weight, 2, dtype=jnp.float32)
+    wanted = np.einsum("bij,ijo->bo", *(np.asarray(a, np.float64) for a in (narrow, narrow_weight)))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
