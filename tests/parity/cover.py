@@ -290,7 +290,7 @@ def cover() -> tuple[Case, ...]:
 
     The choice is greedy: add the case with the most pairs that are still missing, until none is. Between equal cases,
     take the family with the fewest cases so far. Then, for each strategy, the first DeepSeek case on several devices
-    gets 3 chunks, which are of different lengths.
+    gets 3 chunks, which differ in length.
     """
     missing = set().union(*map(_pairs, product()))
     chosen: list[Case] = []

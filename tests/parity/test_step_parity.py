@@ -1,6 +1,7 @@
 """The training step against the oracle: every strategy, mesh, rule set and remat policy gives the same numbers.
 
 Each case runs three steps of gradient descent in float32 on virtual CPU devices, and the oracle runs them in float64.
+
 | compared | when | must be |
 |---|---|---|
 | loss, routing losses, gradient norm, violation of balance, every gradient | after each step | within `TOLERANCE` |
@@ -9,7 +10,7 @@ Each case runs three steps of gradient descent in float32 on virtual CPU devices
 | choice bias | after the last step | equal |
 | collectives of the traced step, with the formula of `moezoo.analysis.cost` | once | equal in count and bytes |
 
-The error of an array is its largest difference, relative to its largest absolute value.
+The error of an array is its largest difference from the oracle's, divided by the oracle's largest absolute value.
 """
 
 from dataclasses import replace
@@ -114,7 +115,8 @@ def test_oracle_without_routing_losses_does_not_depend_on_micro_steps():
 
     The tested step equals the oracle for both numbers of micro-steps, so it has this property too.
     """
-    settings: Any = oracle_family("mixtral", "batch")
+    settings = oracle_family("mixtral", "batch")
+    assert isinstance(settings, Grouped)
     settings = replace(settings, losses=oracle.Losses(0.0, 0.0, "batch"))
     parameters = parameters_of("mixtral", model("mixtral"))
     one, two = (oracle.differentiate(parameters, batch(0), micro_steps, settings) for micro_steps in (1, 2))
