@@ -23,10 +23,9 @@ SLICES = [
     "model=olmoe_1b_7b mesh.fsdp=8 mesh.expert=8 dispatch=gather execution.remat=dots",
     "model=mixtral_8x7b mesh.data=2 mesh.expert=8 dispatch=dense execution.dtype=float32 execution.remat=none",
     "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=capacity rules.batch=[data,fsdp]",
-    "model=deepseek_v3 mesh.data=8 mesh.expert=8 dispatch=ragged execution.microbatches=2 rules.store.router=[data] "
-    "rules.store.norm=[expert]",
     "model=deepseek_v2_lite mesh.fsdp=8 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 rules.batch=[data,fsdp]",
-    "model=kimi_k2 mesh.fsdp=16 mesh.expert=16 mesh.context=2 dispatch=ragged dispatch.buffer_factor=0.9",
+    "model=kimi_k2 mesh.data=2 mesh.fsdp=16 mesh.expert=16 dispatch=ragged dispatch.buffer_factor=0.9 "
+    "execution.microbatches=2 rules.store.router=[data] rules.store.norm=[expert]",
     "model=qwen3_235b_a22b mesh.fsdp=16 mesh.expert=16 dispatch=ring dispatch.chunks=3 model.attention_bias=all",
 ]
 
