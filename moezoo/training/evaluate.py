@@ -51,7 +51,8 @@ class Evaluator:
             return out.cross_entropy, tokens, out.routing.dropped.sum()
 
         specs: Any = (execution.specs(model), Batch(*(execution.tokens_spec,) * 4))
-        self._sums = jax.jit(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=PartitionSpec()))
+        # Sums over one batch: nats, predicted tokens, dropped assignments.
+        self.sums = jax.jit(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=PartitionSpec()))
 
     def __call__(self, model: LanguageModel) -> Evaluation:
         """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split."""
@@ -66,7 +67,7 @@ class Evaluator:
         )
         for batch in batches:
             # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
-            a, b, c = jax.device_get(self._sums(model, self._feed(batch)))
+            a, b, c = jax.device_get(self.sums(model, self._feed(batch)))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
         return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
 

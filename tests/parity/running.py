@@ -88,7 +88,7 @@ class CompiledStep:
         self._optimizer = optimizer or GradientRecorder(SGD(RATE), Constant(), STEPS, placements)
         self.step = Step(start, self._optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
-            patch.setattr(chunked, "_BLOCKS", (LENGTH // 2, LENGTH // 2))
+            patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
             self._compiled = self.step.compile()
         self.state = self.begin()
 

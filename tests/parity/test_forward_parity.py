@@ -88,7 +88,7 @@ def compare(setup: Setup) -> Agreement:
     assert execution.mesh is not None
     feed = Feed(jax.sharding.NamedSharding(execution.mesh, execution.tokens_spec), batch(0)["tokens"].shape)
     on_devices = feed(Batch(**batch(0)))
-    nats, tokens, dropped = jax.device_get(evaluator._sums(placed, on_devices))
+    nats, tokens, dropped = jax.device_get(evaluator.sums(placed, on_devices))
     assert dropped == 0
     assert tokens == (batch(0)["labels"] >= 0).sum()
     loss = expected(setup.family, "batch", 1).outcomes[0].loss
