@@ -34,8 +34,8 @@ def write_section(
 ) -> None:
     """Write one section of both files and keep their other sections.
 
-    `cases` maps a tuple of the values of `settings` to those of `figures`, of which larger ones are worse. `short` has a row for
-    each value of the settings `by`: the number of cases and the worst figures.
+    `cases` maps a tuple of the values of `settings` to those of `figures`, of which larger ones are worse. `short` has
+    a row for each value of the settings `by`: the number of cases and the worst figures.
     """
     assert title in SECTIONS
     every = [(*values, *map(_number, found)) for values, found in cases.items()]
