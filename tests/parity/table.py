@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHORT, FULL = ROOT / "docs" / "parity.md", ROOT / "runs" / "parity.md"
@@ -25,7 +26,7 @@ def write_section(
     about: str,
     settings: Sequence[str],
     figures: Sequence[str],
-    cases: Mapping[tuple[str, ...], tuple[float, ...]],
+    cases: Mapping[Any, Sequence[float]],
     *,
     by: Sequence[str],
     short: Path = SHORT,
@@ -33,12 +34,12 @@ def write_section(
 ) -> None:
     """Write one section of both files and keep their other sections.
 
-    `cases` maps the values of `settings` to those of `figures`, of which larger ones are worse. `short` has a row for
-    each value of the settings `by`: the number of cases and the worst figures.
+    `cases` maps a tuple of the values of `settings` to those of `figures`, of which larger ones are worse. `short` has
+    a row for each value of the settings `by`: the number of cases and the worst figures.
     """
     assert title in SECTIONS
     every = [(*values, *map(_number, found)) for values, found in cases.items()]
-    groups: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
+    groups: dict[tuple[str, ...], list[Sequence[float]]] = {}
     for values, found in cases.items():
         groups.setdefault(tuple(values[settings.index(name)] for name in by), []).append(found)
     worst = [
