@@ -37,7 +37,7 @@ def compose_slice(words: str) -> TrainConfig:
     return moezoo.compose(*given, f"batch_size={2 * devices}", "seq_len=2048")
 
 
-@pytest.mark.parametrize("words", SLICES)
+@pytest.mark.parametrize("words", SLICES, ids=lambda words: words.split()[0].removeprefix("model="))
 def test_equals_the_traced_step(words):
     """All counts and bytes are equal; no device is needed."""
     cfg = compose_slice(words)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from omegaconf import OmegaConf
 
-from moezoo.data import SOURCES, DataSettings, PythonStdlib, Source, Synthetic, Text, Tokens, load
+from moezoo.data import SOURCES, DataSettings, PythonStdlib, Source, Synthetic, load
 from moezoo.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
@@ -55,10 +55,6 @@ def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(UserError) as error:
         load(PythonStdlib(), **{"seq_len": 8, "seed": 0, "vocab": 256, **wrong})
     assert str(error.value) == message
-
-
-def test_sources_by_name():
-    assert {"python_stdlib": PythonStdlib, "text": Text, "tokens": Tokens, "synthetic": Synthetic} == SOURCES
 
 
 def test_importing_neither_loads_slow_libraries_nor_starts_jax():
