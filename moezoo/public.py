@@ -1,6 +1,9 @@
 """The public names of moezoo, which `moezoo.NAME` gives; importing this module imports JAX."""
 
-from moezoo import data, kernels, models, moe
+import moezoo.data as data
+import moezoo.kernels as kernels
+import moezoo.models as models
+import moezoo.moe as moe
 from moezoo.config.build import build_execution as execution
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
