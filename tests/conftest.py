@@ -47,7 +47,8 @@ settings.load_profile("moezoo")
 def pytest_xdist_auto_num_workers() -> int:
     """Return how many processes `-n auto` starts: one per usable core, at most one per 4 GiB, at least one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // 2**32))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // 2**32))
 
 
 def pytest_configure(config: pytest.Config) -> None:
