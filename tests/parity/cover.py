@@ -289,8 +289,8 @@ def cover() -> tuple[Case, ...]:
     """Return a small part of the product that contains every pair of values that the product contains.
 
     The choice is greedy: add the case with the most pairs that are still missing, until none is. Between equal cases,
-    take the family with the fewest cases so far. Then, for each strategy, the first DeepSeek case on several devices
-    gets 3 chunks, which differ in length.
+    take the family with the fewest cases so far. Then, for each strategy, the first case on several devices that has
+    one micro-step gets 3 chunks, which differ in length.
     """
     missing = set().union(*map(_pairs, product()))
     chosen: list[Case] = []
@@ -300,7 +300,7 @@ def cover() -> tuple[Case, ...]:
         missing -= _pairs(best)
         chosen.append(best)
     for strategy in STRATEGIES:
-        eligible = (c.strategy == strategy and c.family == "deepseek" and c.mesh != "single" for c in chosen)
+        eligible = (c.strategy == strategy and c.microbatches == 1 and c.mesh != "single" for c in chosen)
         first = list(eligible).index(True)
         chosen[first] = replace(chosen[first], chunks=3)
     return tuple(chosen)
