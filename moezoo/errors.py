@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,7 +41,7 @@ def check_numbers(section: str, settings: Any) -> None:
     """Raise `UserError` where a number of the dataclass `settings` is not finite, or an integer exceeds int32."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, numbers.Real) and not math.isfinite(value):
             raise UserError(f"{section}.{field.name}={value} must be a finite number")
-        if isinstance(value, int) and value >= 2**31:
+        if isinstance(value, numbers.Integral) and value >= 2**31:
             raise UserError(f"{section}.{field.name}={value} must be at most {2**31 - 1}, the largest int32")

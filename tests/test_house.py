@@ -61,7 +61,10 @@ def imports(module: str, text: str, modules: Collection[str]) -> set[str]:
         where = f"{module}, line {getattr(node, 'lineno', '')}"
         if isinstance(node, ast.Import):
             for alias in node.names:
-                assert alias.name.split(".")[0] not in OURS, f"{where}: write from {alias.name} import ..."
+                if alias.asname and alias.name in modules:
+                    yield alias.name
+                else:
+                    assert alias.name.split(".")[0] not in OURS, f"{where}: write from {alias.name} import ..."
         elif isinstance(node, ast.ImportFrom):
             origin = node.module or ""
             assert node.level == 0, f"{where}: write the whole name of what is imported"

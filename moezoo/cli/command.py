@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -208,4 +209,5 @@ def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
 
 def _print_help(prog: str, command: ConfiguredCommand | KeysCommand, keys: Sequence[str]) -> None:
     examples = [f"  {prog} {example}" for example in command.examples]
-    print("\n".join([f"usage: {prog} [KEY=VALUE ...]", "", command.description, "", *keys, "", "Examples:", *examples]))
+    description = textwrap.wrap(command.description, help_text.terminal_width())
+    print("\n".join([f"usage: {prog} [KEY=VALUE ...]", "", *description, "", *keys, "", "Examples:", *examples]))

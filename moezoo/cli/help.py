@@ -26,7 +26,7 @@ _OWN = {
 
 def table(rows: Iterable[tuple[str, str]], indent: int = 2) -> list[str]:
     """Return rows as two columns; the second is wrapped at the width of the terminal."""
-    rows, width = list(rows), _width()
+    rows, width = list(rows), terminal_width()
     column = indent + 2 + max((len(left) for left, _ in rows if len(left) <= 34), default=0)
     lines = []
     for left, text in rows:
@@ -48,7 +48,7 @@ def overview(shown: Sequence[str]) -> list[str]:
     """Return the groups `shown`, by default all, with the names of their entries, and where the rest is listed."""
     rows = ((group, ", ".join([*groups()[group], *_OWN.get(group, ())[:1]])) for group in shown or defaults())
     rest = "and by single keys such as execution.dtype=bfloat16. `moezoo train --help` explains all of them."
-    return ["How it runs, by groups such as mesh=ep8:", *table(rows), *textwrap.wrap(rest, _width())]
+    return ["How it runs, by groups such as mesh=ep8:", *table(rows), *textwrap.wrap(rest, terminal_width())]
 
 
 def configuration(arguments: Sequence[str]) -> list[str]:
@@ -69,17 +69,17 @@ def configuration(arguments: Sequence[str]) -> list[str]:
         lines += ["", f"  {group}", *table([*entries, *([_OWN[group]] if group in _OWN else [])], indent=4)]
         lines += [f"    keys of {group}={name}:"] * bool(keys)
         lines += table([(values[key], comments[key]) for key in keys if comments.get(key)], indent=6)
-        lines += textwrap.wrap(plain, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(plain, terminal_width(), initial_indent=" " * 6, subsequent_indent=" " * 6)
     comments = _comments(CONF / "train.yaml", "")
     rows = [(values.get(key, f"{key}:"), comment) for key, comment in comments if comment or key in values]
     note = (
         "Values are those of the entries marked *, or of those you name: model=deepseek_v3 --help. "
         "--cfg job prints the configuration of a command as YAML."
     )
-    return [*lines, "", "Keys and their values:", *table(rows), "", *textwrap.wrap(note, _width())]
+    return [*lines, "", "Keys and their values:", *table(rows), "", *textwrap.wrap(note, terminal_width())]
 
 
-def _width() -> int:
+def terminal_width() -> int:
     return min(max(shutil.get_terminal_size((100, 24)).columns, 60), 110)
 
 

@@ -87,11 +87,11 @@ def _import_module(name: str, key: str) -> ModuleType:
                 "dispatch=package.module.Class"
             ) from None
         raise UserError(f"{key}: the import of {name} fails ({_describe(error)}); correct it") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{key}: the import of {name} fails ({_describe(error)}); correct it") from None
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Return an error on one line, with the last line in the current folder that it passed, or else in any file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename.startswith(os.getcwd())]

@@ -9,9 +9,9 @@
 
 NumPy alone makes such files from int64 ids, here of two documents:
 
-    ids, first, second = np.arange(1000) % 700, 400, 600  # ids of both documents, and their lengths
+    ids, lengths = np.arange(20_000) % 700, np.full(100, 200)  # int64 ids of 100 documents, and their lengths
     np.save("tokens.npy", ids.astype(np.uint32))
-    np.save("tokens.offsets.npy", np.cumsum([0, first, second]))
+    np.save("tokens.offsets.npy", np.cumsum([0, *lengths]))
 
 Without NAME.json the vocabulary size is the largest id plus 1, and a resumed run cannot check that the data are the
 same.

@@ -1,5 +1,6 @@
 """How a model runs, as one immutable value. The model does not contain it; every call takes it as `execution=`."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -289,10 +290,10 @@ class Execution:
 
 def check_dtype(key: str, value: Any) -> jnp.dtype:
     """Return the dtype `value` of the setting `key`. Raises `UserError` unless it is a `DType`."""
-    try:
-        name = jnp.dtype(value).name
-    except TypeError:
-        name = str(value)
+    name = str(value)
+    if value is not None and value is not float:  # NumPy reads both as float64, which nobody wrote
+        with contextlib.suppress(TypeError):
+            name = jnp.dtype(value).name
     return jnp.dtype(convert(DType, name, key))
 
 

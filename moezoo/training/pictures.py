@@ -30,9 +30,13 @@ def moving_average(values: Sequence[float], width: int) -> np.ndarray:
 
     Near the ends the window shrinks equally on both sides, so a falling curve is not shifted.
     """
-    half = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]
-    windows = [np.asarray(values[i - h : i + h + 1], float) for i, h in enumerate(half)]
-    return np.array([np.nanmean(w) if (~np.isnan(w)).any() else np.nan for w in windows])
+    x, at = np.asarray(values, float), np.arange(len(values))
+    valid = ~np.isnan(x)
+    sums, counts = (np.concatenate([[0], np.cumsum(a)]) for a in (np.where(valid, x, 0), valid))
+    half = np.minimum(width // 2, np.minimum(at, len(x) - 1 - at))
+    first, end = at - half, at + half + 1
+    number = counts[end] - counts[first]
+    return np.where(number > 0, (sums[end] - sums[first]) / np.maximum(number, 1), np.nan)
 
 
 def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: float | None) -> None:

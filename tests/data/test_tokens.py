@@ -91,10 +91,10 @@ def test_files_made_by_numpy(tmp_path, monkeypatch):
     exec("\n".join(line.strip() for line in lines), {"np": np})
     source = load_tokens(Path("tokens.npy"), vocab=700)
     assert (source.vocab, source.unit, "sha256" in source.summary) == (700, "token", False)
-    assert sorted((len(source.train), len(source.validation))) == [400, 600]
-    np.save("tokens.offsets.npy", np.array([0, 1000]))
+    assert sorted((len(source.train), len(source.validation))) == [1800, 18200]
+    np.save("tokens.offsets.npy", np.array([0, 20_000]))
     source = load_tokens(Path("tokens.npy"), vocab=700)
-    assert (len(source.train), len(source.validation)) == (950, 50)
+    assert (len(source.train), len(source.validation)) == (19_000, 1000)
     assert source.summary["held out"] == "the last 5% of the tokens"
 
 

@@ -66,6 +66,8 @@ def test_int8_channel_by_channel(names, shape):
             assert np.abs(whole[channel] - wide[channel]).max() <= scale * 0.5001
             assert np.abs(np.asarray(stored.values)[channel]).max() == (127 if largest else 0)
     assert stored.whole(dtype).dtype == dtype
+    # The product with the scale is rounded once, to the dtype asked for.
+    np.testing.assert_array_equal(stored.whole(dtype), stored.whole(jnp.float32).astype(dtype))
     assert {name: a.names for name, a in stored.axes(axes).items()} == {
         "values": axes.names,
         "scale": (*names[0], *names[2]),

@@ -152,6 +152,16 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch, 
     assert repeatable(log.history) == repeatable(run.history[:8])
 
 
+def test_a_save_is_timed(tmp_path):
+    """The loop spaces saves by how long the last one took."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    assert checkpoints.seconds == 0
+    state = {"model": {"x": jnp.zeros(2)}, "training": {"y": jnp.zeros(2)}}
+    checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
+    checkpoints.close()
+    assert checkpoints.seconds > 0
+
+
 def test_a_saved_run_evaluates_alike_on_any_mesh(run):
     for overrides in ([], ["mesh=single", "dispatch=gather"], ["mesh=fsdp4_ep2", "dispatch=dense"]):
         model, cfg = moezoo.load_run(run.folder, *overrides)
@@ -232,6 +242,7 @@ def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
         "model.experts_per_token=1",
         "seed=7",
         "batch_size=4",
+        "seq_len=8",
         "execution.microbatches=2",
         "data=python_stdlib",
     ):
