@@ -148,7 +148,6 @@ def test_a_planted_circle_is_found(graph):
     "line",
     [
         "import moezoo.training.step",
-        "import moezoo.training.step as step",
         "from ..training import step",
         "from models import mixtral",
         "from moezoo.conf import train",
@@ -160,6 +159,10 @@ def test_a_planted_circle_is_found(graph):
 def test_imports_that_cannot_be_followed_are_refused(code, line):
     with pytest.raises(AssertionError, match=r"^moezoo.nn.rope, line \d+: "):
         imports("moezoo.nn.rope", f"{code['moezoo.nn.rope']}\n{line}\n", code)
+
+
+def test_a_module_that_is_imported_by_its_path_is_found(code):
+    assert "moezoo.training.step" in imports("moezoo.nn.rope", "import moezoo.training.step as step", code)
 
 
 def find_hidden(code: Mapping[str, str]) -> set[str]:

@@ -309,4 +309,4 @@ class _Bench(Command):
             _report(list(_results(options)), options, results.print_table, results.picture)
 
 
-COMMAND = _Bench("bench", "measure a part of moezoo next to alternatives that do the same work")
+COMMAND = _Bench("bench", "measure a part of moezoo next to its alternatives")
