@@ -209,5 +209,6 @@ def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
 
 def _print_help(prog: str, command: ConfiguredCommand | KeysCommand, keys: Sequence[str]) -> None:
     examples = [f"  {prog} {example}" for example in command.examples]
-    description = textwrap.wrap(command.description, help_text.terminal_width())
+    width = help_text.terminal_width()
+    description = [line for part in command.description.splitlines() for line in textwrap.wrap(part, width) or [""]]
     print("\n".join([f"usage: {prog} [KEY=VALUE ...]", "", *description, "", *keys, "", "Examples:", *examples]))

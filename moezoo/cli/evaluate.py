@@ -31,8 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     keys, changes = take(Keys, arguments)
     model, cfg = load_run(keys.run_dir, *changes)
     result = evaluate(model, cfg)
-    over = f"{result.tokens:,} {result.unit}s, {result.dropped} dropped"
-    print(f"validation  {result.loss:.6f} nats per {result.unit} over {over}")
+    print(f"validation  {result.loss:.6f} nats per {result.unit} over {result.tokens:,} {result.unit}s")
 
 
 COMMAND = ConfiguredCommand(

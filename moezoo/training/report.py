@@ -1,5 +1,6 @@
 """What a run prints: the summary before step 1, progress, and its results."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from moezoo.config.settings import TrainConfig
+from moezoo.config.strategies import path_of
+from moezoo.convert import show
 from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
@@ -74,16 +77,17 @@ def layout_lines(placements: PyTree) -> list[str]:
 
 
 def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
-    """Describe what the strategy moves on this mesh."""
-    name = type(dispatch).__name__.lower()
-    if not group.axes:
-        return f"{name}: every device has all {group.num_experts} experts, nothing moves"
-    moved = "expert weights" if dispatch.moves == "weights" else "tokens"
-    line = f"{name}: {moved} move over {_axes(group.axes)}; {group.num_local} of {group.num_experts} experts per device"
-    if dispatch.chunks > 1:
-        line += f"; chunks={dispatch.chunks}"
-    if (bound := dispatch.bound) and (factor := getattr(dispatch, bound)) is not None:
-        line += f"; {bound}={factor}"
+    """Describe what the strategy moves on this mesh, its bound, and its options that differ from their defaults."""
+    name = path_of(type(dispatch))
+    line = f"{name}: every device has all {group.num_experts} experts, nothing moves"
+    if group.axes:
+        moved = "expert weights" if dispatch.moves == "weights" else "tokens"
+        line = f"{name}: {moved} move over {_axes(group.axes)}; "
+        line += f"{group.num_local} of {group.num_experts} experts per device"
+    for field in dataclasses.fields(dispatch):
+        value = getattr(dispatch, field.name)
+        if value != field.default or (field.name == dispatch.bound and value is not None):
+            line += f"; {field.name}={show(value)}"
     return line
 
 

@@ -62,7 +62,9 @@ def test_trains_evaluates_and_resumes(console, small_run):
     """A run folder imports nothing: a command that continues or reads it names the strategy again, or another."""
     code, out, err = console("train", *small_run, f"dispatch={NAME}", "dispatch.label=first", "run_dir=run")
     assert code == 0, err
-    assert "mine" in out
+    line = next(line for line in out.splitlines() if line.startswith("dispatch "))
+    assert f"{NAME}: " in line
+    assert "; label=first" in line
     assert read_yaml("run/config.yaml")["dispatch"] == {"name": NAME, "chunks": 1, "label": "first"}
     mine = sys.modules.pop("own_strategy").Mine
     for arguments in (["train", "resume=run", "steps=3"], ["evaluate", "run_dir=run"]):
