@@ -43,12 +43,16 @@ def executed_products(function: Callable[..., Any], *arguments: Any) -> list[tup
                 carry = run(params["body_jaxpr"], [*given[first:second], *carry])
             return carry
         if name == "scan":
-            first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
+            # What is scanned or stacked has one more dimension outside; versions of JAX name the counts differently.
+            body = params["jaxpr"].jaxpr
+            second = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.invars, body.invars, strict=True))
+            carried = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.outvars, body.outvars, strict=True))
+            first = second - carried
             carry, rows = given[first:second], []
             for i in range(params["length"]):
                 results = run(params["jaxpr"], [*given[:first], *carry, *(x[i] for x in given[second:])])
-                carry = results[: params["num_carry"]]
-                rows.append(results[params["num_carry"] :])
+                carry = results[:carried]
+                rows.append(results[carried:])
             return [*carry, *(jax.numpy.stack(column) for column in zip(*rows, strict=True))]
         if name == "cond":
             return run(params["branches"][int(given[0])], given[1:])
