@@ -68,7 +68,8 @@ def test_signals_end_a_run_after_the_current_step(tiny, whole, tmp_path, monkeyp
         before = signal.getsignal(number)
         stopped = train_with_signal(monkeypatch, step, number, *overrides)
         name = signal.Signals(number).name
-        assert str(stopped) == f"stopped by {name} after step {step}, saved; continue with resume={tmp_path}/a"
+        assert f"{name} after step {step}" in str(stopped)
+        assert str(stopped).endswith(f"resume={tmp_path}/a")
         assert stopped.code == 128 + number
         assert signal.getsignal(number) is before
         assert steps(tmp_path / "a" / "checkpoints") == saved
@@ -295,7 +296,7 @@ def test_another_format_is_refused(copy, monkeypatch, other):
 
 
 def test_only_training_runs_in_several_processes(whole):
-    with pytest.raises(moezoo.UserError, match=r"^distributed: only training runs in several processes; leave it out$"):
+    with pytest.raises(moezoo.UserError, match=r"^distributed: .*leave it out"):
         moezoo.load_run(whole.folder, "distributed=auto")
 
 
