@@ -213,7 +213,6 @@ def test_oracle_gradients_are_those_of_its_loss(family):
     "case",
     as_parameters(
         [
-            Case("ring", "ep8", "fsdp_ep", "full", 1, "batch"),
             Case("gather", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 1, "batch"),
             Case("dense", "fsdp2_ep2_context2", "replicated", "none", 1, "batch", "qwen3_moe"),
             Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek"),
