@@ -66,7 +66,9 @@ def start(tmp_path, shared_cache):
 def ends(pair, folder):
     """Wait; return exit codes, output without the lines of the library that connects CPUs, and errors."""
     codes = [one.wait(SECONDS) for one in pair]
-    out = [[x for x in (folder / f"out{i}").read_text().splitlines() if "peer ranks" not in x] for i in (0, 1)]
+    # Threads of that library print at the same time, so the ends of their lines may follow each other.
+    texts = ((folder / f"out{i}").read_text().splitlines() for i in (0, 1))
+    out = [[line for line in text if line and "peer ranks" not in line] for text in texts]
     return codes, out, [(folder / f"err{i}").read_text() for i in (0, 1)]
 
 
