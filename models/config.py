@@ -55,6 +55,14 @@ class ModelConfig(abc.ABC):
     def dims_of_a_pair(self) -> int:
         """The multiplications per head for each query and key that see each other: for the score and for the value."""
 
+    @property
+    def least_parameters(self) -> int:
+        """A lower bound of the number of parameters, in closed form: one table, all norms, one layer's experts.
+
+        It needs neither time nor memory, so sizes that nothing can hold are refused before anything is built.
+        """
+        return self.embed * (self.vocab + 2 * self.layers + 3 * self.experts * self.expert_mlp)
+
     def __post_init__(self):
         """Check the fields that every family has. A family's checks follow."""
         check_numbers("model", self)
