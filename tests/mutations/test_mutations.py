@@ -1,0 +1,53 @@
+"""Do tests fail when the code is wrong? Plant known errors in a copy of the repository, one at a time.
+
+`pytest -m mutations` plants all of them (`pytest -n 0 -m mutations -k "window"` those whose name has this word) and
+lists, at the end, which test caught each, and the errors that survived. The default suite checks only that every error
+can still be planted. The tables are the files `*.toml` here; CONTRIBUTING.md explains how to add an error.
+"""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+from planted import REPOSITORY, Planted, copy_repository, is_caught, read_tables, run_tests
+
+ERRORS = read_tables()
+
+
+def _functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_error_can_be_planted():
+    """Each entry changes one place of its file, and its tests exist."""
+    assert len({error.name for error in ERRORS}) == len(ERRORS)
+    for error in ERRORS:
+        changed = error.change((REPOSITORY / error.file).read_text())
+        assert error.before != error.after
+        if error.file.endswith(".py"):
+            compile(changed, error.file, "exec")
+        assert error.tests
+    for test in set(itertools.chain.from_iterable(error.tests for error in ERRORS)):
+        file, *function = test.partition("[")[0].split("::")
+        assert set(function) <= _functions(REPOSITORY / file), test
+
+
+@pytest.fixture(scope="session")
+def copy(tmp_path_factory):
+    return copy_repository(tmp_path_factory.mktemp("copy"))
+
+
+@pytest.mark.mutations
+@pytest.mark.timeout(0)
+def test_no_test_fails_without_an_error(copy):
+    files = sorted(set(itertools.chain.from_iterable(error.tests for error in ERRORS)))
+    for first in range(0, len(files), 40):
+        result = run_tests(copy, tuple(files[first : first + 40]))
+        assert result.code == 0, result.output[-2000:]
+
+
+@pytest.mark.mutations
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)
+def test_is_caught(copy, error: Planted, record_property):
+    record_property("caught by", is_caught(copy, error).failed)
