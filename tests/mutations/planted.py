@@ -69,7 +69,11 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> Result:
         done = _run(copy, *options, *tests)
     except subprocess.TimeoutExpired:
         return Result(-1, "", f"not finished after {_SECONDS} s")
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [
+        line.partition(" ")[2].partition(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
     return Result(done.returncode, failed[0] if failed else "", done.stdout + done.stderr)
 
 
