@@ -13,6 +13,7 @@ from moezoo.models.deepseek import DeepSeekConfig
 
 # The type alone gives the router: softmax for deepseek_v2, sigmoid with a choice bias for the others.
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+# Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
 _PLAIN |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
 _PLAIN |= {"mlp": "intermediate_size", "expert_mlp": "moe_intermediate_size"}

@@ -20,6 +20,7 @@ from moezoo.nn.yarn import Yarn
 
 MODEL_TYPES = ("mixtral",)
 find_unused = nothing_unused
+# Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "window": "sliding_window"}
 _PLAIN |= {"load_balance": "router_aux_loss_coef"}
 KEYS = _PLAIN | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "experts": "num_local_experts"}

@@ -155,6 +155,7 @@ LAYER_NAMES = {
     "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
     "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
 }
+# Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "clip_qkv": "clip_qkv"}
 _PLAIN |= {"load_balance": "router_aux_loss_coef"}
 KEYS = _PLAIN | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "experts": "num_experts"}

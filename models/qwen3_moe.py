@@ -188,6 +188,7 @@ LAYER_NAMES = {
     "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
     "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
 }
+# Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"kv_heads": "num_key_value_heads", "mlp": "intermediate_size"}
 _PLAIN |= {"expert_mlp": "moe_intermediate_size", "moe_every": "decoder_sparse_step"}
 _PLAIN |= {"load_balance": "router_aux_loss_coef"}

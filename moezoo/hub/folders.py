@@ -11,7 +11,7 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +49,7 @@ def from_pretrained(
             wrong shape, is cut short, or is in a file outside the folder. `dtype` is another one.
     """
     folder, target = Path(folder).expanduser(), None if dtype is None else _parameter_dtype(dtype)
-    family, config = _family_and_config(folder)
-    files = WeightFiles(folder)
-    _check_counts(files, config, family, folder)
+    family, config, files = _open(folder)
     shapes = model_shapes(config, str(target or files.common_dtype()))
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
     wanted = list(itertools.islice(tensors(shapes, family.hub), len(files.tensors) + 100_000))
@@ -76,8 +74,11 @@ def from_pretrained(
 
 
 def hub_model_config(folder: str | Path) -> ModelConfig:
-    """Return the configuration of the model in a Hugging Face folder. Raises `UserError` as `from_pretrained` does."""
-    return _family_and_config(Path(folder).expanduser())[1]
+    """Return the configuration of the model in a Hugging Face folder, whose files have its layers and experts.
+
+    Raises `UserError` as `from_pretrained` does.
+    """
+    return _open(Path(folder).expanduser()).config
 
 
 def end_of_text(folder: str | Path) -> list[int]:
@@ -201,18 +202,30 @@ def _check_names(found: set[str], expected: set[str], family: Family, folder: Pa
         _warn(f"{folder}: {_tensors(sorted(over))} not loaded, for multi-token prediction: {names}")
 
 
-def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
+class _Folder(NamedTuple):
+    """A folder before its tensors are read."""
+
+    family: Family
+    config: ModelConfig
+    files: WeightFiles
+
+
+def _open(folder: Path) -> _Folder:
+    """Return what config.json and the headers of the files describe; both have about as many layers and experts."""
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
     mapping = read_json(folder / "config.json")
     family = _family(mapping, folder)
     try:
-        return family, family.hub.config_from_hub(mapping)
+        config = family.hub.config_from_hub(mapping)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
         keys = family.hub.KEYS
         text = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         raise UserError(f"{folder}/config.json: {text.removeprefix('config.json: ')}") from error
+    files = WeightFiles(folder)
+    _check_counts(files, config, family, folder)
+    return _Folder(family, config, files)
 
 
 def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
