@@ -176,6 +176,8 @@ def read_rope(
     kind = rope.read("rope_type", str, rope.read("type", str, "default"))
     if kind not in extensions:
         raise UserError(f"config.json: rope_type={_show(kind)}: this family supports only {' and '.join(extensions)}")
+    if kind == "yarn" and base <= 1:
+        raise UserError(f"config.json: rope_theta={base} must be greater than 1 with rope_type=yarn")
     rope.read("attention_factor", Literal[None], None)
     rope.read("truncate", Literal[True], True)
     length = rope.read("original_max_position_embeddings", int, max_length)

@@ -120,7 +120,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(mapping):
+def config_of(mapping) -> Any:
     """Return the configuration that a config.json describes."""
     hubs = {kind: family.hub for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
     return hubs[mapping["model_type"]].config_from_hub(mapping)
@@ -130,7 +130,8 @@ def test_published_keys_are_the_presets():
     """All of them are known. Settings of initial weights and of routing losses are those of the papers in presets."""
     apart = {"init_std": 1.0, "load_balance": 0.0, "load_balance_over": "batch", "z_loss": 0.0}
     for preset, keys in PUBLISHED.items():
-        found, wanted = config_of(_ALL | keys), moezoo.compose(f"model={preset}").model
+        wanted: Any = moezoo.compose(f"model={preset}").model
+        found = config_of(_ALL | keys)
         assert dataclasses.replace(found, **apart) == dataclasses.replace(wanted, **apart), preset
 
 
@@ -188,6 +189,7 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("v2", {"scoring_func": "sigmoid"}, ("scoring_func=sigmoid", "only softmax")),
     ("v2", {"topk_method": "noaux_tc"}, ("topk_method=noaux_tc: expected one of greedy, group_limited_greedy",)),
     ("v2", {"norm_topk_prob": True}, ("norm_topk_prob=true", "only false")),
+    ("v3", {"rope_parameters": YARN | {"rope_theta": 1}}, ("rope_theta=1.0", "greater than 1")),
     ("v3", {"rope_parameters": YARN | {"beta_fast": 0}}, ("beta_fast=0.0", "greater than 0")),
     ("v3", {"rope_parameters": YARN | {"factor": 0}}, ("factor=0.0", "at least 1")),
     ("v3", {"rope_parameters": YARN | {"truncate": None}}, ("rope_parameters.truncate=null: expected one of true",)),
