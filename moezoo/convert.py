@@ -4,6 +4,7 @@ A field's type states what it may hold, and `Annotated[..., Range(...)]` which n
 plain values; `check_fields`, which a dataclass calls when it is made, holds values from Python to the same conditions.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -366,8 +367,11 @@ def _scalar(kind: Any, value: Any) -> Any:
         return value if type(value) is kind else None
     if kind is int:
         return int(value) if isinstance(value, numbers.Integral) else None
-    # No setting may be nan or infinite.
-    return float(value) if kind is float and isinstance(value, numbers.Real) and abs(value) <= 1e308 else None
+    if kind is float and isinstance(value, numbers.Real):
+        with contextlib.suppress(OverflowError):  # a whole number beyond every float
+            number = float(value)
+            return number if math.isfinite(number) else None  # no setting may be nan or infinite
+    return None
 
 
 def _optional(kind: Any) -> tuple[Any, bool]:
