@@ -3,16 +3,18 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from moezoo.errors import UserError, describe_class
 from moezoo.models import deepseek_hub, mixtral_hub, olmoe, qwen3_moe
+from moezoo.models.arguments import check_key
 from moezoo.models.base import Hub, LanguageModel
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
 from moezoo.models.olmoe import Olmoe, OlmoeConfig
 from moezoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from moezoo.parallel.execution import StoredDType, check_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +35,28 @@ FAMILIES = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a configuration. Raises `TypeError` when no registered family has its class."""
+    """Return the family of a configuration. Raises `UserError` when no registered family has its class."""
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family
-    raise TypeError(f"{type(config).__name__} is not the configuration of a family; families: {', '.join(FAMILIES)}")
+    kinds = ", ".join(family.config.__name__ for family in FAMILIES.values())
+    raise UserError(f"config is {describe_class(config)}, expected one of {kinds}, such as cfg.model")
 
 
 def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
-    """Return a model of the family of `config`, with random parameters in `dtype` drawn from `key`."""
-    return family_of(config).model(config, dtype=jnp.dtype(dtype), key=key)
+    """Return a model of the family of `config`, with random parameters in `dtype` drawn from `key`.
+
+    Args:
+        config: the configuration of a registered family.
+        key: one random key.
+        dtype: float32, bfloat16 or float16.
+
+    Raises:
+        UserError: an argument is something else.
+    """
+    family = family_of(config)
+    check_key(key)
+    return family.model(config, dtype=check_dtype("dtype", dtype, StoredDType), key=key)
 
 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_type
+from moezoo.models.arguments import as_integers, check_inside, known
 from moezoo.models.config import ModelConfig
 from moezoo.models.layers import Keep, LayersOutput, routing_rows, run_layers
 from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
@@ -124,21 +125,23 @@ class LanguageModel(eqx.Module):
     ) -> Output:
         """Return logits and routing.
 
+        The numbers in arrays are checked, except while JAX traces the call: there an id outside the vocabulary stands
+        for the nearest one inside, and any position is rotated as it is.
+
         Args:
-            tokens: integers [batch, seq], the whole batch even on a mesh.
+            tokens: integers [batch, seq] from 0 to `vocab` - 1, the whole batch even on a mesh.
             segments: the number of each token's document in its row, from 1; 0 is padding. Default: all 1.
-            positions: each token's position in its document. Default: its index in the row.
+            positions: each token's position in its document, below `max_length`. Default: its index in the row.
             execution: how the model runs. Default: on one device.
 
         Raises:
-            UserError: tokens are not integers [batch, seq], or the mesh does not divide the batch or the sequence.
+            UserError: an array is not integers [batch, seq], is empty, or has a number out of its range; a row without
+                `positions` is longer than `max_length`; or the mesh does not divide the batch or the sequence.
         """
-        execution = execution or Execution()
-        if jnp.ndim(tokens) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
-            raise UserError(
-                f"tokens are {jnp.result_type(tokens)}{list(jnp.shape(tokens))}, expected integers [batch, seq]; "
-                "for one sequence write tokens[None]"
-            )
+        execution = Execution() if execution is None else execution
+        check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
+        tokens = as_integers("tokens", tokens)
+        self._check_numbers(tokens, segments, positions)
         tokens = jnp.asarray(tokens, jnp.int32)
         check_tokens(tokens.shape[0], tokens.shape[1], execution)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
@@ -161,6 +164,23 @@ class LanguageModel(eqx.Module):
         replicated: Any = PartitionSpec()
         out = Output(split, replicated)
         return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=out)(self, tokens, place)
+
+    def _check_numbers(self, tokens: Any, segments: Any, positions: Any) -> None:
+        """Check the arrays of a call and the numbers that are known; at padding there may be any."""
+        limit, read = self.config.max_length, None
+        if segments is not None and (read := known(as_integers("segments", segments, tokens))) is not None:
+            check_inside("segments", read, 2**31, "0 is padding")
+            read = read > 0
+        if positions is not None:
+            positions = known(as_integers("positions", positions, tokens))
+        elif tokens.shape[1] > limit:
+            raise UserError(f"tokens are {list(tokens.shape)}, longer than model.max_length={limit}; shorten the rows")
+        for name, numbers, size, why in (
+            ("tokens", known(tokens), self.vocab, f"model.vocab={self.vocab}"),
+            ("positions", positions, limit, f"model.max_length={limit}"),
+        ):
+            if numbers is not None:
+                check_inside(name, numbers if read is None else numbers[read], size, why)
 
 
 def check_tokens(

@@ -1,9 +1,14 @@
 """The contract of a family's configuration: the fields that the library reads."""
 
 import abc
-from typing import Literal
+from typing import Annotated, Literal
 
-from moezoo.errors import UserError, check_not_negative, check_numbers, check_positive
+from moezoo.convert import NotNegative, Positive, Range, Size, check_fields
+from moezoo.errors import UserError
+
+# The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
+# is planned in Python, so a number without a limit could take hours before anything is refused.
+MAX_LAYERS = 10_000
 
 
 class ModelConfig(abc.ABC):
@@ -11,7 +16,8 @@ class ModelConfig(abc.ABC):
 
     | field | meaning |
     |---|---|
-    | `vocab`, `embed`, `layers`, `heads` | vocabulary size, width of the residual stream, layers, query heads |
+    | `vocab`, `embed`, `heads` | vocabulary size, width of the residual stream, query heads |
+    | `layers` | the number of layers, at most 10,000 |
     | `expert_mlp`, `experts`, `experts_per_token` | width of an expert, experts per layer, experts per token |
     | `max_length` | the most tokens that a text may have |
     | `norm_eps` | epsilon of the RMS norms |
@@ -22,23 +28,25 @@ class ModelConfig(abc.ABC):
     Matrices start with standard deviation 1 / sqrt(inputs), those that write to the residual stream with
     1 / sqrt(2 `layers` inputs).
 
+    The ranges here also hold for the fields of a family, which need not repeat them.
+
     Raises:
-        UserError: a number is not finite or out of its range, or sizes contradict each other.
+        UserError: a value has a wrong type, a number is out of its range, or sizes contradict each other.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    expert_mlp: int
-    experts: int
-    experts_per_token: int
-    max_length: int
-    norm_eps: float
-    init_std: float
-    load_balance: float
+    vocab: Size
+    embed: Size
+    layers: Annotated[int, Range(at_least=1, at_most=MAX_LAYERS)]
+    heads: Size
+    expert_mlp: Size
+    experts: Size
+    experts_per_token: Size
+    max_length: Size
+    norm_eps: Positive
+    init_std: Positive
+    load_balance: NotNegative
     load_balance_over: Literal["batch", "sequence"]
-    z_loss: float
+    z_loss: NotNegative
 
     @property
     def window(self) -> int | None:
@@ -64,11 +72,8 @@ class ModelConfig(abc.ABC):
         return self.embed * (self.vocab + 2 * self.layers + 3 * self.experts * self.expert_mlp)
 
     def __post_init__(self):
-        """Check the fields that every family has. A family's checks follow."""
-        check_numbers("model", self)
-        sizes = ("vocab", "embed", "layers", "heads", "expert_mlp", "experts", "experts_per_token", "max_length")
-        check_positive("model", self, *sizes, "norm_eps", "init_std")
-        check_not_negative("model", self, "load_balance", "z_loss")
+        """Check each field alone, then those that every family has together. A family's checks follow."""
+        check_fields("model", self)
         if self.experts_per_token > self.experts:
             raise UserError(
                 f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
@@ -86,9 +91,9 @@ class GroupedAttentionConfig(ModelConfig):
     | `rope_base` | base of the rotary frequencies |
     """
 
-    kv_heads: int
-    head_dim: int
-    rope_base: float
+    kv_heads: Size
+    head_dim: Size
+    rope_base: Positive
 
     @property
     def kept_dims(self) -> tuple[int, ...]:
@@ -102,9 +107,6 @@ class GroupedAttentionConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive("model", self, "kv_heads", "head_dim", "rope_base")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"model.window={self.window} must be at least 1, or null for no window")
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.errors import UserError, check_not_negative, check_positive
+from moezoo.convert import Count, Positive, Size
+from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import ModelConfig, check_rotary
@@ -68,20 +69,20 @@ class DeepSeekConfig(ModelConfig):
     vocab: int = 256
     embed: int = 128
     layers: int = 4
-    dense_layers: int = 1
+    dense_layers: Count = 1
     heads: int = 4
-    q_lora: int | None = 64
-    kv_lora: int = 32
-    nope_dim: int = 32
-    rope_dim: int = 16
-    value_dim: int = 32
+    q_lora: Size | None = 64
+    kv_lora: Size = 32
+    nope_dim: Size = 32
+    rope_dim: Size = 16
+    value_dim: Size = 32
     mlp: int = 512
     expert_mlp: int = 128
     experts: int = 16
     experts_per_token: int = 4
-    shared_experts: int = 1
+    shared_experts: Count = 1
     router: Choice = _ROUTER
-    rope_base: float = 1e4
+    rope_base: Positive = 1e4
     rope_pairs: Pairs = "interleaved"
     yarn: Yarn = dataclasses.field(default_factory=Yarn)
     max_length: int = 4096
@@ -93,10 +94,6 @@ class DeepSeekConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive("model", self, "kv_lora", "nope_dim", "rope_dim", "value_dim", "rope_base")
-        check_not_negative("model", self, "dense_layers", "shared_experts")
-        if self.q_lora is not None and self.q_lora < 1:
-            raise UserError(f"model.q_lora={self.q_lora} must be at least 1, or null for no latent of queries")
         if self.dense_layers and self.mlp < 1:
             raise UserError(f"model.mlp={self.mlp} must be greater than 0 with model.dense_layers={self.dense_layers}")
         if self.dense_layers >= self.layers:

@@ -4,6 +4,7 @@ Layers that repeat a pattern of kinds are stored as one `Stack` and run by one s
 period is A A B: the stack has three blocks, and each of their arrays has a leading dimension of three periods.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,19 +75,29 @@ def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
     One block is compiled for each layer of a period, so the cut has the fewest blocks; among equal cuts, the shortest
     first period.
     """
-    best: list[tuple[int, list[tuple[int, int]]]] = [(0, [])]  # from the last layer to the first
-    for start in reversed(range(len(kinds))):
-        left, options = len(kinds) - start, []
-        for period in range(1, left + 1):
-            count, pattern = 1, kinds[start : start + period]
-            while kinds[start + count * period : start + (count + 1) * period] == pattern:
-                count += 1
-            options += [
-                (period + best[left - period * n][0], [(period, n), *best[left - period * n][1]])
-                for n in range(count, 0, -1)
-            ]
-        best.append(min(options, key=lambda option: option[0]))
-    return best[-1][1]
+    total = len(kinds)
+    codes = np.asarray([*map({kind: code for code, kind in enumerate(dict.fromkeys(kinds))}.get, kinds)], np.int32)
+    fewest, runs = np.zeros(total + 1, np.int32), [(0, 0)] * total  # blocks from a layer on, and the first of its runs
+    periods = np.arange(1, total + 1, dtype=np.int32)
+    same = np.zeros(total, np.int32)  # same[p - 1]: so many layers, from `start` on, equal the one p layers later
+    for start in reversed(range(total)):
+        left = total - start
+        same[: left - 1] = np.where(codes[start + 1 :] == codes[start], same[: left - 1] + 1, 0)
+        once = periods[:left] + fewest[start + 1 :]
+        best = int(once.min()), int(once.argmin()) + 1, -1  # blocks, period, -count: the least is the best
+        for period in map(int, periods[: left - 1][same[: left - 1] >= periods[: left - 1]]):
+            if period > best[0]:
+                break
+            for count in range(1 + int(same[period - 1]) // period, 1, -1):
+                best = min(best, (period + int(fewest[start + period * count]), period, -count))
+                if best[:2] <= (period + 1, period):  # with fewer periods at least one more block follows
+                    break
+        fewest[start], runs[start] = best[0], (best[1], -best[2])
+    cuts, start = [], 0
+    while start < total:
+        cuts.append(runs[start])
+        start += math.prod(runs[start])
+    return cuts
 
 
 def make_stacks(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from moezoo.convert import Size
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
@@ -51,7 +52,7 @@ class MixtralConfig(GroupedAttentionConfig):
     expert_mlp: int = 256
     experts: int = 8
     experts_per_token: int = 2
-    window: int | None = None
+    window: Size | None = None
     rope_base: float = 1e6
     max_length: int = 32768
     norm_eps: float = 1e-5

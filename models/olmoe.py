@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.convert import convert
-from moezoo.errors import UserError, check_positive
+from moezoo.convert import Positive, convert
+from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
@@ -70,7 +70,7 @@ class OlmoeConfig(GroupedAttentionConfig):
     experts: int = 16
     experts_per_token: int = 4
     router: Choice = dataclasses.field(default_factory=lambda: Choice(gates="scores"))
-    clip_qkv: float | None = None
+    clip_qkv: Positive | None = None
     attention_bias: Literal["none", "all"] = "none"
     rope_base: float = 1e4
     max_length: int = 4096
@@ -82,8 +82,6 @@ class OlmoeConfig(GroupedAttentionConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.clip_qkv is not None:
-            check_positive("model", self, "clip_qkv")
         self.router.check(self.experts, self.experts_per_token)
 
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.convert import convert
-from moezoo.errors import UserError, check_positive
+from moezoo.convert import Size, convert
+from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
@@ -72,15 +72,15 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    mlp: int = 512
+    mlp: Size = 512
     expert_mlp: int = 128
     experts: int = 16
     experts_per_token: int = 4
-    moe_every: int = 1
+    moe_every: Size = 1
     mlp_layers: tuple[int, ...] = ()
     router: Choice = dataclasses.field(default_factory=Choice)
     attention_bias: Literal["none", "all"] = "none"
-    window: int | None = None
+    window: Size | None = None
     rope_base: float = 1e6
     yarn: Yarn = dataclasses.field(default_factory=lambda: Yarn(mscale=0.0, mscale_all=0.0))
     max_length: int = 32768
@@ -92,7 +92,6 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive("model", self, "mlp", "moe_every")
         self.router.check(self.experts, self.experts_per_token)
         if outside := [i for i in self.mlp_layers if not 0 <= i < self.layers]:
             raise UserError(
@@ -109,7 +108,8 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
     @property
     def kinds(self) -> list[Literal["mlp", "moe"]]:
         """The feed-forward part of each layer."""
-        with_experts = [(i + 1) % self.moe_every == 0 and i not in self.mlp_layers for i in range(self.layers)]
+        without = frozenset(self.mlp_layers)
+        with_experts = [(i + 1) % self.moe_every == 0 and i not in without for i in range(self.layers)]
         return ["moe" if has else "mlp" for has in with_experts]
 
 

@@ -1,18 +1,25 @@
-"""Conversion between plain values, as YAML and the command line give them, and checked frozen dataclasses."""
+"""Conversion between plain values, as YAML and the command line give them, and checked frozen dataclasses.
 
+A field's type states what it may hold, and `Annotated[..., Range(...)]` which numbers. `convert` makes a dataclass of
+plain values; `check_fields`, which a dataclass calls when it is made, holds values from Python to the same conditions.
+"""
+
+import contextlib
 import dataclasses
 import functools
 import math
+import numbers
+import os
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError, describe_class, nearest
 
 
 class Range(NamedTuple):
-    """The numbers that a setting may have."""
+    """The numbers that a field may have. An integer without an upper bound is at most the largest int32."""
 
     at_least: float = -math.inf
     at_most: float = math.inf
@@ -20,12 +27,22 @@ class Range(NamedTuple):
     below: float = math.inf
 
     def holds(self, value: Any) -> bool:
-        """Return whether `value` is in the range."""
+        """Return whether `value` is in the range. All other values than numbers are."""
+        if not isinstance(value, int | float):
+            return True
         return self.at_least <= value <= self.at_most and self.above < value < self.below
 
     def __str__(self) -> str:
-        bounds = ((name.replace("_", " "), bound) for name, bound in self._asdict().items())
+        bounds = ((name.replace("_", " "), getattr(self, name)) for name in ("at_least", "above", "at_most", "below"))
         return " and ".join(f"{name} {bound}" for name, bound in bounds if math.isfinite(bound))
+
+
+ANY_NUMBER = Range()
+Size = Annotated[int, Range(at_least=1)]
+Count = Annotated[int, Range(at_least=0)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(at_least=0)]
+_INT32 = Range(at_most=2**31 - 1)  # devices count in int32
 
 
 class Checks(NamedTuple):
@@ -33,12 +50,10 @@ class Checks(NamedTuple):
 
     Attributes:
         tags: For a section whose class depends on one of its keys: (that key, class by its value).
-        ranges: The numbers that a setting may have if it is not null.
         renamed: Old key -> new key.
     """
 
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
-    ranges: Mapping[str, Range] = types.MappingProxyType({})
     renamed: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -47,15 +62,17 @@ NO_CHECKS = Checks()
 _SCALARS = {int: "a whole number such as 4", float: "a number such as 0.5", bool: "true or false", str: "text"}
 
 
-def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
+def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, valid: Range = ANY_NUMBER) -> Any:
     """Convert `value` to an instance of `kind`.
 
     Args:
         kind: int, float (whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]` (for a `Literal` one
             name alone too), `Mapping[str, X]`, or a dataclass of these.
-        value: A plain value. What it omits of a dataclass takes the default of the field.
+        value: A plain value. What it omits of a dataclass takes the default of the field. Numbers of NumPy count as
+            numbers, paths as text, and tuples as lists; a bool is never a number, and a float never a whole number.
         key: The dotted key of `value`; empty at the top.
         checks: Further conditions.
+        valid: The numbers that are accepted.
 
     Raises:
         UserError: `value` does not fit. The message has the key, what was expected and what was found.
@@ -77,14 +94,65 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
     elif is_table(inner):
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return {name: convert(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
-    elif _is_scalar(value, inner):
-        valid = checks.ranges.get(key)
-        if valid is not None and not valid.holds(value):
-            raise UserError(f"{key}={show(value)} must be {valid}")
-        return inner(value)
+    elif (scalar := _scalar(inner, value)) is not None:
+        unbounded = inner is int and valid.at_most == math.inf
+        if wrong := [limits for limits in (valid, _INT32)[: 1 + unbounded] if not limits.holds(scalar)]:
+            raise UserError(f"{key}={show(value)} must be {wrong[0]}{', or null' * optional}")
+        return scalar
     found = show(value) if origin is typing.Literal else _describe_value(value)
-    quote = "; quotes inside quotes make it text: '\"...\"'" if inner is str and isinstance(value, int | float) else ""
+    typed = checks is not NO_CHECKS and inner is str and isinstance(value, int | float)
+    quote = "; quotes inside quotes make it text: '\"...\"'" * typed
     raise UserError(f"{key}={show(value)}: expected {_describe_type(kind)}, found {found}{quote}")
+
+
+def check_fields(section: str, settings: Any) -> None:
+    """Convert each field of a frozen dataclass in place, as `convert` does. Its `__post_init__` calls this first.
+
+    A field whose type is another class, or a union of classes, must hold an instance. Fields of types that no
+    configuration can hold are left as they are.
+
+    Args:
+        section: The dotted key of `settings` for messages; empty at the top.
+        settings: A new instance.
+
+    Raises:
+        UserError: A value does not fit the type or the range of its field.
+    """
+    kind = type(settings)
+    for name, hint in types_of(kind).items():
+        key, value = _join(section, name), getattr(settings, name)
+        if is_plain(hint):
+            object.__setattr__(settings, name, convert(hint, value, key, valid=ranges_of(kind).get(name, ANY_NUMBER)))
+        elif not _fits(value, hint):
+            names = "; only moezoo.compose takes names" * isinstance(value, str)
+            raise UserError(
+                f"{key}={show(value)}: expected {_describe_classes(hint)}, found {_describe_value(value)}{names}"
+            )
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether `convert` can make a `kind` from one value of a configuration."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return len(arguments) == 2 and types.NoneType in arguments and any(map(is_plain, arguments))
+    if origin is tuple:
+        return len(arguments) == 2 and arguments[1] is ... and is_plain(arguments[0])
+    if origin is Mapping:
+        return arguments[0] is str and is_plain(arguments[1])
+    return origin is typing.Literal or kind in _SCALARS
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether `value` is an instance of a class or a union of classes; True for other types."""
+    try:
+        return isinstance(value, hint)
+    except TypeError:
+        return True
+
+
+def _describe_classes(hint: Any) -> str:
+    names = [each.__name__ for each in typing.get_args(hint) or [hint] if each is not types.NoneType]
+    return f"a value of {' or '.join(names)}"
 
 
 def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
@@ -128,9 +196,28 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
 
 @functools.cache
 def types_of(kind: type) -> dict[str, Any]:
-    """Return field name -> type of a dataclass, in the order of declaration."""
-    hints = typing.get_type_hints(kind)
+    """Return field name -> type of a dataclass, in the order of declaration.
+
+    Raises `UserError` where a user's own class has a type that Python cannot evaluate.
+    """
+    try:
+        hints = typing.get_type_hints(kind)
+    except Exception as error:
+        raise UserError(f"the types of {kind.__name__}'s fields cannot be read ({error}); correct them") from None
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@functools.cache
+def ranges_of(kind: type) -> dict[str, Range]:
+    """Return field name -> range of a dataclass. A range that a base class annotates holds in its subclasses."""
+    found = {each.name: each.metadata["valid"] for each in dataclasses.fields(kind) if each.metadata.get("valid")}
+    for base in kind.__mro__:
+        for name, hint in typing.get_type_hints(base, include_extras=True).items():
+            for part in (hint, *typing.get_args(hint)):  # the range of `X | None` is that of X
+                for note in getattr(part, "__metadata__", ()):
+                    if isinstance(note, Range):
+                        found.setdefault(name, note)
+    return found
 
 
 def is_table(kind: Any) -> bool:
@@ -139,16 +226,29 @@ def is_table(kind: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Return `value` on one line, as a user would type it."""
+    """Return `value` on one line, as a user would type it; a very long one is shortened."""
+    text = _show(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({len(text)} characters)"
+
+
+_LONGEST = 300
+
+
+def _show(value: Any) -> str:
     if isinstance(value, str):
         return value if value.isprintable() else repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{show(name)}: {show(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_show(name)}: {_show(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(show, value)) + "]"
+        return "[" + ", ".join(map(_show, value)) + "]"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() > 4000:  # Python refuses to print more digits
+        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+    text = " ".join(str(value).split())
+    return text if text.isprintable() else repr(text)
 
 
 def _describe_type(kind: Any) -> str:
@@ -238,7 +338,13 @@ def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in section:
             raise UserError(f"{_join(key, field.name)} is missing; set it to {_describe_type(hints[field.name])}")
-    return kind(**{name: convert(hints[name], completed[name], _join(key, name), checks) for name in section})
+    valid = ranges_of(kind)
+    return kind(
+        **{
+            name: convert(hints[name], completed[name], _join(key, name), checks, valid.get(name, ANY_NUMBER))
+            for name in section
+        }
+    )
 
 
 def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[str, Any], checks: Checks) -> UserError:
@@ -252,10 +358,20 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
     return UserError(f"{key}: there is no key '{show(name)}'{where}; {hint}")
 
 
-def _is_scalar(value: Any, kind: Any) -> bool:
-    if kind is float:  # no setting may be nan or infinite
-        return type(value) in (int, float) and abs(value) <= 1e308
-    return kind in _SCALARS and type(value) is kind and value != ""
+def _scalar(kind: Any, value: Any) -> Any:
+    """Return `value` as an int, float, bool or text, or None if it is no `kind`."""
+    if kind is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return text if type(text) is str and text else None
+    if kind is bool or isinstance(value, bool):
+        return value if type(value) is kind else None
+    if kind is int:
+        return int(value) if isinstance(value, numbers.Integral) else None
+    if kind is float and isinstance(value, numbers.Real):
+        with contextlib.suppress(OverflowError):  # a whole number beyond every float
+            number = float(value)
+            return number if math.isfinite(number) else None  # no setting may be nan or infinite
+    return None
 
 
 def _optional(kind: Any) -> tuple[Any, bool]:
@@ -272,9 +388,21 @@ def _join(section: str, name: str) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    if value is None or value == "":
-        return "null" if value is None else "nothing"
-    if isinstance(value, float) and not math.isfinite(value):
+    if value is None or (isinstance(value, str) and not value):
+        return "nothing" if isinstance(value, str) else "null"
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and not math.isfinite(value):
         return "no finite number"
-    words = {bool: "true or false", int: "a whole number", float: "a decimal number", str: "text", list: "a list"}
-    return words.get(type(value), "names and values")
+    for kinds, words in _WORDS:
+        if isinstance(value, kinds):
+            return words
+    return describe_class(value)
+
+
+_WORDS = (
+    (bool, "true or false"),
+    (numbers.Integral, "a whole number"),
+    (numbers.Real, "a decimal number"),
+    (str, "text"),
+    (list | tuple, "a list"),
+    (Mapping, "names and values"),
+)

@@ -1,9 +1,6 @@
-"""The exception for users' mistakes, the hint at the nearest valid name, and two common checks."""
+"""The exception for users' mistakes, the hint at the nearest valid name, and the check of an argument's class."""
 
-import dataclasses
 import difflib
-import math
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,25 +20,18 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
 
 
-def check_positive(section: str, settings: Any, *names: str) -> None:
-    """Raise `UserError` unless these numbers of `settings` are greater than 0; `section` is its key for the user."""
-    for name in names:
-        if getattr(settings, name) <= 0:
-            raise UserError(f"{section}.{name}={getattr(settings, name)} must be greater than 0")
+def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Raise `UserError` unless `value`, the argument `name` of a public function, is a `kind`."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is {describe_class(value)}, expected {_with_article(kind)}; {remedy}")
 
 
-def check_not_negative(section: str, settings: Any, *names: str) -> None:
-    """Raise `UserError` if one of these numbers of `settings` is below 0; `section` is its key for the user."""
-    for name in names:
-        if getattr(settings, name) < 0:
-            raise UserError(f"{section}.{name}={getattr(settings, name)} must not be negative; 0 turns it off")
+def describe_class(value: Any) -> str:
+    """Return the class of `value` in words: "a dict", "None", or "the class X" for a class itself."""
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else _with_article(type(value))
 
 
-def check_numbers(section: str, settings: Any) -> None:
-    """Raise `UserError` where a number of the dataclass `settings` is not finite, or an integer exceeds int32."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if isinstance(value, numbers.Real) and not math.isfinite(value):
-            raise UserError(f"{section}.{field.name}={value} must be a finite number")
-        if isinstance(value, numbers.Integral) and value >= 2**31:
-            raise UserError(f"{section}.{field.name}={value} must be at most {2**31 - 1}, the largest int32")
+def _with_article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'aeioAEIO' else 'a'} {kind.__name__}"

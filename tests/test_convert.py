@@ -1,18 +1,21 @@
 """Conversion of plain values to dataclasses and back."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.convert import Checks, Range, convert, plain, set_key, show
+from moezoo.convert import Checks, Count, Range, Size, check_fields, convert, plain, set_key, show
 
 
 @dataclasses.dataclass(frozen=True)
 class Cat:
-    lives: int = 9
+    lives: Annotated[int, Range(at_least=1, below=10)] = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Home:
     open: bool = True
 
 
-CHECKS = Checks({"pet": ("name", {"cat": Cat, "fish": Fish})}, {"pet.lives": Range(at_least=1, below=10)})
+CHECKS = Checks({"pet": ("name", {"cat": Cat, "fish": Fish})})
 MAPPING = {
     "rooms": ["a"],
     "pet": {"name": "cat", "lives": 3},
@@ -61,6 +64,10 @@ HOME = Home(("a",), Cat(3), Cellar({"x": ("y", "z")}, 5), open=False)
         (tuple[str, ...], (), ()),
         (Mapping[str, tuple[int, ...]], {"a": [1]}, {"a": (1,)}),
         (Cat, {}, Cat()),
+        (int, np.int64(3), 3),
+        (float, np.float32(0.5), 0.5),
+        (float, np.int8(3), 3.0),
+        (str, Path("a/b"), "a/b"),
     ],
 )
 def test_converts(kind, value, result):
@@ -79,12 +86,17 @@ def test_converts(kind, value, result):
         (int, None, "key=null|a whole number such as 4|null"),
         (float, True, "key=true|a number such as 0.5|true or false"),
         (float, float("inf"), "key=inf|a number such as 0.5|no finite number"),
-        (float, 10**400, f"key={10**400}|a number such as 0.5|a whole number"),
+        (float, 10**400, "key=1000|... (401 characters)|a number such as 0.5|a whole number"),
         (bool, 1, "key=1|true or false|a whole number"),
         (str, "", "key=|text|nothing"),
-        (str, 3, "key=3|text|a whole number|'\"...\"'"),
+        (str, 3, "key=3|text|a whole number"),
         (Literal["a", "b"], "c", "key=c|one of a, b|c"),
         (Literal[1, 2], True, "key=true|one of 1, 2|true"),
+        (int, np.float32(3), "key=3.0|a whole number such as 4|a decimal number"),
+        (int, 2**31, "key=2147483648 must be at most 2147483647"),
+        (float, np.float32("nan"), "key=nan|a number such as 0.5|no finite number"),
+        (float, {1}, "key={1}|a number such as 0.5|a set"),
+        (str, ["a" * 400], "key=[aaa|... (402 characters)|text|a list"),
         (int | None, "x", "key=x|a whole number such as 4, or null|text"),
         (tuple[int, ...], 3, "key=3|a list such as [a, b]|a whole number"),
         (tuple[int, ...], [1, "x"], "key[1]=x|a whole number such as 4|text"),
@@ -189,6 +201,8 @@ def test_refuses_to_set(key, said):
         ("a\nb", r"'a\nb'"),
         ([1, None], "[1, null]"),
         ({"a": [False]}, "{a: [false]}"),
+        ([10**5000], "[a number of 5001 digits]"),
+        (["a" * 400], f"[{'a' * 149}... (402 characters)"),
     ],
 )
 def test_shows_on_one_line(value, shown):
@@ -203,3 +217,67 @@ class Stone:
 def test_a_section_without_keys():
     with refused("home.foo", "takes none"):
         convert(Stone, {"foo": 1}, "home")
+
+
+@dataclasses.dataclass(frozen=True)
+class Animal:
+    """What a class states of its fields holds for those of its subclasses."""
+
+    legs: Size = 4
+
+    def __post_init__(self):
+        check_fields("animal", self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dog(Animal):
+    legs: int = 4
+    ears: Count = 2
+    weight: Annotated[float, Range(above=0)] | None = None
+    names: tuple[str, ...] = ()
+    friends: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    size: Literal["small", "large"] = "small"
+    fed: bool = True
+    cat: Cat | None = None
+    home: Cat | Fish = dataclasses.field(default_factory=Cat)
+    bark: Callable[[], Any] | None = None
+
+
+def dog(**fields: Any) -> Dog:
+    return Dog(**fields)
+
+
+def test_a_dataclass_converts_its_fields():
+    """As `convert` does; what no configuration can hold is left as it is."""
+    given = {"legs": np.int64(3), "weight": 2, "names": ["a"], "friends": {"b": [np.int8(1)]}, "bark": dict}
+    made = dog(**given, cat=Cat(3), home=Fish())
+    assert made == Dog(3, weight=2.0, names=("a",), friends={"b": (1,)}, cat=Cat(3), home=Fish(), bark=dict)
+    assert [type(value) for value in (made.legs, made.weight, made.friends["b"][0])] == [int, float, int]
+    assert convert(Dog, {"names": ["a"], "weight": 2}, "dog") == dog(names=("a",), weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"legs": 4.0}, "animal.legs=4.0: expected a whole number such as 4, found a decimal number"),
+        ({"legs": "4"}, "animal.legs=4: expected a whole number|found text"),
+        ({"legs": True}, "animal.legs=true: expected a whole number|found true or false"),
+        ({"legs": 0}, "animal.legs=0 must be at least 1"),
+        ({"legs": 2**31}, "animal.legs=2147483648 must be at most 2147483647"),
+        ({"ears": -1}, "animal.ears=-1 must be at least 0"),
+        ({"weight": math.nan}, "animal.weight=nan: expected a number|no finite number"),
+        ({"weight": 0}, "animal.weight=0 must be above 0, or null"),
+        ({"names": "a"}, "animal.names=a: expected a list|found text"),
+        ({"names": [1]}, "animal.names[0]=1: expected text, found a whole number"),
+        ({"friends": {"a": 1}}, "animal.friends.a=1: expected a list"),
+        ({"friends": [1]}, "animal.friends=[1]: expected names and their values|found a list"),
+        ({"size": "x"}, "animal.size=x: expected one of small, large"),
+        ({"fed": 1}, "animal.fed=1: expected true or false"),
+        ({"cat": {"lives": 3}}, "animal.cat={lives: 3}: expected a value of Cat, found names and values"),
+        ({"cat": Cat}, "animal.cat=|expected a value of Cat, found the class Cat"),
+        ({"home": "cat"}, "animal.home=cat: expected a value of Cat or Fish, found text|moezoo.compose takes names"),
+    ],
+)
+def test_a_dataclass_refuses(fields, said):
+    with refused(*said.split("|")):
+        dog(**fields)

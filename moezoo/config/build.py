@@ -7,8 +7,8 @@ from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
-from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
+from moezoo.config.settings import TrainConfig, check_config
+from moezoo.convert import convert, show
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.models.base import check_tokens
@@ -32,6 +32,8 @@ def build_execution(
     Raises:
         UserError: mesh, rules and sizes do not fit together.
     """
+    check_config(cfg)
+    convert(Literal["configured", "any"], batches, "batches")
     execution = Execution(
         mesh=make_mesh(cfg.mesh) if mesh is None else mesh,
         rules=cfg.rules,

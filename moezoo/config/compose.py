@@ -25,40 +25,12 @@ from moezoo.config.overrides import CONF, PACKAGE, Asked, defaults, groups, is_o
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.settings import TAG, TrainConfig
 from moezoo.config.strategies import check_strategy, import_strategy, path_of
-from moezoo.convert import Checks, Range, complete, convert, plain, set_key, show
-from moezoo.errors import UserError, nearest
+from moezoo.convert import Checks, complete, convert, plain, set_key, show
+from moezoo.errors import UserError, describe_class, nearest
 from moezoo.moe.dispatch import STRATEGIES, Dispatch
 from moezoo.parallel.rules import Rules
 
-# `model`, `mesh`, `rules` and `data` check their numbers themselves.
-_CHECKS = Checks(
-    TAG,
-    {
-        "steps": Range(at_least=1, at_most=2**31 - 1),
-        "seed": Range(at_least=0, at_most=2**32 - 1),
-        "batch_size": Range(at_least=1),
-        "seq_len": Range(at_least=2),
-        "eval_every": Range(at_least=0),
-        "checkpoint_minutes": Range(at_least=0),
-        "checkpoint_every": Range(at_least=0),
-        "checkpoint_keep": Range(at_least=1),
-        "log_every": Range(at_least=0),
-        "guard.loss": Range(above=1),
-        "guard.gradient_norm": Range(above=1),
-        "guard.patience": Range(at_least=1),
-        "execution.microbatches": Range(at_least=1),
-        "optimizer.learning_rate": Range(above=0),
-        "optimizer.beta1": Range(at_least=0, below=1),
-        "optimizer.beta2": Range(at_least=0, below=1),
-        "optimizer.epsilon": Range(above=0),
-        "optimizer.weight_decay": Range(at_least=0),
-        "optimizer.clip_norm": Range(above=0),
-        "schedule.warmup_steps": Range(at_least=0),
-        "schedule.final_ratio": Range(at_least=0, at_most=1),
-    },
-    RENAMED,
-)
-
+_CHECKS = Checks(TAG, RENAMED)
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 
 
@@ -88,6 +60,13 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     """
     asked = read(overrides)
     checks, saved = _import_own(asked), _own_strategy(mapping)
+    if saved.startswith("__main__.") and "dispatch" not in asked.choices:
+        name = saved.rpartition(".")[2]
+        raise UserError(
+            f"dispatch={show(saved)} was saved with this run, a class of a script or notebook: there, add "
+            f"dispatch=gather and then pass the value with dataclasses.replace(cfg, dispatch={name}()); for commands, "
+            f"move the class to a module and write dispatch=module.{name}"
+        )
     if saved and "dispatch" not in asked.choices:
         raise UserError(
             f"dispatch={show(saved)} was saved with this run, and moezoo imports your own code only where you name it: "
@@ -107,6 +86,16 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     return _finish(base, asked.changes, checks)
 
 
+def folder_path(folder: Any, key: str) -> Path:
+    """Return the folder that the user set `key` to; ~ stands for a home folder. Raises `UserError` for no path."""
+    if not isinstance(folder, str | Path):
+        raise UserError(f"{key} is {describe_class(folder)}, expected the path of a folder")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise UserError(f"{key}={show(str(folder))}: there is no home folder of that user; write the path") from None
+
+
 def run_folder(path: str | Path) -> Path:
     """Return the folder of the run that `path` is, or that has `path` as one of its `checkpoints/STEP`."""
     path = Path(path)
@@ -118,7 +107,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
 
     Raises `UserError` when the folder holds no run, and for a run of a version with other names of keys.
     """
-    saved = run_folder(Path(folder).expanduser()) / "config.yaml"
+    saved = run_folder(folder_path(folder, key)) / "config.yaml"
     if not saved.exists():
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
     mapping = read_yaml(saved)

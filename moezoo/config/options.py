@@ -6,7 +6,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from moezoo.convert import Checks, Range, convert, show, types_of
+from moezoo.convert import Range, convert, show, types_of
 from moezoo.errors import UserError, nearest
 
 _T = TypeVar("_T")
@@ -65,16 +65,13 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
             raise UserError(f"{argument}: {name} is given twice; leave one out")
         else:
             values[name] = text if str in (types[name], *typing.get_args(types[name])) else _value(text)
-    ranges = {}
     for field in dataclasses.fields(typing.cast(Any, kind)):
-        shown, text, valid = (field.metadata.get(each) for each in ("shown", "text", "valid"))
-        if valid is not None:
-            ranges[field.name] = valid
+        shown, text = (field.metadata.get(each) for each in ("shown", "text"))
         if field.default is dataclasses.MISSING and field.name not in values:
             raise UserError(
                 f"{field.name} is missing; write {field.name}={shown or 'VALUE'}: {text or 'it is required'}"
             )
-    return Taken(convert(kind, values, "", Checks(ranges=ranges)), rest)
+    return Taken(convert(kind, values), rest)
 
 
 def read(kind: type[_T], arguments: Sequence[str]) -> _T:

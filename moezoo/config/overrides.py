@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moezoo.convert import show
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError, describe_class, nearest
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
 PACKAGE = "# @package _global_\n"  # Hydra's mark of an entry that is merged into the whole configuration
@@ -37,6 +37,9 @@ def read(overrides: Sequence[str]) -> Asked:
     """Parse overrides into choices of groups and values of keys. Raises `UserError` for what cannot be parsed."""
     known, asked = groups(), Asked({}, {})
     for text in overrides:
+        if not isinstance(text, str):
+            apart = "; write * before it to pass its items" if isinstance(text, list | tuple) else ""
+            raise UserError(f'an override is {describe_class(text)}, expected text such as "mesh=ep8"{apart}')
         key, value = _parse(text, known)
         if key not in known:
             asked.changes[key] = value

@@ -5,9 +5,11 @@ Entries of some groups (such as dispatch and optimizer) have different classes. 
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from moezoo.convert import Count, NotNegative, Range, Size, check_fields
 from moezoo.data import SOURCES, DataSettings
+from moezoo.errors import check_type
 from moezoo.kernels.attention import Implementation as AttentionBackend
 from moezoo.kernels.grouped_matmul import Implementation as GroupedMatmulBackend
 from moezoo.models import FAMILIES, ModelConfig
@@ -28,9 +30,12 @@ class GuardSettings:
     skipped steps in a row the run ends.
     """
 
-    loss: float | None = 3.0
-    gradient_norm: float | None = 10.0
-    patience: int = 10
+    loss: Annotated[float, Range(above=1)] | None = 3.0
+    gradient_norm: Annotated[float, Range(above=1)] | None = 10.0
+    patience: Size = 10
+
+    def __post_init__(self):
+        check_fields("guard", self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,7 @@ class ExecutionSettings:
     param_dtype: DType = "float32"
     reduce_dtype: DType = "float32"
     remat: Literal["full", "offload", "dots", "none"] = "full"
-    microbatches: int = 1
+    microbatches: Size = 1
     context_parallel: Literal["gather"] = "gather"
     grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None
     attention: tuple[AttentionBackend, ...] | None = None
@@ -61,14 +66,17 @@ class ExecutionSettings:
 
     def __post_init__(self):
         for name in ("dtype", "param_dtype", "reduce_dtype"):
-            check_dtype(f"execution.{name}", getattr(self, name))
+            object.__setattr__(self, name, check_dtype(f"execution.{name}", getattr(self, name)).name)
+        check_fields("execution", self)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One run; the comments in `conf/train.yaml` describe each key.
 
-    `batch_size` is the number of sequences per step, over all devices together. 0 turns an `*_every` off.
+    `batch_size` is the number of sequences per step, over all devices together. 0 turns an `*_every` off. Every section
+    and every value is checked when it is made, in Python as on the command line: `dataclasses.replace` too raises
+    `UserError`.
     """
 
     model: ModelConfig
@@ -81,19 +89,27 @@ class TrainConfig:
     distributed: Distributed
     execution: ExecutionSettings
     guard: GuardSettings
-    steps: int
-    seed: int
-    batch_size: int
-    seq_len: int
+    steps: Size
+    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)]
+    batch_size: Size
+    seq_len: Annotated[int, Range(at_least=2)]
     run_dir: str | None
     resume: str | None
-    eval_every: int
-    checkpoint_minutes: float | None = dataclasses.field(
+    eval_every: Count
+    checkpoint_minutes: NotNegative | None = dataclasses.field(
         default=None, kw_only=True
     )  # runs saved before have no such key
-    checkpoint_every: int
-    checkpoint_keep: int
-    log_every: int
+    checkpoint_every: Count
+    checkpoint_keep: Size
+    log_every: Count
+
+    def __post_init__(self):
+        check_fields("", self)
+
+
+def check_config(cfg: Any) -> None:
+    """Raise `UserError` unless the argument `cfg` of a public function is a `TrainConfig`."""
+    check_type("cfg", cfg, TrainConfig, 'write cfg = moezoo.compose("model=mixtral")')
 
 
 # group -> (the key that chooses the class, the classes by name)

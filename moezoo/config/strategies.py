@@ -11,13 +11,10 @@ import os
 import re
 import sys
 import traceback
-import types
-import typing
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from moezoo.convert import types_of
+from moezoo.convert import is_plain, types_of
 from moezoo.errors import UserError, nearest
 from moezoo.moe.dispatch import STRATEGIES, Dispatch
 
@@ -55,8 +52,13 @@ def import_strategy(path: str) -> type[Dispatch]:
 
 
 def check_strategy(kind: type[Dispatch], key: str) -> None:
-    """Raise `UserError` unless a configuration can make the strategy `kind`, which the user set by `key`."""
+    """Raise `UserError` unless a configuration can name and make the strategy `kind`, which the user set by `key`."""
     name = kind.__name__
+    if "." in kind.__qualname__:
+        raise UserError(
+            f"{key}: {name} is defined inside a function or a class, where no command could find it again; define it "
+            "at the top of a module"
+        )
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise UserError(f"{key}: {name} lacks {', '.join(missing)}; moezoo.moe.dispatch.Dispatch describes them")
     if getattr(kind, "moves", None) not in ("tokens", "weights"):
@@ -65,10 +67,10 @@ def check_strategy(kind: type[Dispatch], key: str) -> None:
         raise UserError(f"{key}: {name} is not a dataclass; write @dataclasses.dataclass(frozen=True) above the class")
     try:
         fields = types_of(kind)
-    except Exception as error:
-        raise UserError(f"{key}: the types of {name}'s fields cannot be read ({error}); correct them") from None
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
     for field in dataclasses.fields(kind):
-        if not (field.init and _is_plain(fields[field.name])):
+        if not (field.init and is_plain(fields[field.name])):
             raise UserError(
                 f"{key}: a configuration cannot set {name}.{field.name}; make it a number, a text, a Literal, or a "
                 "tuple or mapping of these, or a class attribute"
@@ -106,15 +108,3 @@ def _where(module: ModuleType) -> str:
 
 def _is_strategy(value: Any) -> bool:
     return inspect.isclass(value) and issubclass(value, Dispatch)
-
-
-def _is_plain(kind: Any) -> bool:
-    """Whether `moezoo.convert` can make a `kind` from the values of a configuration."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return len(arguments) == 2 and types.NoneType in arguments and any(map(_is_plain, arguments))
-    if origin is tuple:
-        return len(arguments) == 2 and arguments[1] is ... and _is_plain(arguments[0])
-    if origin is Mapping:
-        return arguments[0] is str and _is_plain(arguments[1])
-    return origin is typing.Literal or kind in (int, float, bool, str)

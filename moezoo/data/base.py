@@ -2,11 +2,9 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
 
+from moezoo.convert import Count, check_fields
 from moezoo.data.source import Source
-from moezoo.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,14 +15,10 @@ class DataSettings(abc.ABC):
     reads all of them.
     """
 
-    eval_sequences: int = dataclasses.field(default=256, kw_only=True)
-
-    minima: ClassVar[Mapping[str, int]] = {}  # the least value of each numeric field that has one
+    eval_sequences: Count = dataclasses.field(default=256, kw_only=True)
 
     def __post_init__(self):
-        for field, least in {"eval_sequences": 0, **self.minima}.items():
-            if (value := getattr(self, field)) < least:
-                raise UserError(f"data.{field}={value} must be at least {least}")
+        check_fields("data", self)
 
     @abc.abstractmethod
     def load(self, *, seed: int, vocab: int) -> Source:

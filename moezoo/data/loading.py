@@ -1,8 +1,9 @@
 """Load the data that settings describe."""
 
+from moezoo.convert import Range, convert
 from moezoo.data.base import DataSettings
 from moezoo.data.source import Source
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_type
 
 
 def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int) -> Source:
@@ -18,10 +19,10 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int) -> Sour
         UserError: the data are missing or damaged, their vocabulary is larger than the model's, or a split has less
             than one window.
     """
-    if seq_len < 1:
-        raise UserError(f"seq_len={seq_len} must be at least 1")
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must be from 0 to {2**32 - 1}")
+    check_type("settings", settings, DataSettings, "write moezoo.data.Text(path=...), or take cfg.data")
+    seq_len = convert(int, seq_len, "seq_len", valid=Range(at_least=1))
+    seed = convert(int, seed, "seed", valid=Range(at_least=0, at_most=2**32 - 1))
+    vocab = convert(int, vocab, "vocab", valid=Range(at_least=1))
     source = settings.load(seed=seed, vocab=vocab)
     for split, corpus in (("training", source.train), ("validation", source.validation)):
         if len(corpus) < seq_len + 1:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
 
+from moezoo.convert import Range, Size
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_index
 from moezoo.data.source import Source, make_source, require_vocab
@@ -23,11 +23,9 @@ class Synthetic(DataSettings):
     """
 
     vocab: int = 256
-    successors: int = 4
-    documents: int = 2000
-    document_length: int = 1000
-
-    minima: ClassVar[Mapping[str, int]] = {"successors": 1, "documents": 1, "document_length": 2}
+    successors: Size = 4
+    documents: Size = 2000
+    document_length: Annotated[int, Range(at_least=2)] = 1000
 
     def __post_init__(self):
         super().__post_init__()

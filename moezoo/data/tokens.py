@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+from moezoo.convert import convert
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, hold_out, select_held_out_by_index
 from moezoo.data.files import find_documents, read_documents
@@ -93,6 +94,7 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     Raises:
         UserError: the text or the tokenizer cannot be read, there is no text, or a file to write exists.
     """
+    path, out = convert(str, path, "path"), convert(str, out, "out")
     target = Path(out).expanduser()
     if target.suffix != ".npy":
         raise UserError(f"out={out} does not end in .npy; name a .npy file")

@@ -1,7 +1,6 @@
 """Continue prompts: read each prompt in one pass, then one token per step with a cache."""
 
 import functools
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.errors import UserError
+from moezoo.convert import Range, convert
+from moezoo.errors import UserError, check_type
 from moezoo.generation.sampling import Sampling
+from moezoo.models.arguments import as_integers, check_inside, check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.nn.cache import Cache, fit
@@ -106,15 +107,15 @@ def generate(
         UserError: Prompts are not integers [batch, seq] of the vocabulary, have padding on the right, or exceed
             `model.max_length` with the new tokens; or the sampling settings are invalid.
     """
-    if execution is not None and not isinstance(execution, Execution):
-        raise UserError(
-            f"execution is a {type(execution).__name__}, expected an Execution; write execution=moezoo.execution(cfg)"
-        )
-    sampling = Sampling(float(temperature), top_k, top_p, vocab)
+    execution = Execution() if execution is None else execution
+    check_type("model", model, LanguageModel, "load one with moezoo.load_run or moezoo.from_pretrained")
+    check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
+    sampling = Sampling(temperature, top_k, top_p, vocab)
+    max_new_tokens = convert(int, max_new_tokens, "max_new_tokens", valid=Range(at_least=1))
     tokens, valid, stops = _check_prompts(model, ids, mask, max_new_tokens, eos_token_id)
-    if temperature > 0 and key is None:
+    if sampling.temperature > 0 and key is None:
         raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
-    execution = (execution or Execution()).exact.for_rows(len(tokens))
+    execution = execution.exact.for_rows(len(tokens))
     if execution.mesh is not None:
         model = place(model, execution)
 
@@ -138,49 +139,45 @@ def generate(
 
 def _threefry(key: Array) -> Array:
     """Return a threefry key: its draws for a row do not depend on the other rows, so a mesh does not change them."""
-    try:
-        bits = jax.random.bits(key, (2,), jnp.uint32)
-    except (TypeError, ValueError) as error:
-        raise UserError("key is not one random key; write key=jax.random.key(SEED)") from error
-    return jax.random.wrap_key_data(bits, impl="threefry2x32")
+    check_key(key)
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
 def _check_prompts(
     model: LanguageModel, ids: Any, mask: Any, max_new_tokens: int, eos_token_id: Any
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Check the arguments; return tokens and mask [batch, seq], and the tokens that end a row."""
-    if not isinstance(model, LanguageModel):
-        raise UserError(f"model is a {type(model).__name__}, expected a model; load one with moezoo.from_pretrained")
-    try:
-        tokens = np.asarray(ids)
-    except ValueError:
-        raise UserError("ids have rows of different lengths; pad the shorter ones on the left and set mask=") from None
-    if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
-        one = "; for one text write ids[None]" if tokens.ndim == 1 else ""
-        raise UserError(f"ids are {tokens.dtype}{list(tokens.shape)}, expected integers [batch, seq]{one}")
-    valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask).astype(bool)
-    if valid.shape != tokens.shape:
-        raise UserError(f"mask is {list(valid.shape)} and ids are {list(tokens.shape)}; give both the same shape")
+    tokens = np.asarray(as_integers("ids", ids))
+    valid = _check_mask(mask, tokens.shape)
     if not valid.any(1).all():
         raise UserError(f"mask leaves no token in row {int(valid.any(1).argmin())}; a prompt needs at least one")
     if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
         raise UserError("mask is false after a token; put padding before the prompt, on the left")
-    ends = np.atleast_1d(np.asarray([] if eos_token_id is None else eos_token_id))
-    if ends.size and not (ends.ndim == 1 and np.issubdtype(ends.dtype, np.integer)):
-        raise UserError(f"eos_token_id={eos_token_id} must be a token or a list of tokens")
-    stops = [int(i) for i in ends]
+    ends = [] if eos_token_id is None else eos_token_id
+    ends = ends.tolist() if isinstance(ends, np.ndarray | jax.Array) else ends
+    stops = convert(tuple[int, ...], ends if isinstance(ends, list | tuple) else [ends], "eos_token_id")
     for name, some in (("ids", tokens[valid]), ("eos_token_id", np.asarray(stops, int))):
-        if (outside := some[(some < 0) | (some >= model.vocab)]).size:
-            raise UserError(f"{name} contains {outside[0]} but the model's tokens are 0 to {model.vocab - 1}")
-    if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
+        check_inside(name, some, model.vocab, f"model.vocab={model.vocab}")
     longest, limit = int(valid.sum(1).max()), model.config.max_length
     if longest + max_new_tokens > limit:
         raise UserError(
             f"a prompt of {longest} tokens plus max_new_tokens={max_new_tokens} exceeds model.max_length={limit}; "
             + (f"set max_new_tokens to at most {limit - longest}" if longest < limit else "shorten the prompt")
         )
-    return np.where(valid, tokens, 0).astype(np.int32), valid, stops
+    return np.where(valid, tokens, 0).astype(np.int32), valid, list(stops)
+
+
+def _check_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the mask as booleans of this shape; all true without one."""
+    try:
+        found = np.ones(shape, bool) if mask is None else np.asarray(mask)
+    except ValueError:
+        raise UserError("mask has rows of different lengths; give it the shape of ids") from None
+    if found.shape != shape:
+        raise UserError(f"mask is {list(found.shape)} and ids are {list(shape)}; give both the same shape")
+    if found.dtype != bool and not (np.issubdtype(found.dtype, np.integer) and np.isin(found, (0, 1)).all()):
+        raise UserError(f"mask is {found.dtype} and not only 0 and 1; write true at tokens and false at padding")
+    return found.astype(bool)
 
 
 def _round_up(length: int) -> int:

@@ -1,12 +1,13 @@
 """Draw the next token from its logits."""
 
 import dataclasses
-import numbers
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moezoo.convert import NotNegative, Range, Size, check_fields
 from moezoo.errors import UserError
 
 
@@ -25,23 +26,16 @@ class Sampling:
         vocab: draw only tokens below `vocab`, for embeddings with more rows than the tokenizer has tokens.
 
     Raises:
-        UserError: A setting is out of range, or has no effect at temperature 0.
+        UserError: A setting has a wrong type, is out of its range, or has no effect at temperature 0.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    vocab: int | None = None
+    temperature: NotNegative = 0.0
+    top_k: Size | None = None
+    top_p: Annotated[float, Range(above=0, at_most=1)] | None = None
+    vocab: Size | None = None
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be at least 0; 0 takes the most likely token")
-        for name in ("top_k", "vocab"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
-                raise UserError(f"{name}={value} must be a whole number of at least 1; leave it out for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1; leave it out for all tokens")
+        check_fields("", self)
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise UserError(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.errors import UserError, check_not_negative, check_numbers, check_positive
+from moezoo.convert import NotNegative, Positive, Size, check_fields
+from moezoo.errors import UserError
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
@@ -46,22 +47,20 @@ class Choice:
         bias_rate: how far a training step moves the choice bias.
 
     Raises:
-        UserError: a number is out of its range, or `kept_groups` exceeds `groups`.
+        UserError: a value has a wrong type, a number is out of its range, or `kept_groups` exceeds `groups`.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    groups: int = 1
-    kept_groups: int = 1
+    groups: Size = 1
+    kept_groups: Size = 1
     group_score: Literal["max", "sum_of_top2"] = "max"
     gates: Literal["renormalised", "scores"] = "renormalised"
-    scale: float = 1.0
+    scale: Positive = 1.0
     choice_bias: Literal["none", "learned"] = "none"
-    bias_rate: float = 0.001
+    bias_rate: NotNegative = 0.001
 
     def __post_init__(self):
-        check_numbers("model.router", self)
-        check_positive("model.router", self, "groups", "kept_groups", "scale")
-        check_not_negative("model.router", self, "bias_rate")
+        check_fields("model.router", self)
         if self.kept_groups > self.groups:
             raise UserError(
                 f"model.router.kept_groups={self.kept_groups} exceeds model.router.groups={self.groups}; "

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moezoo.errors import UserError, check_numbers, check_positive
+from moezoo.convert import Positive, Range, Size, check_fields
 from moezoo.nn.rope import RotaryScaling, frequencies
 
 
@@ -29,21 +30,18 @@ class Yarn(RotaryScaling):
         length: the tokens per text in training.
 
     Raises:
-        UserError: a number is not finite or out of its range.
+        UserError: a value has a wrong type, or a number is out of its range.
     """
 
-    factor: float = 1.0
-    length: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Annotated[float, Range(at_least=1)] = 1.0
+    length: Size = 4096
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     mscale: float = 1.0
     mscale_all: float = 1.0
 
     def __post_init__(self):
-        check_numbers("model.yarn", self)
-        check_positive("model.yarn", self, "length", "beta_fast", "beta_slow")
-        if self.factor < 1:
-            raise UserError(f"model.yarn.factor={self.factor} must be at least 1; 1 is no extension")
+        check_fields("model.yarn", self)
 
     @property
     def magnitude(self) -> float:

@@ -1,10 +1,11 @@
 """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from jaxtyping import PyTree
 
+from moezoo.convert import NotNegative, Positive, Range
 from moezoo.optim.base import UpdateRule
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ class AdamW(UpdateRule):
     """Adam with decoupled weight decay. Only weights decay; scales, biases and embeddings do not."""
 
     learning_rate: float = 3e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
+    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
     clip_norm: float | None = 1.0
 
     def transform(self, decays: PyTree) -> "optax.GradientTransformation":

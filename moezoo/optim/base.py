@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from moezoo.convert import Count, Positive, check_fields
 from moezoo.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,8 +21,11 @@ class UpdateRule(abc.ABC):
         clip_norm: gradients with a larger global norm are scaled down to this norm; None for no limit.
     """
 
-    learning_rate: float
-    clip_norm: float | None
+    learning_rate: Positive
+    clip_norm: Positive | None
+
+    def __post_init__(self):
+        check_fields("optimizer", self)
 
     @abc.abstractmethod
     def transform(self, decays: PyTree) -> "optax.GradientTransformation":
@@ -38,7 +42,10 @@ class Schedule(abc.ABC):
         warmup_steps: the number of updates until the rate reaches its peak; None for a tenth of the run.
     """
 
-    warmup_steps: int | None
+    warmup_steps: Count | None
+
+    def __post_init__(self):
+        check_fields("schedule", self)
 
     def count_warmup(self, steps: int) -> int:
         """Return the number of updates until the peak. Raises `UserError` if a run of `steps` would end before it."""

@@ -1,10 +1,12 @@
 """A learning rate that falls along a half cosine."""
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moezoo.convert import Range
 from moezoo.optim.base import Schedule
 
 
@@ -13,7 +15,7 @@ class Cosine(Schedule):
     """Linear warm-up from zero, then a half cosine down to `final_ratio` of the peak at the last step."""
 
     warmup_steps: int | None = None
-    final_ratio: float = 0.1
+    final_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.1
 
     def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
         """Return `rate` times a cosine that falls from 1 to `final_ratio`."""

@@ -23,6 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moezoo.convert import Size, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traffic import Move, Moves
@@ -132,20 +133,19 @@ class Dispatch(abc.ABC):
             option's value None means no limit.
 
     Raises:
-        UserError: `chunks` is less than 1, or the bounding option is not a positive number.
+        UserError: An option has a wrong type, `chunks` is less than 1, or the bounding option is not above 0.
     """
 
-    chunks: int = dataclasses.field(default=1, kw_only=True)
+    chunks: Size = dataclasses.field(default=1, kw_only=True)
 
     moves: ClassVar[Literal["tokens", "weights"]]
     bound: ClassVar[str | None] = None
 
     def __post_init__(self):
-        if self.chunks < 1:
-            raise UserError(f"dispatch.chunks={self.chunks} must be at least 1")
+        check_fields("dispatch", self)
         factor = getattr(self, self.bound) if self.bound else None
-        if factor is not None and not 0 < factor < math.inf:
-            raise UserError(f"dispatch.{self.bound}={factor} must be greater than 0, or null for no bound")
+        if factor is not None and factor <= 0:
+            raise UserError(f"dispatch.{self.bound}={factor} must be above 0, or null for no bound")
 
     @property
     def exact(self) -> "Dispatch":

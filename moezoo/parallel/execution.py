@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from moezoo.convert import convert, show
-from moezoo.errors import UserError, nearest
+from moezoo.convert import check_fields, convert, show
+from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
@@ -29,6 +29,7 @@ from moezoo.parallel.rules import Rules, live
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
 
 DType = Literal["float32", "bfloat16"]
+StoredDType = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["full", "offload", "dots", "none"]
 RoutingChoice = Literal["learned", "random", "balanced"]
 
@@ -91,11 +92,8 @@ class Execution:
                 f"context_parallel={self.context_parallel!r} is not a ContextParallel; leave it out for gather, or "
                 "take the execution from moezoo.execution(cfg), which knows them by name"
             )
-        for key, choices in (("remat", get_args(Remat)), ("routing", get_args(RoutingChoice))):
-            if (value := getattr(self, key)) not in choices:
-                raise UserError(f"{key}={value!r}: {nearest(str(value), choices)}")
-        orders = self.kernels if isinstance(self.kernels, Kernels) else (None,)
-        if not all(isinstance(names, tuple) and all(isinstance(name, str) for name in names) for names in orders):
+        check_fields("", self)
+        if not all(isinstance(names, tuple) and all(isinstance(name, str) for name in names) for names in self.kernels):
             raise UserError(
                 f"kernels={self.kernels!r}: expected tuples of names, such as "
                 'moezoo.Kernels(attention=("chunked", "reference"))'
@@ -288,21 +286,23 @@ class Execution:
         return jax.checkpoint(named if self.remat == "offload" else layer, policy=policy)
 
 
-def check_dtype(key: str, value: Any) -> jnp.dtype:
-    """Return the dtype `value` of the setting `key`. Raises `UserError` unless it is a `DType`."""
+def check_dtype(key: str, value: Any, choices: Any = DType) -> jnp.dtype:
+    """Return the dtype `value` of the setting `key`. Raises `UserError` unless the `choices` have its name."""
     name = str(value)
     if value is not None and value is not float:  # NumPy reads both as float64, which nobody wrote
         with contextlib.suppress(TypeError):
             name = jnp.dtype(value).name
-    return jnp.dtype(convert(DType, name, key))
+    return jnp.dtype(convert(choices, name, key))
 
 
 def place(model: PyTree, execution: Execution) -> PyTree:
     """Return a copy of `model` in the layout of `execution`, from any layout.
 
     Raises:
-        UserError: The rules cannot lay out an array on the mesh.
+        UserError: The rules cannot lay out an array on the mesh, or an argument has another type.
     """
+    check_type("model", model, eqx.Module, "give a model, such as moezoo.build_model returns")
+    check_type("execution", execution, Execution, "write moezoo.execution(cfg)")
     if execution.mesh is None:
         return jax.device_put(model, jax.devices()[0])
     return jax.device_put(model, execution.shardings(model))

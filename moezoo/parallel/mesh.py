@@ -10,7 +10,8 @@ import jax
 from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from moezoo.errors import UserError
+from moezoo.convert import Range, check_fields, convert
+from moezoo.errors import UserError, check_type
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -23,7 +24,7 @@ class MeshShape:
     """The size of each mesh axis. At most one size is -1: all devices that the other axes leave.
 
     Raises:
-        UserError: A size is neither positive nor -1, or two sizes are -1.
+        UserError: A size is no whole number, or neither positive nor -1, or two sizes are -1.
     """
 
     data: int = 1
@@ -33,6 +34,7 @@ class MeshShape:
     tensor: int = 1
 
     def __post_init__(self):
+        check_fields("mesh", self)
         rest = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(rest) > 1:
             raise UserError(f"mesh.{rest[0]} and mesh.{rest[1]} are both -1; only one axis can take the rest")
@@ -67,10 +69,10 @@ def cpu_devices(count: int) -> None:
     """Make JAX run on `count` virtual CPU devices. Call it in a notebook's first cell, before any other use of JAX.
 
     Raises:
-        UserError: `count` is less than 1, or JAX has already started with another number of CPU devices.
+        UserError: `count` is no whole number, it is less than 1, or JAX has already started with another number of CPU
+            devices.
     """
-    if count < 1:
-        raise UserError(f"cpu_devices({count}): must be at least 1")
+    count = convert(int, count, "cpu_devices: count", valid=Range(at_least=1))
     if has_started():
         have = jax.local_device_count("cpu")
         if have != count:
@@ -114,8 +116,10 @@ def make_mesh(shape: MeshShape) -> Mesh:
     """Return the mesh of `shape` over this machine's devices; without accelerators, over virtual CPU devices.
 
     Raises:
-        UserError: There are too few devices, or the other axes do not divide the devices that -1 takes.
+        UserError: `shape` is no `MeshShape`, there are too few devices, or the other axes do not divide the devices
+            that -1 takes.
     """
+    check_type("shape", shape, MeshShape, "write moezoo.MeshShape(expert=8), or take cfg.mesh of a configuration")
     prepare(shape.devices)
     return mesh_of(shape, jax.devices())
 

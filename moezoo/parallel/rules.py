@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from moezoo.convert import show
+from moezoo.convert import check_fields, show
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import LOGICAL_AXES, Axes, Role
 from moezoo.parallel.mesh import AXES
@@ -29,8 +29,8 @@ class Rules:
         sequence: The mesh axes that split the sequence.
 
     Raises:
-        UserError: A name does not exist, a mesh axis is used twice, `layer` is split, or `compute` does not begin
-            `store`.
+        UserError: A field has a wrong type, a name does not exist, a mesh axis is used twice, `layer` is split, or
+            `compute` does not begin `store`.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Rules:
     sequence: tuple[str, ...]
 
     def __post_init__(self):
+        check_fields("rules", self)
         for field, table in (("store", self.store), ("compute", self.compute)):
             for logical, axes in table.items():
                 if logical not in LOGICAL_AXES:
@@ -61,7 +62,7 @@ class Rules:
                     f"rules.compute.{logical}: only {', '.join(_KEPT)} can stay split while computing; leave it out"
                 )
             # Any other order would gather blocks that are not adjacent, and silently permute experts.
-            if tuple(kept) != tuple(stored[: len(kept)]):
+            if kept != stored[: len(kept)]:
                 raise UserError(
                     f"rules.compute.{logical}={show(kept)} must come first in rules.store.{logical}={show(stored)}; "
                     "reorder rules.store so that what stays split is on the left"
@@ -76,8 +77,8 @@ class Rules:
                 raise UserError(f"{key}={show(axes)} names mesh axis '{axis}' twice; name it once")
 
     def __hash__(self) -> int:  # the generated hash fails on mappings; an Execution must be hashable for jit
-        tables = [tuple(sorted((k, tuple(v)) for k, v in t.items())) for t in (self.store, self.compute)]
-        return hash((self.name, *tables, tuple(self.batch), tuple(self.sequence)))
+        tables = [tuple(sorted(table.items())) for table in (self.store, self.compute)]
+        return hash((self.name, *tables, self.batch, self.sequence))
 
     @property
     def mesh_axes(self) -> set[str]:

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from moezoo.config.build import build_execution
-from moezoo.config.settings import TrainConfig
+from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_type
 from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.axes import parameter_table
@@ -78,6 +78,8 @@ def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
     Raises:
         UserError: these do not fit the model, or the model is not the one that `cfg.model` describes.
     """
+    check_type("model", model, LanguageModel, "give a model, such as moezoo.load_run returns")
+    check_config(cfg)
     expected, found = (
         [(path, shape) for path, _, shape in parameter_table(m)] for m in (model_shapes(cfg.model), model)
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from moezoo.config.compose import as_mapping, compose_onto, read_run
+from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
 from moezoo.config.settings import TrainConfig
 from moezoo.convert import show
 from moezoo.errors import UserError
@@ -32,7 +32,7 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     Raises:
         UserError: there is no run, its files are damaged, or they do not fit the configuration.
     """
-    folder = Path(folder).expanduser()
+    folder = folder_path(folder, "run_dir")
     cfg = saved_config(folder, *overrides)
     checkpoints, step = find(folder, "run_dir")
     about = read_about(checkpoints, step)

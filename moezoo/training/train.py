@@ -8,13 +8,13 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from moezoo.config.build import build_execution
-from moezoo.config.compose import as_mapping, run_folder, to_yaml
-from moezoo.config.settings import TrainConfig
+from moezoo.config.compose import as_mapping, folder_path, run_folder, to_yaml
+from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
@@ -88,7 +88,8 @@ def train(cfg: TrainConfig) -> Run:
         UserError: a setting is wrong, a checkpoint cannot be written, or too many steps in a row were skipped.
         Stopped: a signal ended the run, which is saved.
     """
-    cfg = dataclasses.replace(cfg, run_dir=_expand_user(cfg.run_dir), resume=_expand_user(cfg.resume))
+    check_config(cfg)
+    cfg = dataclasses.replace(cfg, run_dir=_folder_path(cfg, "run_dir"), resume=_folder_path(cfg, "resume"))
     distributed.start(cfg.distributed, cfg.mesh.devices)
     supervisor.report_progress("met\n")
     distributed.check_same(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
@@ -142,9 +143,10 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, fold
     return Run(state.model, log.history, folder, evaluation, text)
 
 
-def _expand_user(path: str | None) -> str | None:
-    """Replace ~ by the user's home folder."""
-    return None if path is None else str(Path(path).expanduser())
+def _folder_path(cfg: TrainConfig, key: Literal["run_dir", "resume"]) -> str | None:
+    """Return the folder that `key` names, with ~ replaced by the user's home folder."""
+    path = getattr(cfg, key)
+    return None if path is None else str(folder_path(path, key))
 
 
 def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:

@@ -3,11 +3,13 @@
 import dataclasses
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
 import moezoo
 from moezoo import cli
+from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
 from moezoo.moe.dispatch import Gather
 
@@ -91,6 +93,36 @@ def test_trains_evaluates_and_resumes(console, small_run):
     assert read_yaml("run/config.yaml")["dispatch"] == {"name": NAME, "chunks": 1, "label": "second"}
     out = console("evaluate", "run_dir=run", f"dispatch={NAME}")[1]
     assert f"{run.evaluation.loss:.6f}" in out
+
+
+def test_a_value_whose_class_no_command_can_find_is_not_trained():
+    class Outer:
+        @dataclasses.dataclass(frozen=True)
+        class Mine(Gather):
+            pass
+
+    cfg = dataclasses.replace(moezoo.compose("run_dir=run"), dispatch=Outer.Mine())
+    assert moezoo.execution(cfg).dispatch == Outer.Mine()
+    message = refusal(cfg, function=moezoo.train)
+    assert message.startswith(f"dispatch={__name__}.test_")
+    assert "Mine is defined inside a function or a class" in message
+    assert "at the top of a module" in message
+    assert not Path("run").exists()
+
+
+def test_a_run_of_a_notebook_says_how_to_go_on(monkeypatch, tmp_path):
+    """A class of a script or a notebook is recorded, and found again only there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    main = vars(importlib.import_module("own_strategy"))["Mine"]
+    monkeypatch.setattr(main, "__module__", "__main__")
+    cfg = dataclasses.replace(moezoo.compose(), dispatch=main("first"))
+    (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(cfg)))
+    assert read_yaml("config.yaml")["dispatch"]["name"] == "__main__.Mine"
+    message = refusal(f"resume={tmp_path}")
+    for part in ("dispatch=__main__.Mine", "dispatch=gather", "dispatch=Mine()", "dispatch=module.Mine"):
+        assert part in message
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", main, raising=False)
+    assert moezoo.saved_config(tmp_path, "dispatch=__main__.Mine").dispatch == cfg.dispatch
 
 
 def test_help_and_the_configuration_show_it(console):

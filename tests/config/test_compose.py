@@ -216,8 +216,8 @@ SET = [  # when keys are set
 ]
 
 RANGES = {
-    "at least 1": ["batch_size=0", "execution.microbatches=0", "mesh.expert=0"],
-    "at least 1 and at most 2147483647": ["steps=-1", "steps=0", "steps=3000000000"],
+    "at least 1": ["steps=-1", "steps=0", "batch_size=0", "execution.microbatches=0", "mesh.expert=0"],
+    "at most 2147483647": ["steps=3000000000", "batch_size=3000000000", "model.window=4000000000"],
     "at least 2": ["seq_len=1"],
     "at least 0": [
         "eval_every=-1",
@@ -264,16 +264,16 @@ def test_refuses_keys_and_values(override, parts, saved):
         ("model.router.score.x=1", "model.router.score.x: "),
         ("model.router=3", "model.router=3: model.router is a section"),
         ("model.router={groups:1}", "model.router={groups: 1}: model.router is a section"),
-        ("model.router.groups=0", "model.router.groups=0 must be greater than 0"),
+        ("model.router.groups=0", "model.router.groups=0 must be at least 1"),
         ("model.router.groups=3", "model.experts=16 is not divisible by model.router.groups=3"),
         ("model.router.kept_groups=5", "model.router.kept_groups=5 exceeds model.router.groups=4; choose at most 4"),
         ("model.router.groups=16", "model.router.group_score=sum_of_top2 needs two experts"),
         ("model.experts_per_token=9", "model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2"),
         ("model.experts_per_token=17", "model.experts_per_token=17 exceeds model.experts=16"),
-        ("model.router.bias_rate=-1", "model.router.bias_rate=-1.0 must not be negative"),
+        ("model.router.bias_rate=-1", "model.router.bias_rate=-1 must be at least 0"),
         ("model.yarn.factor=0.5", "model.yarn.factor=0.5 must be at least 1"),
-        ("model.yarn.length=0", "model.yarn.length=0 must be greater than 0"),
-        ("model.load_balance=-1", "model.load_balance=-1.0 must not be negative"),
+        ("model.yarn.length=0", "model.yarn.length=0 must be at least 1"),
+        ("model.load_balance=-1", "model.load_balance=-1 must be at least 0"),
     ],
 )
 def test_refuses_keys_and_values_of_sections_inside(override, start, deepseek):

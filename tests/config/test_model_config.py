@@ -23,12 +23,13 @@ def test_a_family_has_every_field(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("changed", "start"),
-    [({name: 0}, f"model.{name}=0 must be greater than 0") for name in POSITIVE]
+    [({name: 0}, f"model.{name}=0 must be at least 1") for name in POSITIVE]
     + [
-        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be greater than 0"),
-        ({"init_std": 0.0}, "model.init_std=0.0 must be greater than 0"),
-        ({"load_balance": -0.1}, "model.load_balance=-0.1 must not be negative; 0 turns it off"),
-        ({"z_loss": -0.1}, "model.z_loss=-0.1 must not be negative; 0 turns it off"),
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above 0"),
+        ({"init_std": 0.0}, "model.init_std=0.0 must be above 0"),
+        ({"load_balance": -0.1}, "model.load_balance=-0.1 must be at least 0"),
+        ({"z_loss": -0.1}, "model.z_loss=-0.1 must be at least 0"),
+        ({"layers": 10_001}, "model.layers=10001 must be at least 1 and at most 10000"),
         (
             {"experts_per_token": 17, "experts": 16},
             "model.experts_per_token=17 exceeds model.experts=16; choose",

@@ -3,13 +3,12 @@
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
+from moezoo.convert import Size
 from moezoo.data import SOURCES, DataSettings, PythonStdlib, Source, Synthetic, load
 from moezoo.errors import UserError
 
@@ -47,8 +46,8 @@ def test_wrong_settings_are_refused(kind, wrong, message):
     ("wrong", "message"),
     [
         ({"seq_len": 0}, "seq_len=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
-        ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
+        ({"seed": -1}, "seed=-1 must be at least 0 and at most 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296 must be at least 0 and at most 4294967295"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong, message):
@@ -71,9 +70,7 @@ def test_a_new_source_is_one_class():
 
     @dataclasses.dataclass(frozen=True)
     class Doubled(DataSettings):
-        times: int = 2
-
-        minima: ClassVar[Mapping[str, int]] = {"times": 1}
+        times: Size = 2
 
         def load(self, *, seed: int, vocab: int) -> Source:
             return Synthetic(documents=20 * self.times, document_length=8).load(seed=seed, vocab=vocab)

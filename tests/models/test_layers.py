@@ -68,6 +68,9 @@ def test_kinds_are_cut_into_periods():
     assert find_periods("AAABAAABAAAB") == [(4, 3)]
     assert find_periods("MMDMMMM") == [(1, 2), (1, 1), (1, 4)]
     assert find_periods("MDMDMMMM") == [(2, 2), (1, 4)]
+    # As many layers as a model may have, in less than a second.
+    assert find_periods("M" * 10_000) == [(1, 10_000)]
+    assert find_periods("LLLLLG" * 1666 + "LLLL") == [(1, 4), (6, 1666)]
 
 
 @given(st.text(alphabet="AB", min_size=1, max_size=12))

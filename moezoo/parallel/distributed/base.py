@@ -3,7 +3,7 @@
 import abc
 from typing import Any, ClassVar
 
-from moezoo.errors import UserError
+from moezoo.convert import Size, check_fields
 
 
 class Distributed(abc.ABC):
@@ -18,18 +18,16 @@ class Distributed(abc.ABC):
         start_seconds: How long processes wait for each other at the start.
 
     Raises:
-        UserError: A number of seconds is less than 1.
+        UserError: A setting has a wrong type, or a number of seconds is less than 1.
     """
 
     name: ClassVar[str]
     is_several: ClassVar[bool] = True
-    heartbeat_seconds: int = 30
-    start_seconds: int = 300
+    heartbeat_seconds: Size = 30
+    start_seconds: Size = 300
 
     def __post_init__(self):
-        for field in ("heartbeat_seconds", "start_seconds"):
-            if getattr(self, field) < 1:
-                raise UserError(f"distributed.{field}={getattr(self, field)} must be at least 1")
+        check_fields("distributed", self)
 
     @property
     def address(self) -> str | None:
