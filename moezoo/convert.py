@@ -78,9 +78,12 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return {name: convert(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
     elif _is_scalar(value, inner):
-        valid = checks.ranges.get(key)
-        if valid is not None and not valid.holds(value):
-            raise UserError(f"{key}={show(value)} must be {valid}")
+        ranges = [checks.ranges[key]] if key in checks.ranges else []
+        if inner is int and not any(math.isfinite(valid.at_most) for valid in ranges):
+            ranges.append(Range(at_most=2**31 - 1))  # numbers become int32
+        for valid in ranges:
+            if not valid.holds(value):
+                raise UserError(f"{key}={show(value)} must be {valid}")
         return inner(value)
     found = show(value) if origin is typing.Literal else _describe_value(value)
     quote = "; quotes inside quotes make it text: '\"...\"'" if inner is str and isinstance(value, int | float) else ""

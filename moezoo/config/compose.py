@@ -7,6 +7,7 @@ raised `from None`, because a notebook would print Hydra's text above ours.
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,10 @@ def run_folder(path: str | Path) -> Path:
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     """Read the configuration saved in a run's folder, which the user set `key` to.
 
-    Raises `UserError` when the folder holds no run, and for a run of a version with other names of keys.
+    Raises `UserError` when the folder holds no run, when the file is damaged, which the message then names, and for a
+    run of a version with other names of keys.
     """
-    saved = run_folder(Path(folder).expanduser()) / "config.yaml"
+    saved = run_folder(os.path.expanduser(folder)) / "config.yaml"
     if not saved.exists():
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
     mapping = read_yaml(saved)
@@ -129,6 +131,10 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
                 f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
                 f"({old} is now {new})"
             )
+    try:
+        from_mapping({**mapping, "dispatch": {"name": "gather"}} if _own_strategy(mapping) else mapping)
+    except UserError as error:
+        raise UserError(f"{show(str(saved))}: {error}; correct the file, or name another run") from None
     return mapping
 
 

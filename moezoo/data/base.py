@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from moezoo.data.source import Source
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +19,18 @@ class DataSettings(abc.ABC):
 
     eval_sequences: int = dataclasses.field(default=256, kw_only=True)
 
-    minima: ClassVar[Mapping[str, int]] = {}  # the least value of each numeric field that has one
+    # The least and the largest value of each numeric field that has such; no integer exceeds int32.
+    minima: ClassVar[Mapping[str, int]] = {}
+    maxima: ClassVar[Mapping[str, int]] = {}
 
     def __post_init__(self):
         for field, least in {"eval_sequences": 0, **self.minima}.items():
             if (value := getattr(self, field)) < least:
                 raise UserError(f"data.{field}={value} must be at least {least}")
+        for field, most in self.maxima.items():
+            if (value := getattr(self, field)) > most:
+                raise UserError(f"data.{field}={value} must be at most {most}")
+        check_numbers("data", self)
 
     @abc.abstractmethod
     def load(self, *, seed: int, vocab: int) -> Source:

@@ -22,6 +22,7 @@ from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
 from moezoo.models import FAMILIES, Family, ModelConfig, build_model, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.host import check_host
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -48,7 +49,7 @@ def from_pretrained(
 
     Raises:
         UserError: The architecture is unknown. A tensor is missing, has no parameter, has the wrong shape, is cut
-            short, or is in a file outside the folder.
+            short, or is in a file outside the folder. The arrays exceed the memory of this machine.
     """
     folder = Path(folder).expanduser()
     family, config = _family_and_config(folder)
@@ -57,6 +58,8 @@ def from_pretrained(
     shapes = jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=str(stored)))
     wanted = list(tensors(shapes, family.hub))
     _check_names(files, wanted, family, folder)
+    bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    check_host(f"{folder}: the model in {stored.name}", bytes_, "load it on a machine with more memory")
     whole = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in arrays_by_path(shapes).items()}
     odd = []
     for tensor in wanted:

@@ -127,7 +127,7 @@ def fill_path(settings, path: Path):
         ),
         (
             Text(path="{0}/ok.txt", tokenizer="{0}/none"),
-            "data.tokenizer={0}/none is not a file; give a Hugging Face tokenizer.json",
+            "data.tokenizer={0}/none does not exist; give a Hugging Face tokenizer.json",
         ),
         (Text(path="{0}/ok.txt", tokenizer="{0}/ok.txt"), "data.tokenizer={0}/ok.txt is not a Hugging Face tokenizer"),
         (

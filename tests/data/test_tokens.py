@@ -131,7 +131,7 @@ def change_metadata(**changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), "{0} is not a file; give a .npy file of token ids"),
+        (lambda path: path.unlink(), "{0} does not exist; give a .npy file of token ids"),
         (lambda path: path.write_text("hello, this is text"), "{0} cannot be read as a .npy array (the magic"),
         (lambda path: path.write_text(""), "{0} is an empty file; give a .npy file of token ids"),
         (truncate, "{0} cannot be read as a .npy array (mmap length is greater than file size); make the"),
@@ -205,11 +205,11 @@ def test_files_are_complete_or_absent(texts, tmp_path, monkeypatch):
     assert names(tmp_path) == []
     with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\); name a file"):
         tokenize_files(str(texts), str(tmp_path / "none" / "out.npy"))
-    with pytest.raises(UserError, match=r"^out=out .*name a .npy file"):
+    with pytest.raises(UserError, match=r"^out=out .*write out=NAME.npy"):
         tokenize_files(str(texts), "out")
     with pytest.raises(UserError, match=r"^path=none does not exist; give a text file"):
         tokenize_files("none", str(tmp_path / "out.npy"))
-    with pytest.raises(UserError, match=r"^tokenizer=none is not a file; "):
+    with pytest.raises(UserError, match=r"^tokenizer=none does not exist; "):
         tokenize_files(str(texts), str(tmp_path / "out.npy"), "none")
 
 
