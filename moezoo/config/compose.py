@@ -123,7 +123,8 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     saved = run_folder(os.path.expanduser(folder)) / "config.yaml"
     if not saved.exists():
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
-    mapping = read_yaml(saved)
+    advice = f"correct the file, or set {key} to another run"
+    mapping = read_yaml(saved, advice=advice)
     for old, new in RENAMED.items():
         group, _, name = old.partition(".")
         if isinstance(section := mapping.get(group), dict) and name in section:
@@ -134,7 +135,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     try:
         from_mapping({**mapping, "dispatch": {"name": "gather"}} if _own_strategy(mapping) else mapping)
     except UserError as error:
-        raise UserError(f"{show(str(saved))}: {error}; correct the file, or name another run") from None
+        raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
     return mapping
 
 

@@ -16,7 +16,7 @@ from moezoo.parallel.memory import check_devices
 def check_sizes(model: ModelConfig, execution: Execution) -> None:
     """Refuse sizes of which a few arrays do not fit at one byte per parameter, in no time: by a closed form."""
     least = model.least_parameters
-    what = f"{_describe(model)}, a model of {least:,} parameters or more,"
+    what = f"{_describe(model)} ({least:,} parameters or more)"
     check_devices(what, least // execution.ways(tuple(execution.sizes)), execution.mesh, "choose smaller sizes")
 
 
@@ -30,16 +30,21 @@ def check_batch(cfg: TrainConfig, execution: Execution) -> None:
     check_devices(what, 4 * 4 * tokens + activations, execution.mesh, advice)
 
 
-def check_arrays(cfg: TrainConfig, model: PyTree, needed: int, execution: Execution | None, what: str) -> None:
-    """Refuse a model of which the `needed` bytes per device do not fit; without an execution, on JAX's first device.
+def check_arrays(cfg: TrainConfig, model: PyTree, needed: int, execution: Execution | None, *more: str) -> None:
+    """Refuse a model whose arrays do not fit.
 
-    `model` are the arrays or their shapes. `what` describes the bytes beside the parameters.
+    Args:
+        cfg: The configuration of the model.
+        model: Its arrays or their shapes.
+        needed: The bytes per device.
+        execution: The devices; None for JAX's first.
+        more: What these bytes hold beside the parameters.
     """
     dtype = cfg.execution.param_dtype
     total, _ = count_parameters(model, cfg.model.experts_per_token)
     smaller = ", or execution.param_dtype=bfloat16" * (dtype == "float32")
     check_devices(
-        f"{_describe(cfg.model)}: {total:,} parameters in {dtype}{what}",
+        f"{_describe(cfg.model)} ({', '.join((f'{total:,} parameters in {dtype}', *more))})",
         needed,
         None if execution is None else execution.mesh,
         f"choose a smaller model, a machine with more memory{smaller}",

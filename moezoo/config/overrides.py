@@ -5,7 +5,6 @@ Nothing here imports JAX, so `check` answers a mistyped word quickly.
 
 import functools
 import importlib.resources
-import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -108,44 +107,45 @@ def top_keys() -> list[str]:
     return [*defaults(), *(key for key in _train_yaml() if key != "defaults")]
 
 
-def read_yaml(path: str | Path, key: str | None = None) -> dict[Any, Any]:
+def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correct the file") -> dict[Any, Any]:
     """Read the mapping that a YAML file holds; `key` is the key that the user set to `path`, if any.
 
-    Raises `UserError` when the file is missing, unreadable, not YAML or not a mapping.
+    Raises `UserError`, with `advice` at its end, when the file is missing, unreadable, not YAML, not a mapping, or when
+    its aliases make it much larger.
     """
     name = show(str(path) if key is None else f"{key}={path}")
-    path, give = Path(os.path.expanduser(path)), "give the path of a YAML file"
-    if check_file(path, name, give) > _MOST_BYTES:
-        raise UserError(f"{name}: larger than {_MOST_BYTES} bytes; {give}")
+    path, other = Path(os.path.expanduser(path)), advice if key is None else "give the path of a YAML file"
+    if check_file(path, name, other) > _MOST_BYTES:
+        raise UserError(f"{name}: larger than {_MOST_BYTES} bytes; {other}")
     try:
         text = path.read_text(encoding="utf-8")
         if "*" in text and (root := yaml.compose(text, yaml.SafeLoader)) and _count_values(root, {}) > _MOST_VALUES:
-            raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES} values; write them out")
+            raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES} values; {advice}")
         mapping = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); {give}") from None
+        raise UserError(f"{name}: cannot be read ({error.strerror}); {other}") from None
     except yaml.YAMLError as error:
         line = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
-        raise UserError(f"{name}: broken YAML{line} ({problem}); correct the file") from None
+        raise UserError(f"{name}: broken YAML{line} ({problem}); {advice}") from None
     except (OmegaConfBaseException, RecursionError, AssertionError) as error:
         where = f" of '{at}'" if (at := getattr(error, "full_key", None)) else ""
-        raise UserError(f"{name}: the value{where} cannot be read; correct the file") from None
+        raise UserError(f"{name}: the value{where} cannot be read; {advice}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{name}: is not UTF-8 text; {give}") from None
+        raise UserError(f"{name}: is not UTF-8 text; {other}") from None
     except ValueError as error:
-        raise UserError(f"{name}: a value cannot be read ({str(error).partition(';')[0]}); correct the file") from None
+        raise UserError(f"{name}: a value cannot be read ({str(error).partition(';')[0]}); {advice}") from None
     if not isinstance(mapping, dict):
-        raise UserError(f"{name}: expected keys and their values, found a list; correct the file")
+        raise UserError(f"{name}: expected keys and their values, found a list; {advice}")
     return mapping
 
 
-def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
-    """Return the number of values below a node; infinite if it holds itself."""
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values below a node; too many if it holds itself."""
     if id(node) not in counts:
-        counts[id(node)] = math.inf
+        counts[id(node)] = _MOST_VALUES + 1
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
         below = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
         counts[id(node)] = 1 + sum(_count_values(part, counts) for part in below)

@@ -1,5 +1,6 @@
 """Find files, and read those that are text."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,8 +42,8 @@ def read_documents(paths: Sequence[Path], path: str, *, key: str) -> Iterator[tu
     alone = root.is_file()
     empty = True
     for file in paths:
+        check_size([file], f"{shown}: {show(str(file))}", "split it into smaller files")
         try:
-            check_host(f"{shown}: {show(str(file))}", os.path.getsize(file), "split it into smaller files")
             content = file.read_bytes()
             content.decode()
         except OSError as error:
@@ -59,6 +60,15 @@ def read_documents(paths: Sequence[Path], path: str, *, key: str) -> Iterator[tu
     if empty:
         what = "is an empty file" if alone else f"holds no UTF-8 text (files read: {len(paths)})"
         raise UserError(f"{shown} {what}; {_GIVE}")
+
+
+def check_size(paths: Sequence[Path], what: str, advice: str) -> None:
+    """Raise `UserError` if memory cannot hold `paths` together; `what` begins the message, `advice` ends it."""
+    size = 0
+    for file in paths:
+        with contextlib.suppress(OSError):  # it has just been removed
+            size += os.path.getsize(file)
+    check_host(what, size, advice)
 
 
 def describe_skipped(count: int) -> str:

@@ -1,7 +1,6 @@
 """Data: text files and folders of them."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +8,10 @@ from typing import NamedTuple
 from moezoo.convert import show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, concatenate, digest, dtype_for, hold_out, select_held_out_by_name
-from moezoo.data.files import describe_skipped, find_documents, read_documents
+from moezoo.data.files import check_size, describe_skipped, find_documents, read_documents
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import NO_TOKENS, Tokenizer, document_ids, text_tokenizer
 from moezoo.errors import UserError
-from moezoo.parallel.host import check_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +70,7 @@ class _NamedCorpus(NamedTuple):
 
 
 def _read(paths: Sequence[Path], path: str, tokenizer: Tokenizer, *, key: str) -> _NamedCorpus:
-    size, advice = sum(map(os.path.getsize, paths)), "convert it with moezoo prepare-data, and train with data=tokens"
-    check_host(show(f"{key}={path}"), size, advice)
+    check_size(paths, show(f"{key}={path}"), "convert it with moezoo prepare-data, and train with data=tokens")
     names, documents = [], []
     dtype = dtype_for(tokenizer.vocab)
     for name, content in read_documents(paths, path, key=key):

@@ -109,5 +109,5 @@ def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarr
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an exception's message, or of a long line its first 200 characters."""
+    return show((str(error).strip() or type(error).__name__).splitlines()[0][:200])

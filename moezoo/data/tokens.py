@@ -228,7 +228,8 @@ def _open(path: Path, *, key: str) -> np.ndarray:
     if not check_file(path, shown, give):
         raise UserError(f"{shown} is an empty file; {give}")
     try:
-        return npy.open_memmap(path, mode="r")
+        with np.errstate(over="ignore"):  # of a damaged shape
+            return npy.open_memmap(path, mode="r")
     # NumPy reads the header as Python: a damaged one raises many errors.
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError, tokenize.TokenError) as error:
         raise UserError(f"{shown} cannot be read as a .npy array ({one_line(error)}); {_MAKE}") from error

@@ -15,15 +15,19 @@ def host_memory() -> int:
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *group_limits())
 
 
-def check_host(what: str, needed: int, advice: str) -> None:
-    """Raise `UserError` if `what`, the start of the message, needs more bytes than this machine has."""
+def check_host(what: str, needed: int, advice: str, where: str = "") -> None:
+    """Raise `UserError` if `what` needs more bytes than this machine has; `advice` ends the message.
+
+    `where` names the devices that share the memory.
+    """
     if needed > (have := host_memory()):
-        raise UserError(f"{what} needs at least {in_gib(needed)}, and this machine has {in_gib(have)}; {advice}")
+        there = f"this machine has {in_gib(have)}"
+        raise UserError(f"{what} needs at least {in_gib(needed)} of memory{where}, and {there}; {advice}")
 
 
 def in_gib(number: int) -> str:
     """Return a number of bytes as a user reads it."""
-    return f"{number / 2**30:,.1f} GiB of memory"
+    return f"{number / 2**30:,.1f} GiB"
 
 
 def group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

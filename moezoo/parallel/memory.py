@@ -34,12 +34,12 @@ def check_devices(what: str, needed: int, mesh: Mesh | AbstractMesh | None, advi
     devices = here[:1] if mesh is None else [device for device in mesh.devices.flat if device in here]
     if devices and devices[0].platform == "cpu":
         where = f" on {len(devices)} CPU devices" * (len(devices) > 1)
-        check_host(f"{what}{where}", needed * len(devices), advice)
+        check_host(what, needed * len(devices), advice, where)
         return
     for device in devices:
         have = (device.memory_stats() or {}).get("bytes_limit")
         if have is not None and needed > have:
             raise UserError(
-                f"{what} needs at least {in_gib(needed)} per device, and {device.device_kind} has {in_gib(have)}; "
-                f"{advice}"
+                f"{what} needs at least {in_gib(needed)} of memory per device, and a {device.device_kind} has "
+                f"{in_gib(have)}; {advice}"
             )

@@ -133,7 +133,7 @@ def start(wanted: int = 1) -> list[jax.Device]:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that a plugin for "cuda" is installed
         settings: Any = jax.config  # its attributes are made at run time
-        reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0] or "it is not installed"
+        reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "it is not installed"
         raise UserError(
             f"JAX_PLATFORMS={settings.jax_platforms or ''}: JAX cannot start there ({reason}); set JAX_PLATFORMS=cpu "
             "to run on virtual CPU devices, or unset it"

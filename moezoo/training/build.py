@@ -51,7 +51,7 @@ def build_step(
     state, placements = step.arguments[0], step.placements
     gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (state.model, placements.model)))
     needed = local_bytes(state, placements) + gradients
-    check_arrays(cfg, shapes, needed, execution, ", their gradients and the state of the optimizer")
+    check_arrays(cfg, shapes, needed, execution, "gradients", "optimizer state")
     return step
 
 

@@ -41,7 +41,7 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     _check_model(cfg, about["config"]["model"], checkpoints / str(step))
     make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
     shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
-    check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None, "")
+    check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     return restore(checkpoints, step, about, model=target)["model"], cfg

@@ -110,7 +110,7 @@ def test_inside_a_program_that_uses_hydra():
         theirs, base = GlobalHydra.instance().hydra, getbase()
         before = hydra.compose("train", ["steps=7"])
         assert compose("mesh=ep8").mesh.expert == 8
-        refused(compose, "mesh=ep9")
+        refused(compose, "mesh=epp8")
         assert GlobalHydra.instance().hydra is theirs
         assert (getbase(), JobRuntime.instance().get("name")) == (base, "theirs")
         assert hydra.compose("train", ["steps=7"]) == before
