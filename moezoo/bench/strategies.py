@@ -27,7 +27,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import MeshShape, prepare
+from moezoo.parallel.mesh import MeshShape, start
 from moezoo.training.build import build_state, build_step
 from moezoo.training.feed import Feed
 
@@ -120,7 +120,7 @@ def compare_strategies(
         compose(*_overrides("mesh", mesh), *_overrides("dispatch", dispatch), *settings.split())
         for mesh, dispatch in names
     ]
-    prepare(max(cfg.mesh.devices for cfg in configs))
+    start(max(cfg.mesh.devices for cfg in configs))
     for cfg, (_, dispatch) in zip(configs, names, strict=True):
         build_execution(cfg)
         for key in ("batch_size", "seq_len", "seed", "data", "model", "execution"):

@@ -23,7 +23,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
 from moezoo.models import model_shapes
 from moezoo.parallel.axes import count_parameters
-from moezoo.parallel.mesh import prepare
+from moezoo.parallel.mesh import start
 from moezoo.training.build import build_state, build_step
 from moezoo.training.step import State
 
@@ -37,7 +37,7 @@ def train_steps(
     the keys that a query sees. FLOPs of rematerialisation do not count.
     """
     configs = {words: compose(*words.split(), *([f"execution.dtype={dtype}"] if dtype else [])) for words in settings}
-    prepare(max(cfg.mesh.devices for cfg in configs.values()))
+    start(max(cfg.mesh.devices for cfg in configs.values()))
     for sizes, kind in dict.fromkeys((_sizes(cfg), cfg.execution.dtype) for cfg in configs.values()):
         same = {w: cfg for w, cfg in configs.items() if (_sizes(cfg), cfg.execution.dtype) == (sizes, kind)}
         learned = all(cfg.execution.routing == "learned" for cfg in same.values())

@@ -153,17 +153,14 @@ def _check_known(what: str, names: Sequence[str], valid: Collection[str]) -> Non
 
 
 def _results(options: argparse.Namespace) -> Iterator[Any]:
-    import jax
-
     from moezoo.bench import parts, results
     from moezoo.bench.train_step import train_steps
-    from moezoo.parallel.mesh import prepare
+    from moezoo.parallel.mesh import start
 
     if options.part == "train_step":
         yield from train_steps(options.steps, options.dtype, options.seconds, options.samples, _log)
         return
-    prepare(1)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = start()[0].platform == "cpu"
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     make = {"grouped_matmul": parts.product, "moe_layer": parts.layer}[options.part]
     for name in _names(options, "laptop" if on_cpu else "accelerator"):
@@ -213,14 +210,11 @@ def _compile(options: argparse.Namespace) -> None:
 
 
 def _attention(options: argparse.Namespace) -> list[Any]:
-    import jax
-
     from moezoo.bench import attention
-    from moezoo.parallel.mesh import prepare
+    from moezoo.parallel.mesh import start
 
     heads, dims = (_two_numbers(name, getattr(options, name)) for name in ("heads", "dims"))
-    prepare(1)
-    on_cpu = jax.default_backend() == "cpu" and not options.absent
+    on_cpu = start()[0].platform == "cpu" and not options.absent
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     sizes = attention.Sizes(*heads, *dims, options.documents, options.window, dtype)
     lengths = options.tokens or attention.LENGTHS

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
+from moezoo.convert import show
 from moezoo.errors import UserError
 
 
@@ -71,8 +72,8 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     cfg = configure(*arguments)
     loaded = _from_folder(request.folder, cfg) if request.folder else _from_run(request.run_dir or "", changes)
     texts = [loaded.tokenizer.encode(prompt) for prompt in request.prompt]
-    if not all(texts):
-        raise UserError("a prompt is empty; write at least one token")
+    if empty := [prompt for prompt, text in zip(request.prompt, texts, strict=True) if not text]:
+        raise UserError(f"prompt={show(empty[0])}: the tokenizer makes no token of it; write another text")
     length = max(map(len, texts))
     mask = np.array([[False] * (length - len(text)) + [True] * len(text) for text in texts])
     ids = np.zeros(mask.shape, np.int32)

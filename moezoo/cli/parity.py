@@ -26,8 +26,10 @@ class Keys:
 def main(arguments: Sequence[str]) -> int:
     """Compare and print the table; return 1 when a module diverges."""
     from moezoo.hub.parity import compare
+    from moezoo.parallel.mesh import start
 
     keys = read(Keys, arguments)
+    start()
     result = compare(keys.folder, keys.tokens, seed=keys.seed, tolerance=keys.tolerance)
     print(result)
     return 0 if result.first is None else 1

@@ -7,6 +7,7 @@ from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
+from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
@@ -30,7 +31,7 @@ def build_execution(
             generation and comparisons.
 
     Raises:
-        UserError: mesh, rules and sizes do not fit together.
+        UserError: mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices.
     """
     check_config(cfg)
     convert(Literal["configured", "any"], batches, "batches")
@@ -46,9 +47,11 @@ def build_execution(
         routing=cfg.execution.routing,
     )
     _check_experts(cfg.model.experts, execution)
+    check_sizes(cfg.model, execution)
     execution.specs(model_shapes(cfg.model))
     if batches == "configured":
         _check_batches(cfg, execution)
+        check_batch(cfg, execution)
     return execution
 
 
@@ -74,7 +77,12 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
         check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
     except UserError as error:
         raise UserError(f"{error}{_smaller_split(cfg, execution)}") from None
-    tokens = cfg.batch_size * cfg.seq_len // (micro_steps * execution.ways(execution.token_axes))
+    if (tokens := cfg.batch_size * cfg.seq_len) >= 2**31:
+        raise UserError(
+            f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} makes {tokens} tokens per step, and they are counted "
+            f"in int32; choose at most {2**31 - 1} together"
+        )
+    tokens //= micro_steps * execution.ways(execution.token_axes)
     if cfg.dispatch.chunks > tokens:
         raise UserError(
             f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens per device and micro-step; choose at "

@@ -105,12 +105,14 @@ def run_folder(path: str | Path) -> Path:
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     """Read the configuration saved in a run's folder, which the user set `key` to.
 
-    Raises `UserError` when the folder holds no run, and for a run of a version with other names of keys.
+    Raises `UserError` when the folder holds no run, when the file is damaged, which the message then names, and for a
+    run of a version with other names of keys.
     """
     saved = run_folder(folder_path(folder, key)) / "config.yaml"
     if not saved.exists():
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
-    mapping = read_yaml(saved)
+    advice = f"correct the file, or set {key} to another run"
+    mapping = read_yaml(saved, advice=advice)
     for old, new in RENAMED.items():
         group, _, name = old.partition(".")
         if isinstance(section := mapping.get(group), dict) and name in section:
@@ -118,6 +120,10 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
                 f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
                 f"({old} is now {new})"
             )
+    try:
+        from_mapping({**mapping, "dispatch": {"name": "gather"}} if _own_strategy(mapping) else mapping)
+    except UserError as error:
+        raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
     return mapping
 
 

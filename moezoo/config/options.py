@@ -60,6 +60,8 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
     for argument in own:
         name, _, text = argument.partition("=")
         if types[name] == tuple[str, ...]:
+            if not text:
+                raise UserError(f"{show(argument)}: expected text, found nothing; write {name}=TEXT")
             values.setdefault(name, []).append(text)
         elif name in values:
             raise UserError(f"{argument}: {name} is given twice; leave one out")

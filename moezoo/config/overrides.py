@@ -5,22 +5,28 @@ Nothing here imports JAX, so `check` answers a mistyped word quickly.
 
 import functools
 import importlib.resources
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
+from moezoo.config.other_names import check_name, suggest_axes
 from moezoo.convert import show
 from moezoo.errors import UserError, describe_class, nearest
+from moezoo.parallel.host import check_file
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
 PACKAGE = "# @package _global_\n"  # Hydra's mark of an entry that is merged into the whole configuration
+
+# The largest file that is read as YAML, and the most values in it after its aliases are expanded.
+_MOST_BYTES, _MOST_VALUES = 2**20, 10**5
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
@@ -42,14 +48,21 @@ def read(overrides: Sequence[str]) -> Asked:
             raise UserError(f'an override is {describe_class(text)}, expected text such as "mesh=ep8"{apart}')
         key, value = _parse(text, known)
         if key not in known:
+            check_name(key, top_keys())
             asked.changes[key] = value
             continue
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
         if not isinstance(value, str) or not (value in known[key] or is_own(key, value)):
-            own = {"rules": " (or give the path of a .yaml file)", "dispatch": " (or package.module.Class of your own)"}
-            hint = nearest(show(value), known[key])
-            raise UserError(f"{key}={show(value)}: no such {key}; {hint}{own.get(key, '')}")
+            own = {
+                "rules": " (or give the path of a .yaml file)",
+                "dispatch": " (or package.module.Class of your own)",
+                "mesh": " (or set its axes, such as mesh.expert=4)",
+            }
+            hint = f"{nearest(show(value), known[key])}{own.get(key, '')}"
+            if key == "mesh" and (axes := suggest_axes(show(value))):
+                hint = f"write {axes}"
+            raise UserError(f"{key}={show(value)}: no such {key}; {hint}")
         asked.choices[key] = value
     return asked
 
@@ -97,30 +110,49 @@ def top_keys() -> list[str]:
     return [*defaults(), *(key for key in _train_yaml() if key != "defaults")]
 
 
-def read_yaml(path: str | Path, key: str | None = None) -> dict[Any, Any]:
+def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correct the file") -> dict[Any, Any]:
     """Read the mapping that a YAML file holds; `key` is the key that the user set to `path`, if any.
 
-    Raises `UserError` when the file is missing, unreadable, not YAML or not a mapping.
+    Raises `UserError`, with `advice` at its end, when the file is missing, unreadable, not YAML, not a mapping, or when
+    its aliases make it much larger.
     """
     name = show(str(path) if key is None else f"{key}={path}")
+    path, other = Path(os.path.expanduser(path)), advice if key is None else "give the path of a YAML file"
+    if check_file(path, name, other) > _MOST_BYTES:
+        raise UserError(f"{name}: larger than {_MOST_BYTES} bytes; {other}")
     try:
-        mapping = OmegaConf.to_container(
-            OmegaConf.create(Path(path).expanduser().read_text(encoding="utf-8")), resolve=False
-        )
+        text = path.read_text(encoding="utf-8")
+        if "*" in text and (root := yaml.compose(text, yaml.SafeLoader)) and _count_values(root, {}) > _MOST_VALUES:
+            raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES} values; {advice}")
+        mapping = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except UserError:
+        raise
     except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except YAMLError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror}); {other}") from None
+    except yaml.YAMLError as error:
         line = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
-        raise UserError(f"{name}: broken YAML{line} ({problem}); correct the file") from None
+        raise UserError(f"{name}: broken YAML{line} ({problem}); {advice}") from None
     except (OmegaConfBaseException, RecursionError, AssertionError) as error:
         where = f" of '{at}'" if (at := getattr(error, "full_key", None)) else ""
-        raise UserError(f"{name}: the value{where} cannot be read; correct the file") from None
-    except ValueError:
-        raise UserError(f"{name}: is not UTF-8 text; give the path of a YAML file") from None
+        raise UserError(f"{name}: the value{where} cannot be read; {advice}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{name}: is not UTF-8 text; {other}") from None
+    except ValueError as error:
+        raise UserError(f"{name}: a value cannot be read ({str(error).partition(';')[0]}); {advice}") from None
     if not isinstance(mapping, dict):
-        raise UserError(f"{name}: expected keys and their values, found a list; correct the file")
+        raise UserError(f"{name}: expected keys and their values, found a list; {advice}")
     return mapping
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values below a node; too many if it holds itself."""
+    if id(node) not in counts:
+        counts[id(node)] = _MOST_VALUES + 1
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
+        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in below)
+    return counts[id(node)]
 
 
 @functools.cache
@@ -161,6 +193,9 @@ def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
         found = f"'{show(key)}'" if key else "nothing"
         raise UserError(f"{shown}: expected a key such as steps or model.layers before '=', found {found}")
     if prefix and not (prefix == "+" and key.startswith(("rules.store.", "rules.compute."))):
+        check_name(key, top_keys())
+        if (name := key.partition(".")[0]) not in top_keys():
+            raise UserError(f"{key}: there is no key '{name}'; {nearest(name, top_keys())}")
         raise UserError(f"{shown}: keys are fixed and '{prefix}' cannot add one; write {show(f'{key}={value}')}")
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={value}")

@@ -12,6 +12,10 @@ from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_i
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError
+from moezoo.parallel.host import check_host
+
+# Python draws the successors of one token after the other, and the tokens of all documents step by step: seconds.
+_MOST = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +26,10 @@ class Synthetic(DataSettings):
     `document_length` tokens; the seed of the run decides the chain and the documents.
     """
 
-    vocab: int = 256
+    vocab: Annotated[int, Range(at_least=1, at_most=_MOST)] = 256
     successors: Size = 4
     documents: Size = 2000
-    document_length: Annotated[int, Range(at_least=2)] = 1000
+    document_length: Annotated[int, Range(at_least=2, at_most=_MOST)] = 1000
 
     def __post_init__(self):
         super().__post_init__()
@@ -41,6 +45,13 @@ class Synthetic(DataSettings):
         The first token of a document is never predicted, so every label has an entropy of exactly ln(`successors`).
         """
         require_vocab(f"data.vocab={self.vocab}", self.vocab, vocab, or_else=f" or data.vocab={vocab}")
+        chain, per_document = 8 * self.vocab * self.successors, self.document_length * dtype_for(self.vocab).itemsize
+        check_host(f"data.vocab={self.vocab} x data.successors={self.successors}", chain, "choose fewer")
+        check_host(
+            f"data.documents={self.documents} x data.document_length={self.document_length}",
+            self.documents * (per_document + 2 * 8),  # its tokens, where it begins, and one random number
+            "choose fewer or shorter documents",
+        )
         random = np.random.default_rng(seed)
         successors = np.stack([random.choice(self.vocab, self.successors, replace=False) for _ in range(self.vocab)])
         tokens = np.empty((self.documents, self.document_length), dtype_for(self.vocab))

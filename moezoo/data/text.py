@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from moezoo.convert import show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, concatenate, digest, dtype_for, hold_out, select_held_out_by_name
-from moezoo.data.files import find_documents, read_documents
+from moezoo.data.files import check_size, describe_skipped, find_documents, read_documents
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.tokenizer import Tokenizer, document_ids, text_tokenizer
+from moezoo.data.tokenizer import NO_TOKENS, Tokenizer, document_ids, text_tokenizer
 from moezoo.errors import UserError
 
 
@@ -56,7 +57,7 @@ class Text(DataSettings):
             read = _read(paths, path, tokenizer, key="data.path")
             held_out = _read(apart, own, tokenizer, key="data.validation")
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
-        extra = {"skipped": f"{read.skipped} files that are not UTF-8 text"} if read.skipped else {}
+        extra = {"skipped": describe_skipped(read.skipped)} if read.skipped else {}
         return make_source("text", split, tokenizer, vocab=tokenizer.vocab, sha256=digest(read.corpus), **extra)
 
 
@@ -69,9 +70,13 @@ class _NamedCorpus(NamedTuple):
 
 
 def _read(paths: Sequence[Path], path: str, tokenizer: Tokenizer, *, key: str) -> _NamedCorpus:
+    check_size(paths, show(f"{key}={path}"), "convert it with moezoo prepare-data, and train with data=tokens")
     names, documents = [], []
     dtype = dtype_for(tokenizer.vocab)
     for name, content in read_documents(paths, path, key=key):
         names.append(name)
         documents.append(document_ids(tokenizer, content, dtype))
-    return _NamedCorpus(concatenate(documents, dtype), names, len(paths) - len(names))
+    corpus = concatenate(documents, dtype)
+    if not len(corpus):
+        raise UserError(f"{show(f'{key}={path}')}: {NO_TOKENS}")
+    return _NamedCorpus(corpus, names, len(paths) - len(names))

@@ -1,12 +1,17 @@
 """Convert text to token ids and back: raw bytes, or a Hugging Face tokenizer. Only this module uses that library."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
+from moezoo.convert import show
 from moezoo.errors import UserError
+from moezoo.parallel.host import check_file
+
+NO_TOKENS = "the tokenizer makes no token of this text; give another text or tokenizer"
 
 
 @runtime_checkable
@@ -27,7 +32,7 @@ class Bytes:
     vocab = 256
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(text.encode(errors="surrogateescape"))  # arguments of a command need not be UTF-8
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text; bytes that are not UTF-8, such as a part of a character, and ids over 255 become U+FFFD."""
@@ -44,9 +49,10 @@ class Numbers:
         """Return the ids. Raises `UserError` for anything except numbers below `vocab`."""
         words = text.split()
         for word in words:
-            if not (word.isascii() and word.isdecimal() and int(word) < self.vocab):
+            # Python converts texts of some thousand digits slowly or not at all.
+            if not (word.isascii() and word.isdecimal() and len(word) < 20 and int(word) < self.vocab):
                 raise UserError(
-                    f"'{word}' is not a token: {self._where} has no tokenizer; "
+                    f"'{show(word)}' is not a token: {self._where} has no tokenizer; "
                     f"give numbers from 0 to {self.vocab - 1}, separated by spaces"
                 )
         return [int(word) for word in words]
@@ -64,21 +70,27 @@ class HuggingFace:
     def __init__(self, path: Path, *, key: str):
         from tokenizers import Tokenizer as Library
 
-        if not path.is_file():
-            raise UserError(
-                f"{key}={path} is not a file; give a Hugging Face tokenizer.json, or leave {key} out for bytes"
-            )
+        self._shown = show(f"{key}={path}")
+        check_file(path, self._shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
         try:
             self._library: Any = Library.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
+            raise UserError(f"{self._shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
         # A file saved by a fine-tuning run may truncate every text to some length, or pad it.
         self._library.no_truncation()
         self._library.no_padding()
         self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.vocab:
+            raise UserError(f"{self._shown} has an empty vocabulary; give another tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
-        return self._library.encode(text).ids
+        """Return the ids. Raises `UserError` for text that the tokenizer refuses, such as words unknown to it."""
+        try:
+            return self._library.encode(text).ids
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(
+                f"{self._shown} cannot encode the text ({one_line(error)}); give another text or tokenizer"
+            ) from error
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
@@ -86,7 +98,7 @@ class HuggingFace:
 
 def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:
     """Return the tokenizer in the file `path`, or raw bytes for None; `key` is the user's name of the setting."""
-    return Bytes() if path is None else HuggingFace(Path(path).expanduser(), key=key)
+    return Bytes() if path is None else HuggingFace(Path(os.path.expanduser(path)), key=key)
 
 
 def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarray:
@@ -97,5 +109,5 @@ def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarr
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an exception's message, or of a long line its first 200 characters."""
+    return show((str(error).strip() or type(error).__name__).splitlines()[0][:200])

@@ -22,20 +22,31 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
 
-from moezoo.convert import convert
+from moezoo.convert import convert, show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, hold_out, select_held_out_by_index
-from moezoo.data.files import find_documents, read_documents
+from moezoo.data.files import describe_skipped, find_documents, read_documents
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line, text_tokenizer
+from moezoo.data.tokenizer import (
+    NO_TOKENS,
+    Bytes,
+    HuggingFace,
+    Numbers,
+    Tokenizer,
+    document_ids,
+    one_line,
+    text_tokenizer,
+)
 from moezoo.errors import UserError
+from moezoo.parallel.host import check_file
 
 _MAKE = "make the files again with moezoo prepare-data"
 _OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"
@@ -64,14 +75,14 @@ class Tokens(DataSettings):
             raise UserError(
                 "data.path is required for data=tokens; pass data.path=FILE.npy, made by moezoo prepare-data"
             )
-        path = Path(self.path).expanduser()
+        path = Path(os.path.expanduser(self.path))
         corpus, metadata = _read_tokens(path, key="data.path")
         needed = metadata["vocab"]
         require_vocab(f"data.path={path} has a vocabulary of {needed} tokens", needed, vocab)
         if self.validation is None:
             split = hold_out(corpus, select_held_out_by_index(corpus.documents))
         else:
-            other = Path(self.validation).expanduser()
+            other = Path(os.path.expanduser(self.validation))
             validation, its_metadata = _read_tokens(other, key="data.validation")
             if path.samefile(other):
                 raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
@@ -95,22 +106,35 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
         UserError: the text or the tokenizer cannot be read, there is no text, or a file to write exists.
     """
     path, out = convert(str, path, "path"), convert(str, out, "out")
-    target = Path(out).expanduser()
+    target = Path(os.path.expanduser(out))
     if target.suffix != ".npy":
-        raise UserError(f"out={out} does not end in .npy; name a .npy file")
+        raise UserError(f"{show(f'out={out}')} is not the name of a .npy file; write out=NAME.npy")
     for file in _beside(target):
-        if file.exists():
-            raise UserError(f"{file} already exists; remove it or write to another name")
+        if os.path.lexists(file):
+            raise UserError(f"{show(str(file))} already exists; remove it or write to another name")
     paths = find_documents(path, key="path")
     coder = text_tokenizer(tokenizer, key="tokenizer")
     dtype = np.dtype(np.uint16 if coder.vocab <= 2**16 else np.uint32)
     texts = read_documents(paths, path, key="path")
-    copied = None if tokenizer is None else Path(tokenizer).expanduser()
+    copied = None if tokenizer is None else Path(os.path.expanduser(tokenizer))
+
+    def documents() -> Iterator[np.ndarray]:
+        tokens = 0
+        for _, text in texts:
+            ids = document_ids(coder, text, dtype)
+            tokens += len(ids)
+            yield ids
+        if not tokens:
+            raise UserError(f"{show(f'path={path}')}: {NO_TOKENS}")
+
     try:
-        metadata = _write(target, (document_ids(coder, text, dtype) for _, text in texts), dtype, coder.vocab, copied)
+        metadata = _write(target, documents(), dtype, coder.vocab, copied)
     except OSError as error:
-        raise UserError(f"out={out} cannot be written ({error.strerror}); name a file in another folder") from error
-    return f"{target}: {metadata['tokens']:,} {metadata['unit']}s in {metadata['documents']:,} documents, {dtype}"
+        shown = show(f"out={out}")
+        raise UserError(f"{shown} cannot be written ({error.strerror}); name a file in another folder") from error
+    written, skipped = metadata["documents"], len(paths) - metadata["documents"]
+    line = f"{target}: {metadata['tokens']:,} {metadata['unit']}s in {written:,} documents, {dtype}"
+    return line + f"; skipped {describe_skipped(skipped)}" * (skipped > 0)
 
 
 def _beside(path: Path) -> tuple[Path, Path, Path, Path]:
@@ -201,14 +225,15 @@ def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
 
 
 def _open(path: Path, *, key: str) -> np.ndarray:
-    if not path.is_file():
-        raise UserError(f"{key}={path} is not a file; give a .npy file of token ids, made by moezoo prepare-data")
-    if not path.stat().st_size:
-        raise UserError(f"{key}={path} is an empty file; give a .npy file of token ids, made by moezoo prepare-data")
+    shown, give = show(f"{key}={path}"), "give a .npy file of token ids, made by moezoo prepare-data"
+    if not check_file(path, shown, give):
+        raise UserError(f"{shown} is an empty file; {give}")
     try:
-        return npy.open_memmap(path, mode="r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}={path} cannot be read as a .npy array ({one_line(error)}); {_MAKE}") from error
+        with np.errstate(over="ignore"):  # of a damaged shape
+            return npy.open_memmap(path, mode="r")
+    # NumPy reads the header as Python: a damaged one raises many errors.
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError, tokenize.TokenError) as error:
+        raise UserError(f"{shown} cannot be read as a .npy array ({one_line(error)}); {_MAKE}") from error
 
 
 def _read_metadata(path: Path, tokens: np.ndarray, *, key: str) -> dict[str, Any]:
@@ -217,9 +242,9 @@ def _read_metadata(path: Path, tokens: np.ndarray, *, key: str) -> dict[str, Any
     try:
         metadata = json.loads(path.read_text())
         vocab, unit, digest = metadata["vocab"], metadata["unit"], metadata["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{key}: {path.name} is damaged ({one_line(error)}); {_MAKE}") from error
-    if not (isinstance(vocab, int) and vocab > 0 and unit in ("byte", "token") and isinstance(digest, str)):
+    if not (type(vocab) is int and 0 < vocab <= 2**32 and unit in ("byte", "token") and isinstance(digest, str)):
         raise UserError(f"{key}: {path.name} has vocab={vocab!r}, unit={unit!r}; {_MAKE}")
     return metadata
 

@@ -26,6 +26,7 @@ from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
 from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.host import check_host
 
 _MOST_NAMES = 60  # in a message; a layer of any family has fewer
 SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
@@ -46,16 +47,20 @@ def from_pretrained(
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
-            wrong shape, is cut short, or is in a file outside the folder. `dtype` is another one.
+            wrong shape, is cut short, or is in a file outside the folder. `dtype` is another one. The arrays exceed the
+            memory of this machine.
     """
     folder, target = Path(folder).expanduser(), None if dtype is None else _parameter_dtype(dtype)
     family, config, files = _open(folder)
-    shapes = model_shapes(config, str(target or files.common_dtype()))
+    stored = target or files.common_dtype()
+    shapes = model_shapes(config, str(stored))
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
     wanted = list(itertools.islice(tensors(shapes, family.hub), len(files.tensors) + 100_000))
     _check_names(set(files.tensors), {t.name for t in wanted}, family, folder)
     for tensor in wanted:
         files.check(tensor.name, tensor.shape)
+    bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    check_host(f"{folder}: the model in {stored.name}", bytes_, "load it on a machine with more memory")
     whole = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in arrays_by_path(shapes).items()}
     odd = []
     for tensor in wanted:

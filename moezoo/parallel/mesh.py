@@ -15,6 +15,9 @@ from moezoo.errors import UserError, check_type
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
+# Virtual CPU devices of a process: each has threads, and from 10,000 on JAX starts in seconds and ends in minutes.
+_MOST_CPU_DEVICES = 4096
+
 # The device files of accelerator drivers. Without them, an installed plugin prints errors when JAX starts.
 _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
 
@@ -100,16 +103,43 @@ def _order_cached_programs() -> None:
 
 
 def prepare(wanted: int) -> None:
-    """Configure JAX before it starts: `wanted` CPU devices, and no search for accelerators without a driver."""
+    """Configure JAX before it starts: `wanted` CPU devices, and no search for accelerators without a driver.
+
+    Raises:
+        UserError: There are no accelerators, and `wanted` are too many for virtual CPU devices.
+    """
     if has_started():
         return
+    if wanted > _MOST_CPU_DEVICES and not accelerators():
+        raise UserError(
+            f"a mesh of {wanted} devices: this machine has no accelerators and can have at most {_MOST_CPU_DEVICES} "
+            "virtual CPU devices; choose a smaller mesh"
+        )
     _order_cached_programs()
     settings: Any = jax.config  # its attributes are made at run time
     if not settings.jax_platforms and not accelerators():
         jax.config.update("jax_platforms", "cpu")
     # A number that the user has set, by variable or by call, takes precedence.
     if settings.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", wanted)
+        jax.config.update("jax_num_cpu_devices", min(wanted, _MOST_CPU_DEVICES))
+
+
+def start(wanted: int = 1) -> list[Any]:
+    """Start JAX, if it has not started, with `wanted` virtual CPU devices or the accelerators; return its devices.
+
+    Raises:
+        UserError: JAX cannot start on the platform that JAX_PLATFORMS names; otherwise as `prepare`.
+    """
+    prepare(wanted)
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a plugin for "cuda" is installed
+        settings: Any = jax.config  # its attributes are made at run time
+        reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "it is not installed"
+        raise UserError(
+            f"JAX_PLATFORMS={settings.jax_platforms or ''}: JAX cannot start there ({reason}); set JAX_PLATFORMS=cpu "
+            "to run on virtual CPU devices, or unset it"
+        ) from None
 
 
 def make_mesh(shape: MeshShape) -> Mesh:
@@ -120,8 +150,7 @@ def make_mesh(shape: MeshShape) -> Mesh:
             that -1 takes.
     """
     check_type("shape", shape, MeshShape, "write moezoo.MeshShape(expert=8), or take cfg.mesh of a configuration")
-    prepare(shape.devices)
-    return mesh_of(shape, jax.devices())
+    return mesh_of(shape, start(shape.devices))
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:

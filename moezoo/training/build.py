@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
 from moezoo.models import build_model, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.optim import Optimizer
 from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.memory import local_bytes
 from moezoo.training.step import State, Step
 
 
@@ -36,12 +39,20 @@ def build_step(
         execution: how to run the model.
         model: the model, or its shapes, if it differs from what `cfg.model` describes, for instance by containers.
         trained: as in `Step`.
+
+    Raises:
+        UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices.
     """
     shapes = model_shapes(cfg.model, cfg.execution.param_dtype) if model is None else model
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
-    return Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, trained)
+    step = Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, trained)
+    state, placements = step.arguments[0], step.placements
+    gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (state.model, placements.model)))
+    needed = local_bytes(state, placements) + gradients
+    check_arrays(cfg, shapes, needed, execution, "gradients", "optimizer state")
+    return step
 
 
 def build_state(cfg: TrainConfig, execution: Execution, step: Step, model: LanguageModel | None = None) -> State:

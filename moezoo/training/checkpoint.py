@@ -210,7 +210,7 @@ def _verify(folder: Path) -> dict[str, Any]:
         found = _hash_files(folder)
     except FileNotFoundError as error:
         raise UserError(f"{folder} is not a complete checkpoint: {Path(error.filename).name} is missing") from None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise UserError(f"{folder} is damaged: {_SUMS} cannot be read") from None
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror})") from None
@@ -227,7 +227,7 @@ def _verify(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / _ABOUT).read_text())
         format_, step, by = about["format"], about["step"], about["versions"]["moezoo"]
         sections = [about[name] for name in ("config", "arrays", "loader")] + list(about["arrays"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         format_, step, by, sections = None, None, None, []
     if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
         raise UserError(f"{folder} is not a checkpoint of moezoo: {_ABOUT} lacks what moezoo writes there")

@@ -9,7 +9,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -23,6 +22,7 @@ from moezoo.parallel import distributed
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.evaluate import Evaluation
@@ -53,12 +53,6 @@ def _axes(axes: Sequence[str]) -> str:
 
 def _split(axes: Sequence[str]) -> str:
     return f"split over {_axes(axes)}" if axes else "not split"
-
-
-def local_bytes(tree: PyTree, placements: PyTree) -> int:
-    """Return the bytes per device that store `tree`, whose leaves are arrays or shapes."""
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
-    return sum(placement.local_size(x.shape) * np.dtype(x.dtype).itemsize for x, placement in leaves)
 
 
 def layout_lines(placements: PyTree) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 
 from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
+from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
 from moezoo.convert import show
 from moezoo.errors import UserError
@@ -30,7 +31,8 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
         overrides: settings on top of the run's configuration, such as "mesh=single".
 
     Raises:
-        UserError: there is no run, its files are damaged, or they do not fit the configuration.
+        UserError: there is no run, its files are damaged, they do not fit the configuration, or the parameters do not
+            fit into memory.
     """
     folder = folder_path(folder, "run_dir")
     cfg = saved_config(folder, *overrides)
@@ -38,11 +40,10 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     about = read_about(checkpoints, step)
     _check_model(cfg, about["config"]["model"], checkpoints / str(step))
     make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
+    shapes = model_shapes(cfg.model, cfg.execution.param_dtype)
+    check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        model_shapes(cfg.model, cfg.execution.param_dtype),
-    )
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     return restore(checkpoints, step, about, model=target)["model"], cfg
 
 

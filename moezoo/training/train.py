@@ -169,10 +169,11 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     folder = _folder(cfg, before)
     changed = [] if before is None else list_changes(cfg, before.about["config"])
     execution = build_execution(cfg)
+    step = build_step(cfg, execution)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
-    return _Prepared(execution, source, baseline, build_step(cfg, execution), folder, batches_read, changed)
+    return _Prepared(execution, source, baseline, step, folder, batches_read, changed)
 
 
 def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:

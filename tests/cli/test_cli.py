@@ -157,7 +157,7 @@ def test_a_configured_command_with_keys_of_its_own(call):
     assert "optimizer" not in out
     assert call("legs=0", **own) == (2, "", "error: legs=0 must be at least 1\n")
     assert call("lgs=3", **own) == (2, "", "error: lgs: there is no key 'lgs'; did you mean 'legs'?\n")
-    assert call("mesh=ep9", **own)[2].startswith("error: mesh=ep9: no such mesh; did you mean 'ep8'?")
+    assert call("mesh=epp8", **own)[2].startswith("error: mesh=epp8: no such mesh; did you mean 'ep8'?")
 
 
 def test_the_console_command(console):

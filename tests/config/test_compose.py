@@ -110,7 +110,7 @@ def test_inside_a_program_that_uses_hydra():
         theirs, base = GlobalHydra.instance().hydra, getbase()
         before = hydra.compose("train", ["steps=7"])
         assert compose("mesh=ep8").mesh.expert == 8
-        refused(compose, "mesh=ep9")
+        refused(compose, "mesh=epp8")
         assert GlobalHydra.instance().hydra is theirs
         assert (getbase(), JobRuntime.instance().get("name")) == (base, "theirs")
         assert hydra.compose("train", ["steps=7"]) == before
@@ -135,7 +135,12 @@ def test_overrides_on_top_of_a_saved_config():
 # What is refused
 
 ASKED = [  # before anything is composed
-    (["mesh=ep9"], ["mesh=ep9", "no such mesh", "'ep8'"]),
+    (["mesh=epp8"], ["mesh=epp8", "no such mesh", "'ep8'"]),
+    (["mesh=ep4"], ["mesh=ep4", "no such mesh", "mesh.expert=4"]),
+    (["mesh=fsdp2_ep8"], ["no such mesh", "mesh.fsdp=2 mesh.expert=8"]),
+    (["lr=1e-3"], ["'lr'", "'optimizer.learning_rate'"]),
+    (["batch=16"], ["'batch'", "'batch_size'"]),
+    (["model.d_model=3"], ["model.d_model", "'model.embed'"]),
     (["mesh=foo"], ["mesh=foo", "valid: ep8, fsdp2_ep4, fsdp4_ep2, fsdp8, single"]),
     (["mesh=null"], ["mesh=null", "valid: ep8"]),
     (["mesh=3"], ["mesh=3", "valid: ep8"]),
@@ -163,7 +168,8 @@ ASKED = [  # before anything is composed
     (["steps=3\nseed=4"], [r"steps=3\nseed=4", "cannot be read"]),
     (["steps=" + "9" * 5000], ["cannot be read"]),
     (["steps=" + "[" * 300], ["cannot be read"]),
-    (["+foo=1"], ["+foo=1", "cannot add", "foo=1"]),
+    (["+steps=1"], ["+steps=1", "cannot add", "steps=1"]),
+    (["+foo=1"], ["foo", "no key 'foo'", "valid: batch_size"]),
     (["+steps=5"], ["+steps=5", "cannot add", "write steps=5"]),
     (["++steps=5"], ["++steps=5", "'++' cannot add", "write steps=5"]),
     (["++rules.store.vocab=[fsdp]"], ["'++' cannot add", "write rules.store.vocab=[fsdp]"]),

@@ -56,7 +56,7 @@ def test_own_rules_keep_their_name(mine):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        (None, "cannot be read (No such file or directory)"),
+        (None, "does not exist; give the path of a YAML file"),
         ("store: [1\nbatch: {", "broken YAML in line 2"),
         (yaml() + "batch: []\n", "broken YAML in line 5 (found duplicate key batch)"),
         ("\xff", "is not UTF-8 text"),
@@ -82,10 +82,10 @@ def test_refuses_own_rules(mine, text, part):
     if text is not None:
         mine.write_bytes(text.encode("latin-1"))
     message = refused("rules=mine.yaml")
-    assert message.startswith("rules=mine.yaml: ")
+    assert message.startswith("rules=mine.yaml")
     assert part in message
 
 
 def test_refuses_a_folder_as_rules(mine):
     mine.mkdir()
-    assert refused("rules=mine.yaml").startswith("rules=mine.yaml: cannot be read (Is a directory)")
+    assert refused("rules=mine.yaml").startswith("rules=mine.yaml is a folder, not a file")

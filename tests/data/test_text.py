@@ -2,15 +2,18 @@
 
 import dataclasses
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from moezoo.data import PythonStdlib, Source, Text, load, train_batches
-from moezoo.data.files import find_documents, read_documents
+from moezoo.data import PythonStdlib, Source, Text, load, tokenize_files, train_batches
+from moezoo.data.files import check_size, find_documents, read_documents
 from moezoo.errors import UserError
+from moezoo.parallel import host
 
 
 def text(source: Source, split: str) -> bytes:
@@ -127,13 +130,25 @@ def fill_path(settings, path: Path):
         ),
         (
             Text(path="{0}/ok.txt", tokenizer="{0}/none"),
-            "data.tokenizer={0}/none is not a file; give a Hugging Face tokenizer.json",
+            "data.tokenizer={0}/none does not exist; give a Hugging Face tokenizer.json",
         ),
         (Text(path="{0}/ok.txt", tokenizer="{0}/ok.txt"), "data.tokenizer={0}/ok.txt is not a Hugging Face tokenizer"),
         (
             Text(path="{0}/ok.txt"),
             "data=text leaves 2 bytes for validation, but seq_len=4 needs 5 for one window; give more data or ",
         ),
+        (Text(path="{0}/pipe"), "data.path={0}/pipe is a pipe, not a file; give a text file or a folder of them"),
+        (Text(path="/dev/zero"), "data.path=/dev/zero is a device, not a file; give a text file or a folder of them"),
+        (Text(path="{0}/" + "x" * 300), "data.path={0}/xxx"),
+        (Text(path="{0}/a\nb"), "'data.path={0}/a\\nb' does not exist; give a text file"),
+        (Text(path="{0}/pipes"), "data.path={0}/pipes is a folder without files; give a text file or a folder of them"),
+        (Text(path="{0}/ok.txt", tokenizer="{0}/pipe"), "data.tokenizer={0}/pipe is a pipe, not a file; give a Huggi"),
+        (
+            Text(path="{0}/ok.txt", tokenizer="{0}/no_words"),
+            "data.tokenizer={0}/no_words has an empty vocabulary; give",
+        ),
+        (Text(path="{0}/ok.txt", tokenizer="{0}/one_word"), "data.tokenizer={0}/one_word cannot encode the text (Word"),
+        (Text(path="{0}/spaces", tokenizer="{0}/one_word"), "data.path={0}/spaces: the tokenizer makes no token of"),
         (
             Text(path="{0}/void.txt"),
             "data.path={0}/void.txt is an empty file; give a text file or a folder of them",
@@ -141,16 +156,48 @@ def fill_path(settings, path: Path):
     ],
 )
 def test_refusals(tmp_path, settings, message):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     (tmp_path / "empty").mkdir()
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
     (tmp_path / "bad.txt").write_bytes(b"ab\xffcd")
     (tmp_path / "ok.txt").write_text("forty letters are enough for a test, oh.")
     (tmp_path / "void.txt").write_text("")
+    (tmp_path / "spaces").write_text(" \n")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes" / "pipe")
+    for name, words in (("no_words", {}), ("one_word", {"word": 0})):  # without a token for other words
+        tokenizer = Tokenizer(models.WordLevel(words))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / name))
     with pytest.raises(UserError) as error:
         load(fill_path(settings, tmp_path), seq_len=4, seed=0, vocab=256)
     assert str(error.value).startswith(message.format(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_text_larger_than_memory(folder, monkeypatch):
+    """Text is read into memory; `prepare-data` holds one file at a time."""
+    size = sum(file.stat().st_size for file in find_documents(str(folder), key="data.path"))
+    monkeypatch.setattr(host, "host_memory", lambda: size - 1)
+    with refused(f"data.path={folder} needs at least", "GiB of memory", "moezoo prepare-data"):
+        load_text(folder)
+    assert tokenize_files(str(folder), str(folder.parent / "out.npy")).endswith(
+        "; skipped 2 files that are not UTF-8 text"
+    )
+    monkeypatch.setattr(host, "host_memory", lambda: 3)
+    with refused(f"path={folder}: {folder}/a/1.txt needs at least", "split it"):
+        tokenize_files(str(folder), str(folder.parent / "other.npy"))
+
+
+def test_files_that_vanish_while_a_folder_is_read(folder, monkeypatch):
+    paths = find_documents(str(folder), key="data.path")
+    paths[5].unlink()
+    check_size(paths, "data.path=texts", "")
+    with refused(f"data.path={folder}: {paths[5]} cannot be read (No such file or directory)"):
+        list(read_documents(paths, str(folder), key="data.path"))
 
 
 def test_a_file_that_cannot_be_read(folder, monkeypatch):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line
+from moezoo.errors import UserError
 
 
 @given(st.text("aä€😀\0\n"))  # characters of one to four bytes
@@ -14,6 +15,7 @@ def test_bytes_round_trip(text):
 
 
 def test_bytes_that_are_not_text():
+    assert Bytes().encode("a\udcffb") == [97, 255, 98]  # so Python reads an argument that is not UTF-8
     assert Bytes().decode(np.array([97, 0xC3, 98])) == "a\ufffdb"
     assert Bytes().decode([97, 256, 98]) == "a\ufffdb"  # a model may have more tokens than there are bytes
 
@@ -23,6 +25,12 @@ def test_hugging_face_neither_truncates_nor_pads(tokenizer_file):
     assert tokenizer.vocab == 301  # ids have a gap
     assert tokenizer.encode("document 1 2 3 other") == [0, 1, 3, 4, 5, 300]
     assert tokenizer.decode(np.array([0, 1, 3], np.int32)) == "document 1"
+
+
+def test_numbers_of_any_length():
+    for text in ("9" * 5000, "0" * 5000, "9" * 25):
+        with pytest.raises(UserError, match=r"is not a token: this data has no tokenizer"):
+            Numbers(5).encode(text)
 
 
 def test_all_are_tokenizers(tokenizer_file):
@@ -41,3 +49,4 @@ def test_document_ids(tokenizer_file, dtype):
 def test_one_line():
     assert one_line(ValueError("first\nsecond")) == "first"
     assert one_line(ValueError()) == "ValueError"
+    assert one_line(ValueError("x" * 999)) == "x" * 200

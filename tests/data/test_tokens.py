@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
+from moezoo.convert import show
 from moezoo.data import Tokens, load, tokenize_files, train_batches
 from moezoo.data import tokens as tokens_module
 from moezoo.errors import UserError
@@ -116,8 +118,24 @@ def truncate(path: Path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def save(array, suffix=".npy"):
-    return lambda path: np.save(path.with_suffix(suffix), array)
+def save(array, suffix=".npy", **options):
+    return lambda path: np.save(path.with_suffix(suffix), array, **options)
+
+
+def replace_by_pipe(path: Path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def change_header(before: bytes, after: bytes):
+    def change(path: Path):
+        content = path.read_bytes()
+        assert content.count(before) == 1
+        room = len(before) + content.partition(before)[2].index(b"\n")  # spaces follow
+        at = content.index(before)
+        path.write_bytes(content[:at] + after.ljust(room) + content[at + room :])
+
+    return change
 
 
 def change_metadata(**changes):
@@ -131,7 +149,7 @@ def change_metadata(**changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), "{0} is not a file; give a .npy file of token ids"),
+        (lambda path: path.unlink(), "{0} does not exist; give a .npy file of token ids"),
         (lambda path: path.write_text("hello, this is text"), "{0} cannot be read as a .npy array (the magic"),
         (lambda path: path.write_text(""), "{0} is an empty file; give a .npy file of token ids"),
         (truncate, "{0} cannot be read as a .npy array (mmap length is greater than file size); make the"),
@@ -141,6 +159,11 @@ def change_metadata(**changes):
             "{0} has dtype int64 and shape [9], expected uint16 or uint32 [tokens]; convert it: np.save('",
         ),
         (save(np.zeros(0, np.uint16)), "{0} holds no tokens"),
+        (replace_by_pipe, "{0} is a pipe, not a file; give a .npy file of token ids"),
+        (save(np.array([{}, None]), allow_pickle=True), "{0} cannot be read as a .npy array (Array can't be memory"),
+        (change_header(b"(420,), }", b"(420,"), "{0} cannot be read as a .npy array ("),
+        (change_header(b"(420,), }", b"(42**9,),"), "{0} cannot be read as a .npy array ("),
+        (change_header(b"(420,), }", b"(%d,)}" % 10**25), "{0} cannot be read as a .npy array ("),
         (save(np.zeros((3, 3), np.uint16)), "{0} has dtype uint16 and shape [3, 3], expected uint16 or "),
         (save(np.zeros(9, ">u2")), "{0} has dtype >u2 and shape [9], expected uint16 or uint32"),
         (
@@ -160,6 +183,9 @@ def change_metadata(**changes):
         (save(np.array([0, 9, 5, 420]), ".offsets.npy"), "{0}: out.offsets.npy decreases at document 1; it must hold "),
         (lambda path: path.with_suffix(".json").write_text("{"), "{0}: out.json is damaged (Expecting "),
         (lambda path: path.with_suffix(".json").write_text("[]"), "{0}: out.json is damaged (list indices"),
+        (lambda path: path.with_suffix(".json").write_text("[" * 100_000), "{0}: out.json is damaged (maximum rec"),
+        (change_metadata(vocab=True), "{0}: out.json has vocab=True, unit='byte'; make the files again"),
+        (change_metadata(vocab=10**30), "{0}: out.json has vocab=1000000000000000000000000000000, unit="),
         (change_metadata(vocab="256"), "{0}: out.json has vocab='256', unit='byte'; make the files again"),
         (change_metadata(unit="word"), "{0}: out.json has vocab=256, unit='word'; make the files again"),
         (change_metadata(vocab=512), "{0} has a vocabulary of 512 tokens but model.vocab=256; set model.vocab=512"),
@@ -185,9 +211,40 @@ def test_an_empty_text_is_refused(tmp_path):
     assert names(tmp_path) == ["a.txt"]
 
 
+@pytest.mark.parametrize(
+    ("words", "text", "parts"),
+    [
+        ({}, "a", ["tokenizer=", "has an empty vocabulary", "another tokenizer.json"]),
+        ({"b": 0}, "a", ["tokenizer=", "cannot encode the text (WordLevel error: Missing [UNK]"]),
+        ({"b": 0}, " ", ["path=a.txt", "makes no token of this text", "another text or tokenizer"]),
+    ],
+)
+def test_a_tokenizer_without_tokens_for_the_text(tmp_path, words, text, parts):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    library = Tokenizer(models.WordLevel(words))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.save(str(tmp_path / "tok.json"))
+    (tmp_path / "a.txt").write_text(text)
+    with refused(*parts):
+        tokenize_files("a.txt", "a.npy", "tok.json")
+    assert names(tmp_path) == ["a.txt", "tok.json"]
+
+
+@pytest.mark.parametrize("out", [".npy", "folder/.npy", "out", "out.NPY", "out\n.np"])
+def test_names_that_are_none_of_a_npy_file(texts, tmp_path, out):
+    with refused(show(f"out={out}"), "not the name of a .npy file", "out=NAME.npy"):
+        tokenize_files(str(texts), out)
+    assert names(tmp_path) == []
+
+
 def test_existing_files_are_kept(texts, made):
     before = {file: file.read_bytes() for file in made.parent.iterdir() if file.is_file()}
     with pytest.raises(UserError, match=r"out.npy already exists; remove it"):
+        tokenize_files(str(texts), str(made))
+    made.unlink()
+    made.symlink_to("nowhere")
+    with refused(str(made), "already exists"):
         tokenize_files(str(texts), str(made))
     made.unlink()
     with pytest.raises(UserError, match=r"^.*out.offsets.npy already exists; "):
@@ -205,11 +262,11 @@ def test_files_are_complete_or_absent(texts, tmp_path, monkeypatch):
     assert names(tmp_path) == []
     with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\); name a file"):
         tokenize_files(str(texts), str(tmp_path / "none" / "out.npy"))
-    with pytest.raises(UserError, match=r"^out=out .*name a .npy file"):
+    with pytest.raises(UserError, match=r"^out=out .*write out=NAME.npy"):
         tokenize_files(str(texts), "out")
     with pytest.raises(UserError, match=r"^path=none does not exist; give a text file"):
         tokenize_files("none", str(tmp_path / "out.npy"))
-    with pytest.raises(UserError, match=r"^tokenizer=none is not a file; "):
+    with pytest.raises(UserError, match=r"^tokenizer=none does not exist; "):
         tokenize_files(str(texts), str(tmp_path / "out.npy"), "none")
 
 

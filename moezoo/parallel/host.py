@@ -1,0 +1,72 @@
+"""What this machine has: memory, and files to read. Nothing here imports JAX or NumPy."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from moezoo.errors import UserError
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this process can have: those of the machine, or of its control group if fewer."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *group_limits())
+
+
+def check_host(what: str, needed: int, advice: str, where: str = "") -> None:
+    """Raise `UserError` if `what` needs more bytes than this machine has; `advice` ends the message.
+
+    `where` names the devices that share the memory.
+    """
+    if needed > (have := host_memory()):
+        there = f"this machine has {in_gib(have)}"
+        raise UserError(f"{what} needs at least {in_gib(needed)} of memory{where}, and {there}; {advice}")
+
+
+def in_gib(number: int) -> str:
+    """Return a number of bytes as a user reads it."""
+    return f"{number / 2**30:,.1f} GiB"
+
+
+def group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yield the limits in bytes of the control groups that this process is in, of both versions, where readable.
+
+    Args:
+        groups: The file that lists the groups.
+        root: Where the groups are mounted.
+    """
+    yield 2**63
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        inner = top / group.lstrip("/")  # in a container it may not exist; the limit is then at the top
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(top):
+                try:
+                    yield int((folder / name).read_text())
+                except (OSError, ValueError):  # missing, not readable, or "max"
+                    continue
+
+
+def check_file(path: Path, shown: str, advice: str) -> int:
+    """Return the size in bytes of the regular file `path`; any other could block or never end when it is read.
+
+    Raises `UserError` with `shown` at its start and `advice` at its end if it is none.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{shown} does not exist; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown} cannot be read ({getattr(error, 'strerror', error)}); {advice}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{shown} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file; {advice}")
+    return found.st_size

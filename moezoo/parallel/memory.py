@@ -1,0 +1,45 @@
+"""The refusal of what the devices of a mesh cannot hold."""
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from moezoo.errors import UserError
+from moezoo.parallel.host import check_host, in_gib
+from moezoo.parallel.mesh import has_started
+
+
+def local_bytes(tree: PyTree, placements: PyTree) -> int:
+    """Return the bytes per device that store `tree`, whose leaves are arrays or shapes."""
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
+    return sum(placement.local_size(x.shape) * np.dtype(x.dtype).itemsize for x, placement in leaves)
+
+
+def check_devices(what: str, needed: int, mesh: Mesh | AbstractMesh | None, advice: str) -> None:
+    """Raise `UserError` where the devices of a mesh do not have `needed` bytes each.
+
+    Virtual CPU devices share the memory of the machine. Devices that this machine does not have, and those that do not
+    report their memory, are not checked.
+
+    Args:
+        what: The start of the message.
+        needed: A lower bound of the bytes per device.
+        mesh: The devices; None for JAX's first.
+        advice: The end of the message: what to do.
+    """
+    if isinstance(mesh, AbstractMesh) or not has_started():
+        return
+    here = jax.local_devices()
+    devices = here[:1] if mesh is None else [device for device in mesh.devices.flat if device in here]
+    if devices and devices[0].platform == "cpu":
+        where = f" on {len(devices)} CPU devices" * (len(devices) > 1)
+        check_host(what, needed * len(devices), advice, where)
+        return
+    for device in devices:
+        have = (device.memory_stats() or {}).get("bytes_limit")
+        if have is not None and needed > have:
+            raise UserError(
+                f"{what} needs at least {in_gib(needed)} of memory per device, and a {device.device_kind} has "
+                f"{in_gib(have)}; {advice}"
+            )

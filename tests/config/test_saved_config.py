@@ -1,0 +1,79 @@
+"""A damaged config.yaml: one line that names the file, in no time, for every damage."""
+
+import os
+import sys
+import time
+
+import pytest
+from refusals import refused
+
+import moezoo
+from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.config.overrides import read_yaml
+from moezoo.errors import UserError
+
+GOOD = to_yaml(as_mapping(moezoo.compose("model.layers=2")))
+LENGTH = "seq_len: 128"
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+
+DAMAGED = {
+    "nothing": ("", "model is missing"),
+    "spaces": (" \n\n", "model is missing"),
+    "zeros": ("\0" * 100, "broken YAML"),
+    "binary": (b"\xff\xfe\x00" * 9, "is not UTF-8 text"),
+    "cut at a line": (GOOD[: GOOD.index("mesh:")], "mesh is missing"),
+    "cut in a line": (GOOD[: GOOD.index("fsdp_ep") + 3], "is missing"),
+    "cut in a list": ("steps: [1, 2", "broken YAML in line 1"),
+    "a list": ("- model\n- mesh\n", "found a list"),
+    "a word": ("model", "mesh is missing"),
+    "a number": ("3", "the value cannot be read"),
+    "a type": (GOOD.replace(LENGTH, "seq_len: long"), "seq_len=long: expected a whole number"),
+    "a range": (GOOD.replace(LENGTH, "seq_len: 1"), "seq_len=1 must be at least 2"),
+    "a reference": (GOOD.replace(LENGTH, "seq_len: ${seed}"), "seq_len=${seed}: expected a whole number"),
+    "a size": (GOOD.replace("layers: 2", "layers: -2"), "model.layers=-2 must be"),
+    "a section": (GOOD.replace("guard:", "guard: 3\nother:"), "other: there is no key 'other'"),
+    "a strategy": (GOOD.replace("name: ring", "name: [ring]"), "dispatch.name=[ring]: no such dispatch"),
+    "a key": (f"{GOOD}\nfoo: 3\n", "there is no key 'foo'"),
+    "escapes": (GOOD.replace(LENGTH, r'seq_len: "\e[31mred"'), r"seq_len='\x1b[31mred'"),
+    "digits": (GOOD.replace(LENGTH, "seq_len: " + "9" * 5000), "value has 5000 digits"),
+    "a tag": ("steps: !!python/object/apply:os.mkdir [pwned]\n", "broken YAML in line 1"),
+    "bytes": (GOOD.replace(LENGTH, "seq_len: !!binary aGVsbG8="), "seq_len=b'hello'"),
+    "depth": ("a: " + "[" * 100_000, "the value cannot be read"),
+    "closed depth": ("a: " + "[" * 500 + "]" * 500, "the value cannot be read"),
+    "a bomb": (f"a0: &a0 [x, x, x]\n{BOMB}", "stand for more than 100000 values"),
+    "a circle": ("a: &a [*a]\n", "stand for more than 100000 values"),
+    "a large file": (f"{GOOD}# {'x' * 2**20}\n", "larger than 1048576 bytes"),
+    "a pipe": (os.mkfifo, "is a pipe, not a file"),
+    "a folder": (os.mkdir, "is a folder, not a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_the_message_names_the_file(tmp_path, damage):
+    content, part = DAMAGED[damage]
+    path = tmp_path / "run" / "config.yaml"
+    path.parent.mkdir()
+    if isinstance(content, str | bytes):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    else:
+        content(path)
+    begin, limit = time.monotonic(), sys.getrecursionlimit()
+    for load in (lambda: moezoo.compose(f"resume={path.parent}"), lambda: moezoo.load_run(path.parent)):
+        with refused(str(path), part, "to another run"):
+            load()
+    assert time.monotonic() - begin < 10
+    assert sys.getrecursionlimit() == limit
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_the_undamaged_file_is_read(tmp_path):
+    (tmp_path / "config.yaml").write_text(GOOD)
+    assert moezoo.saved_config(tmp_path).model.layers == 2
+
+
+def test_aliases_of_a_rules_file_are_read(tmp_path):
+    (tmp_path / "mine.yaml").write_text("a: &x [1, 2]\nb: *x\nc: {<<: {d: *x}}\n")
+    assert read_yaml(tmp_path / "mine.yaml") == {"a": [1, 2], "b": [1, 2], "c": {"d": [1, 2]}}
+    with pytest.raises(UserError, match=r"^rules=none.yaml does not exist; give the path"):
+        moezoo.compose("rules=none.yaml")

@@ -1,0 +1,57 @@
+"""The memory of a machine and of its control groups, and files that are none."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from refusals import refused
+
+from moezoo.parallel.host import check_file, check_host, group_limits, host_memory
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/a/b\n", {"memory.max": "900", "a/memory.max": "max", "a/b/memory.max": "700"}, [700, 900]),
+        ("0::/\n", {"memory.max": "max"}, []),
+        ("0::/of/the/host\n", {"memory.max": "500"}, [500]),
+        ("4:cpu,memory:/a\n2:cpu:/b\n", {"memory/a/memory.limit_in_bytes": "300", "b/memory.max": "1"}, [300]),
+        ("4:pids:/a\n", {"memory.max": "100"}, []),
+        (None, {"memory.max": "100"}, []),
+    ],
+)
+def test_limits_of_control_groups(tmp_path, groups, files, limits):
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(f"{text}\n")
+    assert sorted(group_limits(tmp_path / "groups", tmp_path / "root")) == [*limits, 2**63]
+
+
+def test_host_memory():
+    assert 2**28 < host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    check_host("seq_len=4", host_memory(), "use less")
+    with refused("seq_len=4 needs at least 8,589,934,592.0 GiB", "this machine has", "use less"):
+        check_host("seq_len=4", 2**63, "use less")
+
+
+def test_what_is_no_file(tmp_path):
+    (tmp_path / "file").write_text("abc")
+    assert check_file(tmp_path / "file", "path=file", "give one") == 3
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        for path, found in (
+            (Path("/dev/zero"), "a device, not a file"),
+            (Path("pipe"), "a pipe, not a file"),
+            (Path("socket"), "a socket, not a file"),
+            (tmp_path, "a folder, not a file"),
+            (Path("none"), "does not exist"),
+            (Path("file/below"), "does not exist"),
+            (Path("x" * 300), "cannot be read (File name too long)"),
+            (Path("x\0"), "cannot be read (embedded null byte)"),
+        ):
+            with refused("path=this ", found, "give one"):
+                check_file(path, "path=this", "give one")
