@@ -122,7 +122,7 @@ def check_fields(section: str, settings: Any) -> None:
     for name, hint in types_of(kind).items():
         key, value = _join(section, name), getattr(settings, name)
         if is_plain(hint):
-            object.__setattr__(settings, name, convert(hint, value, key, valid=ranges_of(kind).get(name, ANY_NUMBER)))
+            object.__setattr__(settings, name, convert(hint, value, key, valid=ranges_of(kind)[name]))
         elif not _fits(value, hint):
             names = "; only moezoo.compose takes names" * isinstance(value, str)
             raise UserError(
@@ -217,7 +217,7 @@ def ranges_of(kind: type) -> dict[str, Range]:
                 for note in getattr(part, "__metadata__", ()):
                     if isinstance(note, Range):
                         found.setdefault(name, note)
-    return found
+    return {name: found.get(name, ANY_NUMBER) for name in types_of(kind)}
 
 
 def is_table(kind: Any) -> bool:
@@ -339,12 +339,7 @@ def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
         if required and field.name not in section:
             raise UserError(f"{_join(key, field.name)} is missing; set it to {_describe_type(hints[field.name])}")
     valid = ranges_of(kind)
-    return kind(
-        **{
-            name: convert(hints[name], completed[name], _join(key, name), checks, valid.get(name, ANY_NUMBER))
-            for name in section
-        }
-    )
+    return kind(**{n: convert(hints[n], completed[n], _join(key, n), checks, valid[n]) for n in section})
 
 
 def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[str, Any], checks: Checks) -> UserError:
