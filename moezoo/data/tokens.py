@@ -191,8 +191,8 @@ def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype
 
 
 def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
-    _, beside, described, _ = _beside(path)
     tokens = _open(path, key=key)
+    _, beside, described, _ = _beside(path)
     if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
         raise UserError(
             f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}, expected uint16 or uint32 [tokens]"

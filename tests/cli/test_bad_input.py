@@ -3,7 +3,9 @@
 `tests/config` has the mistakes in overrides alone, `tests/data` those in data.
 """
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,6 +60,18 @@ def refuse(capsys, monkeypatch, script, *arguments) -> str:
         ("rules.store.embd=[fsdp]", ["rules.store.embd", "'embed'"]),
         ("data=synthetic data.vocab=300", ["data.vocab=300", "model.vocab=256"]),
         ("data=text", ["data.path", "data=text"]),
+        ("data=text data.path=/dev/zero", ["data.path=/dev/zero is a device", "give a text file"]),
+        ("data=tokens data.path=.", ["data.path=. is a folder", "give a .npy file"]),
+        ("data=synthetic data.documents=2000000000", ["data.documents=2000000000", "GiB", "(data=synthetic)"]),
+        (
+            "model=deepseek_v3 mesh=ep8",
+            ["671,026,404,352 parameters", "9,999.2 GiB", "this machine", "(model=deepseek"],
+        ),
+        ("model.embed=1000000000", ["model.embed=1000000000", "5,967.9 GiB", "this machine"]),
+        ("model.embed=1000000000000", ["model.embed=1000000000000", "2147483647"]),
+        ("mesh.expert=100000000000", ["mesh.expert=100000000000", "2147483647"]),
+        ("batch_size=16000000", ["batch_size=16000000", "1,007.1 GiB", "this machine"]),
+        ("batch_size=100000000000000000000", ["batch_size=100000000000000000000", "2147483647"]),
         ("resume=nowhere", ["resume=nowhere"]),
     ],
 )
@@ -76,6 +90,29 @@ def test_a_tokenizer_larger_than_the_vocabulary(capsys, monkeypatch, tmp_path):
     line = refuse(capsys, monkeypatch, TRAIN, "data=text", "data.path=text.txt", "data.tokenizer=tokenizer.json")
     assert "300" in line
     assert "model.vocab=256" in line
+
+
+def test_a_platform_that_is_not_there():
+    lines = ["train", "bench grouped_matmul", "bench attention", "bench train_step", "parity folder=x"]
+    code = f"""
+import sys
+from moezoo.cli import main
+for line in {lines}:
+    sys.argv = ["moezoo", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, line
+"""
+    settings = {**os.environ, "JAX_PLATFORMS": "nonsense"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=settings)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    found = done.stderr.splitlines()
+    assert len(found) == len(lines), done.stderr
+    for line in found:
+        assert line.startswith("error: JAX_PLATFORMS=nonsense: JAX cannot start there (")
+        assert "set JAX_PLATFORMS=cpu to run on virtual CPU devices" in line
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "config.yaml", "checkpoints"])

@@ -10,6 +10,7 @@ import moezoo
 from moezoo.cli import generate as generate_command
 from moezoo.cli.generate import continuations
 from moezoo.models import MixtralConfig, build_model
+from moezoo.parallel import host
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,15 @@ def test_a_tokenizer_of_the_folder(folder, tmp_path):
     text = continuations([f"folder={tmp_path}", "prompt=w3 w1", "max_new_tokens=6"])[0]
     ids = moezoo.generate(moezoo.from_pretrained(folder), [[3, 1]], max_new_tokens=6, vocab=30)
     assert text == " ".join(f"w{i}" for i in ids[0])
+
+
+def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
+    monkeypatch.setattr(host, "host_memory", lambda: 4000)
+    for command, named in (("generate", f"folder={folder}"), ("generate", f"run_dir={run.folder}"), ("evaluate", "")):
+        arguments = [named, "prompt=1", "max_new_tokens=2"] if named else [f"run_dir={run.folder}"]
+        code, out, err = console(command, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "this machine has 0.0 GiB" in err
 
 
 @pytest.mark.parametrize(
