@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from moezoo.convert import Checks, Range, convert, show, types_of
+from moezoo.convert import ANY_NUMBER, Range, convert, show, types_of
 from moezoo.errors import UserError
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
@@ -81,8 +81,8 @@ class ConfigJson:
         if key in self._mapping:
             label = self._label(key)
             whole = kind is int or int in typing.get_args(kind)
-            ranges = {label: Range(at_least=least, at_most=_LARGEST)} if whole else {}
-            return convert(kind, self._mapping[key], label, Checks(ranges=ranges))
+            valid = Range(at_least=least, at_most=_LARGEST) if whole else ANY_NUMBER
+            return convert(kind, self._mapping[key], label, valid=valid)
         if default is _REQUIRED:
             raise UserError(f"{self._label(key)} is missing; the folder has another kind of model, or is damaged")
         return default
