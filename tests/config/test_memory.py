@@ -143,7 +143,6 @@ INTEGERS = [
     "dispatch.chunks",
     "data.eval_sequences",
     "mesh.expert",
-    "model.layers",
     "model.max_length",
 ]
 

@@ -28,7 +28,7 @@ def test_every_source_has_a_file_with_its_defaults():
         *((kind, {"eval_sequences": -1}, "data.eval_sequences=-1 must be at least 0") for kind in SOURCES.values()),
         (Synthetic, {"successors": 0}, "data.successors=0 must be at least 1"),
         (Synthetic, {"documents": 0}, "data.documents=0 must be at least 1"),
-        (Synthetic, {"document_length": 1}, "data.document_length=1 must be at least 2"),
+        (Synthetic, {"document_length": 1}, "data.document_length=1 must be at least 2 and at most 1048576"),
         (
             Synthetic,
             {"vocab": 3},

@@ -190,7 +190,7 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("v2", {"topk_method": "noaux_tc"}, ("topk_method=noaux_tc: expected one of greedy, group_limited_greedy",)),
     ("v2", {"norm_topk_prob": True}, ("norm_topk_prob=true", "only false")),
     ("v3", {"rope_parameters": YARN | {"rope_theta": 1}}, ("rope_theta=1.0", "greater than 1")),
-    ("v3", {"rope_parameters": YARN | {"beta_fast": 0}}, ("beta_fast=0.0", "greater than 0")),
+    ("v3", {"rope_parameters": YARN | {"beta_fast": 0}}, ("beta_fast=0.0", "above 0")),
     ("v3", {"rope_parameters": YARN | {"factor": 0}}, ("factor=0.0", "at least 1")),
     ("v3", {"rope_parameters": YARN | {"truncate": None}}, ("rope_parameters.truncate=null: expected one of true",)),
     ("v3", {"rope_parameters": YARN | {"long_factor": [1]}}, ("rope_parameters.long_factor=[1]", "does not know")),
@@ -250,9 +250,9 @@ def test_only_regular_files_are_opened(folder, file):
 @pytest.mark.parametrize(
     ("name", "keys", "parts"),
     [
-        ("mixtral", {"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000", "2 layers")),
-        ("qwen3", {"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000", "3 layers")),
-        ("v3", {"num_hidden_layers": 10**5}, ("num_hidden_layers=100000", "2 layers")),
+        ("mixtral", {"num_hidden_layers": 10**4}, ("num_hidden_layers=10000", "2 layers")),
+        ("qwen3", {"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000", "at most 10000")),
+        ("v3", {"num_hidden_layers": 10**4}, ("num_hidden_layers=10000", "2 layers")),
         ("mixtral", {"num_local_experts": 10**8}, ("num_local_experts=100000000", "8 experts")),
         ("mixtral", {"vocab_size": 2 * 10**9}, ("embed_tokens.weight", "[40, 16]", "[2000000000, 16]")),
         ("v3", {"intermediate_size": 2 * 10**9}, ("gate_proj.weight", "[20, 16]", "[2000000000, 16]")),
