@@ -124,8 +124,8 @@ class KeysCommand(Command):
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     """Run `command` and exit with its code.
 
-    Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 130 when interrupted; 141 when the
-    reader of the output has gone.
+    Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 141 when the reader of the output
+    has gone; those after signals are in `moezoo.interrupts`.
     """
     try:
         command.check(arguments, prog)
@@ -141,9 +141,6 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     except UserError as error:
         print(f"{distributed.name()}error: {error}{_typed_choices(str(error), arguments)}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
     except BrokenPipeError:
         # Python flushes the output again at exit, and would report the error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -66,11 +66,12 @@ class Checkpoints:
             about: JSON values for about.json.
 
         Raises:
-            UserError: the previous save failed.
+            UserError: the previous save failed, or the folder was removed.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
+        distributed.together(self._check_folder)
         if step == self._last:
             return
         self._last, self._began = step, time.monotonic()
@@ -102,6 +103,11 @@ class Checkpoints:
         if distributed.is_first():
             self._clear()
         self._check()
+
+    def _check_folder(self) -> None:
+        """Raise `UserError` on the first process if the folder is gone; orbax would make it again."""
+        if distributed.is_first() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: was removed while the run goes on; start again")
 
     def _join(self) -> None:
         if self._finishing is not None:
