@@ -55,6 +55,7 @@ class Checkpoints:
         self._began, self.seconds = 0.0, 0.0
         if distributed.is_first():
             folder.mkdir(exist_ok=True)
+            self._handle = os.open(folder, os.O_RDONLY)
             self._clear()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -66,12 +67,11 @@ class Checkpoints:
             about: JSON values for about.json.
 
         Raises:
-            UserError: the previous save failed, or the folder was removed.
+            UserError: the previous save failed.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
-        distributed.together(self._check_folder)
         if step == self._last:
             return
         self._last, self._began = step, time.monotonic()
@@ -102,12 +102,8 @@ class Checkpoints:
             self._error = self._error or error
         if distributed.is_first():
             self._clear()
+            os.close(self._handle)
         self._check()
-
-    def _check_folder(self) -> None:
-        """Raise `UserError` on the first process if the folder is gone; orbax would make it again."""
-        if distributed.is_first() and not self.folder.is_dir():
-            raise UserError(f"{self.folder}: was removed while the run goes on; start again")
 
     def _join(self) -> None:
         if self._finishing is not None:
@@ -126,6 +122,8 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if not distributed.is_first():
                 return
+            if not os.path.samestat(os.stat(self.folder), os.fstat(self._handle)):
+                raise FileNotFoundError("the folder was removed while the run went on")  # orbax has made it again
             (unfinished / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
             (unfinished / _SUMS).write_text(json.dumps(_hash_files(unfinished), indent=1) + "\n")
             os.rename(unfinished, self.folder / str(step))

@@ -48,9 +48,8 @@ class MetricsLog:
         try:
             yield
         except OSError as error:
-            assert self._path is not None
-            there = self._path.parent.is_dir()
-            then = "earlier checkpoints are complete" if there else "the run's folder was removed: start again"
+            gone = "it was removed while the run went on: start again"
+            then = gone if isinstance(error, FileNotFoundError) else "earlier checkpoints are complete"
             raise UserError(f"{self._path}: cannot be written ({error.strerror}); {then}") from None
 
 

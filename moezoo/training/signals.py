@@ -58,9 +58,11 @@ class Signals:
     def _note(self, number: int) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since > _SAME_SECONDS:
-            if interrupts.is_ending():
-                interrupts.end(number)
+        elif time.monotonic() - self._since <= _SAME_SECONDS:
+            return
+        elif interrupts.is_ending():
+            interrupts.end(number)
+        else:
             self._restore()
             os.kill(os.getpid(), number)
 
