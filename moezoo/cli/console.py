@@ -4,7 +4,7 @@ import sys
 from typing import NoReturn
 
 from moezoo.cli import bench, endurance, evaluate, generate, parity, prepare_data, train
-from moezoo.cli.command import Command, execute, refuse
+from moezoo.cli.command import Command, drop_output, execute, refuse
 from moezoo.cli.help import table
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
@@ -27,7 +27,10 @@ def main() -> NoReturn:
         refuse(UserError(f"moezoo {name}: no such command; {nearest(first, COMMANDS)}"))
     commands = table((command.name, command.summary) for command in COMMANDS.values())
     ending = "moezoo COMMAND --help explains a command."
-    print("\n".join(["usage: moezoo COMMAND [ARGUMENT ...]", "", "Commands:", *commands, "", ending]))
+    try:
+        print("\n".join(["usage: moezoo COMMAND [ARGUMENT ...]", "", "Commands:", *commands, "", ending]), flush=True)
+    except BrokenPipeError:
+        sys.exit(drop_output())
     sys.exit(0)
 
 

@@ -91,8 +91,8 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
     events += [((signal.SIGTERM, signal.SIGINT)[i % 2], "step") for i in range(trial.signals)]
     rng.shuffle(events)
     total = (len(events) + 1) * (_STEPS + trial.checkpoint_every)
-    command = [*_TRAIN, *_RUN, *overrides, f"steps={total}"]
-    command += [f"checkpoint_every={trial.checkpoint_every}"]
+    endless = [*_TRAIN, *_RUN, *overrides, f"checkpoint_every={trial.checkpoint_every}"]
+    command = [*endless, f"steps={total}"]
     log(_line("", "what", "when", "printed", "saved", "lost", "exit", ""))
 
     whole, torn = folder / "undisturbed", folder / "disturbed"
@@ -118,7 +118,8 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
     number += trial.flips
     for i in range(trial.moments):
         at = _FIRST_MOMENT + (reached[3] - _FIRST_MOMENT) * i / max(1, trial.moments - 1)
-        fine &= _try_moment(number + i + 1, (signal.SIGINT, signal.SIGTERM)[i % 2], at, command, folder / "moment", log)
+        which = (signal.SIGINT, signal.SIGTERM)[i % 2]
+        fine &= _try_moment(number + i + 1, which, at, [*endless, "steps=1000000"], folder / "moment", log)
     return fine
 
 
@@ -126,10 +127,11 @@ def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
     """Run a process to its end; call `killer(process, last)` at the start, with None, and after each printed step."""
     first, last = None, None
     # A child would inherit that SIGINT is ignored, as a shell sets it for jobs in the background, but no handler.
-    before = signal.signal(signal.SIGINT, lambda *_: None) if _ignored(signal.SIGINT) else None
+    if ignored := signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if before is not None:
-        signal.signal(signal.SIGINT, before)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts.undoing(process.kill), process:
         killer(process, None)
         assert process.stdout is not None
@@ -142,10 +144,6 @@ def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
                 killer(process, last)
         errors = process.stderr.read()
     return _Outcome(first, last, process.returncode, errors)
-
-
-def _ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _make_killer(which: signal.Signals, when: str, run_dir: Path, rng: random.Random) -> Callable[..., None]:

@@ -182,10 +182,11 @@ def test_every_command_has_a_script_and_help(console, monkeypatch, capsys, name)
     assert capsys.readouterr().out == out.replace(f"moezoo {name} ", f"python {script} ")
 
 
-def test_help_starts_no_device_and_its_reader_may_leave():
+@pytest.mark.parametrize("arguments", [["train", "--help"], []])
+def test_help_starts_no_device_and_its_reader_may_leave(arguments):
     code = "import atexit, sys; from moezoo import cli; from moezoo.parallel.mesh import has_started\n"
     code += "atexit.register(lambda: has_started() and print('started', file=sys.stderr)); cli.main()"
-    command = [sys.executable, "-W", "error", "-c", code, "train", "--help"]
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         assert script.stderr is not None
