@@ -80,8 +80,23 @@ with interrupts.ending():
 """
 WITHOUT_STDERR = """
 os.close(2)
-with interrupts.ending():
+os.mkdir("new")
+with interrupts.ending(), interrupts.undoing(lambda: os.rmdir("new")):
     send(INT)
+    time.sleep(60)
+"""
+# The pipe is full; a line would wait forever.
+FULL = """
+here, there = os.pipe()
+os.set_blocking(there, False)
+try:
+    while os.write(there, bytes(4096)):
+        pass
+except BlockingIOError:
+    os.set_blocking(there, True)
+os.dup2(there, 2)
+with interrupts.ending():
+    send(TERM)
     time.sleep(60)
 """
 INHERITED = """
@@ -106,9 +121,10 @@ LINES = {signal.SIGINT: "stopped by SIGINT\n", signal.SIGTERM: "stopped by SIGTE
         (IGNORED, (0, "done\n", "")),
         (AT_EXIT, (-signal.SIGTERM, "", "")),
         (WITHOUT_STDERR, (130, "", "")),
+        (FULL, (143, "", "")),
         (INHERITED, (130, "", LINES[signal.SIGINT])),
     ],
-    ids=["python", "finalizer", "c", "undone", "received", "ignored", "exit", "stderr", "inherited"],
+    ids=["python", "finalizer", "c", "undone", "received", "ignored", "exit", "stderr", "full", "inherited"],
 )
 def test_a_process_ends_wherever_it_is(tmp_path, code, expected):
     command = [sys.executable, "-c", BEGIN + code]
