@@ -78,8 +78,10 @@ atexit.register(lambda: (os.kill(os.getpid(), TERM), time.sleep(60)))
 with interrupts.ending():
     pass
 """
-WITHOUT_STDERR = """
-os.close(2)
+WITHOUT_READER = """
+here, there = os.pipe()
+os.close(here)
+os.dup2(there, 2)
 os.mkdir("new")
 with interrupts.ending(), interrupts.undoing(lambda: os.rmdir("new")):
     send(INT)
@@ -120,11 +122,11 @@ LINES = {signal.SIGINT: "stopped by SIGINT\n", signal.SIGTERM: "stopped by SIGTE
         (RECEIVED, (143, "[2]\n", LINES[signal.SIGTERM])),
         (IGNORED, (0, "done\n", "")),
         (AT_EXIT, (-signal.SIGTERM, "", "")),
-        (WITHOUT_STDERR, (130, "", "")),
+        (WITHOUT_READER, (130, "", "")),
         (FULL, (143, "", "")),
         (INHERITED, (130, "", LINES[signal.SIGINT])),
     ],
-    ids=["python", "finalizer", "c", "undone", "received", "ignored", "exit", "stderr", "full", "inherited"],
+    ids=["python", "finalizer", "c", "undone", "received", "ignored", "exit", "reader", "full", "inherited"],
 )
 def test_a_process_ends_wherever_it_is(tmp_path, code, expected):
     command = [sys.executable, "-c", BEGIN + code]
