@@ -27,7 +27,7 @@ ORDER = (
     ("kernels",),
     ("parallel",),
     ("convert",),
-    ("errors",),
+    ("errors", "interrupts"),
 )
 LINE = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
 # A function with the name of its package.

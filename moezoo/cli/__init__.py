@@ -1,36 +1,22 @@
-"""The command line: `moezoo COMMAND ...`, and the scripts of the same names."""
+"""The command line: `moezoo COMMAND ...`, and the scripts of the same names.
 
-import sys
-from typing import NoReturn
+The commands are in `moezoo.cli.console`. It is imported when signals already end the process without a traceback.
+"""
 
-from moezoo.cli import bench, endurance, evaluate, generate, parity, prepare_data, train
-from moezoo.cli.command import Command, execute, refuse
-from moezoo.cli.help import table
-from moezoo.convert import show
-from moezoo.errors import UserError, nearest
-
-COMMANDS: dict[str, Command] = {
-    module.COMMAND.name: module.COMMAND
-    for module in (train, evaluate, generate, parity, prepare_data, bench, endurance)
-}
+import moezoo.interrupts as interrupts
 
 
-def main() -> NoReturn:
-    """Run the console command `moezoo`: one of the commands, or the list of them."""
-    first, *rest = sys.argv[1:] or ["--help"]
-    if first in COMMANDS:
-        execute(COMMANDS[first], rest, f"moezoo {first}")
-    if first not in ("--help", "-h"):
-        name = show(first)
-        if first.startswith("-"):
-            refuse(UserError(f"{name}: no such option; valid: --help, or a command: {', '.join(COMMANDS)}"))
-        refuse(UserError(f"moezoo {name}: no such command; {nearest(first, COMMANDS)}"))
-    commands = table((command.name, command.summary) for command in COMMANDS.values())
-    ending = "moezoo COMMAND --help explains a command."
-    print("\n".join(["usage: moezoo COMMAND [ARGUMENT ...]", "", "Commands:", *commands, "", ending]))
-    sys.exit(0)
+def main() -> None:
+    """Run the console command `moezoo`, which exits."""
+    with interrupts.ending():
+        from moezoo.cli import console
+
+        console.main()
 
 
-def run_script(name: str) -> NoReturn:
-    """Run the command of a script."""
-    execute(COMMANDS[name], sys.argv[1:], f"python {sys.argv[0]}")
+def run_script(name: str) -> None:
+    """Run the command of a script, which exits."""
+    with interrupts.ending():
+        from moezoo.cli import console
+
+        console.run_script(name)

@@ -1,6 +1,7 @@
 """`moezoo bench`: measure a part of moezoo next to alternatives that do the same work."""
 
 import argparse
+import contextlib
 import datetime
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -11,6 +12,7 @@ from moezoo.bench.shapes import ACCELERATOR, LAPTOP, SHAPES
 from moezoo.cli.command import Command
 from moezoo.config.overrides import groups
 from moezoo.errors import UserError, nearest
+from moezoo.training.files import making
 
 _TIMED = ("dtype", "seconds", "samples", "json", "out")
 _KERNEL = ("shapes", "routing", "passes", "dtype", "only", "seconds", "samples", "json", "out")
@@ -135,15 +137,20 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--tokens {min(options.tokens)}: must be more than 0")
 
 
-def _make_folder(out: str) -> None:
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        if any(Path(out).iterdir()):
-            raise UserError(f"--out {out} is not empty; name a new folder")
-    except FileExistsError:
-        raise UserError(f"--out {out} is a file; name a new folder") from None
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
+@contextlib.contextmanager
+def _making(out: str | None) -> Iterator[None]:
+    """Make the folder that results are written to; it is removed again if there are none."""
+    with contextlib.ExitStack() as held:
+        try:
+            if out is not None:
+                held.enter_context(making(Path(out)))
+                if any(Path(out).iterdir()):
+                    raise UserError(f"--out {out} is not empty; name a new folder")
+        except FileExistsError:
+            raise UserError(f"--out {out} is a file; name a new folder") from None
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
+        yield
 
 
 def _check_known(what: str, names: Sequence[str], valid: Collection[str]) -> None:
@@ -279,11 +286,13 @@ class _Bench(Command):
 
     def call(self, arguments: Sequence[str], prog: str) -> None:
         """Run the part that the first argument names."""
+        options = self._parse(arguments, prog)
+        with _making(options.out or None):
+            self._measure(options)
+
+    def _measure(self, options: argparse.Namespace) -> None:
         from moezoo.bench import attention, results, strategies
 
-        options = self._parse(arguments, prog)
-        if options.out:
-            _make_folder(options.out)
         if options.part == "compile":
             _compile(options)
         elif options.part == "attention":

@@ -124,8 +124,8 @@ class KeysCommand(Command):
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     """Run `command` and exit with its code.
 
-    Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 130 when interrupted; 141 when the
-    reader of the output has gone.
+    Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 141 when the reader of the output
+    has gone; those after signals are in `moezoo.interrupts`.
     """
     try:
         command.check(arguments, prog)
@@ -141,13 +141,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     except UserError as error:
         print(f"{distributed.name()}error: {error}{_typed_choices(str(error), arguments)}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
     except BrokenPipeError:
-        # Python flushes the output again at exit, and would report the error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        code = drop_output()
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             print(f"{distributed.name()}error: no space left where the output goes", file=sys.stderr)
@@ -159,6 +154,13 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
             raise
     distributed.leave(code)
     sys.exit(code)
+
+
+def drop_output() -> int:
+    """Return the exit code for a process whose output has no reader any more, and discard further output."""
+    # Python flushes the output again at exit, and would report the error.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def refuse(error: UserError) -> NoReturn:

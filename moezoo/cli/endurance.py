@@ -1,5 +1,6 @@
 """`moezoo endurance`: disturb a run by kills, signals and flipped bits, and compare it with an undisturbed run."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -8,15 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import moezoo.interrupts as interrupts
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
 from moezoo.convert import Range
 from moezoo.errors import UserError
+from moezoo.training.files import making, writing_to
 
 # A run of few seconds that prints every step, on eight devices, so a checkpoint has parts of several.
 _RUN = (
@@ -33,6 +37,8 @@ _RUN = (
 _TRAIN = (sys.executable, "-m", "moezoo", "train")
 _STARTING_SECONDS, _STEPS = 6.0, 15  # the latest moment of a kill: seconds after the start, or steps after the first
 _WHEN = ("step", "save", "start")
+_FIRST_MOMENT = 0.1  # in seconds: the interpreter has started
+_ENDING_SECONDS, _HANGING_SECONDS = 5.0, 60.0  # after a signal: how long a process may take, and when it is killed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,11 @@ class Trial:
     folder: str = key("a new folder for the runs", "FOLDER")
     kills: int = key("kill -9: in a step, during a save and while starting, in turn", default=20, valid=Range(0))
     signals: int = key("SIGTERM and SIGINT alternately, in a step", default=2, valid=Range(0))
+    moments: int = key(
+        "SIGINT and SIGTERM alternately to fresh runs, at moments from 0.1 s after the start to the third step",
+        default=6,
+        valid=Range(0),
+    )
     flips: int = key("single bits flipped in the files of a checkpoint", default=10, valid=Range(0))
     checkpoint_every: int = key("steps between two saves", default=5, valid=Range(1))
     seed: int = key("seed of the moments and the bits", default=0)
@@ -61,22 +72,32 @@ def endure(trial: Trial, overrides: Sequence[str], log: Callable[[str], None]) -
 
     `overrides` configure the run. `log` receives every line of the table.
     """
+    folder = Path(trial.folder).expanduser()
+    with contextlib.ExitStack() as held:
+        with writing_to("folder", trial.folder):
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(f"folder={trial.folder} is not empty; name a new one")
+            held.enter_context(making(folder))
+        fine = _endure(trial, overrides, folder, log)
+    log("all results are right" if fine else "NOT all results are right: see above")
+    return fine
+
+
+def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[[str], None]) -> bool:
     from moezoo.training.checkpoint import steps
 
-    folder, rng = Path(trial.folder).expanduser(), random.Random(trial.seed)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"folder={trial.folder} is not empty; name a new one")
-    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(trial.seed)
     events = [(signal.SIGKILL, _WHEN[i % len(_WHEN)]) for i in range(trial.kills)]
     events += [((signal.SIGTERM, signal.SIGINT)[i % 2], "step") for i in range(trial.signals)]
     rng.shuffle(events)
     total = (len(events) + 1) * (_STEPS + trial.checkpoint_every)
-    command = [*_TRAIN, *_RUN, *overrides, f"steps={total}"]
-    command += [f"checkpoint_every={trial.checkpoint_every}"]
+    endless = [*_TRAIN, *_RUN, *overrides, f"checkpoint_every={trial.checkpoint_every}"]
+    command = [*endless, f"steps={total}"]
     log(_line("", "what", "when", "printed", "saved", "lost", "exit", ""))
 
     whole, torn = folder / "undisturbed", folder / "disturbed"
-    outcome = _run([*command, f"run_dir={whole}"], lambda *_: None)
+    began, reached = time.monotonic(), {}
+    outcome = _run([*command, f"run_dir={whole}"], lambda _, last: reached.setdefault(last, time.monotonic() - began))
     if outcome.code:
         raise UserError(f"the undisturbed run ended with {outcome.code}: {outcome.errors.strip()}")
     fine, number, saved = True, 0, 0
@@ -94,14 +115,24 @@ def endure(trial: Trial, overrides: Sequence[str], log: Callable[[str], None]) -
 
     for i in range(trial.flips):
         fine &= _try_flipped_bit(number + i + 1, torn, [*on, f"steps={total + 1}"], rng, log)
-    log("all results are right" if fine else "NOT all results are right: see above")
+    number += trial.flips
+    for i in range(trial.moments):
+        at = _FIRST_MOMENT + (reached[3] - _FIRST_MOMENT) * i / max(1, trial.moments - 1)
+        which = (signal.SIGINT, signal.SIGTERM)[i % 2]
+        fine &= _try_moment(number + i + 1, which, at, [*endless, "steps=1000000"], folder / "moment", log)
     return fine
 
 
 def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
     """Run a process to its end; call `killer(process, last)` at the start, with None, and after each printed step."""
     first, last = None, None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A child would inherit that SIGINT is ignored, as a shell sets it for jobs in the background, but no handler.
+    if ignored := signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts.undoing(process.kill), process:
         killer(process, None)
         assert process.stdout is not None
         assert process.stderr is not None
@@ -187,6 +218,43 @@ def _try_flipped_bit(number: int, run_dir: Path, command: Sequence[str], rng: ra
     one_line = outcome.errors.count("\n") == 1 and "damaged" in outcome.errors and "is complete" in outcome.errors
     fine = outcome.code == 2 and one_line
     log(_line(number, "bit flipped", path.relative_to(newest).parts[0], "", "", "", outcome.code, _verdict(fine)))
+    return fine
+
+
+def _try_moment(
+    number: int, which: signal.Signals, at: float, command: Sequence[str], run_dir: Path, log: Callable[[str], None]
+) -> bool:
+    """Send a fresh run a signal after `at` seconds; return whether it ends soon, in at most a line, and leaves nothing.
+
+    A run that has done steps leaves the checkpoint of the last one.
+    """
+    from moezoo.training.checkpoint import read_about, steps
+
+    sent, late = 0.0, None
+
+    def send(process: Any, last: int | None) -> None:
+        nonlocal sent, late
+        if last is None:
+            time.sleep(at)
+            late = threading.Timer(_HANGING_SECONDS, process.kill)
+            late.start()
+            sent = time.monotonic()
+            process.send_signal(which)
+
+    outcome = _run([*command, f"run_dir={run_dir}"], send)
+    seconds = time.monotonic() - sent
+    assert late is not None
+    late.cancel()
+    last, saved = outcome.last or 0, max([*steps(run_dir / "checkpoints"), 0])
+    if saved:
+        read_about(run_dir / "checkpoints", saved)
+    left = run_dir.exists() and not saved
+    fine = outcome.code == 128 + which and seconds <= _ENDING_SECONDS and last == saved and not left
+    fine &= outcome.errors.count("\n") <= 1
+    what = f"{_verdict(fine)}, {seconds:.2f} s to its end" + ", a folder is left" * left
+    what += "" if fine else f": {outcome.errors.strip().splitlines()[-1:]}"
+    log(_line(number, which.name, f"at {at:.2f} s", last, saved, last - saved, outcome.code, what))
+    shutil.rmtree(run_dir, ignore_errors=True)
     return fine
 
 

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+import moezoo.interrupts as interrupts
 from moezoo.convert import convert, show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, hold_out, select_held_out_by_index
@@ -149,7 +150,12 @@ def _write(
     # Files are renamed at the end, the tokens last: if they exist, the others do.
     finals = [file for file in (offsets, described, copy, tokens) if file != copy or tokenizer is not None]
     partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in finals}
-    try:
+
+    def remove() -> None:
+        for file in (*partial.values(), *(() if tokens.exists() else finals)):
+            file.unlink(missing_ok=True)
+
+    with interrupts.undoing(remove):
         with partial[tokens].open("wb") as file:
             ends, digest = _append_all(file, documents, dtype)
         with partial[offsets].open("wb") as file:
@@ -167,9 +173,6 @@ def _write(
             shutil.copyfile(tokenizer, partial[copy])
         for file in finals:
             os.replace(partial[file], file)
-    finally:
-        for file in partial.values():
-            file.unlink(missing_ok=True)
     return metadata
 
 

@@ -55,6 +55,7 @@ class Checkpoints:
         self._began, self.seconds = 0.0, 0.0
         if distributed.is_first():
             folder.mkdir(exist_ok=True)
+            self._handle = os.open(folder, os.O_RDONLY)
             self._clear()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -101,6 +102,7 @@ class Checkpoints:
             self._error = self._error or error
         if distributed.is_first():
             self._clear()
+            os.close(self._handle)
         self._check()
 
     def _join(self) -> None:
@@ -120,6 +122,8 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if not distributed.is_first():
                 return
+            if not os.path.samestat(os.stat(self.folder), os.fstat(self._handle)):
+                raise FileNotFoundError("the folder was removed while the run went on")  # orbax has made it again
             (unfinished / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
             (unfinished / _SUMS).write_text(json.dumps(_hash_files(unfinished), indent=1) + "\n")
             os.rename(unfinished, self.folder / str(step))

@@ -54,7 +54,8 @@ class Loop:
         """Run steps `start` + 1 to the last; evaluate and save as configured and at the end.
 
         Raises:
-            Stopped: after the step during which a signal came; its state is saved.
+            Stopped: after the step during which a signal came; its state is saved. In a command, a signal before the
+                first step ends the process.
             UserError: a checkpoint cannot be written, or too many steps in a row are skipped.
         """
         cfg = self.cfg
@@ -63,7 +64,7 @@ class Loop:
         tokens, since, busy = 0, start, 0.0
         evaluation, due = None, False
         self._saved_at = self._clock()
-        with report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
+        with signals.awaiting(), report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
             for number in range(start + 1, cfg.steps + 1):
                 asked = distributed.largest(signals.number or (_SAVE if self._is_save_due() else 0))
                 if asked > _SAVE:
@@ -99,7 +100,10 @@ class Loop:
                 if last or (due and not int(metrics.skipped_in_a_row)):
                     self._save(number, state)
                     due = False
-        self.checkpoints.wait()
+            self.checkpoints.wait()
+            # A signal during the last step or its save also ends the run.
+            if asked := distributed.largest(signals.number):
+                self._stop(cfg.steps, state, asked)
         assert evaluation is not None
         return state, evaluation
 
@@ -121,13 +125,12 @@ class Loop:
         """Raise `Stopped` after step `done` because of the signal `number`; save first if step `done` is not saved."""
         name, folder = signal.Signals(number).name, self.checkpoints.folder.parent
         if done == 0:
-            raise Stopped(
-                f"stopped by {name} before its first step; nothing was saved: remove {folder} and start again", number
-            )
+            raise Stopped(f"stopped by {name} before its first step; nothing was saved: start again", number)
         if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
             self._save(done, state)
             self.checkpoints.wait()
-        raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}", number)
+        then = f"continue with resume={folder}" if done < self.cfg.steps else f"the last, in {folder}"
+        raise Stopped(f"stopped by {name} after step {done}, saved; {then}", number)
 
     def _save(self, number: int, state: State) -> None:
         self._saved_at = self._clock()

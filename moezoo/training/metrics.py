@@ -1,12 +1,15 @@
 """`metrics.jsonl`: one row per logged step, each written by a single call."""
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moezoo.errors import UserError
+from moezoo.training.files import replace_text
 
 MetricsRow = dict[str, Any]
 
@@ -20,15 +23,9 @@ class MetricsLog:
         Raises `UserError`, as `write` does, if the file cannot be written.
         """
         self.history, self._path = list(history), path
-        if path is None:
-            return
-        temporary = path.with_suffix(".tmp")
-        try:
-            temporary.write_text("".join(_line(row) for row in history))
-            os.replace(temporary, path)
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            raise self._write_error(error) from None
+        if path is not None:
+            with self._writing():
+                replace_text(path, "".join(_line(row) for row in history))
 
     def write(self, row: MetricsRow) -> None:
         """Add a row. Floats are written with all digits, so reading returns the same bits; those not finite as null."""
@@ -37,20 +34,23 @@ class MetricsLog:
         if self._path is None:
             return
         line = _line(row).encode()
+        with self._writing():
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND)  # an open file would hide that it was removed
+            try:
+                written = os.write(file, line)
+                if written < len(line):  # an almost full disk accepts a part; the next write raises the error
+                    os.write(file, line[written:])
+            finally:
+                os.close(file)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            written = os.write(self._file, line)
-            if written < len(line):  # an almost full disk accepts a part; the next write raises the error
-                os.write(self._file, line[written:])
+            yield
         except OSError as error:
-            raise self._write_error(error) from None
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._path is not None:
-            os.close(self._file)
-
-    def _write_error(self, error: OSError) -> UserError:
-        return UserError(f"{self._path}: cannot be written ({error.strerror}); earlier checkpoints are complete")
+            gone = "it was removed while the run went on: start again"
+            then = gone if isinstance(error, FileNotFoundError) else "earlier checkpoints are complete"
+            raise UserError(f"{self._path}: cannot be written ({error.strerror}); {then}") from None
 
 
 def _line(row: MetricsRow) -> str:

@@ -1,12 +1,12 @@
 """The pictures of a run. Only this module uses matplotlib, without a screen."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moezoo.training.files import replace_file
 from moezoo.training.metrics import MetricsRow
 
 # The smoothed curve averages this share of the logged steps around each; it is drawn from this many logged steps on.
@@ -14,9 +14,7 @@ _SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20
 
 
 def _save(figure: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    replace_file(path, lambda new: figure.savefig(new, format="png", dpi=120))
 
 
 def _mark_integers(axis: Any) -> None:

@@ -1,6 +1,8 @@
 """What a run prints: the summary before step 1, progress, and its results."""
 
+import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+import moezoo.interrupts as interrupts
 from moezoo.config.settings import TrainConfig
 from moezoo.config.strategies import path_of
 from moezoo.convert import show
@@ -227,6 +230,7 @@ class Progress:
         """`bound` is the name of the strategy's option that may drop assignments, if it has one."""
         self._steps, self._bound, self._warned = steps, bound, False
         self._bar: Any = None
+        self._held = contextlib.ExitStack()
         self._quiet = not distributed.is_first()
         if sys.stdout.isatty() and not self._quiet:
             from rich import progress
@@ -242,6 +246,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:
+            self._held.enter_context(interrupts.undoing(_show_cursor))
             self._bar.start()
         return self
 
@@ -250,6 +255,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        self._held.close()
 
     def _warn(self, row: MetricsRow, assignments: int) -> None:
         self._warned = True
@@ -288,6 +294,11 @@ class Progress:
             self._bar.console.print(line)
         elif not self._quiet:
             print(line, flush=True)
+
+
+def _show_cursor() -> None:
+    """Show the terminal's cursor, which a bar hides; written directly, because the bar may hold its lock."""
+    os.write(sys.stdout.fileno(), b"\x1b[?25h")
 
 
 def _duration(seconds: float) -> str:

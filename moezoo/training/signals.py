@@ -1,11 +1,15 @@
 """SIGTERM and Ctrl-C end a run after the current step, with a checkpoint."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+import moezoo.interrupts as interrupts
 
 _ASKED = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 1.0
@@ -23,7 +27,10 @@ class Signals:
     """Stores the first signal in `number`, which is 0 before; a second signal has its usual effect.
 
     Signals within one second count as one: `timeout`, a terminal or a scheduler may send a signal to a process and to
-    its parents, which forward it. Outside the main thread no signal is stored.
+    its parents, which forward it.
+
+    A command stores signals only inside `awaiting`; elsewhere they end it (`moezoo.interrupts`). Without a command, as
+    in a notebook, they are stored from the start, but not outside the main thread.
     """
 
     def __init__(self):
@@ -32,15 +39,30 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _ASKED}
+        if not interrupts.is_ending() and threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in _ASKED}
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    @contextlib.contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Store the signals that a command receives while the block runs: there are steps to finish and to save."""
+        with interrupts.receiving(self._note):
+            yield
+        if self.number and interrupts.is_ending():  # it came too late for the block to act on it
+            interrupts.end(self.number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self._note(number)
+
+    def _note(self, number: int) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since > _SAME_SECONDS:
+        elif time.monotonic() - self._since <= _SAME_SECONDS:
+            return
+        elif interrupts.is_ending():
+            interrupts.end(number)
+        else:
             self._restore()
             os.kill(os.getpid(), number)
 

@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import moezoo.interrupts as interrupts
 from moezoo.parallel.distributed import Distributed
 from moezoo.training.checkpoint import steps
 
@@ -38,18 +39,18 @@ def supervise(settings: Distributed) -> int:
     """Run this command in a second process, report how it ended, and return the exit code for this process."""
     alive, alive_here = os.pipe()
     progress_here, progress = os.pipe()
-    child = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:]],
-        env={**os.environ, _VARIABLE: f"{alive},{progress}"},
-        pass_fds=(alive, progress),
-        stderr=subprocess.PIPE,
-    )
+    with interrupts.blocked():
+        child = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**os.environ, _VARIABLE: f"{alive},{progress}"},
+            pass_fds=(alive, progress),
+            stderr=subprocess.PIPE,
+        )
     os.close(alive)
     os.close(progress)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: _pass_on(child, number))
-    held = _forward_stderr(child)
-    code = child.wait()
+    with interrupts.receiving(lambda number: _pass_on(child, number)):
+        held = _forward_stderr(child)
+        code = child.wait()
     with open(progress_here) as file:
         met, _, folder = file.read().partition("\n")
     os.close(alive_here)

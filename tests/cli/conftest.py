@@ -1,10 +1,18 @@
 """What several tests of commands use."""
 
+import contextlib
 import sys
 
 import pytest
 
+import moezoo.interrupts as interrupts
 from moezoo import cli
+
+
+@pytest.fixture(autouse=True)
+def _signals_keep_their_effect(monkeypatch):
+    """A command that runs in this process does not take over its signals."""
+    monkeypatch.setattr(interrupts, "ending", contextlib.nullcontext)
 
 
 @pytest.fixture

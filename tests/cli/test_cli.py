@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moezoo import cli
 from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
+from moezoo.cli.console import COMMANDS
 from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.config.options import key, read
 from moezoo.config.overrides import defaults, groups, read_yaml
@@ -43,18 +43,11 @@ def test_overrides_reach_the_task_and_its_exit_code_is_the_commands(call):
     assert call(task=lambda _: 3)[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("error", "end"),
-    [
-        (UserError("steps=0 must be at least 1"), (2, "", "error: steps=0 must be at least 1\n")),
-        (KeyboardInterrupt(), (130, "", "interrupted\n")),
-    ],
-)
-def test_errors_of_a_task_that_are_one_line(call, error, end):
+def test_a_mistake_that_a_task_finds_is_one_line(call):
     def task(_):
-        raise error
+        raise UserError("steps=0 must be at least 1")
 
-    assert call(task=task) == end
+    assert call(task=task) == (2, "", "error: steps=0 must be at least 1\n")
 
 
 def test_other_errors_keep_their_traceback():
@@ -164,7 +157,7 @@ def test_the_console_command(console):
     for arguments in ([], ["--help"], ["-h"]):
         code, out, err = console(*arguments)
         assert (code, err) == (0, "")
-        assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(cli.COMMANDS)
+        assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(COMMANDS)
     assert console("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
     code, out, err = console("--version")
     assert (code, out) == (2, "")
@@ -174,7 +167,7 @@ def test_the_console_command(console):
     assert "steps: 3\n" in out
 
 
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
+@pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_has_a_script_and_help(console, monkeypatch, capsys, name):
     script = SCRIPTS / f"{name.replace('-', '_')}.py"
     assert len(script.read_text().splitlines()) < 10
@@ -189,10 +182,11 @@ def test_every_command_has_a_script_and_help(console, monkeypatch, capsys, name)
     assert capsys.readouterr().out == out.replace(f"moezoo {name} ", f"python {script} ")
 
 
-def test_help_starts_no_device_and_its_reader_may_leave():
+@pytest.mark.parametrize("arguments", [["train", "--help"], []])
+def test_help_starts_no_device_and_its_reader_may_leave(arguments):
     code = "import atexit, sys; from moezoo import cli; from moezoo.parallel.mesh import has_started\n"
     code += "atexit.register(lambda: has_started() and print('started', file=sys.stderr)); cli.main()"
-    command = [sys.executable, "-W", "error", "-c", code, "train", "--help"]
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         assert script.stderr is not None

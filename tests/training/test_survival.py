@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from refusals import refused
 from training_runs import assert_same_models, read_rows, train_with_signal
 
 import moezoo
@@ -23,7 +24,9 @@ from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.training import checkpoint
 from moezoo.training.build import build_step
-from moezoo.training.checkpoint import FORMAT, read_about, restore, steps
+from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore, steps
+from moezoo.training.files import replace_file
+from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
@@ -76,6 +79,47 @@ def test_signals_end_a_run_after_the_current_step(tiny, whole, tmp_path, monkeyp
     assert_same(moezoo.train(moezoo.compose(*again)), whole)
 
 
+def test_a_signal_in_the_last_step_is_not_lost(tiny, tmp_path, monkeypatch):
+    stopped = train_with_signal(monkeypatch, 12, signal.SIGINT, *tiny, *COMMON, f"run_dir={tmp_path}/a")
+    assert "SIGINT after step 12, saved" in str(stopped)
+    assert "resume" not in str(stopped)
+    assert stopped.code == 130
+    assert steps(tmp_path / "a" / "checkpoints") == [8, 12]
+
+
+def test_a_run_without_a_step_leaves_nothing(tiny, tmp_path, monkeypatch):
+    """A signal or an error before the first step ends: new folders are removed, others stay without its files."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    compiled = Loop._compile
+
+    def interrupted(self):
+        assert (self.checkpoints.folder.parent / "config.yaml").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compiled(self)
+
+    def broken(self):
+        return lambda state, batch: 1 // 0
+
+    for end, error in ((interrupted, moezoo.Stopped), (broken, ZeroDivisionError)):
+        monkeypatch.setattr(Loop, "_compile", end)
+        for folder in ("new/run", "mine"):
+            with pytest.raises(error):
+                moezoo.train(moezoo.compose(*tiny, *COMMON, f"run_dir={tmp_path}/{folder}"))
+            assert sorted(tmp_path.rglob("*")) == [tmp_path / "mine", tmp_path / "mine" / "notes.txt"]
+
+
+def test_a_continued_run_without_a_step_keeps_its_folder(copy, whole, monkeypatch):
+    monkeypatch.setattr(Loop, "_compile", lambda self: lambda state, batch: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        moezoo.train(moezoo.compose(f"resume={copy}/checkpoints/8", f"run_dir={copy}/other"))
+    assert not (copy / "other").exists()
+    with pytest.raises(ZeroDivisionError):
+        moezoo.train(moezoo.compose(f"resume={copy}/checkpoints/8"))
+    assert read_rows(copy) == read_rows(whole.folder)[:8]
+    assert steps(copy / "checkpoints") == [8]
+
+
 @pytest.fixture
 def copy(whole, tmp_path):
     """A copy of the run that a test may damage."""
@@ -103,12 +147,12 @@ def test_the_files_of_a_killed_run_are_repaired(copy, whole):
 
 
 def test_kills_signals_and_flipped_bits(tmp_path, shared_cache, capsys):
-    """`moezoo endurance` in short: separate processes, killed in a step and during a save; one flipped bit."""
-    trial = Trial(str(tmp_path / "runs"), kills=2, signals=0, flips=1)
+    """`moezoo endurance` in short: separate processes, killed in a step, in a save, at the start; a flipped bit."""
+    trial = Trial(str(tmp_path / "runs"), kills=2, signals=0, flips=1, moments=1)
     fine = endure(trial, (), print)
     out = capsys.readouterr().out
     assert fine, out
-    assert out.count("fine") == 5
+    assert out.count("fine") == 6
     assert "WRONG" not in out
 
 
@@ -148,8 +192,45 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(moezoo.UserError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
         log.write({"step": 22})
-    log.close()
     assert read_metrics(tmp_path / "metrics.jsonl", until=30) == [{"step": 1}]
+
+
+def test_a_log_that_was_removed(tmp_path):
+    log = MetricsLog(tmp_path / "run.jsonl", [])
+    log.write({"step": 1})
+    (tmp_path / "run.jsonl").unlink()
+    with refused(f"{tmp_path}/run.jsonl: ", "removed", "start again"):
+        log.write({"step": 2})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_checkpoints_that_was_removed(tmp_path):
+    """Orbax would make it again, and save a run without its other files."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    (tmp_path / "checkpoints").rmdir()
+    state = {"model": {"x": np.zeros(2)}, "training": {"y": np.zeros(2)}}
+    checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
+    with refused(f"{tmp_path}/checkpoints: ", "was removed", "no earlier one"):
+        checkpoints.close()
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):
+    """A disk that is full after a part."""
+
+    def write(path):
+        path.write_text("a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        replace_file(tmp_path / "config.yaml", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_endurance_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, parts in ((tmp_path / "file" / "x", ["Not a directory"]), ("/proc/x", []), (tmp_path, ["not empty"])):
+        with refused(f"folder={folder}", *parts):
+            endure(Trial(str(folder)), (), print)
 
 
 def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):

@@ -1,5 +1,6 @@
 """A whole run: the files it writes, what it prints, and that only its settings decide its numbers."""
 
+import contextlib
 import inspect
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 from training_runs import assert_same_models, read_rows, repeatable, train_and_print
 
 import moezoo
@@ -19,11 +21,11 @@ from moezoo.optim import Cosine
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, steps
 from moezoo.training.feed import Feed
+from moezoo.training.files import making
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics
 from moezoo.training.resume import loader_state, read_batch_count
 from moezoo.training.signals import Signals
-from moezoo.training.train import make_folder
 
 # The runs below are made once.
 pytestmark = pytest.mark.xdist_group("train")
@@ -266,10 +268,13 @@ def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
         read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg)
 
 
-def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+def test_a_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch):
+    """It is refused before the set-up: below a file, and on a file system that takes no files."""
     (tmp_path / "file").touch()
-    with pytest.raises(moezoo.UserError, match=r"^run_dir=.*file/x: cannot write there \(Not a directory\); name "):
-        moezoo.train(moezoo.compose(*tiny, "mesh=ep8", "steps=2", f"run_dir={tmp_path}/file/x"))
+    monkeypatch.setattr("moezoo.training.train.build_execution", lambda cfg: pytest.fail("the set-up began"))
+    for folder in (tmp_path / "file" / "x", "/proc/x", "/proc/self"):
+        with refused(f"run_dir={folder}: cannot write there (", "name another"):
+            moezoo.train(moezoo.compose(*tiny, "mesh=ep8", "steps=2", f"run_dir={folder}"))
 
 
 def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
@@ -301,8 +306,9 @@ def test_warm_up_is_a_tenth_of_the_run_by_default():
     assert sorted(rates[3:], reverse=True) == rates[3:]
 
 
-def test_runs_of_the_same_second_have_different_folders(tiny):
-    folders = [make_folder(Path("runs/now"), moezoo.compose(*tiny)) for _ in range(3)]
+def test_runs_of_the_same_second_have_different_folders():
+    with contextlib.ExitStack() as held:
+        folders = [held.enter_context(making(Path("runs/now"), numbered=True)) for _ in range(3)]
     assert folders == [Path("runs/now"), Path("runs/now_2"), Path("runs/now_3")]
 
 

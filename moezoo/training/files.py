@@ -1,0 +1,79 @@
+"""Writing files and folders so that nothing incomplete is left, also by a signal (`moezoo.interrupts`)."""
+
+import contextlib
+import functools
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import moezoo.interrupts as interrupts
+from moezoo.convert import show
+from moezoo.errors import UserError
+
+
+@contextlib.contextmanager
+def writing_to(key: str, folder: Path | str) -> Iterator[None]:
+    """Raise an error of the file system as a `UserError`; `key` is the setting that has the value `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{key}={show(str(folder))}: cannot write there ({error.strerror}); name another folder"
+        ) from error
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Make or replace a file in one operation: `write` receives the path of another, which then takes its name."""
+    temporary = path.with_suffix(".tmp")
+    with interrupts.undoing(lambda: temporary.unlink(missing_ok=True)):
+        write(temporary)
+        os.replace(temporary, path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Make or replace a text file in one operation."""
+    # Text may hold names of files, which need not be UTF-8.
+    replace_file(path, lambda new: new.write_text(text, encoding="utf-8", errors="surrogateescape"))
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `OSError` unless the folder can be made and a file written there; nothing is left of the attempt."""
+    remove = functools.partial(_remove_empty, _missing(folder))
+    with interrupts.undoing(remove):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    remove()
+
+
+@contextlib.contextmanager
+def making(folder: Path, *, numbered: bool = False) -> Iterator[Path]:
+    """Make a folder and its parents. Those that are new and empty are removed if the block raises, or after a signal.
+
+    With `numbered`, a number is appended to the name if the folder exists.
+    """
+    made = folder
+    with contextlib.ExitStack() as held:
+        for number in itertools.count(2):
+            held.enter_context(interrupts.undoing(functools.partial(_remove_empty, _missing(made))))
+            try:
+                made.mkdir(parents=True, exist_ok=not numbered)
+                break
+            except FileExistsError:
+                if not numbered:
+                    raise
+                made = folder.with_name(f"{folder.name}_{number}")
+        yield made
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return the folder and its parents as far as they do not exist, the deepest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

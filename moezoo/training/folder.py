@@ -1,0 +1,117 @@
+"""The folder of a run: which one it is, its first files, and the lock against a second run."""
+
+import contextlib
+import datetime
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import moezoo.interrupts as interrupts
+from moezoo.config.compose import as_mapping, run_folder, to_yaml
+from moezoo.config.settings import TrainConfig
+from moezoo.errors import UserError
+from moezoo.parallel import distributed
+from moezoo.training import report
+from moezoo.training.checkpoint import remove_beyond, steps
+from moezoo.training.files import check_writable, making, replace_text, writing_to
+from moezoo.training.metrics import MetricsLog, MetricsRow
+from moezoo.training.resume import run_settings
+
+_CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+
+
+class Opened(NamedTuple):
+    """The folder of a run that goes on, and its log."""
+
+    path: Path
+    log: MetricsLog
+
+
+def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
+    """Return the folder that this run writes; `resumed` is the folder of the run that it continues.
+
+    Raises `UserError` if the folder holds something else or cannot be written.
+    """
+    if resumed is not None and (cfg.run_dir is None or Path(cfg.run_dir).resolve() == resumed.resolve()):
+        folder = resumed
+    elif cfg.run_dir is None:
+        folder = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    else:
+        folder = Path(cfg.run_dir)
+        with writing_to("run_dir", folder):
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
+            if run_folder(folder) != folder:
+                raise UserError(f"run_dir={cfg.run_dir} has the name of a checkpoint's folder; name another")
+            _check_free(folder)
+    if distributed.is_first():
+        with writing_to("run_dir", folder):
+            check_writable(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def opened(
+    folder: Path, cfg: TrainConfig, resumed: Path | None, start: int, history: list[MetricsRow], held_out: Sequence[str]
+) -> Iterator[Opened]:
+    """Make and lock the folder and write its first files, on the first process, which alone writes a log file.
+
+    If the process is killed in here, the run can still be resumed from the same step: later checkpoints are removed
+    first, and each file is replaced in one operation. If the block raises, or a signal ends the process, before the run
+    has logged or saved a step, what this function made is removed; a folder that is continued stays.
+    """
+    with contextlib.ExitStack() as held:
+
+        def begin() -> str:
+            with writing_to("run_dir", folder):
+                made = held.enter_context(making(folder, numbered=cfg.run_dir is None and resumed is None))
+                held.enter_context(_lock(made))
+                if folder != resumed:
+                    _check_free(made)  # another run may have begun there meanwhile
+                    held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
+                remove_beyond(made / _CHECKPOINTS, start)
+                replace_text(made / _CONFIG, to_yaml(as_mapping(run_settings(cfg))))
+                if held_out:
+                    replace_text(made / report.HELD_OUT_FILE, "".join(f"{name}\n" for name in held_out))
+            return str(made)
+
+        path = Path(distributed.first(begin))
+        log = path / _METRICS if distributed.is_first() else None
+        yield Opened(path, distributed.together(lambda: MetricsLog(log, history)))
+
+
+def _check_free(folder: Path) -> None:
+    """Raise `UserError` if the folder holds a run."""
+    if any((folder / name).exists() for name in (_CONFIG, _METRICS, _CHECKPOINTS)):
+        saved = steps(folder / _CHECKPOINTS)
+        then = f"continue it with resume={folder}" if saved else "remove it, as it saved no checkpoint"
+        raise UserError(f"run_dir={folder} already holds a run; name another folder, or {then}")
+
+
+def _remove_begun(folder: Path, rows: int) -> None:
+    """Remove the files of a run that began with `rows` rows, unless it has logged or saved a step since."""
+    log = folder / _METRICS
+    if steps(folder / _CHECKPOINTS) or (log.exists() and log.read_bytes().count(b"\n") > rows):
+        return
+    for name in (_CONFIG, _METRICS, report.HELD_OUT_FILE):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock the folder against a second run while this one lasts, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is training there; wait for it to end, or stop it") from None
+        except OSError:
+            pass  # the file system has no locks
+        yield
+    finally:
+        os.close(handle)
