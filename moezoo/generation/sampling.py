@@ -14,11 +14,14 @@ from moezoo.errors import UserError
 class Sampling:
     """How a token is drawn. Each setting except `temperature` reduces the tokens that can be drawn.
 
+    Of equally likely tokens, those with lower numbers count as more likely.
+
     Attributes:
         temperature: 0 takes the most likely token; above 0, draw from softmax(logits / temperature).
         top_k: draw only from the `top_k` most likely tokens.
         top_p: of those, draw only from the smallest set of most likely tokens whose probabilities sum to at least
-            `top_p` (Holtzman et al., 2020, "The Curious Case of Neural Text Degeneration").
+            `top_p` (Holtzman et al., 2020, "The Curious Case of Neural Text Degeneration"). Probabilities, which sum
+            to 1 over the tokens that `top_k` leaves, and their sums are float32.
         vocab: draw only tokens below `vocab`, for embeddings with more rows than the tokenizer has tokens.
 
     Raises:

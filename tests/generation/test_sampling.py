@@ -1,6 +1,7 @@
 """Which tokens are drawn, and how often, against NumPy."""
 
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,45 @@ def test_draws_follow_the_definition(sampling, seed):
     assert not found[wanted == 0].any()
     # Six standard deviations: a correct share exceeds this about twice in 10^9.
     assert (abs(found - wanted) <= 6 * np.sqrt(wanted * (1 - wanted) / DRAWS) + 1e-9).all()
+
+
+def exact_choice(weights, top_p, top_k, vocab):
+    """Return, in fractions, the tokens that can be drawn with probabilities proportional to `weights`."""
+    order = sorted(range(len(weights[:vocab])), key=lambda token: (-weights[token], token))[:top_k]
+    total, reached, kept = sum(weights[token] for token in order), 0, set()
+    for token in order:
+        if Fraction(reached, total) >= top_p:
+            break
+        kept.add(token)
+        reached += weights[token]
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("weights", "top_k", "vocab"),
+    [
+        ((1, 1, 1, 1, 1, 1, 1, 1), None, None),
+        ((0, 1, 0, 1, 1, 0, 1, 0), None, None),
+        ((1, 1, 1, 0, 1, 1, 1, 1), 4, None),
+        ((1, 0, 1, 0, 1, 1, 1, 1), None, 3),
+        ((2, 1, 4, 2, 1, 2, 4, 0), None, None),
+        ((2, 1, 4, 2, 1, 2, 4, 0), 4, None),
+    ],
+    ids=str,
+)
+def test_top_p_at_ties(weights, top_k, vocab):
+    """With equal logits, and with sums of probabilities that equal `top_p`, exactly the tokens of the definition.
+
+    Equal logits, a power of two in number, have exact probabilities in float32. Otherwise rounding decides where
+    `top_p` equals a sum, so it is only put halfway between multiples of 1 / total, of which all sums are multiples.
+    """
+    kept = [weights[token] for token in exact_choice(weights, 1, top_k, vocab) if weights[token]]
+    halves = range(1, 2 * sum(kept) + 1, 1 if set(kept) == {1} else 2)
+    logits = jnp.broadcast_to(jnp.asarray([np.log(w) if w else -1e4 for w in weights], jnp.float32), (256, 8))
+    for top_p in (Fraction(half, 2 * sum(kept)) for half in halves):
+        drawn = Sampling(1.0, top_k, float(top_p), vocab)(logits, jnp.arange(256), 0, jax.random.key(0))
+        # A token of the smallest probability, 1 / 16, is missing from 256 draws with probability 7e-8.
+        assert set(drawn.tolist()) == exact_choice(weights, top_p, top_k, vocab), top_p
 
 
 def test_takes_the_most_likely_token():

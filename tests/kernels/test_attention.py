@@ -102,6 +102,19 @@ def test_equals_a_loop(case):
     compare()
 
 
+def test_documents_with_real_blocks(implementation):
+    """Several blocks of the size that users get: a document begins in each of them, one after the first chunk.
+
+    Padding fills the end of the second row. Windows reach beyond a block, and documents beyond their window.
+    """
+    tokens, window = 530, 150
+    places = stack_places(ordered_places([40, 130, 300, 515], [], tokens), ordered_places([20, 220, 440], [4], tokens))
+    assert tokens > reference.QUERY_CHUNK >= 2 * max(chunked.BLOCKS)
+    operands, cotangent = random_operands(Case(tokens, tokens, 0))
+    run = jax.jit(functools.partial(value_and_gradients, implementation, window))
+    check(run(operands, places, places, cotangent), loop(window, operands, places, places, cotangent))
+
+
 def test_gradients_of_the_loop_are_its_differences():
     case = Case(7, 7, 64, 3)
     (operands, cotangent), places = random_operands(case), packed(case)
