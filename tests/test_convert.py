@@ -203,3 +203,9 @@ class Stone:
 def test_a_section_without_keys():
     with refused("home.foo", "takes none"):
         convert(Stone, {"foo": 1}, "home")
+
+
+def test_ranges_include_their_bounds():
+    """`at_least` and `at_most` do; `above` and `below` do not."""
+    assert [Range(at_least=1, at_most=3).holds(number) for number in range(5)] == [False, True, True, True, False]
+    assert [Range(above=1, below=3).holds(number) for number in range(5)] == [False, False, True, False, False]

@@ -53,3 +53,9 @@ def test_every_advice_runs(overrides, advice):
         mesh = changed == "mesh=single"
         base = [word for word in overrides.split() if not (mesh and word.startswith("mesh="))]
         build(*base, *changed.split())
+
+
+def test_settings_reach_the_execution():
+    settings = {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "remat": "dots", "routing": "balanced"}
+    execution = build("mesh=ep8", *(f"execution.{name}={value}" for name, value in settings.items()))
+    assert {name: str(getattr(execution, name)) for name in settings} == settings

@@ -224,3 +224,13 @@ def test_saving_overwrites_nothing(good, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(moezoo.UserError, match=r"cannot be written \(Not a directory\)"):
         moezoo.save_pretrained(model, tmp_path / "file" / "x")
+
+
+def test_generation_settings_name_the_tokens_that_end_a_text(tmp_path):
+    """Those of config.json hold where they do not."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert folders.end_of_text(tmp_path) == [3]
+    (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
+    assert folders.end_of_text(tmp_path) == [3]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    assert folders.end_of_text(tmp_path) == [5, 3]
