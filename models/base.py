@@ -194,11 +194,13 @@ class Hub(Protocol):
     | name | meaning |
     |---|---|
     | `MODEL_TYPES` | values of `model_type` in config.json that the family reads |
+    | `KEYS` | our settings (`router.NAME` and `yarn.NAME` of sections) and their keys in config.json, for messages |
     | `NAMES` | tensor names of arrays outside the layers |
     | `LAYER_NAMES` | tensor names of a layer's arrays, with `{layer}` and `{expert}`; paths start at the block |
     """
 
     MODEL_TYPES: tuple[str, ...]
+    KEYS: Mapping[str, str]
     NAMES: Names
     LAYER_NAMES: Names
 

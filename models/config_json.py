@@ -1,128 +1,234 @@
-"""Reading and writing a Hugging Face config.json: the functions that several families use."""
+"""Reading and writing a Hugging Face config.json: what several families use."""
 
+import reprlib
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
-from moezoo.convert import convert
+from moezoo.convert import Checks, Range, convert, show, types_of
 from moezoo.errors import UserError
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
+_REQUIRED: Any = object()
+_LARGEST = 2**31 - 1
 
-def require(mapping: Mapping[str, Any], key: str) -> Any:
-    """Return the value of `key`. Raises `UserError` where it is missing or null."""
-    if mapping.get(key) is None:
-        raise UserError(f"config.json: {key} is missing or null; the folder has another kind of model, or is damaged")
-    return mapping[key]
+# Keys that change nothing that moezoo computes, in every family: of files, of tokens, of what transformers returns, of
+# other tasks, of sampling.
+_WITHOUT_EFFECT = frozenset(
+    """
+    model_type architectures auto_map name_or_path torch_dtype dtype transformers_version unsloth_fixed
+    unsloth_version
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    return_dict output_hidden_states output_attentions output_router_logits use_cache attn_implementation torchscript
+    use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    temperature top_k top_p typical_p do_sample num_beams num_beam_groups diversity_penalty num_return_sequences
+    max_length min_length early_stopping length_penalty repetition_penalty encoder_repetition_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty output_scores
+    return_dict_in_generate
+    """.split()  # noqa: SIM905 (a list of words has a line per word)
+)
 
-
-def get_or(mapping: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Return the value of `key`, or `default` where it is missing or null."""
-    return default if mapping.get(key) is None else mapping[key]
-
-
-def check_activation(mapping: Mapping[str, Any]) -> None:
-    """Raise `UserError` unless the MLPs are SwiGLU."""
-    if mapping.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UserError(f"config.json: hidden_act is {mapping['hidden_act']}; this family supports only silu")
-
-
-def read_rope(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings, which are under `rope_scaling`, else `rope_parameters`, or at the top level."""
-    rope = dict(mapping.get("rope_scaling") or mapping.get("rope_parameters") or {})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    for key in ("rope_theta", "original_max_position_embeddings"):
-        if mapping.get(key) is not None and (key != "rope_theta" or key not in rope):
-            rope[key] = mapping[key]
-    return rope
-
-
-def read_keys(mapping: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of required keys, by our names. `keys` maps our names to the keys of config.json."""
-    return {ours: require(mapping, theirs) for ours, theirs in keys.items()}
-
-
-def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings by the keys of config.json. Values get their declared type: transformers refuses 1 for 1.0."""
-    kinds = typing.get_type_hints(type(config))
-    return {theirs: kinds[ours](getattr(config, ours)) for ours, theirs in keys.items()}
+# Keys that change what is computed, and their only values here, in every family. Null and a missing key are such a
+# value too.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "tie_word_embeddings": (False,),
+    "attention_dropout": (0,),
+    "partial_rotary_factor": (1,),
+    "pretraining_tp": (1,),
+    "quantization_config": (),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+}
 
 
-def read_flag(mapping: Mapping[str, Any], key: str) -> bool:
-    """Return a boolean; missing or null is False. Raises `UserError` for any other value."""
-    return convert(bool, get_or(mapping, key, False), f"config.json: {key}")
+# Settings that are under the same keys in every family: ours, and the keys of config.json.
+COMMON_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers"}
+COMMON_KEYS |= {"heads": "num_attention_heads", "experts_per_token": "num_experts_per_tok"}
+COMMON_KEYS |= {"max_length": "max_position_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
 
 
-def refuse_tied(mapping: Mapping[str, Any]) -> None:
-    """Raise `UserError` where embedding and unembedding are one matrix."""
-    if read_flag(mapping, "tie_word_embeddings"):
-        raise UserError("config.json: tie_word_embeddings is true; this family supports only false")
+class ConfigJson:
+    """The keys of a config.json, or of a table in it. `read` checks a value; `refuse_others` ends the reading.
+
+    Every key changes what a model computes until the opposite is known. So one that is not read, and not in a list of
+    keys without effect, is refused.
+    """
+
+    def __init__(self, mapping: Mapping[str, Any], table: str = ""):
+        self._mapping, self._table, self._seen = mapping, table, set[str]()
+
+    def read(self, key: str, kind: Any, default: Any = _REQUIRED, *, least: int = 1) -> Any:
+        """Return the value of `key`, or `default` where the key is missing.
+
+        Args:
+            key: the key.
+            kind: the type, as for `moezoo.convert.convert`. Null is a value only if the type has None.
+            default: without it the key is required.
+            least: the smallest integer; the largest is that of int32.
+
+        Raises:
+            UserError: the key is missing, or its value does not fit.
+        """
+        self._seen.add(key)
+        if key in self._mapping:
+            label = self._label(key)
+            whole = kind is int or int in typing.get_args(kind)
+            ranges = {label: Range(at_least=least, at_most=_LARGEST)} if whole else {}
+            return convert(kind, self._mapping[key], label, Checks(ranges=ranges))
+        if default is _REQUIRED:
+            raise UserError(f"{self._label(key)} is missing; the folder has another kind of model, or is damaged")
+        return default
+
+    def read_all(self, config: type, keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of the dataclass `config` that `keys` maps to keys of config.json."""
+        kinds = types_of(config)
+        return {ours: self.read(key, kinds[ours], defaults.get(ours, _REQUIRED)) for ours, key in keys.items()}
+
+    def read_either(self, keys: tuple[str, ...], kind: Any) -> Any:
+        """Return the value of one of `keys`, which are names of one setting. Raises `UserError` where two differ."""
+        given = [key for key in keys if key in self._mapping] or [keys[0]]
+        values = [self.read(key, kind) for key in given]
+        if len(set(values)) > 1:
+            both = " and ".join(f"{key}={value}" for key, value in zip(given, values, strict=True))
+            raise UserError(f"config.json: {both} are one setting; delete the wrong one")
+        return values[0]
+
+    def table(self, key: str) -> "ConfigJson | None":
+        """Return the table `key`, or None where it is missing, null or empty. Raises `UserError` for another value."""
+        self._seen.add(key)
+        found = self._mapping.get(key)
+        if found is not None and not isinstance(found, Mapping):
+            raise UserError(f"{self._label(key)}={_show(found)}: expected a table with keys, or null")
+        return ConfigJson(found, f"{self._table}{key}.") if found else None
+
+    def refuse_others(self, only: Mapping[str, tuple[Any, ...]], without_effect: Iterable[str] = ()) -> None:
+        """Raise `UserError` for a key that was not read and may change what the model computes.
+
+        Null and keys with `_` in front are without effect.
+
+        Args:
+            only: keys, and the values that the family supports.
+            without_effect: keys that change nothing that moezoo computes.
+        """
+        harmless = {*self._seen, *without_effect}
+        if not self._table:
+            only, harmless = {**_ONLY, **only}, harmless | _WITHOUT_EFFECT
+        for key, value in self._mapping.items():
+            if key in harmless or key.startswith("_") or value is None:
+                continue
+            shown = f"{self._label(show(key)[:80])}={_show(value)}"
+            if key not in only:
+                raise UserError(
+                    f"{shown}: moezoo does not know this key, which may change what the model computes; delete the key "
+                    "if it does not"
+                )
+            if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[key]):
+                valid = " or ".join(map(show, only[key])) or "null"
+                raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
+
+    def _label(self, key: str) -> str:
+        return f"config.json: {self._table}{key}"
 
 
-def check_default_rope(mapping: Mapping[str, Any]) -> None:
-    """Raise `UserError` where rotary positions have an extension."""
-    if (kind := read_rope(mapping)["rope_type"]) != "default":
-        raise UserError(f"config.json: rope_type {kind}; this family supports only default")
+def _show(value: Any) -> str:
+    """Return a value of config.json in a few words."""
+    return reprlib.repr(value) if isinstance(value, Mapping | list) else show(value)[:80]
 
 
-def read_yarn(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the YaRN settings, {} for none. Raises `UserError` for another extension."""
-    rope = read_rope(mapping)
-    kind = rope["rope_type"]
-    if kind not in ("default", "yarn"):
-        raise UserError(f"config.json: rope_type {kind}; this family supports default and yarn")
-    for key, usual in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key, usual) not in (usual, None):
-            raise UserError(f"config.json: {key}={rope[key]} with rope_type {kind}; this family does not support it")
-    if kind == "default":
-        return {}
-    # transformers reads folders without one of the two keys in this way.
-    length = get_or(rope, "original_max_position_embeddings", mapping.get("max_position_embeddings"))
-    rope = {**rope, "original_max_position_embeddings": length}
-    if rope.get("factor") is None:
-        rope["factor"] = require(mapping, "max_position_embeddings") / require(rope, "original_max_position_embeddings")
-    return {
-        "factor": rope["factor"],
-        "length": require(rope, "original_max_position_embeddings"),
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 0,
-        "mscale_all": rope.get("mscale_all_dim") or 0,
+class RopeSettings(NamedTuple):
+    """The base of the rotary frequencies, and the settings of `moezoo.nn.yarn.Yarn`, {} for no extension."""
+
+    base: float
+    yarn: dict[str, Any]
+
+
+def read_rope(
+    config: ConfigJson, max_length: int, extensions: tuple[str, ...] = ("default",), base: float = 1e4
+) -> RopeSettings:
+    """Return the rotary settings.
+
+    They are under `rope_scaling`, else `rope_parameters`, or at the top. Null and 0 of `mscale` and `mscale_all_dim`
+    mean the same, and null of `factor`, `beta_fast` and `beta_slow` is no value: transformers reads them so.
+
+    Args:
+        config: the keys of config.json.
+        max_length: the value of `max_position_embeddings`.
+        extensions: the values of `rope_type` that the family has, of `default` and `yarn`.
+        base: the base where no key has it.
+
+    Raises:
+        UserError: a value does not fit, or the family does not have the extension.
+    """
+    tables = [config.table(key) for key in ("rope_scaling", "rope_parameters")]
+    rope = tables[0] or tables[1] or ConfigJson({})
+    base = rope.read("rope_theta", float, config.read("rope_theta", float, base))
+    kind = rope.read("rope_type", str, rope.read("type", str, "default"))
+    if kind not in extensions:
+        raise UserError(f"config.json: rope_type={kind}: this family supports only {' and '.join(extensions)}")
+    rope.read("attention_factor", Literal[None], None)
+    rope.read("truncate", Literal[True], True)
+    length = rope.read("original_max_position_embeddings", int, max_length)
+    length = config.read("original_max_position_embeddings", int, length)
+    factor = rope.read("factor", float | None, None)
+    yarn = {
+        "factor": max_length / length if factor is None else factor,
+        "length": length,
+        "beta_fast": _or(rope.read("beta_fast", float | None, None), 32.0),
+        "beta_slow": _or(rope.read("beta_slow", float | None, None), 1.0),
+        "mscale": _or(rope.read("mscale", float | None, None), 0.0),
+        "mscale_all": _or(rope.read("mscale_all_dim", float | None, None), 0.0),
     }
+    rope.refuse_others({"partial_rotary_factor": (1,)})
+    return RopeSettings(base, yarn if kind == "yarn" else {})
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+# The settings of YaRN: ours, and the keys of config.json.
+YARN_KEYS = {"yarn.factor": "factor", "yarn.length": "original_max_position_embeddings", "yarn.mscale": "mscale"}
+YARN_KEYS |= {"yarn.beta_fast": "beta_fast", "yarn.beta_slow": "beta_slow", "yarn.mscale_all": "mscale_all_dim"}
 
 
 def write_rope(base: float, yarn: Yarn) -> dict[str, Any]:
     """Return the rotary settings for a config.json."""
     if yarn.factor == 1:
         return {"rope_type": "default", "rope_theta": base}
-    return {
-        "rope_type": "yarn",
-        "rope_theta": base,
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.length,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "mscale": yarn.mscale,
-        "mscale_all_dim": yarn.mscale_all,
-    }
+    settings = {key: getattr(yarn, ours.removeprefix("yarn.")) for ours, key in YARN_KEYS.items()}
+    return {"rope_type": "yarn", "rope_theta": base, **settings}
 
 
-def read_grouped(mapping: Mapping[str, Any], keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a family with grouped-query attention and a softmax router.
+def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by the keys of config.json. Values get their declared type: transformers refuses 1 for 1.0."""
+    kinds = types_of(type(config))
+    values = {theirs: (kinds[ours], getattr(config, ours)) for ours, theirs in keys.items()}
+    return {key: float(value) if kind is float else value for key, (kind, value) in values.items()}
 
-    `keys` maps our names to the keys of config.json; `defaults` has values for keys that are missing or null. Raises
-    `UserError` for settings that these families do not have.
+
+def read_head_dim(config: ConfigJson, embed: int, heads: int) -> int:
+    """Return the size of a head, which follows from the other two where the key is missing or null."""
+    return config.read("head_dim", int | None, None) or embed // heads
+
+
+def read_grouped(
+    config: ConfigJson, kind: type, keys: Mapping[str, str], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a family with grouped-query attention and a softmax router, without rotary positions.
+
+    `keys` maps settings of the dataclass `kind` to the keys of config.json; `defaults` has values for missing keys.
     """
-    refuse_tied(mapping)
-    check_activation(mapping)
-    found = dict(defaults) | {key: value for key, value in mapping.items() if value is not None}
-    # transformers reads both names, and its newer versions write the first.
-    found["num_experts"] = found.get("num_local_experts", found.get("num_experts"))
-    return read_keys(found, keys) | {
-        "router": {"gates": "renormalised" if read_flag(mapping, "norm_topk_prob") else "scores"},
-        "attention_bias": "all" if read_flag(mapping, "attention_bias") else "none",
-        "rope_base": get_or(read_rope(mapping), "rope_theta", 1e4),
+    return config.read_all(kind, keys, defaults) | {
+        # transformers reads both names, and its newer versions write the first.
+        "experts": config.read_either(("num_local_experts", "num_experts"), int),
+        "router": {"gates": "renormalised" if config.read("norm_topk_prob", bool, False) else "scores"},
+        "attention_bias": "all" if config.read("attention_bias", bool, False) else "none",
     }
 
 

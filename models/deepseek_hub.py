@@ -2,17 +2,29 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.models.config_json import check_activation, get_or, read_rope, read_yarn, require, write_rope
+from moezoo.models.config_json import COMMON_KEYS, YARN_KEYS, ConfigJson, read_rope, write_keys, write_rope
 from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
 from moezoo.models.deepseek import NAMES as NAMES
 from moezoo.models.deepseek import DeepSeekConfig
 
 # The type alone gives the router: softmax for deepseek_v2, sigmoid with a choice bias for the others.
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_PLAIN = COMMON_KEYS | {"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
+_PLAIN |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+_PLAIN |= {"mlp": "intermediate_size", "expert_mlp": "moe_intermediate_size"}
+KEYS = _PLAIN | {"dense_layers": "first_k_dense_replace", "experts": "n_routed_experts"}
+KEYS |= {"shared_experts": "n_shared_experts", "rope_base": "rope_theta"}
+KEYS |= {"router.groups": "n_group", "router.kept_groups": "topk_group", "router.scale": "routed_scaling_factor"}
+KEYS |= YARN_KEYS
+_ONLY: Mapping[str, Any] = {"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,)}
+# Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
+# not loaded; sizes that follow from others.
+_WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+_WITHOUT_EFFECT += ("head_dim", "qk_head_dim")
 
 
 # Tensors that only layers for multi-token prediction have (DeepSeek-V3, section 2.2).
@@ -29,52 +41,41 @@ def find_unused(left: set[str], expected: set[str]) -> set[str]:
 
 def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     """Return the configuration. Raises `UserError` for settings that the family does not have."""
-    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-        if mapping.get(key):
-            raise UserError(f"config.json: {key} is true; this family does not have it")
-    sigmoid = mapping["model_type"] != "deepseek_v2"
-    check_activation(mapping)
-    method = mapping.get("topk_method") or "greedy"
-    if not sigmoid and method not in ("greedy", "group_limited_greedy"):
-        raise UserError(f"config.json: topk_method {method}; this family reads greedy and group_limited_greedy")
-    grouped = sigmoid or method == "group_limited_greedy"
-    groups, kept = (8, 4) if sigmoid else (1, 1)  # for missing keys
-    rope = read_rope(mapping)
-    settings = dict(
-        vocab=require(mapping, "vocab_size"),
-        embed=require(mapping, "hidden_size"),
-        layers=require(mapping, "num_hidden_layers"),
-        dense_layers=require(mapping, "first_k_dense_replace"),
-        heads=require(mapping, "num_attention_heads"),
-        q_lora=mapping.get("q_lora_rank"),
-        kv_lora=require(mapping, "kv_lora_rank"),
-        nope_dim=require(mapping, "qk_nope_head_dim"),
-        rope_dim=require(mapping, "qk_rope_head_dim"),
-        value_dim=require(mapping, "v_head_dim"),
-        mlp=require(mapping, "intermediate_size"),
-        expert_mlp=require(mapping, "moe_intermediate_size"),
-        experts=require(mapping, "n_routed_experts"),
-        experts_per_token=require(mapping, "num_experts_per_tok"),
-        shared_experts=mapping.get("n_shared_experts") or 0,
-        router=dict(
-            score="sigmoid" if sigmoid else "softmax",
-            groups=(mapping.get("n_group") or groups) if grouped else 1,
-            kept_groups=(mapping.get("topk_group") or kept) if grouped else 1,
-            group_score="sum_of_top2" if sigmoid else "max",
-            # transformers ignores this key for V2.
-            gates="renormalised" if sigmoid and mapping.get("norm_topk_prob", True) else "scores",
-            scale=get_or(mapping, "routed_scaling_factor", 2.5 if sigmoid else 1.0),
-            choice_bias="learned" if sigmoid else "none",
-        ),
-        rope_base=get_or(rope, "rope_theta", 1e4),
-        # Only V3 has this key.
-        rope_pairs="interleaved" if mapping.get("rope_interleave", True) or not sigmoid else "halves",
-        max_length=mapping.get("max_position_embeddings") or (4096 if sigmoid else 2048),
-        norm_eps=require(mapping, "rms_norm_eps"),
-        init_std=get_or(mapping, "initializer_range", 0.02),
-        yarn=read_yarn(mapping),
-    )
-    return convert(DeepSeekConfig, settings, "config.json: model")
+    config, third = ConfigJson(mapping), mapping["model_type"] != "deepseek_v2"
+    defaults = {"init_std": 0.02, "q_lora": None, "max_length": 4096 if third else 2048}
+    settings = config.read_all(DeepSeekConfig, _PLAIN, defaults)
+    rope = read_rope(config, settings["max_length"], ("default", "yarn"))
+    if third:
+        groups, kept = config.read("n_group", int, 8), config.read("topk_group", int, 4)
+        normalised, interleaved = config.read("norm_topk_prob", bool, True), config.read("rope_interleave", bool, True)
+        only = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    else:
+        groups, kept = (config.read(key, int | None, None) for key in ("n_group", "topk_group"))
+        if config.read("topk_method", Literal["greedy", "group_limited_greedy"], "greedy") == "greedy":
+            groups = kept = 1
+        normalised, interleaved = False, True
+        only = {"scoring_func": ("softmax",), "norm_topk_prob": (False,), "rope_interleave": (True,)}
+    settings |= {
+        "dense_layers": config.read("first_k_dense_replace", int, least=0),
+        "experts": config.read_either(("n_routed_experts", "num_local_experts", "num_experts"), int),
+        "shared_experts": config.read("n_shared_experts", int | None, 0, least=0) or 0,
+        "router": {
+            "score": "sigmoid" if third else "softmax",
+            "groups": groups,
+            "kept_groups": kept,
+            "group_score": "sum_of_top2" if third else "max",
+            "gates": "renormalised" if normalised else "scores",
+            "scale": config.read("routed_scaling_factor", float, 2.5 if third else 1.0),
+            "choice_bias": "learned" if third else "none",
+        },
+        "rope_base": rope.base,
+        "rope_pairs": "interleaved" if interleaved else "halves",
+        "yarn": rope.yarn,
+    }
+    # Each head has keys and values of its own, made of the latent.
+    only |= {"num_key_value_heads": (settings["heads"],)}
+    config.refuse_others(_ONLY | only, _WITHOUT_EFFECT)
+    return convert(DeepSeekConfig, settings, "model")
 
 
 def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
@@ -93,34 +94,17 @@ def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
             "scores and interleaved"
         )
     name = "DeepseekV3" if third else "DeepseekV2"
-    mapping = {
+    plain = ("dense_layers", "experts", "shared_experts")
+    mapping = write_keys(c, _PLAIN | {ours: KEYS[ours] for ours in plain}) | {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": "deepseek_v3" if third else "deepseek_v2",
-        "vocab_size": c.vocab,
-        "hidden_size": c.embed,
-        "num_hidden_layers": c.layers,
-        "first_k_dense_replace": c.dense_layers,
-        "num_attention_heads": c.heads,
         "num_key_value_heads": c.heads,
-        "q_lora_rank": c.q_lora,
-        "kv_lora_rank": c.kv_lora,
-        "qk_nope_head_dim": c.nope_dim,
-        "qk_rope_head_dim": c.rope_dim,
-        "v_head_dim": c.value_dim,
-        "intermediate_size": c.mlp,
-        "moe_intermediate_size": c.expert_mlp,
-        "n_routed_experts": c.experts,
-        "num_experts_per_tok": c.experts_per_token,
-        "n_shared_experts": c.shared_experts,
         "n_group": r.groups,
         "topk_group": r.kept_groups,
         "norm_topk_prob": r.gates == "renormalised",
         "routed_scaling_factor": r.scale,
         "rope_parameters": write_rope(c.rope_base, c.yarn),
         "rope_interleave": c.rope_pairs == "interleaved",
-        "max_position_embeddings": c.max_length,
-        "rms_norm_eps": c.norm_eps,
-        "initializer_range": c.init_std,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "attention_bias": False,

@@ -27,7 +27,15 @@ from moezoo.errors import UserError, check_positive
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.config_json import check_default_rope, nothing_unused, read_grouped, write_grouped
+from moezoo.models.config_json import (
+    COMMON_KEYS,
+    ConfigJson,
+    nothing_unused,
+    read_grouped,
+    read_rope,
+    write_grouped,
+    write_rope,
+)
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -35,6 +43,7 @@ from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
+from moezoo.nn.yarn import Yarn
 from moezoo.parallel.axes import Stack
 
 
@@ -146,21 +155,25 @@ LAYER_NAMES = {
     "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
     "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
 }
-_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-_KEYS |= {"kv_heads": "num_key_value_heads", "expert_mlp": "intermediate_size", "experts": "num_experts"}
-_KEYS |= {"experts_per_token": "num_experts_per_tok", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
-_KEYS |= {"max_length": "max_position_embeddings", "load_balance": "router_aux_loss_coef"}
+_PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "clip_qkv": "clip_qkv"}
+_PLAIN |= {"load_balance": "router_aux_loss_coef"}
+KEYS = _PLAIN | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "experts": "num_experts"}
+KEYS |= {"rope_base": "rope_theta"}
+# For missing keys.
+_DEFAULTS = {"load_balance": 0.01, "max_length": 4096, "init_std": 0.02, "clip_qkv": None}
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
     """Return the configuration. Raises `UserError` for settings that the family does not have."""
-    # For missing keys.
-    defaults = {"num_key_value_heads": mapping.get("num_attention_heads"), "router_aux_loss_coef": 0.01}
-    defaults |= {"max_position_embeddings": 4096, "initializer_range": 0.02}
-    check_default_rope(mapping)
-    settings = read_grouped(mapping, _KEYS, defaults)
-    settings |= {"head_dim": settings["embed"] // settings["heads"], "clip_qkv": mapping.get("clip_qkv")}
-    return convert(OlmoeConfig, settings, "config.json: model")
+    config = ConfigJson(mapping)
+    settings = read_grouped(config, OlmoeConfig, _PLAIN, _DEFAULTS)
+    settings |= {
+        "kv_heads": config.read("num_key_value_heads", int | None, None) or settings["heads"],
+        "head_dim": settings["embed"] // settings["heads"],
+        "rope_base": read_rope(config, settings["max_length"]).base,
+    }
+    config.refuse_others({"head_dim": (settings["head_dim"],)})
+    return convert(OlmoeConfig, settings, "model")
 
 
 def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
@@ -171,8 +184,5 @@ def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
             f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; OLMoE in "
             "transformers needs them equal"
         )
-    rope = {"rope_type": "default", "rope_theta": c.rope_base}
-    return write_grouped(c, _KEYS, "olmoe", "Olmoe") | {
-        "clip_qkv": None if c.clip_qkv is None else float(c.clip_qkv),
-        "rope_parameters": rope,
-    }
+    keys = _PLAIN | {ours: KEYS[ours] for ours in ("kv_heads", "experts")}
+    return write_grouped(c, keys, "olmoe", "Olmoe") | {"rope_parameters": write_rope(c.rope_base, Yarn())}

@@ -27,7 +27,17 @@ from moezoo.errors import UserError, check_positive
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.config_json import nothing_unused, read_flag, read_grouped, read_yarn, write_grouped, write_rope
+from moezoo.models.config_json import (
+    COMMON_KEYS,
+    YARN_KEYS,
+    ConfigJson,
+    nothing_unused,
+    read_grouped,
+    read_head_dim,
+    read_rope,
+    write_grouped,
+    write_rope,
+)
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -89,7 +99,8 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
                 f"model.mlp_layers names layer {outside[0]}, but model.layers={self.layers} has layers 0 to "
                 f"{self.layers - 1}"
             )
-        if "moe" not in self.kinds:
+        with_experts = range(self.moe_every - 1, self.layers, self.moe_every)
+        if all(i in self.mlp_layers for i in with_experts):
             raise UserError(
                 f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
                 f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"
@@ -177,32 +188,42 @@ LAYER_NAMES = {
     "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
     "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
 }
-_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-_KEYS |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size"}
-_KEYS |= {"expert_mlp": "moe_intermediate_size", "experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-_KEYS |= {"moe_every": "decoder_sparse_step", "norm_eps": "rms_norm_eps", "max_length": "max_position_embeddings"}
-_KEYS |= {"init_std": "initializer_range", "load_balance": "router_aux_loss_coef"}
+_PLAIN = COMMON_KEYS | {"kv_heads": "num_key_value_heads", "mlp": "intermediate_size"}
+_PLAIN |= {"expert_mlp": "moe_intermediate_size", "moe_every": "decoder_sparse_step"}
+_PLAIN |= {"load_balance": "router_aux_loss_coef"}
+KEYS = _PLAIN | {"head_dim": "head_dim", "experts": "num_experts", "mlp_layers": "mlp_only_layers"}
+KEYS |= {"window": "sliding_window", "rope_base": "rope_theta"} | YARN_KEYS
 # For missing keys.
-_DEFAULTS = {"decoder_sparse_step": 1, "max_position_embeddings": 32768, "initializer_range": 0.02}
-_DEFAULTS |= {"router_aux_loss_coef": 0.001}
+_DEFAULTS = {"moe_every": 1, "max_length": 32768, "init_std": 0.02, "load_balance": 0.001}
+# The first three are of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
+_ONLY = {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
     """Return the configuration. Raises `UserError` for settings that the family does not have."""
-    size = mapping.get("hidden_size", 0) // (mapping.get("num_attention_heads") or 1)
-    settings = read_grouped(mapping, _KEYS, _DEFAULTS | {"head_dim": size})
-    layers = range(settings["layers"])
+    config = ConfigJson(mapping)
+    settings = read_grouped(config, Qwen3MoeConfig, _PLAIN, _DEFAULTS)
+    mlp_layers = config.read("mlp_only_layers", tuple[int, ...] | None, None) or ()
+    window = config.read("sliding_window", int | None, 4096)
+    has_window = config.read("use_sliding_window", bool, False)
+    rope = read_rope(config, settings["max_length"], ("default", "yarn"))
     settings |= {
-        "mlp_layers": [i for i in mapping.get("mlp_only_layers") or [] if i in layers],
-        "window": mapping.get("sliding_window", 4096) if read_flag(mapping, "use_sliding_window") else None,
-        "yarn": read_yarn(mapping),
+        "head_dim": read_head_dim(config, settings["embed"], settings["heads"]),
+        "mlp_layers": [i for i in mlp_layers if 0 <= i < settings["layers"]],
+        "window": window if has_window else None,
+        "rope_base": rope.base,
+        "yarn": rope.yarn,
     }
-    return convert(Qwen3MoeConfig, settings, "config.json: model")
+    # The number of first layers without a window, which only some versions of transformers read.
+    only, without_effect = (_ONLY | {"max_window_layers": (0,)}, ()) if has_window else (_ONLY, ("max_window_layers",))
+    config.refuse_others(only, without_effect)
+    return convert(Qwen3MoeConfig, settings, "model")
 
 
 def config_to_hub(config: Qwen3MoeConfig) -> dict[str, Any]:
     """Return the keys that transformers reads. Raises `UserError` for a router that it does not have."""
-    return write_grouped(config, _KEYS, "qwen3_moe", "Qwen3Moe") | {
+    keys = _PLAIN | {ours: KEYS[ours] for ours in ("head_dim", "experts")}
+    return write_grouped(config, keys, "qwen3_moe", "Qwen3Moe") | {
         "mlp_only_layers": list(config.mlp_layers),
         "use_sliding_window": config.window is not None,
         "sliding_window": config.window,

@@ -1,9 +1,12 @@
 """Read and write Hugging Face folders.
 
-No other module reads or writes safetensors. Nothing is downloaded or unpickled, and no code from a folder runs.
+Nothing is downloaded or unpickled, and no code from a folder runs. What a folder holds is compared with its config.json
+before anything is built.
 """
 
+import itertools
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,25 +15,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from moezoo.convert import convert
+from moezoo.convert import convert, show
 from moezoo.errors import UserError, nearest
+from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
-from moezoo.models import FAMILIES, Family, ModelConfig, build_model, family_of
+from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
+from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
 
-_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F64": np.dtype(np.float64),
-}
 SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def from_pretrained(
@@ -43,28 +40,32 @@ def from_pretrained(
     Args:
         folder: holds config.json and safetensors, in one file or in several with an index.
         execution: the mesh and rules that lay out the arrays. By default every array is on one device.
-        dtype: the dtype of the parameters; by default the one that most stored numbers have. Choice biases are always
-            float32.
+        dtype: the dtype of the parameters: float32, bfloat16 or float16. By default the one that most stored numbers
+            have, with float32 for float64. Choice biases are always float32.
 
     Raises:
-        UserError: The architecture is unknown. A tensor is missing, has no parameter, has the wrong shape, is cut
-            short, or is in a file outside the folder.
+        UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
+            wrong shape, is cut short, or is in a file outside the folder. `dtype` is another one.
     """
-    folder = Path(folder).expanduser()
+    folder, target = Path(folder).expanduser(), None if dtype is None else _parameter_dtype(dtype)
     family, config = _family_and_config(folder)
-    files = _Files(folder)
-    stored = jnp.dtype(dtype) if dtype is not None else files.common_dtype()
-    shapes = jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=str(stored)))
-    wanted = list(tensors(shapes, family.hub))
-    _check_names(files, wanted, family, folder)
+    files = WeightFiles(folder)
+    _check_counts(files, config, family, folder)
+    shapes = model_shapes(config, str(target or files.common_dtype()))
+    # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
+    wanted = list(itertools.islice(tensors(shapes, family.hub), len(files.tensors) + 100_000))
+    _check_names(set(files.tensors), {t.name for t in wanted}, family, folder)
+    for tensor in wanted:
+        files.check(tensor.name, tensor.shape)
     whole = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in arrays_by_path(shapes).items()}
     odd = []
     for tensor in wanted:
-        array = files.read(tensor.name, tensor.shape)
-        if not np.isfinite(array.astype(np.float32)).all():
+        parts = tensor.from_file(files.read(tensor.name))
+        with np.errstate(over="ignore"):  # what a dtype cannot hold becomes infinite, which is reported
+            for (path, index), part in zip(tensor.parts, parts, strict=True):
+                whole[path][index] = part
+        if not all(np.isfinite(whole[path][index]).all() for path, index in tensor.parts):
             odd.append(tensor.name)
-        for (path, index), part in zip(tensor.parts, tensor.from_file(array), strict=True):
-            whole[path][index] = part
     if odd:
         _warn(f"{folder}: tensors with NaN or infinities: {_list_names(odd)}")
     model = jax.tree.unflatten(jax.tree.structure(shapes), list(whole.values()))
@@ -82,7 +83,7 @@ def end_of_text(folder: str | Path) -> list[int]:
     """Return the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json, or none."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder).expanduser() / name
-        found = _json(path, "cannot be read").get("eos_token_id") if path.exists() else None
+        found = read_json(path).get("eos_token_id") if path.exists() else None
         if found is not None:
             found = found if isinstance(found, list) else [found]
             return [convert(int, token, f"{name}: eos_token_id") for token in found]
@@ -96,10 +97,12 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     Settings that transformers has no key for are lost, such as the rate at which choice biases move.
 
     Raises:
-        UserError: The folder already holds a model, or cannot be written.
+        UserError: `model` is no model. The folder already holds a model, or cannot be written.
     """
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
     folder = Path(folder).expanduser()
-    if any((folder / name).exists() for name in ("config.json", _SINGLE, _INDEX)):
+    if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model; name another folder")
     family = family_of(model.config)
     arrays = arrays_by_path(model)
@@ -120,7 +123,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = (
-            [_SINGLE]
+            [SINGLE]
             if len(shards) == 1
             else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         )
@@ -129,7 +132,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
         if len(shards) > 1:
             where = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
-            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in names:
             shutil.copymode(folder / "config.json", folder / name)  # safetensors makes files private
@@ -156,80 +159,36 @@ def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
     save_file(values, path, metadata={"format": "pt"})  # transformers refuses files without it
 
 
-class _Files:
-    """The tensors of a folder, in one file or in the files that an index names."""
+def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of parameters that the user asked for. Raises `UserError` unless a model can have it."""
+    valid = sorted({np.dtype(kind).name for kind in DTYPES.values()})
+    try:
+        name = jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = show(dtype)[:80]
+    if name not in valid:
+        raise UserError(f"dtype={name}: expected one of {', '.join(valid)}")
+    return jnp.dtype(name)
 
-    def __init__(self, folder: Path):
-        from safetensors import safe_open
 
-        self._folder, self._open, self._error = folder, safe_open, _safetensors_error()
-        self._handles: dict[Path, Any] = {}
-        if (folder / _INDEX).exists():
-            index = _json(folder / _INDEX, "cannot be read").get("weight_map")
-            if not isinstance(index, dict) or not index:
-                raise UserError(f"{folder / _INDEX} has no weight_map; download the folder again")
-            for name, file in index.items():
-                if not isinstance(file, str) or Path(file).name != file:
-                    raise UserError(f"{folder / _INDEX} places {name} in '{file}', outside the folder; do not trust it")
-            self._where = {name: folder / file for name, file in index.items()}
-        elif (folder / _SINGLE).exists():
-            self._where = dict.fromkeys(self._handle(folder / _SINGLE).keys(), folder / _SINGLE)
-        else:
-            raise UserError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors are read")
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._where)
-
-    def _handle(self, path: Path) -> Any:
-        if path not in self._handles:
-            try:
-                self._handles[path] = self._open(path, framework="numpy")
-            except FileNotFoundError as error:
-                raise UserError(f"{path} is missing but the index names it; download the folder again") from error
-            except (self._error, OSError) as error:
-                reason = str(error).partition("\n")[0]
-                raise UserError(f"{path} cannot be read ({reason}); download it again") from error
-        return self._handles[path]
-
-    def common_dtype(self) -> np.dtype:
-        """Return the dtype that most stored numbers have."""
-        sizes: dict[str, int] = {}
-        for name, path in self._where.items():
-            part = self._slice(path, name)
-            sizes[part.get_dtype()] = sizes.get(part.get_dtype(), 0) + int(np.prod(part.get_shape()))
-        most = max(sizes, key=lambda kind: sizes[kind])
-        if most not in _DTYPES:
-            raise UserError(f"{self._folder} stores {most}, expected one of {', '.join(_DTYPES)}; convert it first")
-        return _DTYPES[most]
-
-    def _slice(self, path: Path, name: str) -> Any:
-        try:
-            return self._handle(path).get_slice(name)
-        except self._error as error:
-            raise UserError(f"{path} has no {name} but the index places it there; download it again") from error
-
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a tensor; raise `UserError` if its shape is not `shape`."""
-        part = self._slice(self._where[name], name)
-        if tuple(part.get_shape()) != shape:
+def _check_counts(files: WeightFiles, config: ModelConfig, family: Family, folder: Path) -> None:
+    """Raise `UserError` where config.json has more layers or experts than the files, before any of them is built."""
+    for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
+        heads = {name.partition(field)[0] for name in family.hub.LAYER_NAMES.values() if field in name}
+        ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
+        found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
+        wanted = getattr(config, ours)
+        if heads and wanted > len(found):
             raise UserError(
-                f"{self._folder}: {name} has shape {list(part.get_shape())}, expected {list(shape)} by config.json; "
-                "the two files belong to different models"
+                f"{folder}: config.json has {family.hub.KEYS[ours]}={wanted}, but the safetensors hold {len(found)} "
+                f"{ours}; the files belong to different models"
             )
-        if part.get_dtype() not in _DTYPES:
-            raise UserError(
-                f"{self._folder}: {name} is {part.get_dtype()}, expected {', '.join(_DTYPES)}; convert it first"
-            )
-        return self._handle(self._where[name]).get_tensor(name)
 
 
-def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Path) -> None:
-    expected = {t.name for t in wanted}
-    left = files.names - expected
+def _check_names(found: set[str], expected: set[str], family: Family, folder: Path) -> None:
+    left = found - expected
     over = family.hub.find_unused(left, expected)
-    if missing := sorted(expected - files.names):
+    if missing := sorted(expected - found):
         raise UserError(f"{folder}: {_tensors(missing)} missing: {_list_names(missing)}")
     if left := sorted(left - over):
         raise UserError(f"{folder}: {_tensors(left)} not in the model of config.json: {_list_names(left)}")
@@ -239,14 +198,17 @@ def _check_names(files: _Files, wanted: list[Tensor], family: Family, folder: Pa
 
 
 def _family_and_config(folder: Path) -> tuple[Family, ModelConfig]:
-    mapping = _json(folder / "config.json", "no config.json; name a Hugging Face model folder")
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
+    mapping = read_json(folder / "config.json")
     family = _family(mapping, folder)
     try:
         return family, family.hub.config_from_hub(mapping)
-    except UserError:
-        raise
-    except (TypeError, ValueError, AttributeError) as error:  # for example a table in place of a number
-        raise UserError(f"{folder}/config.json: a setting does not have the expected type ({error})") from error
+    except UserError as error:
+        # A configuration refuses values by our names of the settings; the user sees those of config.json.
+        keys = family.hub.KEYS
+        text = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
+        raise UserError(f"{folder}/config.json: {text.removeprefix('config.json: ')}") from error
 
 
 def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
@@ -254,21 +216,10 @@ def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
     kind = mapping.get("model_type")
     if kind is None:
         raise UserError(f"{folder}/config.json has no model_type; expected one of {', '.join(sorted(kinds))}")
-    if kind not in kinds:
-        raise UserError(f"{folder}/config.json: unknown model_type '{kind}'; {nearest(str(kind), kinds)}")
+    if not isinstance(kind, str) or kind not in kinds:
+        name = show(kind)[:80]
+        raise UserError(f"{folder}/config.json: unknown model_type '{name}'; {nearest(name, kinds)}")
     return kinds[kind]
-
-
-def _json(path: Path, otherwise: str) -> dict[str, Any]:
-    try:
-        mapping = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.parent}: {otherwise}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(mapping, dict):
-        raise UserError(f"{path} is not a JSON object; download it again")
-    return mapping
 
 
 def _tensors(names: list[str]) -> str:
@@ -285,7 +236,7 @@ def _list_names(names: list[str]) -> str:
     for pattern, group in alike.items():
         columns = zip(pattern, zip(*group, strict=True), strict=True)
         text = ".".join(_range(column) if part is None else part for part, column in columns)
-        shown.append(text + (f" ({len(group)})" if len(group) > 1 else ""))
+        shown.append(show(text) + (f" ({len(group)})" if len(group) > 1 else ""))
     return ", ".join(shown)
 
 

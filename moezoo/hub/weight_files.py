@@ -1,0 +1,107 @@
+"""The safetensors files of a Hugging Face folder. Headers are checked before any tensor is read."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from moezoo.convert import show
+from moezoo.errors import UserError
+from moezoo.hub.json_files import LARGEST, open_file, parse_json, read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a folder: its file, its dtype in safetensors' words, and its shape."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightFiles:
+    """The tensors of a folder, in one file or in the files that an index names.
+
+    Attributes:
+        tensors: all tensors by name, as the headers of the files describe them.
+
+    Raises:
+        UserError: a file is missing, damaged or outside the folder, or there is no tensor.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._handles = folder, dict[Path, Any]()
+        if (folder / INDEX).exists():
+            places = _read_index(folder / INDEX)
+            headers = {path: self._read_header(path) for path in sorted(set(places.values()))}
+            if lost := [name for name, path in places.items() if name not in headers[path]]:
+                path, name = places[lost[0]], show(lost[0])
+                raise UserError(f"{path} has no {name} but the index places it there; download it again")
+            self.tensors = {name: headers[path][name] for name, path in places.items()}
+        elif (folder / SINGLE).exists():
+            self.tensors = self._read_header(folder / SINGLE)
+        else:
+            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors are read")
+        if not self.tensors:
+            raise UserError(f"{folder}: the safetensors hold no tensor; download the folder again")
+
+    def _read_header(self, path: Path) -> dict[str, StoredTensor]:
+        """Return the tensors of a file by name."""
+        from safetensors import SafetensorError, safe_open
+
+        with open_file(path) as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if not 8 <= 8 + length <= min(size, LARGEST):
+                raise UserError(f"{path} cannot be read (it has {size} bytes and no whole header); download it again")
+            header = parse_json(file.read(length), f"{path}: its header")
+        try:
+            self._handles[path] = safe_open(path, framework="numpy")  # checks types, sizes and places
+        except (SafetensorError, OSError) as error:
+            reason = show(str(error).partition("\n")[0])
+            raise UserError(f"{path} cannot be read ({reason}); download it again") from error
+        header.pop("__metadata__", None)
+        return {name: StoredTensor(path, about["dtype"], tuple(about["shape"])) for name, about in header.items()}
+
+    def common_dtype(self) -> np.dtype:
+        """Return the dtype that most stored numbers have; float32 for float64."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        most = max(sizes, key=lambda kind: sizes[kind])
+        if most not in DTYPES:
+            raise UserError(f"{self._folder} stores {most}, expected one of {', '.join(DTYPES)}; convert it first")
+        return np.dtype(DTYPES[most])
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `UserError` unless the tensor has this shape, and numbers that can be read."""
+        _, dtype, found = self.tensors[name]
+        if found != shape:
+            raise UserError(
+                f"{self._folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
+                "the two files belong to different models"
+            )
+        if dtype not in DTYPES:
+            raise UserError(f"{self._folder}: {name} is {dtype}, expected {', '.join(DTYPES)}; convert it first")
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the tensor in the dtype in which it is stored."""
+        return self._handles[self.tensors[name].path].get_tensor(name)
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    where = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UserError(f"{path} has no weight_map; download the folder again")
+    for name, file in where.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+            raise UserError(
+                f"{path} places {show(name)} in {show(file)[:80]}, outside the folder or in no file; do not trust it"
+            )
+    return {name: path.parent / file for name, file in where.items()}
