@@ -1,6 +1,7 @@
 """Reading and writing a Hugging Face config.json: what several families use."""
 
 import reprlib
+import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
 _REQUIRED: Any = object()
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _LARGEST = 2**31 - 1
 
 # Keys that change nothing that moezoo computes, in every family: of files, of tokens, of what transformers returns, of
@@ -85,8 +87,11 @@ class ConfigJson:
             raise UserError(f"{self._label(key)} is missing; the folder has another kind of model, or is damaged")
         return default
 
-    def read_all(self, config: type, keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of the dataclass `config` that `keys` maps to keys of config.json."""
+    def read_all(self, config: type, keys: Mapping[str, str], defaults: Mapping[str, Any] = _NOTHING) -> dict[str, Any]:
+        """Return the settings of the dataclass `config` that `keys` maps to keys of config.json.
+
+        `defaults` has the values of settings whose key may be missing.
+        """
         kinds = types_of(config)
         return {ours: self.read(key, kinds[ours], defaults.get(ours, _REQUIRED)) for ours, key in keys.items()}
 
@@ -107,7 +112,7 @@ class ConfigJson:
             raise UserError(f"{self._label(key)}={_show(found)}: expected a table with keys, or null")
         return ConfigJson(found, f"{self._table}{key}.") if found else None
 
-    def refuse_others(self, only: Mapping[str, tuple[Any, ...]], without_effect: Iterable[str] = ()) -> None:
+    def refuse_others(self, only: Mapping[str, tuple[Any, ...]] = _NOTHING, without_effect: Iterable[str] = ()) -> None:
         """Raise `UserError` for a key that was not read and may change what the model computes.
 
         Null and keys with `_` in front are without effect.
@@ -170,7 +175,7 @@ def read_rope(
     base = rope.read("rope_theta", float, config.read("rope_theta", float, base))
     kind = rope.read("rope_type", str, rope.read("type", str, "default"))
     if kind not in extensions:
-        raise UserError(f"config.json: rope_type={kind}: this family supports only {' and '.join(extensions)}")
+        raise UserError(f"config.json: rope_type={_show(kind)}: this family supports only {' and '.join(extensions)}")
     rope.read("attention_factor", Literal[None], None)
     rope.read("truncate", Literal[True], True)
     length = rope.read("original_max_position_embeddings", int, max_length)
@@ -208,8 +213,12 @@ def write_rope(base: float, yarn: Yarn) -> dict[str, Any]:
 def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
     """Return settings by the keys of config.json. Values get their declared type: transformers refuses 1 for 1.0."""
     kinds = types_of(type(config))
-    values = {theirs: (kinds[ours], getattr(config, ours)) for ours, theirs in keys.items()}
-    return {key: float(value) if kind is float else value for key, (kind, value) in values.items()}
+    written = {}
+    for ours, theirs in keys.items():
+        value, kind = getattr(config, ours), kinds[ours]
+        is_float = float in (kind, *typing.get_args(kind)) and value is not None
+        written[theirs] = float(value) if is_float else value
+    return written
 
 
 def read_head_dim(config: ConfigJson, embed: int, heads: int) -> int:

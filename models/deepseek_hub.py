@@ -54,7 +54,8 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         if config.read("topk_method", Literal["greedy", "group_limited_greedy"], "greedy") == "greedy":
             groups = kept = 1
         normalised, interleaved = False, True
-        only = {"scoring_func": ("softmax",), "norm_topk_prob": (False,), "rope_interleave": (True,)}
+        config.read("rope_interleave", bool, True)  # without effect, as in transformers
+        only = {"scoring_func": ("softmax",), "norm_topk_prob": (False,)}
     settings |= {
         "dense_layers": config.read("first_k_dense_replace", int, least=0),
         "experts": config.read_either(("n_routed_experts", "num_local_experts", "num_experts"), int),

@@ -27,6 +27,7 @@ from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
 
+_MOST_NAMES = 60  # in a message; a layer of any family has fewer
 SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
 
 
@@ -172,13 +173,16 @@ def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _check_counts(files: WeightFiles, config: ModelConfig, family: Family, folder: Path) -> None:
-    """Raise `UserError` where config.json has more layers or experts than the files, before any of them is built."""
+    """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
+
+    A few are built, so that the missing tensors can be listed.
+    """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
         heads = {name.partition(field)[0] for name in family.hub.LAYER_NAMES.values() if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
         found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
         wanted = getattr(config, ours)
-        if heads and wanted > len(found):
+        if heads and wanted > len(found) + 100:
             raise UserError(
                 f"{folder}: config.json has {family.hub.KEYS[ours]}={wanted}, but the safetensors hold {len(found)} "
                 f"{ours}; the files belong to different models"
@@ -227,17 +231,20 @@ def _tensors(names: list[str]) -> str:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return all names in one line. Names that differ only by layer and expert numbers become one, with their count."""
+    """Return names in one line. Names that differ only by layer and expert numbers become one, with their count."""
     alike: dict[tuple[str | None, ...], list[list[str]]] = {}
     for name in sorted(names):
         parts = name.split(".")
-        alike.setdefault(tuple(None if part.isdecimal() else part for part in parts), []).append(parts)
+        is_number = [part.isdecimal() and len(part) < 10 for part in parts]
+        pattern = tuple(None if number else part for number, part in zip(is_number, parts, strict=True))
+        alike.setdefault(pattern, []).append(parts)
     shown = []
     for pattern, group in alike.items():
         columns = zip(pattern, zip(*group, strict=True), strict=True)
         text = ".".join(_range(column) if part is None else part for part, column in columns)
-        shown.append(show(text) + (f" ({len(group)})" if len(group) > 1 else ""))
-    return ", ".join(shown)
+        shown.append(show(text)[:200] + (f" ({len(group)})" if len(group) > 1 else ""))
+    more = [f"and {len(shown) - _MOST_NAMES} more"] if len(shown) > _MOST_NAMES else []
+    return ", ".join(shown[:_MOST_NAMES] + more)
 
 
 def _range(numbers: Sequence[str]) -> str:

@@ -1,0 +1,272 @@
+"""Folders with the published tensor names, made here without moezoo, against NumPy.
+
+Loading and saving read one table of names. An error in it, such as gate for up, is the same in both directions, so a
+folder that moezoo wrote cannot show it. Here every name is written down a second time, with its part in the published
+formulas, and the oracle computes the logits.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import oracle
+import oracle_deepseek
+import pytest
+from oracle_grouped import Grouped, with_experts
+from oracle_rope import Rope
+from safetensors.numpy import load_file, save_file
+from tape import stack
+
+import moezoo
+from moezoo.hub.folders import hub_model_config
+
+VOCAB, EMBED, HEADS, KV_HEADS, MLP, EXPERT_MLP, EXPERTS, CHOSEN = 20, 16, 4, 2, 14, 10, 4, 2
+TOKENS = np.random.default_rng(1).integers(0, VOCAB, 7)
+NO_LOSSES = oracle.Losses(0.0, 0.0, "batch")
+
+# The array of the oracle that a tensor holds, and how to cut it out of the tensor [outputs, inputs].
+Parts = Mapping[str, Callable[[np.ndarray], np.ndarray]]
+
+
+class Tensor(NamedTuple):
+    """A published tensor: its shape, and the oracle's arrays in it."""
+
+    shape: tuple[int, ...]
+    parts: Parts
+
+
+class Published(NamedTuple):
+    """A family as published: config.json, tensors outside layers are common; tensors of each layer; the formulas."""
+
+    config: dict[str, Any]
+    layers: list[dict[str, Tensor]]
+    family: oracle.Family
+
+
+def vector(size: int, name: str) -> Tensor:
+    """Return a tensor of one dimension."""
+    return Tensor((size,), {name: np.copy})
+
+
+def matrix(outputs: int, inputs: int, name: str) -> Tensor:
+    """Return a matrix that the oracle has as [inputs, outputs]."""
+    return Tensor((outputs, inputs), {name: np.transpose})
+
+
+def to_heads(heads: int, size: int, name: str, inputs: int = EMBED) -> Tensor:
+    """Return a projection to heads, whose rows are head by head."""
+    return Tensor((heads * size, inputs), {name: lambda w: w.T.reshape(inputs, heads, size)})
+
+
+def from_heads(size: int) -> Tensor:
+    """Return the projection of all heads' results, whose columns are head by head."""
+    return Tensor((EMBED, HEADS * size), {"out": lambda w: w.T.reshape(HEADS, size, EMBED)})
+
+
+def swiglu(prefix: str, width: int, names: tuple[str, str, str], ours: str = "") -> dict[str, Tensor]:
+    """Return the matrices of down(silu(gate x) * up x); `names` are those of gate, up and down."""
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    return {
+        gate: matrix(width, EMBED, f"{ours}gate"),
+        up: matrix(width, EMBED, f"{ours}up"),
+        down: matrix(EMBED, width, f"{ours}down"),
+    }
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+NORMS = {
+    "input_layernorm.weight": vector(EMBED, "attention_norm"),
+    "post_attention_layernorm.weight": vector(EMBED, "feed_forward_norm"),
+}
+
+
+def with_router(prefix: str, names: tuple[str, str, str]) -> dict[str, Tensor]:
+    """Return the router and the experts."""
+    experts = [swiglu(f"{prefix}.experts.{expert}", EXPERT_MLP, names) for expert in range(EXPERTS)]
+    router = {f"{prefix}.gate.weight": matrix(EXPERTS, EMBED, "router")}
+    return router | {name: tensor for expert in experts for name, tensor in expert.items()}
+
+
+def grouped_attention(size: int) -> dict[str, Tensor]:
+    """Return norms and projections of grouped-query attention."""
+    return NORMS | {
+        "self_attn.q_proj.weight": to_heads(HEADS, size, "query"),
+        "self_attn.k_proj.weight": to_heads(KV_HEADS, size, "key"),
+        "self_attn.v_proj.weight": to_heads(KV_HEADS, size, "value"),
+        "self_attn.o_proj.weight": from_heads(size),
+    }
+
+
+COMMON = {"vocab_size": VOCAB, "hidden_size": EMBED, "num_attention_heads": HEADS, "num_experts_per_tok": CHOSEN}
+COMMON |= {"rms_norm_eps": 0.01, "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False}
+GROUPED: dict[str, Any] = {"experts_per_token": CHOSEN, "norm_eps": 0.01, "losses": NO_LOSSES}
+
+
+def mixtral() -> Published:
+    """Jiang et al., 2024: w1 is the gate, w3 the other factor, w2 the way down."""
+    config = {"model_type": "mixtral", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": EXPERT_MLP, "num_local_experts": EXPERTS, "rope_theta": 100.0, "sliding_window": 3}
+    layer = grouped_attention(6) | with_router("block_sparse_moe", ("w1", "w3", "w2"))
+    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), renormalised=True, window=3, clip=None)
+    return Published(config, [layer] * 2, family)
+
+
+def qwen3() -> Published:
+    """Yang et al., 2025, with biases, and an MLP in the second of three layers."""
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": MLP, "moe_intermediate_size": EXPERT_MLP, "num_experts": EXPERTS}
+    config |= {"rope_theta": 100.0, "norm_topk_prob": True, "attention_bias": True, "mlp_only_layers": [1]}
+    attention = grouped_attention(6) | {
+        "self_attn.q_norm.weight": vector(6, "query_norm"),
+        "self_attn.k_norm.weight": vector(6, "key_norm"),
+        "self_attn.o_proj.bias": vector(EMBED, "out_bias"),
+    }
+    for letter, name, heads in (("q", "query", HEADS), ("k", "key", KV_HEADS), ("v", "value", KV_HEADS)):
+        by_head = {f"{name}_bias": lambda b, heads=heads: b.reshape(heads, 6)}
+        attention[f"self_attn.{letter}_proj.bias"] = Tensor((heads * 6,), by_head)
+    sparse = attention | with_router("mlp", PROJECTIONS)
+    dense = attention | swiglu("mlp", MLP, PROJECTIONS, "dense_")
+    kinds = with_experts(3, without=[1])
+    family = Grouped(**GROUPED, sparse=kinds, rope=Rope(100.0), renormalised=True, window=None, clip=None)
+    return Published(config, [sparse, dense, sparse], family)
+
+
+def olmoe() -> Published:
+    """Muennighoff et al., 2024: norms over all heads together; gates that do not sum to 1."""
+    config = {"model_type": "olmoe", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "num_experts": EXPERTS}
+    config |= {"intermediate_size": EXPERT_MLP, "rope_theta": 100.0, "clip_qkv": 0.9, "norm_topk_prob": False}
+    size = EMBED // HEADS
+    layer = grouped_attention(size) | with_router("mlp", PROJECTIONS)
+    layer |= {"self_attn.q_norm.weight": vector(HEADS * size, "query_norm")}
+    layer |= {"self_attn.k_norm.weight": vector(KV_HEADS * size, "key_norm")}
+    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), renormalised=False, window=None, clip=0.9)
+    return Published(config, [layer] * 2, family)
+
+
+KV_LORA, Q_LORA, NOPE, ROPE, VALUE = 5, 8, 6, 4, 6  # plain keys are as wide as values, so that they can be confused
+
+
+def key_and_value() -> Tensor:
+    """Return kv_b_proj: for each head the rows of the plain key, then those of the value."""
+    both = to_heads(HEADS, NOPE + VALUE, "both", KV_LORA)
+    cut = both.parts["both"]
+    return Tensor(both.shape, {"key_up": lambda w: cut(w)[..., :NOPE], "value_up": lambda w: cut(w)[..., NOPE:]})
+
+
+def deepseek(model_type: str) -> Published:
+    """DeepSeek-AI, 2024, V2 and V3: one layer with an MLP, one with experts and a shared expert of double width."""
+    third = model_type == "deepseek_v3"
+    config = {"model_type": model_type, "num_hidden_layers": 2, "first_k_dense_replace": 1, "kv_lora_rank": KV_LORA}
+    config |= {"q_lora_rank": Q_LORA if third else None, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE}
+    config |= {"v_head_dim": VALUE, "intermediate_size": MLP, "moe_intermediate_size": EXPERT_MLP, "n_group": 2}
+    config |= {"n_routed_experts": EXPERTS, "n_shared_experts": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
+    config |= {"norm_topk_prob": third, "topk_method": "noaux_tc" if third else "group_limited_greedy"}
+    config |= {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}}
+    config["rope_scaling"] |= {"mscale": 0.7, "mscale_all_dim": 1.3, "original_max_position_embeddings": 16}
+    attention = NORMS | {
+        "self_attn.kv_a_proj_with_mqa.weight": matrix(KV_LORA + ROPE, EMBED, "kv_down"),
+        "self_attn.kv_a_layernorm.weight": vector(KV_LORA, "kv_norm"),
+        "self_attn.kv_b_proj.weight": key_and_value(),
+        "self_attn.o_proj.weight": from_heads(VALUE),
+    }
+    if third:
+        attention["self_attn.q_a_proj.weight"] = matrix(Q_LORA, EMBED, "query_down")
+        attention["self_attn.q_a_layernorm.weight"] = vector(Q_LORA, "query_norm")
+        attention["self_attn.q_b_proj.weight"] = to_heads(HEADS, NOPE + ROPE, "query_up", Q_LORA)
+    else:
+        attention["self_attn.q_proj.weight"] = to_heads(HEADS, NOPE + ROPE, "query")
+    sparse = attention | with_router("mlp", PROJECTIONS)
+    sparse |= swiglu("mlp.shared_experts", 2 * EXPERT_MLP, PROJECTIONS, "shared_")
+    if third:
+        sparse["mlp.gate.e_score_correction_bias"] = vector(EXPERTS, "bias")
+    choice = (
+        oracle_deepseek.Choice("sigmoid", 2, 1, "sum_of_top2", True, 1.7)
+        if third
+        else oracle_deepseek.Choice("softmax", 2, 1, "max", False, 1.7)
+    )
+    family = oracle_deepseek.DeepSeek(
+        experts_per_token=CHOSEN,
+        dense_layers=1,
+        nope_dim=NOPE,
+        rope=Rope(100.0, True, 4.0, 16, 4.0, 0.5, 0.7, 1.3),
+        choice=choice,
+        bias=np.zeros((1, EXPERTS)),  # V3's is that of the folder
+        bias_rate=0.0,
+        norm_eps=0.01,
+        losses=NO_LOSSES,
+    )
+    return Published(config, [attention | swiglu("mlp", MLP, PROJECTIONS, "dense_"), sparse], family)
+
+
+FAMILIES = {
+    "mixtral": mixtral,
+    "qwen3": qwen3,
+    "olmoe": olmoe,
+    "v2": lambda: deepseek("deepseek_v2"),
+    "v3": lambda: deepseek("deepseek_v3"),
+}
+OUTSIDE = {
+    "model.embed_tokens.weight": Tensor((VOCAB, EMBED), {"embedding": np.copy}),
+    "model.norm.weight": vector(EMBED, "final_norm"),
+    "lm_head.weight": matrix(VOCAB, EMBED, "unembedding"),
+}
+
+
+def draw(tensor: Tensor, rng: np.random.Generator) -> np.ndarray:
+    """Return random numbers; vectors, which are norms and biases, are near 1."""
+    noise = rng.standard_normal(tensor.shape, np.float32)
+    return 1 + 0.3 * noise if len(tensor.shape) == 1 else np.float32(0.4) * noise
+
+
+def folder_and_parameters(published: Published) -> tuple[dict[str, np.ndarray], oracle.Parameters]:
+    """Return random tensors by their published names, and the same numbers by the names of the oracle."""
+    rng, named, layers = np.random.default_rng(3), {}, dict[str, list[np.ndarray]]()
+    parameters = {}
+    for name, tensor in OUTSIDE.items():
+        named[name] = draw(tensor, rng)
+        parameters |= {ours: cut(named[name]) for ours, cut in tensor.parts.items()}
+    for number, layer in enumerate(published.layers):
+        experts = dict[str, list[np.ndarray]]()
+        for name, tensor in layer.items():
+            array = named[f"model.layers.{number}.{name}"] = draw(tensor, rng)
+            for ours, cut in tensor.parts.items():
+                (experts if ".experts." in name else layers).setdefault(ours, []).append(cut(array))
+        for ours, arrays in experts.items():
+            layers.setdefault(ours, []).append(np.stack(arrays))
+    parameters |= {ours: np.stack(arrays) for ours, arrays in layers.items()}
+    return named, {ours: array.astype(np.float64) for ours, array in parameters.items()}
+
+
+def logits(parameters: oracle.Parameters, family: oracle.Family) -> np.ndarray:
+    """Return the oracle's logits of one row of tokens."""
+    p, place = oracle.TapedParameters(parameters), oracle.Place(np.ones(len(TOKENS)), np.arange(len(TOKENS)))
+    x, _ = family.layers(p, stack([p("embedding", int(token)) for token in TOKENS]), place)
+    return (oracle.norm(x, p("final_norm"), family.norm_eps) @ p("unembedding")).data
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_folder(name, tmp_path):
+    """Its logits are those of NumPy, and saving gives back every tensor."""
+    published = FAMILIES[name]()
+    named, parameters = folder_and_parameters(published)
+    family: Any = published.family
+    if "bias" in parameters:
+        family = oracle_deepseek.replace(family, bias=parameters.pop("bias"))
+    (tmp_path / "m").mkdir()
+    save_file(named, tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(COMMON | published.config))
+
+    model = moezoo.from_pretrained(tmp_path / "m")
+    wanted = logits(parameters, family)
+    found = jax.jit(lambda model: model(TOKENS[None]).logits[0])(model)
+    # Some hundred roundings to 6e-8 of values of order one.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * abs(wanted).max())
+
+    moezoo.save_pretrained(model, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert set(again) == set(named)
+    for key, array in named.items():
+        np.testing.assert_array_equal(again[key], array, strict=True)
+    assert hub_model_config(tmp_path / "again") == model.config

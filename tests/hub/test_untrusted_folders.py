@@ -1,0 +1,361 @@
+"""Folders from anywhere: the keys of published ones are known, others are refused, and no file costs time or memory."""
+
+import dataclasses
+import inspect
+import json
+import os
+import struct
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refusals import refused
+from safetensors.numpy import load_file, save_file
+from tiny_models import deepseek_v2, deepseek_v3, mixtral, olmoe, qwen3
+
+import moezoo
+from moezoo.hub.folders import hub_model_config
+from moezoo.hub.tensors import tensors
+from moezoo.models import family_of, model_shapes
+
+CONFIGS = {
+    "mixtral": mixtral(),
+    "qwen3": qwen3(),
+    "olmoe": olmoe(clip_qkv=None),
+    "v2": deepseek_v2(),
+    "v3": deepseek_v3(),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def written(name):
+    """Return the config.json of a tiny model."""
+    return family_of(CONFIGS[name]).hub.config_to_hub(CONFIGS[name])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a function that writes the folder of a tiny model, whose numbers are zero, with some keys changed."""
+
+    def write(name: str = "mixtral", **keys: Any):
+        family = family_of(CONFIGS[name])
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.json").write_text(json.dumps(written(name) | keys))
+        zeros = {t.name: np.zeros(t.shape, np.float32) for t in tensors(model_shapes(CONFIGS[name]), family.hub)}
+        save_file(zeros, tmp_path / "m" / "model.safetensors")
+        return tmp_path / "m"
+
+    return write
+
+
+# The keys of published folders that the family's first release has, without those of a family's sizes.
+_ALL = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}
+_ALL |= {"torch_dtype": "bfloat16", "transformers_version": "4.36.0", "use_cache": True, "eos_token_id": 2}
+_MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": 1, "rope_theta": 1e6}
+_MIXTRAL |= {"num_experts_per_tok": 2, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False}
+_MIXTRAL |= {"rms_norm_eps": 1e-05, "sliding_window": None, "router_aux_loss_coef": 0.02}
+_DEEPSEEK = {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"}}
+_DEEPSEEK |= {"aux_loss_alpha": 0.001, "bos_token_id": 0, "kv_lora_rank": 512, "moe_layer_freq": 1, "seq_aux": True}
+_DEEPSEEK |= {"pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DEEPSEEK |= {"rms_norm_eps": 1e-06, "rope_theta": 10000, "max_position_embeddings": 163840}
+_ROPE = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}
+_V2 = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "scoring_func": "softmax"}
+_V2 |= {"rope_scaling": _ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707}, "vocab_size": 102400}
+_V2 |= {"first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6}
+_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}
+_V3 |= {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61}
+_V3 |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "q_lora_rank": 1536}
+_V3_ROPE = _ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}
+_QWEN = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "head_dim": 128}
+_QWEN |= {"bos_token_id": 151643, "decoder_sparse_step": 1, "max_position_embeddings": 40960, "mlp_only_layers": []}
+_QWEN |= {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4}
+_QWEN |= {"output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0}
+_QWEN |= {"router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936}
+_OLMOE = {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None}
+_OLMOE |= {"max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8}
+_OLMOE |= {"output_router_logits": False, "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None}
+
+# Preset -> the keys of its published config.json, without those of quantization.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral_8x7b": _MIXTRAL
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    | {"max_position_embeddings": 32768, "vocab_size": 32000},
+    "mixtral_8x22b": _MIXTRAL
+    | {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48}
+    | {"max_position_embeddings": 65536, "vocab_size": 32768, "router_jitter_noise": 0.0},
+    "deepseek_v2_lite": _DEEPSEEK
+    | _V2
+    | {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "q_lora_rank": None}
+    | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+    "deepseek_v2": _DEEPSEEK
+    | _V2
+    | {"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 60}
+    | {"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 160, "q_lora_rank": 1536}
+    | {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    "deepseek_v3": _DEEPSEEK
+    | _V3
+    | {"model_type": "deepseek_v3", "vocab_size": 129280, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}
+    | {"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "routed_scaling_factor": 2.5}
+    | {"n_group": 8, "topk_group": 4, "rope_scaling": _V3_ROPE},
+    "kimi_k2": _DEEPSEEK
+    | _V3
+    | {"model_type": "kimi_k2", "vocab_size": 163840, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+    | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "routed_scaling_factor": 2.827}
+    | {"n_group": 1, "topk_group": 1, "max_position_embeddings": 131072, "rope_theta": 50000.0}
+    | {"rope_scaling": _V3_ROPE | {"beta_fast": 1.0, "factor": 32.0}},
+    "qwen3_30b_a3b": _QWEN
+    | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "max_window_layers": 48},
+    # Keys of later releases too: shared experts of no size, and biases and norms that are as in the first ones.
+    "qwen3_235b_a22b": _QWEN
+    | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
+    | {"num_attention_heads": 64, "max_window_layers": 94, "shared_expert_intermediate_size": 0, "qkv_bias": False}
+    | {"use_qk_norm": True},
+    "olmoe_1b_7b": _OLMOE
+    | {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16}
+    | {"num_key_value_heads": 16, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "vocab_size": 50304},
+}
+
+
+def test_published_keys_are_the_presets(tmp_path):
+    """All of them are known. Settings of initial weights and of routing losses are those of the papers in presets."""
+    apart = {"init_std": 1.0, "load_balance": 0.0, "load_balance_over": "batch", "z_loss": 0.0}
+    for preset, keys in PUBLISHED.items():
+        (tmp_path / "config.json").write_text(json.dumps(_ALL | keys))
+        wanted = moezoo.compose(f"model={preset}").model
+        assert dataclasses.replace(hub_model_config(tmp_path), **apart) == dataclasses.replace(wanted, **apart), preset
+
+
+def test_quantized_folders_are_refused(tmp_path):
+    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    for preset in ("deepseek_v3", "kimi_k2"):
+        (tmp_path / "config.json").write_text(json.dumps(_ALL | PUBLISHED[preset] | {"quantization_config": fp8}))
+        with refused(f"{tmp_path}/config.json: quantization_config=", "fp8", "only null"):
+            hub_model_config(tmp_path)
+
+
+# (tiny model, keys, parts of the message after the path).
+VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("mixtral", {"model_type": ["mixtral"]}, ("unknown model_type '[mixtral]'", "did you mean 'mixtral'")),
+    ("mixtral", {"model_type": {"a": 1}}, ("unknown model_type '{a: 1}'", "valid: deepseek_v2")),
+    ("mixtral", {"num_attention_heads": 0, "head_dim": None}, ("num_attention_heads=0", "at least 1")),
+    ("olmoe", {"num_attention_heads": 0}, ("num_attention_heads=0", "at least 1")),
+    ("qwen3", {"num_attention_heads": "2", "head_dim": None}, ("num_attention_heads=2: expected a whole number",)),
+    ("mixtral", {"vocab_size": 10**12}, ("vocab_size=1000000000000", "at most 2147483647")),
+    ("mixtral", {"vocab_size": 10**30}, (f"vocab_size={10**30}", "at most 2147483647")),
+    ("qwen3", {"num_hidden_layers": 2**31}, ("num_hidden_layers=2147483648", "at most 2147483647")),
+    ("mixtral", {"vocab_size": True}, ("vocab_size=true: expected a whole number",)),
+    ("mixtral", {"max_position_embeddings": 0}, ("max_position_embeddings=0", "at least 1")),
+    ("v2", {"max_position_embeddings": 0}, ("max_position_embeddings=0", "at least 1")),
+    ("mixtral", {"head_dim": 0}, ("head_dim=0", "at least 1")),
+    ("mixtral", {"head_dim": 7}, ("head_dim=7", "even")),
+    ("mixtral", {"num_attention_heads": 3}, ("num_attention_heads=3", "num_key_value_heads=2", "multiple of 2")),
+    ("mixtral", {"num_experts": 9}, ("num_local_experts=8 and num_experts=9 are one setting", "delete")),
+    ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise=0.1", "only 0")),
+    ("mixtral", {"attention_bias": True}, ("attention_bias=true", "only false")),
+    ("mixtral", {"attention_dropout": 0.1}, ("attention_dropout=0.1", "only 0")),
+    ("mixtral", {"tie_word_embeddings": 0}, ("tie_word_embeddings=0", "only false")),
+    ("mixtral", {"quantization_config": {"bits": 4}}, ("quantization_config={'bits': 4}", "only null")),
+    ("mixtral", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "only 1")),
+    ("mixtral", {"rope_parameters": YARN}, ("rope_type=yarn", "only default")),
+    ("mixtral", {"\x1b[31mkey": 1}, ("'\\x1b[31mkey'=1", "does not know this key", "delete")),
+    ("olmoe", {"head_dim": 8}, ("head_dim=8", "only 4")),
+    ("qwen3", {"layer_types": ["full_attention"]}, ("layer_types=['full_attention']", "does not know this key")),
+    ("qwen3", {"use_qk_norm": False}, ("use_qk_norm=false", "only true")),
+    ("qwen3", {"shared_expert_intermediate_size": 8}, ("shared_expert_intermediate_size=8", "only 0")),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ("max_window_layers=2", "only 0")),
+    ("qwen3", {"mlp_only_layers": [0, 1, 2]}, ("decoder_sparse_step=1", "mlp_only_layers=[0, 1, 2]")),
+    ("qwen3", {"mlp_only_layers": [1.0]}, ("mlp_only_layers[0]=1.0: expected a whole number",)),
+    ("v3", {"n_group": 0}, ("n_group=0", "at least 1")),
+    ("v3", {"n_group": 3}, ("n_routed_experts=8", "n_group=3")),
+    ("v3", {"topk_group": 0}, ("topk_group=0", "at least 1")),
+    ("v3", {"first_k_dense_replace": 2}, ("first_k_dense_replace=2", "num_hidden_layers=2", "below 2")),
+    ("v3", {"n_shared_experts": False}, ("n_shared_experts=false: expected a whole number",)),
+    ("v3", {"norm_topk_prob": "no"}, ("norm_topk_prob=no: expected true or false",)),
+    ("v3", {"moe_layer_freq": 2}, ("moe_layer_freq=2", "only 1")),
+    ("v3", {"scoring_func": "softmax"}, ("scoring_func=softmax", "only sigmoid")),
+    ("v3", {"topk_method": "greedy"}, ("topk_method=greedy", "only noaux_tc")),
+    ("v3", {"num_key_value_heads": 1}, ("num_key_value_heads=1", "only 4")),
+    ("v3", {"gated_attention": True}, ("gated_attention=true", "does not know this key")),
+    ("v2", {"scoring_func": "sigmoid"}, ("scoring_func=sigmoid", "only softmax")),
+    ("v2", {"topk_method": "noaux_tc"}, ("topk_method=noaux_tc: expected one of greedy, group_limited_greedy",)),
+    ("v2", {"norm_topk_prob": True}, ("norm_topk_prob=true", "only false")),
+    ("v3", {"rope_parameters": YARN | {"beta_fast": 0}}, ("beta_fast=0.0", "greater than 0")),
+    ("v3", {"rope_parameters": YARN | {"factor": 0}}, ("factor=0.0", "at least 1")),
+    ("v3", {"rope_parameters": YARN | {"truncate": None}}, ("rope_parameters.truncate=null: expected one of true",)),
+    ("v3", {"rope_parameters": YARN | {"long_factor": [1]}}, ("rope_parameters.long_factor=[1]", "does not know")),
+    ("v3", {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, ("rope_scaling.partial_rotary_factor=0.5",)),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "parts"), VALUES, ids=[f"{n} {next(iter(k))!a}" for n, k, _ in VALUES])
+def test_values_are_checked_and_named(name, keys, parts, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(written(name) | keys))
+    with refused(f"{tmp_path}/config.json: {parts[0]}", *parts[1:]):
+        hub_model_config(tmp_path)
+
+
+def test_unknown_keys_without_a_value_are_harmless(tmp_path):
+    for name, config in CONFIGS.items():
+        keys = {"_unknown": 1, "unknown": None, "quantization_config": None, "num_experts_per_tok": 2}
+        (tmp_path / "config.json").write_text(json.dumps(written(name) | keys))
+        assert hub_model_config(tmp_path) == config
+
+
+# (bytes of config.json, parts of the message after the path).
+TEXTS: list[tuple[bytes, tuple[str, ...]]] = [
+    (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, (" is nested too deeply",)),
+    (b'{"model_type": ' + b"[" * 400 + b"]" * 400 + b"}", (" is nested too deeply",)),
+    (b'{"vocab_size": ' + b"9" * 5000 + b"}", (" has a whole number of 5000 digits",)),
+    (b'{"rms_norm_eps": NaN}', (" has NaN",)),
+    (b'{"rope_theta": -Infinity}', (" has -Infinity",)),
+    (b'{"vocab_size": 1, "vocab_size": 2}', (" has the key vocab_size twice",)),
+    (b'{"\\u001b[1m": 1, "\\u001b[1m": 2}', (" has the key '\\x1b[1m' twice",)),
+    (bytes(range(128, 256)), (" is binary data, expected JSON in UTF-8",)),
+    ('{"model_type": "mixtral"}'.encode("utf-16"), (" is UTF-16 text, expected JSON in UTF-8",)),
+    (b"[1]", (" is not a JSON object",)),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), TEXTS, ids=[parts[0].strip() for _, parts in TEXTS])
+def test_text_that_is_no_configuration(text, parts, tmp_path):
+    (tmp_path / "config.json").write_bytes(text)
+    with refused(f"{tmp_path}/config.json{parts[0]}", *parts[1:], "download it again"):
+        hub_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_only_regular_files_are_opened(folder, file):
+    """A pipe would never end."""
+    path = folder() / file
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with refused(f"{path} is no regular file"):
+        moezoo.from_pretrained(path.parent)
+    path.unlink()
+    path.mkdir()
+    with refused(f"{path} is a folder"):
+        moezoo.from_pretrained(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "parts"),
+    [
+        ("mixtral", {"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000", "2 layers")),
+        ("qwen3", {"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000", "3 layers")),
+        ("v3", {"num_hidden_layers": 10**5}, ("num_hidden_layers=100000", "2 layers")),
+        ("mixtral", {"num_local_experts": 10**8}, ("num_local_experts=100000000", "8 experts")),
+        ("mixtral", {"vocab_size": 2 * 10**9}, ("embed_tokens.weight", "[40, 16]", "[2000000000, 16]")),
+        ("v3", {"intermediate_size": 2 * 10**9}, ("gate_proj.weight", "[20, 16]", "[2000000000, 16]")),
+        (
+            "mixtral",
+            {"num_attention_heads": 2 * 10**9, "head_dim": 2 * 10**9},
+            ("q_proj.weight", "[32, 16]", "[4000000000000000000, 16]"),
+        ),
+    ],
+)
+def test_sizes_are_compared_before_anything_is_built(folder, name, keys, parts):
+    path = folder(name, **keys)
+    with refused(f"{path}: ", *parts):
+        moezoo.from_pretrained(path)
+
+
+def change_header(path, change):
+    """Change the text of a safetensors header."""
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = change(data[8:end].decode().rstrip()).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[end:])
+
+
+def repeat_a_tensor(header):
+    """Return a header whose tensor lm_head.weight is there twice."""
+    start = header.index('"lm_head.weight"')
+    return f"{header[:-1]},{header[start : header.index('}', start) + 1]}}}"
+
+
+def write_index(path, **where):
+    """Write an index that places some tensors in other files."""
+    names = dict.fromkeys(load_file(path), path.name) | where
+    (path.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+# (what is done to the file, parts of the message).
+FILES = {
+    "no tensors": (lambda p: save_file({}, p), ("hold no tensor", "download")),
+    "empty": (lambda p: p.write_bytes(b""), ("cannot be read", "0 bytes", "download")),
+    "cut in the header": (lambda p: p.write_bytes(p.read_bytes()[:40]), ("cannot be read", "40 bytes")),
+    "a huge header": (lambda p: p.write_bytes(struct.pack("<Q", 2**63) + b"{}"), ("cannot be read", "10 bytes")),
+    "a tensor twice": (lambda p: change_header(p, repeat_a_tensor), ("lm_head.weight twice",)),
+    "a deep header": (
+        lambda p: change_header(p, lambda h: '{"__metadata__":' + "[" * 10**5 + "]" * 10**5 + "," + h[1:]),
+        ("header is nested too deeply",),
+    ),
+    "a header with another dtype": (
+        lambda p: change_header(p, lambda h: h.replace('"F32"', '"\\u001b[1m"', 1)),
+        ("cannot be read", "download"),
+    ),
+    "escape codes in a name": (
+        lambda p: save_file(load_file(p) | {"\x1b[31mred": np.ones(2, np.float32)}, p),
+        ("1 tensor is not in the model", "'\\x1b[31mred'"),
+    ),
+    "a layer of 5,000 digits": (
+        lambda p: save_file(load_file(p) | {f"model.layers.{'9' * 5000}.norm": np.ones(2, np.float32)}, p),
+        ("1 tensor is not in the model", "model.layers.999"),
+    ),
+    "many names": (
+        lambda p: save_file(load_file(p) | {f"extra_{i}": np.ones(2, np.float32) for i in range(100)}, p),
+        ("100 tensors are not in the model", "extra_0", "and 40 more"),
+    ),
+    "a surrogate as a file": (
+        lambda p: write_index(p, **{"lm_head.weight": "\ud800.safetensors"}),
+        ("places lm_head.weight in '\\ud800.safetensors'", "do not trust it"),
+    ),
+    "a surrogate as a tensor": (
+        lambda p: write_index(p, **{"\ud800": "model.safetensors"}),
+        ("has no '\\ud800' but the index",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_safetensors(folder, name):
+    spoil, parts = FILES[name]
+    path = folder()
+    spoil(path / "model.safetensors")
+    with refused(str(path), *parts):
+        moezoo.from_pretrained(path)
+
+
+@pytest.mark.parametrize("dtype", ["foo", "int8", "float64", "float8_e4m3fn", "", np.complex64, np.bool_])
+def test_parameters_have_a_dtype_of_weights(folder, dtype):
+    shown = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    with refused(f"dtype={shown}: expected one of bfloat16, float16, float32"):
+        moezoo.from_pretrained(folder(), dtype=dtype)
+
+
+def test_float64_becomes_float32(folder):
+    """Without a warning. A number that the dtype cannot hold is reported."""
+    path = folder()
+    file, rng = path / "model.safetensors", np.random.default_rng(0)
+    wide = {name: rng.standard_normal(array.shape) for name, array in load_file(file).items()}
+    save_file(wide, file)
+    model = moezoo.from_pretrained(path)
+    assert model.embedding.weight.dtype == jnp.float32
+    np.testing.assert_array_equal(model.embedding.weight, wide["model.embed_tokens.weight"].astype(np.float32))
+    save_file(wide | {"lm_head.weight": np.full_like(wide["lm_head.weight"], 1e39)}, file)
+    for dtype in ("bfloat16", "float16", None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            moezoo.from_pretrained(path, dtype=dtype)
+        (warning,) = caught
+        assert str(warning.message).endswith("NaN or infinities: lm_head.weight")
+
+
+def test_only_models_are_saved(tmp_path):
+    with refused("save_pretrained: the first argument is a dict"):
+        inspect.unwrap(moezoo.save_pretrained)({"model": 1}, tmp_path / "m")  # without the suite's check of types
+    assert not (tmp_path / "m").exists()
