@@ -9,7 +9,6 @@ import moezoo
 from moezoo.models.base import Unembedding
 from moezoo.training import loss
 
-
 EMBED, VOCAB = 6, 40
 
 
