@@ -11,7 +11,7 @@ from moezoo.data.windows import read_windows
 def test_the_mean_over_predicted_tokens_of_all_windows():
     """Seven windows in batches of four, with documents that end inside windows."""
     sizes = ("model.layers=1", "model.embed=16", "model.head_dim=4", "model.expert_mlp=8", "model.init_std=0.5")
-    data = ("data=synthetic", "data.document_length=7", "data.documents=200", "data.eval_sequences=7")
+    data = ("data=synthetic", "data.document_length=7", "data.documents=400", "data.eval_sequences=7")
     cfg = moezoo.compose(*sizes, *data, "mesh=single", "batch_size=4", "seq_len=16", "dispatch=gather")
     model = jax.jit(lambda: moezoo.build_model(cfg.model, key=jax.random.key(0)))()
     found = moezoo.evaluate(model, cfg)
