@@ -1,13 +1,45 @@
-"""The MoE block as a program: the operations of its forward and backward pass."""
+"""The MoE block: its formula, and the operations of its forward and backward pass."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.nn.mlp import MLP
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import equations
+
+
+def test_equals_its_formula():
+    """The sum over the chosen experts times their gates, plus the shared MLP; padding passes the latter only."""
+    keys, options = jax.random.split(jax.random.key(0), 4), {"out_std": 1.0, "dtype": jnp.dtype("float32")}
+    router = Router(8, 4, 2, Choice(), dtype=options["dtype"], key=keys[0])
+    experts, shared = Experts(4, 8, 12, **options, key=keys[1]), MLP(8, 5, **options, key=keys[2])
+    x, valid = jax.random.normal(keys[3], (2, 3, 8)), jnp.asarray([[True, True, True], [True, False, False]])
+
+    def run(block, x):
+        out = block(x, valid, Execution())
+        return out.y, out.routed, block.router(x, valid).assignment
+
+    y, routed, (expert_ids, gates) = jax.jit(run)(MoE(router, experts, shared), x)
+
+    def mlp(token, gate, up, down):
+        inner, times = token @ gate, token @ up
+        return (inner / (1 + np.exp(-inner)) * times) @ down
+
+    x = np.asarray(x, np.float64)
+    wanted = np.zeros(x.shape)
+    for token, choice in np.argwhere(np.asarray(expert_ids) < 4):
+        at, expert = np.unravel_index(token, x.shape[:2]), expert_ids[token, choice]
+        weights = (np.asarray(w[expert], np.float64) for w in (experts.gate, experts.up, experts.down))
+        wanted[at] += float(gates[token, choice]) * mlp(x[at], *weights)
+    assert not wanted[1, 1:].any()
+    # Sums of at most 12 products of numbers of order one, and two more products.
+    np.testing.assert_allclose(routed, wanted, rtol=0, atol=50 * 2.0**-24)
+    wanted += mlp(x, *(np.asarray(w, np.float64) for w in (shared.gate, shared.up, shared.down)))
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=50 * 2.0**-24)
 
 
 def test_nothing_is_added_by_scatter():

@@ -92,7 +92,7 @@ def test_gates_have_a_gradient_and_the_choice_bias_has_none():
     assert np.asarray(gradient.weight).any()
 
 
-@pytest.mark.parametrize("load", [[[3, 3, 3, 3]], [[5, 1, 3, 3]], [[7, 0, 0, 0], [0, 2, 3, 0]], [[2**30, 0, 2**29, 1]]])
+@pytest.mark.parametrize("load", [[[3, 3, 3, 3]], [[5, 1, 3, 3]], [[7, 0, 0, 0], [1, 1, 2, 1]], [[2**30, 0, 2**29, 1]]])
 def test_the_choice_bias_moves_by_the_sign_of_the_missing_load(load):
     """By sign(sum(c) - E c_e), exactly for integers of any size: no mean is rounded, no product overflows."""
     layers = len(load)

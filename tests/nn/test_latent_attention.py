@@ -9,6 +9,7 @@ from definitions import attention, complex_rotation, rms_norm
 from moezoo.nn.cache import Past
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import Context
+from moezoo.nn.rope import Unscaled
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
@@ -16,6 +17,15 @@ from moezoo.parallel.execution import Execution
 BATCH, SEQ, EMBED, HEADS, LORA, NOPE, ROPE, VALUE = 2, 6, 7, 3, 5, 4, 2, 3
 POSITIONS = np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1))
 PLACE = Place(jnp.asarray(POSITIONS), jnp.ones_like(jnp.asarray(POSITIONS)))
+
+
+class Sharper(Unscaled):
+    """An extension that only multiplies scores."""
+
+    @property
+    def score_scale(self):
+        """The factor."""
+        return 1.5
 
 
 def wide(weight):
@@ -37,14 +47,14 @@ def by_definition(layer, x):
     plain = np.einsum("bsl,lnh->bsnh", latent, wide(layer.key_up))
     k = np.concatenate([plain, np.broadcast_to(shared, (*plain.shape[:3], ROPE))], axis=-1)
     v = np.einsum("bsl,lnh->bsnh", latent, wide(layer.value_up))
-    y = attention(q[:, :, :, None], k, v, POSITIONS, np.ones_like(POSITIONS), (NOPE + ROPE) ** -0.5)[:, :, :, 0]
+    y = attention(q[:, :, :, None], k, v, POSITIONS, np.ones_like(POSITIONS), 1.5 * (NOPE + ROPE) ** -0.5)[:, :, :, 0]
     return np.einsum("bsnh,nhd->bsd", y, wide(layer.out))
 
 
 @pytest.mark.parametrize("q_lora", [None, 4])
 def test_equals_a_loop(q_lora):
     """The whole text; and its last token with a cache of the others, where no key or value of a head is made."""
-    sizes, rotary = LatentSizes(HEADS, q_lora, LORA, NOPE, ROPE, VALUE), Rotary(ROPE, 100.0)
+    sizes, rotary = LatentSizes(HEADS, q_lora, LORA, NOPE, ROPE, VALUE), Rotary(ROPE, 100.0, Sharper())
     layer = LatentAttention(EMBED, sizes, rotary=rotary, out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, EMBED), np.float32)
 

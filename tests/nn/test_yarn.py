@@ -36,6 +36,14 @@ def test_fast_pairs_keep_their_frequency_and_slow_ones_are_divided():
     assert between.max() > 0.8
 
 
+def test_the_ramp_runs_between_whole_pairs():
+    """A pair that turns 32 times in 4096 tokens would be number 10.47, one that turns once number 22.51."""
+    plain = 1e4 ** (-np.arange(32) / 32)
+    ramp = np.clip((np.arange(32) - 10) / (23 - 10), 0, 1)
+    wanted = plain * (1 - ramp) + plain / 40 * ramp
+    np.testing.assert_allclose(Yarn(factor=40.0, length=4096).frequencies(64, 1e4), wanted, rtol=2.0**-23)
+
+
 def test_scales():
     """With m(s) = 0.1 s ln(factor) + 1: m(mscale) / m(mscale_all) for queries and keys, m(mscale_all)^2 for scores."""
     assert Yarn(4.0, mscale=0.7, mscale_all=1.3).magnitude == pytest.approx(

@@ -135,6 +135,14 @@ def test_shipped_layouts(name, mesh, dense, experts, width, gathered_width):
     assert layout.placement(NORM, size).spec == PartitionSpec(None)
 
 
+def test_buffers_are_stored_whole():
+    """Other arrays with the same axis are split."""
+    layout = rules(store={"router": ("fsdp",)})
+    for role, stored in ((Role.BIAS, (F,)), (Role.BUFFER, ())):
+        placement = layout.placement(Axes(role, ("layer",), ("router",), ()), sizes("fsdp8"))
+        assert placement.stored == placement.gathered == ((), stored)
+
+
 def test_nearly_every_parameter_is_split_over_all_devices():
     """At least 99.9% of them under the default rules; only norms are stored whole."""
     config = MixtralConfig(vocab=2048, embed=512, layers=4, heads=8, head_dim=64, expert_mlp=1024)
