@@ -1,6 +1,7 @@
 """The initial values of every family: their size as documented, and independent draws for every matrix."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,8 @@ TRUNCATED = 0.8796
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_values(family):
     """`ModelConfig` documents the sizes. Each layer and expert has draws of its own, and so has each array."""
-    config = FAMILIES[family].config(layers=3, vocab=200, init_std=0.03)
+    kind: Any = FAMILIES[family].config
+    config = kind(layers=3, vocab=200, init_std=0.03)
     model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(0)))()
     first_numbers = []
     for (path, axes, shape), array in zip(parameter_table(model), jax.tree.leaves(model), strict=True):
