@@ -281,3 +281,9 @@ def test_a_dataclass_converts_its_fields():
 def test_a_dataclass_refuses(fields, said):
     with refused(*said.split("|")):
         dog(**fields)
+
+
+def test_ranges_include_their_bounds():
+    """`at_least` and `at_most` do; `above` and `below` do not."""
+    assert [Range(at_least=1, at_most=3).holds(number) for number in range(5)] == [False, True, True, True, False]
+    assert [Range(above=1, below=3).holds(number) for number in range(5)] == [False, False, True, False, False]

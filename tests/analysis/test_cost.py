@@ -6,7 +6,7 @@ import pytest
 
 import moezoo
 from moezoo import MeshShape, UserError
-from moezoo.analysis.cost import break_even, communication
+from moezoo.analysis.cost import break_even, communication, expert_rows
 from moezoo.config.build import build_execution
 from moezoo.config.settings import TrainConfig
 from moezoo.parallel.mesh import abstract_mesh
@@ -137,6 +137,13 @@ def test_break_even_is_where_the_whole_step_costs_the_same(dispatch):
     at = moezoo.compose(*words, f"batch_size={rows}", "seq_len=256")
     moving_tokens, moving_weights = (communication(at, dispatch=name).bytes for name in (dispatch, "gather"))
     assert moving_tokens == pytest.approx(moving_weights, rel=0.01)
+
+
+@pytest.mark.parametrize(("dispatch", "rows"), [("ring", 8 * 32), ("gather", 2 * 32), ("ring dispatch.chunks=3", 256)])
+def test_room_for_rows_by_hand(dispatch, rows):
+    """Two experts per token, one expert per device; 32 tokens per device and micro-step."""
+    words = f"mesh=ep8 dispatch={dispatch} batch_size=32 seq_len=16 execution.microbatches=2"
+    assert expert_rows(moezoo.compose("model=mixtral", *words.split())) == rows
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,15 @@ def test_every_advice_runs(overrides, advice):
         mesh = changed == "mesh=single"
         base = [word for word in overrides.split() if not (mesh and word.startswith("mesh="))]
         build(*base, *changed.split())
+
+
+def test_settings_reach_the_execution():
+    settings = {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "remat": "dots", "routing": "balanced"}
+    execution = build("mesh=ep8", *(f"execution.{name}={value}" for name, value in settings.items()))
+    assert {name: str(getattr(execution, name)) for name in settings} == settings
+
+
+def test_a_window_may_be_as_long_as_the_longest_text():
+    build("mesh=ep8", "model.max_length=64", "seq_len=64")
+    with pytest.raises(moezoo.UserError, match=r"^seq_len=65 exceeds model.max_length=64; "):
+        build("mesh=ep8", "model.max_length=64", "seq_len=65")

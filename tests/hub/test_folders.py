@@ -1,5 +1,6 @@
 """Reading and writing folders: what a good one keeps, and one line for each kind of damage."""
 
+import dataclasses
 import json
 import shutil
 from typing import Any
@@ -241,3 +242,23 @@ def test_saving_overwrites_nothing(good, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(moezoo.UserError, match=r"cannot be written \(Not a directory\)"):
         moezoo.save_pretrained(model, tmp_path / "file" / "x")
+
+
+def test_generation_settings_name_the_tokens_that_end_a_text(tmp_path):
+    """Those of config.json hold where they do not."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert folders.end_of_text(tmp_path) == [3]
+    (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
+    assert folders.end_of_text(tmp_path) == [3]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    assert folders.end_of_text(tmp_path) == [5, 3]
+
+
+def test_the_dtype_is_that_of_most_numbers(tmp_path):
+    """Two large tensors of many."""
+    model = moezoo.build_model(dataclasses.replace(MIXTRAL, vocab=300), key=jax.random.key(0))
+    moezoo.save_pretrained(model, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    large = ("model.embed_tokens.weight", "lm_head.weight")
+    save_file({n: x.astype(ml_dtypes.bfloat16 if n in large else x.dtype) for n, x in load_file(file).items()}, file)
+    assert {x.dtype for x in jax.tree.leaves(moezoo.from_pretrained(tmp_path / "m"))} == {jnp.dtype("bfloat16")}

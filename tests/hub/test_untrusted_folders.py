@@ -366,3 +366,13 @@ def test_only_models_are_saved(tmp_path):
     with refused("save_pretrained: the first argument is a dict"):
         inspect.unwrap(moezoo.save_pretrained)({"model": 1}, tmp_path / "m")  # without the suite's check of types
     assert not (tmp_path / "m").exists()
+
+
+def test_missing_keys_of_a_router_have_the_numbers_of_deepseek_v3(tmp_path):
+    """As in transformers."""
+    missing = {"n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"}
+    keys = {key: value for key, value in (_ALL | PUBLISHED["deepseek_v3"]).items() if key not in missing}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    found: Any = hub_model_config(tmp_path)
+    wanted: Any = moezoo.compose("model=deepseek_v3").model
+    assert found.router == wanted.router

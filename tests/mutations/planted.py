@@ -35,7 +35,7 @@ class Planted(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What pytest did: `code` is its exit code, `failed` the first test that failed, `output` what it printed."""
+    """What pytest did: its exit code, the line about the first test that failed, and all that it printed."""
 
     code: int
     failed: str
@@ -64,16 +64,14 @@ def copy_repository(folder: Path) -> Path:
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> Result:
     """Run tests of the copy until the first failure."""
-    options = ["-m", "pytest", "-n", "0", "-x", "-q", "--tb=line", "-rfE"]
+    # Copies share compiled programs with each other and with later runs. They do not share the suite's own.
+    cache = f"cache_dir={REPOSITORY / '.pytest_cache' / 'mutations'}"
+    options = ["-m", "pytest", "-n", "0", "-x", "-q", "--tb=line", "-rfE", "-o", cache]
     try:
         done = _run(copy, *options, *tests)
     except subprocess.TimeoutExpired:
         return Result(-1, "", f"not finished after {_SECONDS} s")
-    failed = [
-        line.partition(" ")[2].partition(" - ")[0]
-        for line in done.stdout.splitlines()
-        if line.startswith(("FAILED ", "ERROR "))
-    ]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return Result(done.returncode, failed[0] if failed else "", done.stdout + done.stderr)
 
 
@@ -96,8 +94,9 @@ def is_caught(copy: Path, error: Planted) -> Result:
 
 
 def _run(copy: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    # No cached bytecode: an error may leave a file's size and its time in seconds as they were.
-    settings = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    # No cached bytecode: an error may leave a file's size and its time in seconds as they were. Pytest cuts the line
+    # about a failure, which ends with the reason, at the width of the terminal.
+    settings = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "240"}
     left = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.run(
         [sys.executable, *arguments],

@@ -1,5 +1,6 @@
 """Skipped steps change nothing, to the bit, and are reported."""
 
+import json
 from typing import Any
 
 import equinox as eqx
@@ -123,3 +124,9 @@ def test_too_many_in_a_row_end_the_run(tiny, tmp_path, capsys):
     assert "; the last checkpoint is step 1: " in str(error.value)
     assert steps(tmp_path / "a" / "checkpoints") == [1]
     assert capsys.readouterr().out.count("skipped: loss") == 3
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    rows = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    assert None in json.loads(rows[-1], parse_constant=refuse).values()

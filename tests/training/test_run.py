@@ -1,0 +1,48 @@
+"""What a run's settings decide: initial values, the order of the data, and the figures that it prints."""
+
+import itertools
+import time
+import types
+
+import jax
+import numpy as np
+from training_runs import assert_same_models
+
+import moezoo
+from moezoo.config.build import build_execution
+from moezoo.data import load, trigram_loss, validation_batches
+from moezoo.training import loop
+from moezoo.training import train as module
+from moezoo.training.build import build_model_on_mesh
+
+
+def test_a_model_on_a_mesh_has_the_seed_and_dtype_of_the_run(tiny):
+    cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "seed=3", "execution.param_dtype=bfloat16")
+    wanted = jax.jit(lambda key: moezoo.build_model(cfg.model, key=key, dtype="bfloat16"))(jax.random.key(3))
+    assert_same_models(build_model_on_mesh(cfg, build_execution(cfg)), wanted)
+
+
+def test_figures_of_a_run(tiny, monkeypatch, capsys):
+    """With a clock that advances by half a second per look, which is twice per step of 8 x 16 tokens."""
+    looks, asked, read = itertools.count(), [], module.train_batches
+    clock = types.SimpleNamespace(perf_counter=lambda: next(looks) / 2, monotonic=time.monotonic)
+    monkeypatch.setattr(loop, "time", clock)
+
+    def read_and_note(source, **settings):
+        asked.append(settings)
+        return read(source, **settings)
+
+    monkeypatch.setattr(module, "train_batches", read_and_note)
+    overrides = ("mesh=single", "dispatch=gather", "model.layers=1", "model.z_loss=0", "seed=3")
+    cfg = moezoo.compose(*tiny, *overrides, "steps=5", "log_every=3", "eval_every=0")
+    run = moezoo.train(cfg)
+    assert [(row["step"], row["tokens_per_second"]) for row in run.history] == [(1, 256), (3, 256), (5, 256)]
+    assert all(row["z_loss"] == 0 < row["load_balance_loss"] for row in run.history)
+    assert [(settings["seed"], settings["batch_size"], settings["start"]) for settings in asked] == [(3, 8, 0)]
+
+    source = load(cfg.data, seq_len=16, seed=3, vocab=32)
+    baseline = trigram_loss(source, limit=16, seq_len=16)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("baseline")]
+    assert f"{baseline:.3f}" in line
+    first = next(validation_batches(source, seq_len=16, batch_size=1, limit=1))
+    assert run.sample.prompt == source.decode(np.asarray(first.tokens)[0, :4])
