@@ -188,6 +188,7 @@ def test_commands_end_while_importing_and_compiling(small_run, tmp_path):
     generate = subprocess.Popen(script, **start)
     time.sleep(0.3)
     assert ends(generate, signal.SIGTERM) == (143, LINES[signal.SIGTERM])
+    assert train.stdout is not None
     assert any(line.startswith("compile") for line in train.stdout)
     assert (tmp_path / "new" / "run" / "config.yaml").exists()
     assert ends(train, signal.SIGINT) == (130, LINES[signal.SIGINT])

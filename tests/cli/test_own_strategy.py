@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import moezoo
-from moezoo import cli
+from moezoo.cli import generate
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
 from moezoo.moe.dispatch import Gather
@@ -75,7 +75,7 @@ def test_trains_evaluates_and_resumes(console, small_run):
         assert f"write dispatch={NAME} again" in err
         assert err.count("\n") == 1
     assert NAME in refusal("run", function=moezoo.load_run)
-    assert NAME in refusal("run_dir=run", "prompt=1", function=cli.generate.configure)
+    assert NAME in refusal("run_dir=run", "prompt=1", function=generate.configure)
     assert NAME in refusal("resume=run")
     assert "own_strategy" not in sys.modules
 

@@ -266,7 +266,7 @@ def test_only_regular_files_are_opened(folder, file):
 def test_sizes_are_compared_before_anything_is_built(folder, name, keys, parts):
     path = folder(name, **keys)
     for load in (moezoo.from_pretrained, hub_model_config) if "layers" in parts[-1] else (moezoo.from_pretrained,):
-        with refused(f"{path}: ", *parts):
+        with refused(str(path), *parts):
             load(path)
 
 
@@ -368,11 +368,9 @@ def test_only_models_are_saved(tmp_path):
     assert not (tmp_path / "m").exists()
 
 
-def test_missing_keys_of_a_router_have_the_numbers_of_deepseek_v3(tmp_path):
+def test_missing_keys_of_a_router_have_the_numbers_of_deepseek_v3():
     """As in transformers."""
     missing = {"n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"}
     keys = {key: value for key, value in (_ALL | PUBLISHED["deepseek_v3"]).items() if key not in missing}
-    (tmp_path / "config.json").write_text(json.dumps(keys))
-    found: Any = hub_model_config(tmp_path)
     wanted: Any = moezoo.compose("model=deepseek_v3").model
-    assert found.router == wanted.router
+    assert config_of(keys).router == wanted.router
