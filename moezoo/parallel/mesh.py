@@ -122,7 +122,7 @@ def prepare(wanted: int) -> None:
         jax.config.update("jax_num_cpu_devices", min(wanted, _MOST_CPU_DEVICES))
 
 
-def start(wanted: int = 1) -> list[jax.Device]:
+def start(wanted: int = 1) -> list:
     """Start JAX, if it has not started, with `wanted` virtual CPU devices or the accelerators; return its devices.
 
     Raises:
