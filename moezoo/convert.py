@@ -84,7 +84,7 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS) ->
         for valid in ranges:
             if not valid.holds(value):
                 raise UserError(f"{key}={show(value)} must be {valid}")
-        return inner(value)
+        return inner(typing.cast(Any, value))
     found = show(value) if origin is typing.Literal else _describe_value(value)
     quote = "; quotes inside quotes make it text: '\"...\"'" if inner is str and isinstance(value, int | float) else ""
     raise UserError(f"{key}={show(value)}: expected {_describe_type(kind)}, found {found}{quote}")
