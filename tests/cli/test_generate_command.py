@@ -82,11 +82,18 @@ def test_a_tokenizer_of_the_folder(folder, tmp_path):
 
 
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
-    monkeypatch.setattr(host, "host_memory", lambda: 4000)
-    for command, named in (("generate", f"folder={folder}"), ("generate", f"run_dir={run.folder}"), ("evaluate", "")):
-        arguments = [named, "prompt=1", "max_new_tokens=2"] if named else [f"run_dir={run.folder}"]
+    prompt = ["prompt=1", "max_new_tokens=2"]
+    loaded = moezoo.from_pretrained(folder)
+    for model, command, *arguments in (
+        (loaded, "generate", f"folder={folder}", *prompt),
+        (run.model, "generate", f"run_dir={run.folder}", *prompt),
+        (run.model, "evaluate", f"run_dir={run.folder}"),
+    ):
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+        monkeypatch.setattr(host, "host_memory", lambda size=size: size - 1)
         code, out, err = console(command, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "in float32" in err
         assert "this machine has 0.0 GiB" in err
 
 

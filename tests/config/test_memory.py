@@ -57,8 +57,8 @@ def test_small_sizes_always_fit(memory, model):
 
 @pytest.mark.parametrize("model", groups()["model"])
 def test_the_closed_bound_is_never_above_the_parameters(model):
-    cfg: Any = moezoo.compose(f"model={model}")
-    for config in (cfg.model, dataclasses.replace(cfg.model, layers=5, vocab=7)):
+    changed: Any = moezoo.compose(f"model={model}").model
+    for config in (changed, dataclasses.replace(changed, layers=5, vocab=7)):
         assert 0 < config.least_parameters <= count_parameters(model_shapes(config), 1)[0]
 
 
