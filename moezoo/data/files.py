@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moezoo.convert import show
 from moezoo.errors import UserError
-from moezoo.parallel.host import check_file, check_host
+from moezoo.host import check_file, check_host
 
 _GIVE = "give a text file or a folder of them"
 

@@ -12,7 +12,7 @@ from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_i
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError
-from moezoo.parallel.host import check_host
+from moezoo.host import check_host
 
 # Python draws the successors of one token after the other, and the tokens of all documents step by step: seconds.
 _MOST = 2**20

@@ -9,7 +9,7 @@ import numpy as np
 
 from moezoo.convert import show
 from moezoo.errors import UserError
-from moezoo.parallel.host import check_file
+from moezoo.host import check_file
 
 NO_TOKENS = "the tokenizer makes no token of this text; give another text or tokenizer"
 

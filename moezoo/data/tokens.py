@@ -47,7 +47,7 @@ from moezoo.data.tokenizer import (
     text_tokenizer,
 )
 from moezoo.errors import UserError
-from moezoo.parallel.host import check_file
+from moezoo.host import check_file
 
 _MAKE = "make the files again with moezoo prepare-data"
 _OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"

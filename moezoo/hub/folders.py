@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 
 from moezoo.convert import convert, show
 from moezoo.errors import UserError, nearest
+from moezoo.host import check_host
 from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
 from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
 from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.host import check_host
 
 _MOST_NAMES = 60  # in a message; a layer of any family has fewer
 SHARD_BYTES = 5_000_000_000  # at most, per safetensors file

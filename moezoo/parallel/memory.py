@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError
-from moezoo.parallel.host import check_host, in_gib
+from moezoo.host import check_host, in_gib
 from moezoo.parallel.mesh import has_started
 
 

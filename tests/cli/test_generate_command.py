@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import moezoo
+from moezoo import host
 from moezoo.cli import generate as generate_command
 from moezoo.cli.generate import continuations
 from moezoo.models import MixtralConfig, build_model
-from moezoo.parallel import host
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 from refusals import refused
 
 import moezoo
+from moezoo import host
 from moezoo.config.build import build_execution
 from moezoo.config.overrides import groups
 from moezoo.models import model_shapes
-from moezoo.parallel import host
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.memory import check_devices
 from moezoo.parallel.mesh import abstract_mesh

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from refusals import refused
 
+from moezoo import host
 from moezoo.data import PythonStdlib, Source, Text, load, tokenize_files, train_batches
 from moezoo.data.files import check_size, find_documents, read_documents
 from moezoo.errors import UserError
-from moezoo.parallel import host
 
 
 def text(source: Source, split: str) -> bytes:

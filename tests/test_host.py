@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from moezoo.parallel.host import check_file, check_host, group_limits, host_memory
+from moezoo.host import check_file, check_host, group_limits, host_memory
 
 
 @pytest.mark.parametrize(
