@@ -26,7 +26,8 @@ class ModelConfig(abc.ABC):
     | `load_balance_over` | what the load-balance loss is computed over: the batch or each sequence |
 
     Matrices start with standard deviation 1 / sqrt(inputs), those that write to the residual stream with
-    1 / sqrt(2 `layers` inputs).
+    1 / sqrt(2 `layers` inputs). Values beyond two of these deviations are drawn again, so the actual deviation is 0.88
+    times as large.
 
     The ranges here also hold for the fields of a family, which need not repeat them.
 

@@ -151,7 +151,7 @@ def _check_prompts(
     valid = _check_mask(mask, tokens.shape)
     if not valid.any(1).all():
         raise UserError(f"mask leaves no token in row {int(valid.any(1).argmin())}; a prompt needs at least one")
-    if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
+    if (valid[:, :-1] & ~valid[:, 1:]).any():
         raise UserError("mask is false after a token; put padding before the prompt, on the left")
     ends = [] if eos_token_id is None else eos_token_id
     ends = ends.tolist() if isinstance(ends, np.ndarray | jax.Array) else ends
