@@ -9,7 +9,10 @@
 import gc
 import importlib.metadata
 import os
+import signal
 
+# A shell starts jobs in the background with SIGINT ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
