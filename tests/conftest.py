@@ -11,8 +11,6 @@ import importlib.metadata
 import os
 import signal
 
-# A shell starts jobs in the background with SIGINT ignored, and every process that a test starts would inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -38,6 +36,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("moezoo", "beartype.beartype")
+
+# A shell starts jobs in the background with SIGINT ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tracing makes many small objects, and each garbage collection visits all objects. Collect rarely.
 gc.set_threshold(100_000, 20, 100)
