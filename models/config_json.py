@@ -39,6 +39,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "tie_word_embeddings": (False,),
     "attention_dropout": (0,),
+    "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "pretraining_tp": (1,),
     "quantization_config": (),
@@ -134,8 +135,10 @@ class ConfigJson:
                     "if it does not"
                 )
             if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[key]):
-                valid = " or ".join(map(show, only[key])) or "null"
-                raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
+                valid = " or ".join(map(show, only[key]))
+                found = f"this family supports only {valid}" if valid else "no value is supported"
+                other = f"{key}={valid}" if valid else f"another version of the model, without {key}"
+                raise UserError(f"{shown}: {found}; load a folder with {other}")
 
     def _label(self, key: str) -> str:
         return f"config.json: {self._table}{key}"

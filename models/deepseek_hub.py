@@ -21,7 +21,7 @@ KEYS = _PLAIN | {"dense_layers": "first_k_dense_replace", "experts": "n_routed_e
 KEYS |= {"shared_experts": "n_shared_experts", "rope_base": "rope_theta"}
 KEYS |= {"router.groups": "n_group", "router.kept_groups": "topk_group", "router.scale": "routed_scaling_factor"}
 KEYS |= YARN_KEYS
-_ONLY: Mapping[str, Any] = {"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,)}
+_ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded; sizes that follow from others.
 _WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")

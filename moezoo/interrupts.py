@@ -48,6 +48,7 @@ def ending() -> Iterator[None]:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handle)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)  # see `blocked`
+    os.register_at_fork(after_in_child=_forget)
     _state["active"] = True
     try:
         yield
@@ -121,6 +122,17 @@ def end(number: int) -> None:
                 undo()
     finally:
         os._exit(128 + number)
+
+
+def _forget() -> None:
+    """Give signals their usual effect in a forked process, whose pipe and clean-ups are those of its parent."""
+    signal.set_wakeup_fd(-1)
+    _receivers.clear()
+    _undos.clear()
+    _state["active"] = False
+    for number in _NUMBERS:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _handle(number: int, frame: Any) -> None:

@@ -200,6 +200,8 @@ def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
                 raise UserError(f"--cfg {show(value)}: expected --cfg job, which prints the configuration of the run")
             show_job = True
         elif argument.startswith("-"):
+            if (key := argument.lstrip("-").partition("=")[0]) in overrides.top_keys():
+                raise UserError(f"{show(argument)}: settings have no dashes; write {key}=VALUE")
             loop = f"for m in single ep8; do {prog} mesh=$m; done"
             raise UserError(
                 f"{show(argument)}: no such option; valid: --help, --cfg job; several runs are a loop: {loop}"

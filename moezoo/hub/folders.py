@@ -6,6 +6,7 @@ before anything is built.
 
 import itertools
 import json
+import os
 import re
 import shutil
 import warnings
@@ -19,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from moezoo.convert import convert, show
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError, check_type, nearest
 from moezoo.host import check_host
 from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
@@ -50,7 +51,9 @@ def from_pretrained(
             wrong shape, is cut short, or is in a file outside the folder. `dtype` is another one. The arrays exceed the
             memory of this machine.
     """
-    folder, target = Path(folder).expanduser(), None if dtype is None else _parameter_dtype(dtype)
+    if execution is not None:
+        check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
+    folder, target = _path(folder), None if dtype is None else _parameter_dtype(dtype)
     family, config, files = _open(folder)
     stored = target or files.common_dtype()
     shapes = model_shapes(config, str(stored))
@@ -83,7 +86,7 @@ def hub_model_config(folder: str | Path) -> ModelConfig:
 
     Raises `UserError` as `from_pretrained` does.
     """
-    return _open(Path(folder).expanduser()).config
+    return _open(_path(folder)).config
 
 
 def end_of_text(folder: str | Path) -> list[int]:
@@ -108,7 +111,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     """
     if not isinstance(model, LanguageModel):
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
-    folder = Path(folder).expanduser()
+    folder = _path(folder)
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model; name another folder")
     family = family_of(model.config)
@@ -164,6 +167,11 @@ def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
 
     values = {t.name: t.to_file([read_part(arrays[p], index) for p, index in t.parts]) for t in shard}
     save_file(values, path, metadata={"format": "pt"})  # transformers refuses files without it
+
+
+def _path(folder: str | Path) -> Path:
+    """Return the folder that the user named. Raises `UserError` for what is no path."""
+    return Path(os.path.expanduser(convert(str, folder, "folder")))
 
 
 def _parameter_dtype(dtype: DTypeLike) -> np.dtype:

@@ -26,7 +26,7 @@ def writing_to(key: str, folder: Path | str) -> Iterator[None]:
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Make or replace a file in one operation: `write` receives the path of another, which then takes its name."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with interrupts.undoing(lambda: temporary.unlink(missing_ok=True)):
         write(temporary)
         os.replace(temporary, path)
@@ -75,5 +75,5 @@ def _missing(folder: Path) -> list[Path]:
 
 def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # no path may hold a null character
             folder.rmdir()

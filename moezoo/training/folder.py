@@ -21,6 +21,8 @@ from moezoo.training.metrics import MetricsLog, MetricsRow
 from moezoo.training.resume import run_settings
 
 _CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+# What a run writes before its first step and removes again if it does not get there.
+_FIRST = (_CONFIG, _METRICS, report.HELD_OUT_FILE, _CHECKPOINTS)
 
 
 class Opened(NamedTuple):
@@ -84,10 +86,10 @@ def opened(
 
 
 def _check_free(folder: Path) -> None:
-    """Raise `UserError` if the folder holds a run."""
-    if any((folder / name).exists() for name in (_CONFIG, _METRICS, _CHECKPOINTS)):
+    """Raise `UserError` if the folder holds a run, or a file that this run would replace or remove."""
+    if found := [name for name in _FIRST if os.path.lexists(folder / name)]:
         saved = steps(folder / _CHECKPOINTS)
-        then = f"continue it with resume={folder}" if saved else "remove it, as it saved no checkpoint"
+        then = f"continue it with resume={folder}" if saved else f"remove {', '.join(found)} there"
         raise UserError(f"run_dir={folder} already holds a run; name another folder, or {then}")
 
 
@@ -96,9 +98,10 @@ def _remove_begun(folder: Path, rows: int) -> None:
     log = folder / _METRICS
     if steps(folder / _CHECKPOINTS) or (log.exists() and log.read_bytes().count(b"\n") > rows):
         return
-    for name in (_CONFIG, _METRICS, report.HELD_OUT_FILE):
+    *files, checkpoints = _FIRST
+    for name in files:
         (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
+    shutil.rmtree(folder / checkpoints, ignore_errors=True)
 
 
 @contextlib.contextmanager

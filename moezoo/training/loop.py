@@ -129,8 +129,8 @@ class Loop:
         if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
             self._save(done, state)
             self.checkpoints.wait()
-        then = f"continue with resume={folder}" if done < self.cfg.steps else f"the last, in {folder}"
-        raise Stopped(f"stopped by {name} after step {done}, saved; {then}", number)
+        more = "" if done < self.cfg.steps else f" and steps above {done}, as this was the last"
+        raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}{more}", number)
 
     def _save(self, number: int, state: State) -> None:
         self._saved_at = self._clock()

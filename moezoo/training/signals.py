@@ -53,6 +53,9 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if not self.number:
+            with contextlib.suppress(RuntimeError):  # the signal may come while something is printed
+                print("stopping before the next step; a second signal ends it immediately", flush=True)
         self._note(number)
 
     def _note(self, number: int) -> None:

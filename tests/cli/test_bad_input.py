@@ -115,7 +115,7 @@ for line in {lines}:
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "config.yaml", "checkpoints"])
+@pytest.mark.parametrize("left", ["metrics.jsonl", "config.yaml", "checkpoints", "held_out.txt"])
 def test_a_folder_that_holds_a_run_stays_as_it_is(capsys, monkeypatch, tmp_path, left):
     folder = tmp_path / "old"
     folder.mkdir()

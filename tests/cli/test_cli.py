@@ -101,7 +101,7 @@ def test_cfg_prints_the_configuration(call, saved, tmp_path, arguments):
     [
         (["-m", "mesh=ep8,single"], ["error: -m: ", "--help, --cfg job", "loop", "moezoo count mesh=$m"]),
         (["--multirun"], ["error: --multirun: ", "--help, --cfg job", "loop"]),
-        (["steps=3", "--steps=3"], ["error: --steps=3: ", "--help, --cfg job"]),
+        (["steps=3", "--steps=3"], ["error: --steps=3: ", "no dashes", "write steps="]),
         (["-"], ["error: -: "]),
         (["--cfg", "hydra"], ["error: --cfg hydra: expected --cfg job"]),
         (["--cfg=all"], ["error: --cfg all: expected --cfg job"]),

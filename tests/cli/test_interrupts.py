@@ -109,6 +109,22 @@ with interrupts.ending(), interrupts.blocked():
 child.send_signal(INT)  # before the child's first line
 os._exit(child.wait())
 """
+# The child has the handlers and the pipe of its parent.
+FORKED = """
+with interrupts.ending(), interrupts.undoing(lambda: os.rmdir("new")):
+    os.mkdir("new")
+    if not (child := os.fork()):
+        time.sleep(60)
+    time.sleep(0.1)
+    os.kill(child, TERM)
+    print(os.waitpid(child, 0)[1])
+    time.sleep(0.5)
+    print(os.listdir())
+    os.rmdir("new")
+    os.mkdir("new")
+    send(INT)
+    time.sleep(60)
+"""
 LINES = {signal.SIGINT: "stopped by SIGINT\n", signal.SIGTERM: "stopped by SIGTERM\n"}
 
 
@@ -125,8 +141,9 @@ LINES = {signal.SIGINT: "stopped by SIGINT\n", signal.SIGTERM: "stopped by SIGTE
         (WITHOUT_READER, (130, "", "")),
         (FULL, (143, "", "")),
         (INHERITED, (130, "", LINES[signal.SIGINT])),
+        (FORKED, (130, "15\n['new']\n", LINES[signal.SIGINT])),
     ],
-    ids=["python", "finalizer", "c", "undone", "received", "ignored", "exit", "reader", "full", "inherited"],
+    ids=["python", "finalizer", "c", "undone", "received", "ignored", "exit", "reader", "full", "inherited", "forked"],
 )
 def test_a_process_ends_wherever_it_is(tmp_path, code, expected):
     command = [sys.executable, "-c", BEGIN + code]

@@ -14,7 +14,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.section("planted errors")
     for report, found in reports:
         name = report.nodeid.partition("[")[2].removesuffix("]")
-        by = found.get("caught by", "SURVIVED, or its tests did not run")
+        by = found.get("caught by", "SURVIVED, or could not be tried: see above")
         terminalreporter.write_line(f"{report.duration:6.1f} s  {name}: {by}")
     caught = sum(report.passed for report, _ in reports)
     terminalreporter.write_line(f"{caught} of {len(reports)} planted errors were caught")
