@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch):
 
 def test_a_run_without_a_checkpoint_is_not_offered_to_resume(tiny, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(compose(*tiny))))
-    with pytest.raises(moezoo.UserError, match=r"already holds a run; .*remove it"):
+    with pytest.raises(moezoo.UserError, match=r"already holds a run; .*remove config.yaml there"):
         moezoo.train(moezoo.compose(*tiny, "steps=2", f"run_dir={tmp_path}"))
     with pytest.raises(moezoo.UserError, match="no checkpoint there"):
         moezoo.train(moezoo.compose(*tiny, "steps=2", f"resume={tmp_path}"))
