@@ -153,6 +153,13 @@ def test_forced_routing_keeps_to_the_rules_of_the_choice(k, choice, routing):
     assert load.sum() == experts.size
     if routing == "balanced":
         assert (load == experts.size // EXPERTS).all()
+        # A token's experts are as far apart around each group as its size allows.
+        size, each = EXPERTS // choice.groups, -(-k // choice.kept_groups)
+        for row in np.asarray(experts):
+            for group in set(row // size):
+                near = np.sort(row[row // size == group])
+                gaps = np.diff(np.append(near, near[0] + size))
+                assert gaps.min() >= (size // each if len(near) > 1 else 1)
     elif k < EXPERTS:
         assert 0 < load.min() < load.max()
         other = eqx.tree_at(lambda r: r.weight, router, router.weight + 1)
