@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError, check_type
 from moezoo.models.arguments import as_integers, check_inside, known
+from moezoo.models.choice import choose_dispatch
 from moezoo.models.config import ModelConfig
 from moezoo.models.layers import Keep, LayersOutput, routing_rows, run_layers
 from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
@@ -144,6 +145,7 @@ class LanguageModel(eqx.Module):
         self._check_numbers(tokens, segments, positions)
         tokens = jnp.asarray(tokens, jnp.int32)
         check_tokens(tokens.shape[0], tokens.shape[1], execution)
+        execution = choose_dispatch(self.stacks, tokens.shape[0], tokens.shape[1], execution, "evaluate")
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

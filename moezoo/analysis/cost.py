@@ -20,25 +20,25 @@ from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
-from moezoo.moe.chunks import chunk_sizes
-from moezoo.moe.dispatch import Dispatch, Gather, Sizes
-from moezoo.moe.dispatch.resolve import resolve
+from moezoo.models.choice import choose_dispatch
+from moezoo.moe.dispatch import Dispatch, DispatchChoice, Gather, Sizes
+from moezoo.moe.dispatch.layer import layer_moves, layer_rows
 from moezoo.moe.mixture import MoE
 from moezoo.nn.context_parallel import context_parallel
-from moezoo.parallel.axes import Role, Stack, trainable_mask
-from moezoo.parallel.collectives import MeshAxes, split_by_tokens
+from moezoo.parallel.axes import Stack, trainable_mask
+from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
-from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traffic import Move, Moves, Phase, Row, Traffic, TrafficTable
+from moezoo.parallel.weights import placed, weight_moves
 
 
 def communication(
     config: TrainConfig,
     mesh: MeshShape | str | None = None,
     rules: Rules | str | None = None,
-    dispatch: Dispatch | str | None = None,
+    dispatch: DispatchChoice | str | None = None,
     *,
     model: LanguageModel | None = None,
     trained: Callable[[str], bool] | None = None,
@@ -63,9 +63,11 @@ def communication(
         UserError: The parts do not fit together, or a mesh axis is -1.
     """
     config = _replace_parts(config, mesh, rules, dispatch)
+    model, micro_steps = model_shapes(config.model) if model is None else model, config.execution.microbatches
+    mask, table = trainable_mask(model, trained), TrafficTable()
     execution = build_execution(config, abstract_mesh(config.mesh))
-    model = model_shapes(config.model) if model is None else model
-    mask, micro_steps, table = trainable_mask(model, trained), config.execution.microbatches, TrafficTable()
+    rows = config.batch_size // micro_steps
+    execution = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train", mask.stacks)
 
     def add(scope: str, phase: Phase, moves: Iterable[Move], times: int) -> None:
         for move in moves:
@@ -79,18 +81,18 @@ def communication(
                 add(scope, phase, part, times * micro_steps)
 
     kept = config.execution.remat == "none"  # then only weights are gathered twice and nothing is computed twice
-    rows = config.batch_size // micro_steps // execution.ways(execution.batch_axes)
+    rows //= execution.ways(execution.batch_axes)
     length = config.seq_len // execution.ways(execution.sequence_axes)
     # The backward pass ends at the first part, from the embedding on, in which something is trained.
     learns = any(jax.tree.leaves(mask.embedding))
-    both("embedding/weights", _weights(model.embedding, mask.embedding, execution), 1, recomputed=False)
-    both("head/weights", _weights(model.unembedding, mask.unembedding, execution), 1, recomputed=True)
+    both("embedding/weights", weight_moves(model.embedding, mask.embedding, execution), 1, recomputed=False)
+    both("head/weights", weight_moves(model.unembedding, mask.unembedding, execution), 1, recomputed=True)
     attention, group = context_parallel(execution), execution.sequence_group
     both("positions", attention.place_exchanges(rows * length, group), 1, recomputed=False)
     routing_layers = 0
     for stack, chosen in zip(model.stacks, mask.stacks, strict=True):
         learns = learns or any(jax.tree.leaves(chosen))
-        both("layers/weights", _weights(stack, chosen, execution), stack.count, recomputed=True, learns=learns)
+        both("layers/weights", weight_moves(stack, chosen, execution), stack.count, recomputed=True, learns=learns)
         for block in stack.blocks:
             numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
             kept_moves = attention.exchanges(numbers, execution.dtype, group)
@@ -112,7 +114,7 @@ def break_even(
     config: TrainConfig,
     mesh: MeshShape | str | None = None,
     rules: Rules | str | None = None,
-    dispatch: Dispatch | str | None = None,
+    dispatch: DispatchChoice | str | None = None,
 ) -> float:
     """Return the tokens per device and micro-step at which `dispatch` and `gather` receive the same number of bytes.
 
@@ -127,7 +129,9 @@ def break_even(
     execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
     stacks = model_shapes(config.model).stacks
     stack, block = next((stack, block) for stack in stacks for block in stack.blocks if block.moe is not None)
-    if config.dispatch.moves == "weights" or not execution.expert_group(config.model.experts).axes:
+    strategy = config.dispatch
+    split = execution.expert_group(config.model.experts).axes
+    if not (isinstance(strategy, Dispatch) and strategy.moves == "tokens" and split):
         raise UserError(
             "nothing to compare: tokens move only with dispatch=ring, ragged or capacity, and only on a mesh that "
             "splits experts, such as mesh.expert=8"
@@ -137,7 +141,7 @@ def break_even(
         other = dataclasses.replace(execution, dispatch=strategy)
         layer = Stack((block,), stack.count)
         # Gathered weights are never kept.
-        weights = _weights(layer, trainable_mask(layer), other).of_a_step(recomputed=True)
+        weights = weight_moves(layer, trainable_mask(layer), other).of_a_step(recomputed=True)
         moves = _experts(block.moe, tokens, other).of_a_step(recomputed=execution.remat != "none")
         return sum(move.received_bytes for move in (*weights, *moves))
 
@@ -148,23 +152,22 @@ def break_even(
         return float(2 * some - more), (more - some) / 2**18
 
     weights, token_of_gather = line(Gather())
-    fixed, token = line(config.dispatch)
+    fixed, token = line(strategy)
     # `gather` has a cost per token too if devices hold the same tokens: results are joined.
     return (weights - fixed) / (token - token_of_gather) if token > token_of_gather else math.inf
 
 
 def expert_rows(config: TrainConfig) -> int:
     """Return the rows per device that a layer with experts has room for in a micro-step."""
+    rows, model = config.batch_size // config.execution.microbatches, model_shapes(config.model)
     execution = build_execution(config, abstract_mesh(config.mesh))
-    group = execution.expert_group(config.model.experts)
-    rows = config.batch_size // config.execution.microbatches // execution.ways(execution.batch_axes)
-    tokens = rows * (config.seq_len // execution.ways(execution.sequence_axes))
-    k, strategy = config.model.experts_per_token, resolve(execution.dispatch, group, execution.token_axes)
-    return sum(strategy.rows(chunk, k, group) for chunk in chunk_sizes(tokens, strategy.chunks))
+    strategy = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train").strategy
+    tokens = rows * config.seq_len // execution.ways(execution.token_axes)
+    return layer_rows(strategy, tokens, config.model.experts_per_token, execution.expert_group(config.model.experts))
 
 
 def _replace_parts(
-    config: TrainConfig, mesh: MeshShape | str | None, rules: Rules | str | None, dispatch: Dispatch | str | None
+    config: TrainConfig, mesh: MeshShape | str | None, rules: Rules | str | None, dispatch: DispatchChoice | str | None
 ) -> TrainConfig:
     """Return `config` with the values that replace its own."""
     if not isinstance(config, TrainConfig):
@@ -182,43 +185,11 @@ def _move(collective: str, axes: MeshAxes, numbers: int, dtype: DTypeLike, execu
     return Move(collective, axes, execution.ways(axes), numbers, dtype)
 
 
-def _weights(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
-    """Return the moves of `Execution.whole` for a module's weights, or for one layer of a stack.
-
-    The last dimension is gathered first. Within a dimension, axes over which gradients are summed and other axes take
-    one gather each, minor axes first.
-    """
-    forward, recomputed, backward = [], [], []
-    for placement, array, learns in _placed(module, trained, execution):
-        shape, role = array.shape, placement.axes.role
-        dtype = array.dtype if role is Role.PART else execution.dtype
-        numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
-        for dim in reversed(placement.gathered):
-            for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
-                gathered = _move("all_gather", part, numbers, dtype, execution)
-                forward.append(gathered)
-                # A bias is added, so its gradient does not need its value: only rematerialisation gathers it again.
-                needed = role is not Role.BIAS or execution.remat != "none"
-                recomputed += [gathered] if needed else []
-                backward += [gathered.back(execution.reduce_dtype)] if summed and learns else []
-                numbers *= gathered.ways
-    return Moves(tuple(forward), tuple(recomputed), tuple(backward))
-
-
-def _placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[tuple[Placement, Any, bool]]:
-    return zip(*map(jax.tree.leaves, (execution.placements(module), module, trained)), strict=True)
-
-
 def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
-    """Return the moves of a layer's dispatch, summed over chunks."""
+    """Return the moves of a layer's dispatch."""
     *_, embed, num_experts = moe.router.weight.shape
-    group, moves = execution.expert_group(num_experts), Moves()
-    if not group.axes:
-        return moves
-    strategy = resolve(execution.dispatch, group, execution.token_axes)
-    for chunk in chunk_sizes(tokens, strategy.chunks):
-        moves += strategy.exchanges(Sizes(chunk, moe.router.k, embed, execution.dtype), group)
-    return moves
+    sizes = Sizes(tokens, moe.router.k, embed, execution.dtype)
+    return layer_moves(execution.strategy, sizes, execution.expert_group(num_experts))
 
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:
@@ -237,7 +208,7 @@ def _statistics(config: TrainConfig, layers: int, rows: int, execution: Executio
 def _gradient_sums(model: PyTree, trained: PyTree, execution: Execution) -> list[Move]:
     """Return the sums of gradients over the axes that split tokens but do not store the parameter."""
     moves = []
-    for placement, array, learns in _placed(model, trained, execution):
+    for placement, array, learns in placed(model, trained, execution):
         rest = tuple(sorted(set(execution.token_axes) - set(placement.mesh_axes)))
         if rest and learns:
             moves.append(_move("psum", rest, placement.local_size(array.shape), execution.reduce_dtype, execution))

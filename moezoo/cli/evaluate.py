@@ -1,6 +1,7 @@
 """`moezoo evaluate`: compute the validation loss of a run's model."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,18 @@ def configure(*arguments: str) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     """Load the run's last checkpoint and print its validation loss."""
+    from moezoo.config.build import build_execution
+    from moezoo.models.choice import compare
     from moezoo.training.evaluate import evaluate
+    from moezoo.training.report import choice_lines
     from moezoo.training.saved import load_run
 
     keys, changes = take(Keys, arguments)
     model, cfg = load_run(keys.run_dir, *changes)
+    execution = build_execution(cfg).exact
+    compared = compare(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
+    for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
+        print(line, file=sys.stderr)
     result = evaluate(model, cfg)
     print(f"validation  {result.loss:.6f} nats per {result.unit} over {result.tokens:,} {result.unit}s")
 

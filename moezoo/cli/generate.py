@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,7 +65,9 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     import jax
     import numpy as np
 
-    from moezoo.generation.generate import generate
+    from moezoo.generation.generate import calls, generate
+    from moezoo.models.choice import compare
+    from moezoo.training.report import choice_lines
 
     request, changes = take(Request, arguments)
     if not request.prompt:
@@ -78,6 +81,11 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     mask = np.array([[False] * (length - len(text)) + [True] * len(text) for text in texts])
     ids = np.zeros(mask.shape, np.int32)
     ids[mask] = np.concatenate(texts)
+    here = loaded.execution.exact.for_rows(len(texts))
+    sizes = calls(len(texts), length)
+    for call, (rows, width) in sizes.items():
+        for line in choice_lines(cfg.dispatch, {call: compare(loaded.model.stacks, rows, width, here, call)}):
+            print(line, file=sys.stderr)
     stops = loaded.stops if request.eos_token_id is None else [request.eos_token_id]
     stops = stops if request.stop == "eos" else []
     longer = generate(

@@ -27,10 +27,11 @@ from moezoo.config.settings import TAG, TrainConfig
 from moezoo.config.strategies import check_strategy, import_strategy, path_of
 from moezoo.convert import Checks, complete, convert, plain, set_key, show
 from moezoo.errors import UserError, describe_class, nearest
-from moezoo.moe.dispatch import STRATEGIES, Dispatch
+from moezoo.moe.dispatch import DISPATCHES, DispatchChoice
 from moezoo.parallel.rules import Rules
 
 _CHECKS = Checks(TAG, RENAMED)
+_DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 
 
@@ -82,7 +83,10 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
             if not (group == "dispatch" and kept):
                 base[group] = composed[group]
             for key, value in _beside_its_group(group, name).items():
-                base[key] = {**base[key], **value} if isinstance(value, dict) else value
+                if key == _DEFAULTS:
+                    base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
+                else:
+                    base[key] = {**base[key], **value} if isinstance(value, dict) else value
     return _finish(base, asked.changes, checks)
 
 
@@ -138,7 +142,7 @@ def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
     Raises `UserError` for a strategy of the user's own that a configuration cannot record.
     """
     kind, checks = type(cfg.dispatch), _CHECKS
-    if kind not in STRATEGIES.values():
+    if kind not in DISPATCHES.values():
         check_strategy(kind, f"dispatch={path_of(kind)}")
         checks = _checks_with({path_of(kind): kind})
     return plain(cfg, "", checks)
@@ -157,6 +161,11 @@ def _beside_its_group(group: str, name: str) -> dict[str, Any]:
     return {key: value for key, value in read_yaml(path).items() if key != group}
 
 
+def _chosen_by(entries: list[Any]) -> set[str]:
+    """Return the groups that the `defaults` of an entry choose, as in `- override /dispatch: auto`."""
+    return {key.partition("/")[2] for entry in entries if isinstance(entry, dict) for key in entry}
+
+
 def _import_own(asked: Asked) -> Checks:
     """Return the checks; where the user chose a strategy of their own, import it and add its class."""
     name = asked.choices.get("dispatch", "")
@@ -166,8 +175,8 @@ def _import_own(asked: Asked) -> Checks:
     return _checks_with({name: kind, path_of(kind): kind})
 
 
-def _checks_with(own: Mapping[str, type[Dispatch]]) -> Checks:
-    return _CHECKS._replace(tags={**TAG, "dispatch": ("name", {**own, **STRATEGIES})})
+def _checks_with(own: Mapping[str, type[DispatchChoice]]) -> Checks:
+    return _CHECKS._replace(tags={**TAG, "dispatch": ("name", {**own, **DISPATCHES})})
 
 
 def _own_strategy(mapping: Mapping[str, Any]) -> str:

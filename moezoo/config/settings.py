@@ -13,7 +13,7 @@ from moezoo.errors import check_type
 from moezoo.kernels.attention import Implementation as AttentionBackend
 from moezoo.kernels.grouped_matmul import Implementation as GroupedMatmulBackend
 from moezoo.models import FAMILIES, ModelConfig
-from moezoo.moe.dispatch import STRATEGIES, Dispatch
+from moezoo.moe.dispatch import DISPATCHES, DispatchChoice
 from moezoo.optim import SCHEDULES, UPDATE_RULES, Schedule, UpdateRule
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.execution import DType, check_dtype
@@ -82,7 +82,7 @@ class TrainConfig:
     model: ModelConfig
     mesh: MeshShape
     rules: Rules
-    dispatch: Dispatch
+    dispatch: DispatchChoice
     optimizer: UpdateRule
     schedule: Schedule
     data: DataSettings
@@ -115,7 +115,7 @@ def check_config(cfg: Any) -> None:
 # group -> (the key that chooses the class, the classes by name)
 TAG: dict[str, tuple[str, dict[str, type]]] = {
     "model": ("family", {name: family.config for name, family in FAMILIES.items()}),
-    "dispatch": ("name", STRATEGIES),
+    "dispatch": ("name", DISPATCHES),
     "optimizer": ("name", UPDATE_RULES),
     "schedule": ("name", SCHEDULES),
     "data": ("name", SOURCES),

@@ -16,14 +16,14 @@ from typing import Any
 
 from moezoo.convert import is_plain, types_of
 from moezoo.errors import UserError, nearest
-from moezoo.moe.dispatch import STRATEGIES, Dispatch
+from moezoo.moe.dispatch import DISPATCHES, Dispatch, DispatchChoice
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def path_of(kind: type[Dispatch]) -> str:
+def path_of(kind: type[DispatchChoice]) -> str:
     """Return the name by which a configuration records a strategy: that of `conf/dispatch`, or the class's path."""
-    known = (name for name, strategy in STRATEGIES.items() if strategy is kind)
+    known = (name for name, strategy in DISPATCHES.items() if strategy is kind)
     return next(known, f"{kind.__module__}.{kind.__qualname__}")
 
 
@@ -51,7 +51,7 @@ def import_strategy(path: str) -> type[Dispatch]:
     return kind
 
 
-def check_strategy(kind: type[Dispatch], key: str) -> None:
+def check_strategy(kind: type[DispatchChoice], key: str) -> None:
     """Raise `UserError` unless a configuration can name and make the strategy `kind`, which the user set by `key`."""
     name = kind.__name__
     if "." in kind.__qualname__:

@@ -17,11 +17,13 @@ from moezoo.generation.sampling import Sampling
 from moezoo.models.arguments import as_integers, check_inside, check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
+from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache, fit
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import psum, vary
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.traffic import Call
 
 
 class Advanced(NamedTuple):
@@ -180,6 +182,11 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     return found.astype(bool)
 
 
+def calls(rows: int, length: int) -> dict[Call, tuple[int, int]]:
+    """Return the rows and tokens per row that `generate` reads at once, for prompts of at most `length` tokens."""
+    return {"prefill": (rows, _round_up(length)), "decode": (rows, 1)}
+
+
 def _round_up(length: int) -> int:
     """Round up by at most a quarter: from 64 on, four lengths per power of two; below, multiples of 16."""
     step = max(16, 1 << max(length - 1, 0).bit_length() >> 3)
@@ -212,6 +219,9 @@ def _continue(
 ) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
     """Return new tokens, and how many of their columns were written."""
     width = tokens.shape[1]
+    reading, writing = (
+        choose_dispatch(model.stacks, *sizes, execution, call) for call, sizes in calls(*tokens.shape).items()
+    )
 
     def local(
         model: LanguageModel, tokens: Array, valid: Array, row: Array, limit: Array, stops: Array, key: Array
@@ -232,11 +242,11 @@ def _continue(
         def step(loop: _Loop) -> _Loop:
             # A row that has ended continues as padding, which experts do not compute.
             here = Place((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
-            advanced = decode(model, loop.token[:, None], here, loop.cache, execution)
+            advanced = decode(model, loop.token[:, None], here, loop.cache, writing)
             return append_choice(loop._replace(cache=advanced.cache), advanced.logits)
 
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
-        logits, cache = prefill(model, tokens, Place(position, valid.astype(jnp.int32)), width + room, execution)
+        logits, cache = prefill(model, tokens, Place(position, valid.astype(jnp.int32)), width + room, reading)
         empty = vary(jnp.zeros((len(tokens), room), jnp.int32), execution.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), execution.token_axes)
         start = _Loop(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
@@ -246,6 +256,6 @@ def _continue(
     arguments = (model, tokens, valid, jnp.arange(len(tokens)), limit, stops, key)
     if execution.mesh is None:
         return local(*arguments)
-    rows, everywhere = PartitionSpec(execution.batch_axes or None), PartitionSpec()
-    specs: Any = (execution.specs(model), rows, rows, rows, everywhere, everywhere, everywhere)
-    return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=(rows, everywhere))(*arguments)
+    split, everywhere = PartitionSpec(execution.batch_axes or None), PartitionSpec()
+    specs: Any = (execution.specs(model), split, split, split, everywhere, everywhere, everywhere)
+    return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=(split, everywhere))(*arguments)

@@ -1,6 +1,7 @@
 """Run tokens through their experts chunk by chunk: devices compute one chunk while the rows of the next travel."""
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -85,15 +86,9 @@ def _wait(rows: Array, awaited: list[Array]) -> Array:
 _wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
 
 
-def chunk_sizes(tokens: int, count: int) -> list[int]:
-    """Return the sizes of at most `count` parts of `tokens`: as even as possible, none empty."""
-    count = max(1, min(count, tokens))
-    return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
-
-
-def cut(tokens: Float[Array, "tokens embed"], assignment: Assignment, count: int) -> list[Chunk]:
-    """Cut tokens and assignment into at most `count` chunks, as even as possible."""
-    bounds = [0, *itertools.accumulate(chunk_sizes(tokens.shape[0], count))]
+def cut(tokens: Float[Array, "tokens embed"], assignment: Assignment, sizes: Iterable[int]) -> list[Chunk]:
+    """Cut tokens and assignment into chunks of these `sizes`."""
+    bounds = [0, *itertools.accumulate(sizes)]
     return [
         Chunk(tokens[a:b], Assignment(assignment.expert_ids[a:b], assignment.gates[a:b]))
         for a, b in itertools.pairwise(bounds)

@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float
 
 from moezoo.moe.chunks import Exchange, cut
 from moezoo.moe.dispatch import Assignment
-from moezoo.moe.dispatch.resolve import resolve
+from moezoo.moe.dispatch.layer import for_group
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.mlp import MLP
-from moezoo.parallel.collectives import vary_like, varying_axes
+from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.execution import Execution
 
 
@@ -41,9 +41,9 @@ class MoE(FeedForward):
         tokens = rearrange(x, "b s d -> (b s) d")
         # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
         assignment: Assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)
-        strategy = resolve(execution.dispatch, group, varying_axes(tokens))
+        strategy = for_group(execution.strategy, group)
         exchange = Exchange(strategy, group, self.experts, execution.kernel("grouped_matmul"))
-        first, *later = cut(tokens, assignment, strategy.chunks)
+        first, *later = cut(tokens, assignment, strategy.chunk_sizes(tokens.shape[0]))
         there = exchange.send(first)
         with jax.named_scope("shared"):
             shared = None if self.shared is None else self.shared(x, valid, execution).y

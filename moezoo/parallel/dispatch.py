@@ -12,6 +12,9 @@ weights move, they are all E experts, which `Execution.whole` has gathered with 
 
 A strategy is exact if `back` is, for each token, the sum of the results of its K experts times their gates, for every
 P. The strategies are in `moezoo.moe.dispatch`.
+
+An execution holds a strategy, or a `DispatchChoice` that chooses one from the sizes of a call
+(`moezoo.models.choice`) before weights are gathered.
 """
 
 import abc
@@ -26,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from moezoo.convert import Size, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.traffic import Move, Moves
+from moezoo.parallel.traffic import Move, Moves, Phase
 
 
 class Assignment(NamedTuple):
@@ -67,12 +70,17 @@ class Sizes(NamedTuple):
         k: K, the experts per token.
         embed: d, the width of a token.
         dtype: The dtype of the tokens.
+        weights: The bytes that a device receives per layer if the weights of all experts move to it. Only a choice
+            between strategies reads it.
+        phases: The phases of a call in which tokens move. Only a choice reads it.
     """
 
     tokens: int
     k: int
     embed: int
     dtype: DTypeLike
+    weights: int = 0
+    phases: tuple[Phase, ...] = ("forward",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +91,13 @@ class ExpertGroup:
         axes: The mesh axes that experts are split over; empty for one device.
         size: P, the number of devices along `axes`.
         num_experts: E.
+        replicated: Whether all devices of the group have the same tokens.
     """
 
     axes: MeshAxes
     size: int
     num_experts: int
+    replicated: bool = False
 
     @property
     def num_local(self) -> int:
@@ -117,7 +127,47 @@ class ExpertGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dispatch(abc.ABC):
+class DispatchChoice(abc.ABC):
+    """The base class of what an execution may hold: a strategy, or a choice between strategies.
+
+    Attributes:
+        chunks: The number of parts that a device's tokens are cut into. The parts pass through the two calls one after
+            the other, so one part can travel while experts work on another. Bounds on room apply to each part.
+        bound: The name of the option that limits room to less than all assignments can need; None if there is none. The
+            option's value None means no limit.
+
+    Raises:
+        UserError: An option has a wrong type, or `chunks` is less than 1.
+    """
+
+    chunks: Size = dataclasses.field(default=1, kw_only=True)
+
+    bound: ClassVar[str | None] = None
+
+    def __post_init__(self):
+        check_fields("dispatch", self)
+
+    def chunk_sizes(self, tokens: int) -> list[int]:
+        """Return the sizes of at most `chunks` parts of `tokens`: as even as possible, none empty."""
+        count = max(1, min(self.chunks, tokens))
+        return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
+
+    @property
+    @abc.abstractmethod
+    def exact(self) -> "DispatchChoice":
+        """The same with room for all assignments. Evaluation and generation use it."""
+
+    @abc.abstractmethod
+    def candidates(self, group: ExpertGroup) -> "tuple[Dispatch, ...]":
+        """Return the strategies that `resolve` compares."""
+
+    @abc.abstractmethod
+    def resolve(self, sizes: Sizes, group: ExpertGroup) -> "Dispatch":
+        """Return the strategy for layers of these sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch(DispatchChoice):
     """The base class of strategies. A strategy is a frozen dataclass whose fields are its options.
 
     `dispatch` and `combine` run inside `jax.shard_map(check_vma=True)`, or without a mesh, and must be differentiable.
@@ -126,26 +176,29 @@ class Dispatch(abc.ABC):
     one wrapper, `moezoo.moe.dispatch.replicated`.
 
     Attributes:
-        chunks: The number of parts that a device's tokens are cut into. The parts pass through the two calls one after
-            the other, so one part can travel while experts work on another. Bounds on room apply to each part.
         moves: "tokens" or "weights": what travels to meet the other.
-        bound: The name of the option that limits room to less than all assignments can need; None if there is none. The
-            option's value None means no limit.
 
     Raises:
-        UserError: An option has a wrong type, `chunks` is less than 1, or the bounding option is not above 0.
+        UserError: As `DispatchChoice`, and if the bounding option is not above 0.
     """
 
-    chunks: Size = dataclasses.field(default=1, kw_only=True)
-
     moves: ClassVar[Literal["tokens", "weights"]]
-    bound: ClassVar[str | None] = None
 
     def __post_init__(self):
-        check_fields("dispatch", self)
+        super().__post_init__()
         factor = getattr(self, self.bound) if self.bound else None
         if factor is not None and factor <= 0:
             raise UserError(f"dispatch.{self.bound}={factor} must be above 0, or null for no bound")
+
+    def candidates(self, group: ExpertGroup) -> "tuple[Dispatch, ...]":
+        """Return the strategy itself: there is nothing to compare."""
+        del group
+        return (self,)
+
+    def resolve(self, sizes: Sizes, group: ExpertGroup) -> "Dispatch":
+        """Return the strategy itself."""
+        del sizes, group
+        return self
 
     @property
     def exact(self) -> "Dispatch":

@@ -20,7 +20,7 @@ from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
-from moezoo.parallel.dispatch import Dispatch, ExpertGroup
+from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.kernels import ANY_BACKEND, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
@@ -54,7 +54,8 @@ class Execution:
     Attributes:
         mesh: The devices; None for one device. A mesh without devices (`AbstractMesh`) suffices to trace.
         rules: The layout of parameters and tokens.
-        dispatch: The strategy by which tokens meet experts; None for `gather`, in which weights move.
+        dispatch: The strategy by which tokens meet experts, or a choice of one (`auto`); None for `gather`, in which
+            weights move.
         dtype: What layers compute in, float32 or bfloat16. Weights are cast to it before they are gathered.
         reduce_dtype: What gradients are summed over devices in, float32 or bfloat16.
         remat: What a layer keeps for its backward pass.
@@ -72,7 +73,7 @@ class Execution:
 
     mesh: Mesh | AbstractMesh | None = None
     rules: Rules = UNSPLIT
-    dispatch: Dispatch | None = None
+    dispatch: DispatchChoice | None = None
     dtype: DTypeLike = jnp.float32
     reduce_dtype: DTypeLike = jnp.float32
     remat: Remat = "full"
@@ -82,7 +83,7 @@ class Execution:
     rows_over: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        if not isinstance(self.dispatch, Dispatch | None):
+        if not isinstance(self.dispatch, DispatchChoice | None):
             raise UserError(
                 f"dispatch={self.dispatch!r} is not a strategy; give a value such as moezoo.moe.dispatch.Ring(), or "
                 "take the execution from moezoo.execution(cfg), which knows strategies by name"
@@ -175,7 +176,7 @@ class Execution:
     def expert_group(self, num_experts: int) -> ExpertGroup:
         """Return the devices that share one set of `num_experts` experts."""
         axes = self.expert_axes
-        return ExpertGroup(axes, self.ways(axes), num_experts)
+        return ExpertGroup(axes, self.ways(axes), num_experts, replicated=not set(axes) <= set(self.token_axes))
 
     @property
     def sequence_group(self) -> SequenceGroup:
@@ -192,9 +193,19 @@ class Execution:
         return KernelOrder(getattr(self.kernels, name), self.target)
 
     @property
+    def strategy(self) -> Dispatch | None:
+        """The strategy, where `dispatch` is no choice that is still open (`moezoo.models.choice.choose_dispatch`)."""
+        assert isinstance(self.dispatch, Dispatch | None), f"{self.dispatch} has to choose a strategy first"
+        return self.dispatch
+
+    @property
     def moves_weights(self) -> bool:
-        """Whether every device runs all experts on its own tokens, as without a dispatch."""
-        return self.dispatch is None or self.dispatch.moves == "weights"
+        """Whether every device runs all experts on its own tokens, as without a dispatch.
+
+        Where parameters are stored does not depend on it; while a choice is open, it is False.
+        """
+        dispatch = self.dispatch
+        return dispatch is None or (isinstance(dispatch, Dispatch) and dispatch.moves == "weights")
 
     def placement(self, axes: Axes) -> Placement:
         """Return where a parameter with these axes is stored, and over which mesh axes its layer gathers it."""

@@ -16,6 +16,9 @@ UNORDERED = ("pmax", "pmin", "psum")
 # outside of differentiation, such as the sums of gradients.
 Phase = Literal["forward", "recomputed", "backward", "outside"]
 
+# What a model is called for.
+Call = Literal["train", "evaluate", "prefill", "decode"]
+
 
 def received_bytes(collective: str, given: int, ways: int) -> int:
     """Return the bytes that each device receives from one collective, rounded up.

@@ -13,6 +13,7 @@ from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.errors import UserError, check_type
 from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
+from moezoo.models.choice import choose_dispatch
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
@@ -40,7 +41,7 @@ class Evaluator:
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution):
         """Prepare for models like `model`, which may be shapes. An evaluation never drops assignments."""
-        execution = execution.exact
+        execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
         assert execution.mesh is not None
         self._source, self._cfg = source, cfg
         self._feed = Feed(NamedSharding(execution.mesh, execution.tokens_spec), (cfg.batch_size, cfg.seq_len))

@@ -21,13 +21,14 @@ from moezoo.convert import show
 from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
+from moezoo.models.choice import Compared, compare
 from moezoo.parallel import distributed
-from moezoo.parallel.axes import count_parameters
-from moezoo.parallel.dispatch import Dispatch, ExpertGroup
+from moezoo.parallel.axes import Stack, count_parameters
+from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.traces import collective_traffic
-from moezoo.parallel.traffic import TrafficTable
+from moezoo.parallel.traffic import Call, TrafficTable
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import MetricsRow
 from moezoo.training.sample import Sample
@@ -35,6 +36,7 @@ from moezoo.training.step import Step
 
 HELD_OUT_FILE = "held_out.txt"
 _TITLE_WIDTH, _MOST_PARTS = 12, 3
+_MUCH_ROOM = 4  # rows of room per row in use from which the summary mentions it
 
 
 def _bytes(number: int) -> str:
@@ -71,6 +73,30 @@ def layout_lines(placements: PyTree) -> list[str]:
         use += f" over {', '.join(moved)} only" * (0 < len(moved) < len(over))
         lines.append(f"split over {_axes(over)}, {use}: dimension{'s' * (len(names) > 1)} {', '.join(names)}")
     return lines or ["every device stores all of them"]
+
+
+def dispatch_lines(cfg: TrainConfig, execution: Execution, stacks: tuple[Stack, ...]) -> list[str]:
+    """Describe the strategy of training, the bytes that `dispatch` chose it by, if it did, and much unused room."""
+    rows = cfg.batch_size // cfg.execution.microbatches
+    training = compare(stacks, rows, cfg.seq_len, execution, "train")
+    validation = compare(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
+    lines = [dispatch_line(training.chosen, training.group)]
+    lines += choice_lines(cfg.dispatch, {"train": training, "evaluate": validation})
+    if training.chosen.bound and training.room >= _MUCH_ROOM:
+        keys = f"dispatch={path_of(type(training.chosen))} dispatch.{training.chosen.bound}=2"
+        lines.append(f"room for {training.room:.3g} times the rows in use; {keys} bounds it and may drop")
+    return lines
+
+
+def choice_lines(dispatch: DispatchChoice, calls: dict[Call, Compared]) -> list[str]:
+    """Describe what a choice between strategies chose for each call, and the bytes that it compared."""
+    lines = []
+    for call, found in calls.items():
+        if found.bytes:
+            bytes_of = ", ".join(f"{path_of(type(each))} {_bytes(number)}" for each, number in found.bytes.items())
+            chosen = path_of(type(found.chosen))
+            lines.append(f"{path_of(type(dispatch))}: {chosen} to {call}; received per layer: {bytes_of}")
+    return lines
 
 
 def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
@@ -144,7 +170,7 @@ def summarize(
             f"each sequence {_split(execution.sequence_axes)}",
         ),
         *(("weights", line) for line in layout_lines(placements.model)),
-        ("dispatch", dispatch_line(cfg.dispatch, execution.expert_group(cfg.model.experts))),
+        *(("dispatch", line) for line in dispatch_lines(cfg, execution, model.stacks)),
     ]
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))

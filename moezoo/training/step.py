@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from moezoo.config.settings import GuardSettings
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
+from moezoo.models.choice import choose_dispatch
 from moezoo.moe.routing import Routing
 from moezoo.optim import Optimizer
 from moezoo.parallel.axes import trainable_mask
@@ -155,13 +156,15 @@ class Step:
         Raises:
             UserError: as `moezoo.parallel.axes.trainable_mask` does.
         """
-        assert execution.mesh is not None
+        self.trained, (_, rows, length) = trainable_mask(model, trained), batch.tokens.shape
+        execution = choose_dispatch(model.stacks, rows, length, execution, "train", self.trained.stacks)
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
-        self.trained, placements = trainable_mask(model, trained), execution.placements(model)
+        placements = execution.placements(model)
         moments = optimizer.placements(eqx.filter(model, self.trained), eqx.filter(placements, self.trained))
         everywhere: Any = EVERYWHERE
         self.placements = State(placements, moments, Guard(*(everywhere,) * len(Guard._fields)), everywhere)
         mesh, split = execution.mesh, PartitionSpec(None, *execution.tokens_spec)
+        assert mesh is not None
         state_specs: Any = jax.tree.map(lambda placement: placement.spec, self.placements)
         self.state_shardings = jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements)
         self.batch_shardings = Batch(*(NamedSharding(mesh, split),) * 4)

@@ -13,6 +13,7 @@ moves between devices. Letters in these files:
 | d, f | width of the model, width of an expert |
 """
 
+from moezoo.moe.dispatch.auto import Auto as Auto
 from moezoo.moe.dispatch.capacity import Capacity as Capacity
 from moezoo.moe.dispatch.dense import Dense as Dense
 from moezoo.moe.dispatch.gather import Gather as Gather
@@ -21,6 +22,7 @@ from moezoo.moe.dispatch.replicated import Replicated as Replicated
 from moezoo.moe.dispatch.ring import Ring as Ring
 from moezoo.parallel.dispatch import Assignment as Assignment
 from moezoo.parallel.dispatch import Dispatch as Dispatch
+from moezoo.parallel.dispatch import DispatchChoice as DispatchChoice
 from moezoo.parallel.dispatch import Dispatched as Dispatched
 from moezoo.parallel.dispatch import ExpertGroup as ExpertGroup
 from moezoo.parallel.dispatch import Sizes as Sizes
@@ -32,3 +34,6 @@ STRATEGIES: dict[str, type[Dispatch]] = {
     "ragged": Ragged,
     "ring": Ring,
 }
+
+# What a configuration can name: a strategy, or a choice between some.
+DISPATCHES: dict[str, type[DispatchChoice]] = {"auto": Auto, **STRATEGIES}

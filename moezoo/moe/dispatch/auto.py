@@ -1,0 +1,36 @@
+"""`auto`: the choice whether tokens or weights move.
+
+Naive equivalent: the user compares `moezoo.analysis.cost.communication(cfg, dispatch=...).bytes` and names the least.
+"""
+
+import dataclasses
+
+from moezoo.moe.dispatch.gather import Gather
+from moezoo.moe.dispatch.layer import received_bytes
+from moezoo.moe.dispatch.ragged import Ragged
+from moezoo.moe.dispatch.ring import Ring
+from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup, Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(DispatchChoice):
+    """Choose `ring`, `ragged` or `gather`: the one with which a device receives the fewest bytes per layer.
+
+    The three drop nothing. Bytes follow from the formulas of the strategies (`Dispatch.exchanges`), so the choice
+    depends on the tokens of a call, the mesh, the dtypes and the phases. Where experts are not split, it is `gather`:
+    nothing moves. Links, latency and memory do not count.
+    """
+
+    @property
+    def exact(self) -> "Auto":
+        """The same choice: no candidate drops."""
+        return self
+
+    def candidates(self, group: ExpertGroup) -> tuple[Dispatch, ...]:
+        """Return the strategies to compare. Of equal ones the first is chosen."""
+        kinds = (Ring, Ragged, Gather) if group.axes else (Gather,)
+        return tuple(kind(chunks=self.chunks) for kind in kinds)
+
+    def resolve(self, sizes: Sizes, group: ExpertGroup) -> Dispatch:
+        """Return the candidate with the fewest bytes."""
+        return min(self.candidates(group), key=lambda strategy: received_bytes(strategy, sizes, group))

@@ -1,0 +1,41 @@
+"""The formula for the collectives of `Execution.whole`, which gathers weights."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from moezoo.parallel.axes import Role
+from moezoo.parallel.collectives import split_by_tokens
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.placement import Placement
+from moezoo.parallel.traffic import Move, Moves
+
+
+def placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[tuple[Placement, Any, bool]]:
+    """Return each array of a module with its placement, and whether it is trained."""
+    return zip(*map(jax.tree.leaves, (execution.placements(module), module, trained)), strict=True)
+
+
+def weight_moves(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
+    """Return the collectives of `Execution.whole` for a module's weights, or for one layer of a stack.
+
+    The last dimension is gathered first. Within a dimension, axes over which gradients are summed and other axes take
+    one gather each, minor axes first.
+    """
+    forward, recomputed, backward = [], [], []
+    for placement, array, learns in placed(module, trained, execution):
+        shape, role = array.shape, placement.axes.role
+        dtype = array.dtype if role is Role.PART else execution.dtype
+        numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
+        for dim in reversed(placement.gathered):
+            for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
+                gathered = Move("all_gather", part, execution.ways(part), numbers, dtype)
+                forward.append(gathered)
+                # A bias is added, so its gradient does not need its value: only rematerialisation gathers it again.
+                needed = role is not Role.BIAS or execution.remat != "none"
+                recomputed += [gathered] if needed else []
+                backward += [gathered.back(execution.reduce_dtype)] if summed and learns else []
+                numbers *= gathered.ways
+    return Moves(tuple(forward), tuple(recomputed), tuple(backward))
