@@ -8,6 +8,7 @@ import pytest
 from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.config.overrides import CONF, read_yaml
 from moezoo.models import FAMILIES, model_shapes
+from moezoo.moe.dispatch import Auto
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
 
@@ -63,17 +64,30 @@ def dotted(mapping, above=""):
 @pytest.mark.parametrize("name", TOTALS)
 def test_a_preset_lists_every_number_and_computes_in_bfloat16(name):
     preset = read_yaml(CONF / "model" / f"{name}.yaml")
-    assert set(preset) == {"model", "execution"}
+    assert set(preset) == {"defaults", "model", "execution"}
     family = preset["model"]["family"]
     missing = set(dotted(as_mapping(configuration(family))["model"])) - set(dotted(preset["model"]))
     assert missing <= (NO_PAPER if family == "deepseek" else NO_PAPER | UNUSED)
     cfg = configuration(name)
     assert type(cfg.model) is FAMILIES[family].config
     assert (cfg.execution.dtype, cfg.execution.param_dtype) == ("bfloat16", "float32")
+    assert cfg.dispatch == Auto()
+    # A comment says how much room the token-moving strategies have for each row in use.
+    ratio = f"{cfg.model.experts / cfg.model.experts_per_token:.3g}"
+    assert f"up to {ratio} times the rows in use" in (CONF / "model" / f"{name}.yaml").read_text()
 
 
 def test_the_dtype_of_a_preset_can_be_set():
     assert compose("execution.dtype=float32", "model=olmoe_1b_7b").execution.dtype == "float32"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_strategy_by_name_overrides_that_of_a_preset(saved):
+    base = as_mapping(compose("dispatch=gather"))
+    for name in ("ring", "gather"):
+        words = (f"dispatch={name}", "model=deepseek_v3")
+        cfg = compose_onto(base, *words) if saved else compose(*words)
+        assert as_mapping(cfg)["dispatch"]["name"] == name
 
 
 def test_a_preset_on_top_of_a_saved_configuration():

@@ -14,7 +14,7 @@ import moezoo
 from moezoo.generation import generate as generation
 from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.models.base import LanguageModel
-from moezoo.moe.dispatch import STRATEGIES, Capacity
+from moezoo.moe.dispatch import STRATEGIES, Auto, Capacity, Gather, Ragged
 from moezoo.nn.yarn import Yarn
 from moezoo.parallel.context_parallel import Place
 
@@ -175,6 +175,23 @@ def test_meshes_give_the_same_tokens(name, mesh, strategy, rules, rows):
     there = moezoo.place(model(name), execution) if rows > 1 else model(name)
     found = moezoo.generate(there, IDS[:rows], mask=MASK[:rows], max_new_tokens=NEW, execution=execution)
     np.testing.assert_array_equal(found, naive(name)[0][:rows])
+
+
+def test_auto_chooses_for_prompt_and_token_each(monkeypatch):
+    """Weights move for many prompts, tokens move for one more token of each; the texts are those of one device."""
+    used = {}
+    for name, run in (("prefill", generation.prefill), ("decode", generation.decode)):
+
+        def spy(*arguments, name=name, run=run):
+            used[name] = arguments[-1].dispatch
+            return run(*arguments)
+
+        monkeypatch.setattr(generation, name, spy)
+    execution = dataclasses.replace(make_execution({"expert": 8}, "ring"), dispatch=Auto())
+    ids, mask = (np.tile(part, (10, 1)) for part in (IDS, MASK))
+    found = moezoo.generate(model("mixtral"), ids, mask=mask, max_new_tokens=NEW, execution=execution)
+    assert used == {"prefill": Gather(), "decode": Ragged()}
+    np.testing.assert_array_equal(found, np.tile(naive("mixtral")[0], (10, 1)))
 
 
 def test_rows_are_split_over_axes_that_divide_them():

@@ -1,0 +1,134 @@
+"""`dispatch=auto`: what it compares, what it chooses, and that a call runs what it chose."""
+
+import dataclasses
+import itertools
+
+import jax
+import pytest
+
+import moezoo
+from moezoo.analysis.cost import communication, expert_rows
+from moezoo.config.build import build_execution
+from moezoo.config.overrides import groups
+from moezoo.models import FAMILIES, model_shapes
+from moezoo.models.choice import choose_dispatch, compare
+from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
+from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.traces import collective_traffic
+from moezoo.training.build import build_step
+from moezoo.training.report import choice_lines, dispatch_lines
+
+PRESETS = [name for name in groups()["model"] if name not in FAMILIES]
+NAMES = {Ring: "ring", Ragged: "ragged", Gather: "gather"}
+
+
+def shapes_and_execution(*words):
+    cfg = moezoo.compose(*words)
+    return cfg, model_shapes(cfg.model).stacks, build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_takes_the_least_of_whole_steps(preset):
+    """The formula of the whole step has the least bytes with the strategy chosen: few and very many tokens per device,
+    8 and 512 devices, tokens that differ over the expert axis and tokens that do not.
+    """
+    chosen = set()
+    for fsdp, tokens, rules in ((1, 4096, "[data,fsdp,expert]"), (64, 2**19, "[data,fsdp,expert]"), (8, 64, "[fsdp]")):
+        rows = fsdp * (8 if "expert" in rules else 1)
+        words = (
+            f"mesh.fsdp={fsdp}",
+            "mesh.expert=8",
+            f"rules.batch={rules}",
+            f"batch_size={rows}",
+            f"seq_len={tokens}",
+        )
+        cfg = moezoo.compose(f"model={preset}", *words, f"model.max_length={tokens}")
+        assert cfg.dispatch == Auto()
+        totals = {name: communication(cfg, dispatch=name).bytes for name in NAMES.values()}
+        _, stacks, execution = shapes_and_execution(f"model={preset}", *words, f"model.max_length={tokens}")
+        found = compare(stacks, rows, tokens, execution, "train")
+        assert totals[NAMES[type(found.chosen)]] == min(totals.values()) == communication(cfg).bytes
+        # The differences between strategies are those of whole steps, layer by layer.
+        layers = sum(stack.count for stack in stacks for block in stack.blocks if block.moe is not None)
+        ring = found.bytes[Ring()]
+        for strategy, name in NAMES.items():
+            each = found.bytes[strategy()] - ring
+            assert totals[name] - totals["ring"] == pytest.approx(layers * each, abs=64 * layers)
+        chosen.add(type(found.chosen))
+    assert Gather in chosen
+    assert len(chosen) > 1
+
+
+def test_bytes_by_hand():
+    """Mixtral 8x7B on eight devices of one axis, 512 tokens per device, in bfloat16 with float32 sums."""
+    cfg, stacks, execution = shapes_and_execution("model=mixtral_8x7b", "mesh=ep8")
+    tokens, embed, mlp = 512, 4096, 14336
+    weights, sent, routing = 3 * 8 * embed * mlp * 7 // 8, tokens * embed * 7, tokens * 2 * 2 * 7 * 4
+    for call, remat, ring, gather in (
+        ("train", "full", 5 * 2 * sent + 3 * routing, weights * (2 + 2 + 4)),
+        ("train", "none", 4 * 2 * sent + 2 * routing, weights * (2 + 2 + 4)),
+        ("evaluate", "full", 2 * 2 * sent + routing, weights * 2),
+        ("decode", "full", 2 * 2 * sent + routing, weights * 2),
+    ):
+        found = compare(stacks, 8, tokens, dataclasses.replace(execution, remat=remat), call)
+        assert (found.bytes[Ring()], found.bytes[Gather()]) == (ring, gather)
+        assert found.bytes[Ragged()] == min(found.bytes.values())
+        assert (found.chosen, found.room) == (Ragged(), 4)
+    assert expert_rows(cfg) == 4 * 2 * cfg.seq_len
+
+
+def test_candidates_drop_nothing():
+    choice, groups = Auto(chunks=2), (ExpertGroup((), 1, 8), ExpertGroup(("expert",), 8, 8))
+    for strategy in itertools.chain(*map(choice.candidates, groups)):
+        assert strategy.exact == strategy
+        assert strategy.chunks == 2
+    assert Auto().exact == Auto()
+
+
+def test_nothing_to_compare_without_split_experts():
+    for words in (("mesh=single",), ("mesh=fsdp8", "rules=pure_fsdp")):
+        _, stacks, execution = shapes_and_execution("dispatch=auto", *words)
+        found = compare(stacks, 8, 128, execution, "train")
+        assert (found.chosen, found.bytes, found.room) == (Gather(), {}, 1)
+        assert choice_lines(Auto(), {"train": found}) == []
+    _, stacks, execution = shapes_and_execution("mesh=ep8", "dispatch=ragged")
+    assert choose_dispatch(stacks, 8, 128, execution, "train") is execution
+    assert compare(stacks, 8, 128, execution, "train").bytes == {}
+
+
+TINY = ("model=mixtral", "mesh=ep8", "dispatch=auto", "model.layers=1", "model.embed=16", "model.expert_mlp=32")
+TINY += ("model.vocab=32", "model.heads=2", "model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6")
+
+
+@pytest.mark.parametrize(("parts", "strategy"), [(16, "ragged"), (1, "gather")])
+def test_a_step_runs_the_strategy_of_its_tokens(parts, strategy):
+    """The same batch at once, and in micro-steps; the formula and the traced step agree."""
+    cfg = moezoo.compose(*TINY, "batch_size=128", "seq_len=16", f"execution.microbatches={parts}")
+    step = build_step(cfg, build_execution(cfg, abstract_mesh(cfg.mesh)))
+    traffic = collective_traffic(step.traced.jaxpr)
+    assert traffic.outline(2) == communication(cfg) == communication(cfg, dispatch=strategy)
+    assert traffic.outline(2) != communication(cfg, dispatch={"ragged": "gather", "gather": "ragged"}[strategy])
+
+
+def test_an_open_choice_does_not_reach_a_layer():
+    _, stacks, execution = shapes_and_execution(*TINY)
+    with pytest.raises(AssertionError, match="choose"):
+        _ = execution.strategy
+    # Where parameters are stored does not depend on the strategy.
+    stored = [place.stored for place in jax.tree.leaves(execution.placements(stacks))]
+    for strategy in (Ring(), Gather()):
+        there = dataclasses.replace(execution, dispatch=strategy).placements(stacks)
+        assert [place.stored for place in jax.tree.leaves(there)] == stored
+
+
+def test_the_summary_has_the_choice_and_its_numbers():
+    """Training and validation each have a line; a last line names the bound where most of the room is unused."""
+    cfg, stacks, execution = shapes_and_execution("model=deepseek_v3", "mesh=ep8", "batch_size=8", "seq_len=4096")
+    first, train, evaluate, room = dispatch_lines(cfg, execution, stacks)
+    assert first.startswith("ring: tokens move over mesh axis expert; 32 of 256")
+    assert train == "auto: ring to train; received per layer: ring 2.06 GB, ragged 2.47 GB, gather 78.9 GB"
+    assert evaluate.startswith("auto: ragged to evaluate; received per layer: ")
+    assert "8 times" in room
+    assert "dispatch=ring dispatch.buffer_factor=2" in room
+    cfg, stacks, execution = shapes_and_execution("mesh=fsdp4_ep2", "dispatch=ring")
+    assert len(dispatch_lines(cfg, execution, stacks)) == 1
