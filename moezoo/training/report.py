@@ -84,7 +84,7 @@ def dispatch_lines(cfg: TrainConfig, execution: Execution, stacks: tuple[Stack, 
     lines += choice_lines(cfg.dispatch, {"train": training, "evaluate": validation})
     if training.chosen.bound and training.room >= _MUCH_ROOM:
         keys = f"dispatch={path_of(type(training.chosen))} dispatch.{training.chosen.bound}=2"
-        lines.append(f"room for {training.room:.3g} times the rows in use; {keys} bounds it and may drop")
+        lines.append(f"room for {training.room:.3g} times the rows in use; {keys} bounds it")
     return lines
 
 
