@@ -289,8 +289,8 @@ def cover() -> tuple[Case, ...]:
     """Return a small part of the product that contains every pair of values that the product contains.
 
     The choice is greedy: add the case with the most pairs that are still missing, until none is. Between equal cases,
-    take the one whose rules and family have the fewest cases so far. Then, for each strategy, the first case on several devices that has
-    one micro-step gets 3 chunks, which differ in length.
+    take the one whose rules and family have the fewest cases so far. Then, for each strategy, the first case on several
+    devices that has one micro-step gets 3 chunks, which differ in length.
     """
     pairs = {case: _pairs(case) for case in product()}
     missing = set().union(*pairs.values())
@@ -307,10 +307,10 @@ def cover() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-# Cases outside the product: DeepSeek-V2 where tokens move and where weights move; layers that alternate between an MLP
-# and experts; a router that is split.
+# Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices, and where
+# weights move; layers that alternate between an MLP and experts; a router that is split.
 EXTRA_CASES = (
-    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
+    Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
