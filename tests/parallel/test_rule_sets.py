@@ -149,12 +149,13 @@ def check_trace(preset, name, devices, dispatch):
     moves_weights = cfg.dispatch.moves == "weights"
     store = {dim: live(axes, mesh) for dim, axes in layout.store.items()}
     kept = () if moves_weights else live(layout.compute.get("expert", ()), mesh)
+    dense = store.get("embed", ())
     experts = store.get("expert", ())[len(kept) :], store.get("expert_embed", ())
     allowed = {
         # Weights: each dimension in one collective, over all its axes that it does not compute split over.
-        "embedding/weights": {store["embed"]},
-        "head/weights": {store["embed"]},
-        "layers/weights": {store["embed"], *experts},
+        "embedding/weights": {dense},
+        "head/weights": {dense},
+        "layers/weights": {dense, *experts},
         # Keys and values, positions: the axes of the sequence alone.
         "layers/attention": {execution.sequence_axes},
         "positions": {execution.sequence_axes},

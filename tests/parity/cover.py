@@ -307,7 +307,7 @@ def cover() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-# Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices, and where
+# Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
 # weights move; layers that alternate between an MLP and experts; a router that is split.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
