@@ -122,8 +122,7 @@ class Execution:
                 f"mesh.expert={self.sizes['expert']} but rules {self.rules.name} keep experts split over none of its "
                 f"devices (rules.compute.expert={show(self.rules.compute.get('expert', ()))}), and the strategy "
                 f"{type(self.dispatch).__name__} moves tokens only between devices with different experts; set "
-                "rules.compute.expert=[expert] where rules.store.expert begins with expert, or dispatch=gather, which "
-                "moves weights"
+                "rules.store.expert=[expert] rules.compute.expert=[expert], or dispatch=gather, which moves weights"
             )
 
     @functools.cached_property
