@@ -1,13 +1,17 @@
 """Build the mesh and the execution that a configuration describes."""
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
+from moezoo.config.compose import compose
 from moezoo.config.memory import check_batch, check_sizes
+from moezoo.config.overrides import groups
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
@@ -17,6 +21,7 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, MeshShape, abstract_mesh, make_mesh
+from moezoo.parallel.rules import Rules, live
 
 
 def build_execution(
@@ -35,8 +40,24 @@ def build_execution(
     """
     check_config(cfg)
     convert(Literal["configured", "any"], batches, "batches")
+    mesh = make_mesh(cfg.mesh) if mesh is None else mesh
+    try:
+        execution = _lay_out(cfg, mesh)
+    except UserError as error:
+        raise UserError(f"{error}{_other_layouts(cfg, mesh)}") from None
+    if batches == "configured":
+        try:
+            _check_batches(cfg, execution)
+        except UserError as error:
+            raise UserError(f"{error}{_smaller_split(cfg, execution)}") from None
+        check_batch(cfg, execution)
+    return execution
+
+
+def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
+    """Return the execution; raise `UserError` if the rules cannot lay out the model on the mesh."""
     execution = Execution(
-        mesh=make_mesh(cfg.mesh) if mesh is None else mesh,
+        mesh=mesh,
         rules=cfg.rules,
         dispatch=cfg.dispatch,
         dtype=cfg.execution.dtype,
@@ -46,25 +67,52 @@ def build_execution(
         kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
         routing=cfg.execution.routing,
     )
-    _check_experts(cfg.model.experts, execution)
+    axes, num_experts = live(cfg.rules.store.get("expert", ()), execution.sizes), cfg.model.experts
+    if num_experts % (ways := execution.ways(axes)):
+        split = " x ".join(f"mesh.{axis}={execution.sizes[axis]}" for axis in axes)
+        raise UserError(
+            f"{split} splits experts {ways} ways but model.experts={num_experts} (rules.store.expert={show(axes)}); "
+            f"choose a mesh whose {' x '.join(axes)} divides {num_experts}"
+        )
     check_sizes(cfg.model, execution)
     execution.specs(model_shapes(cfg.model))
-    if batches == "configured":
-        _check_batches(cfg, execution)
-        check_batch(cfg, execution)
     return execution
 
 
-def _check_experts(num_experts: int, execution: Execution) -> None:
-    axes = execution.expert_axes
-    ways = execution.ways(axes)
-    if num_experts % ways:
-        mesh = " x ".join(f"mesh.{axis}={execution.sizes[axis]}" for axis in axes)
-        fitting = max(n for n in range(1, ways) if num_experts % n == 0)
-        raise UserError(
-            f"{mesh} splits experts {ways} ways but model.experts={num_experts}; choose a mesh that splits them into a "
-            f"divisor of {num_experts}, such as mesh.{axes[0]}={fitting}"
-        )
+def _other_layouts(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> str:
+    """Where the rules do not fit the mesh, name a mesh with fewer ways to split experts, and rule sets that fit."""
+    sizes, num_experts = dict(mesh.shape), cfg.model.experts
+    if not set(sizes) <= set(AXES):  # a mesh with axes of other names, made in Python
+        return ""
+    axes, advice = live(cfg.rules.store.get("expert", ()), sizes), ""
+    if num_experts % math.prod(sizes[axis] for axis in axes):
+        divisors = ([n for n in range(1, sizes[axis] + 1) if num_experts % n == 0] for axis in axes)
+        fewer = sorted(itertools.product(*divisors), key=lambda choice: (-math.prod(choice), *(-n for n in choice)))
+        meshes = (dict(zip(axes, choice, strict=True)) for choice in fewer if num_experts % math.prod(choice) == 0)
+        # The first few: what does not fit then has another reason.
+        few = itertools.islice(meshes, 8)
+        fitting = next((some for some in few if _fits(cfg, sizes | some)), {})
+        advice = f", such as {_set_mesh(fitting)}" * bool(fitting)
+    others = _other_rules(cfg, sizes)
+    return advice + f"; rules with which it runs on this mesh: {', '.join(others)}" * bool(others)
+
+
+@functools.cache
+def _shipped_rules() -> dict[str, Rules]:
+    return {name: compose(f"rules={name}").rules for name in groups()["rules"]}
+
+
+def _other_rules(cfg: TrainConfig, sizes: Mapping[str, int]) -> dict[str, Rules]:
+    """Return the other shipped rule sets with which `cfg` runs; none if it changes single keys of a shipped one."""
+    shipped = _shipped_rules()
+    if cfg.rules != shipped.get(cfg.rules.name, cfg.rules):
+        return {}
+    others = {name: rules for name, rules in shipped.items() if rules != cfg.rules}
+    return {name: rules for name, rules in others.items() if _fits(dataclasses.replace(cfg, rules=rules), sizes)}
+
+
+def _set_mesh(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
 
 def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
@@ -73,10 +121,7 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
             f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
         )
     micro_steps = cfg.execution.microbatches
-    try:
-        check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
-    except UserError as error:
-        raise UserError(f"{error}{_smaller_split(cfg, execution)}") from None
+    check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
     if (tokens := cfg.batch_size * cfg.seq_len) >= 2**31:
         raise UserError(
             f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} makes {tokens} tokens per step, and they are counted "
@@ -91,11 +136,12 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
 
 
 def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
-    """Where the mesh does not split `batch_size` evenly, name meshes that do: on all its devices, or on fewer."""
+    """Where the mesh does not split a batch evenly, name meshes and rule sets that do, and what splits it."""
     size, micro_steps = cfg.batch_size, cfg.execution.microbatches
     ways = execution.ways(execution.batch_axes)
     if ways == 1 or size % (micro_steps * ways) == 0:
-        return ""
+        uneven = cfg.seq_len % execution.ways(execution.sequence_axes)
+        return f"; rules.sequence={show(cfg.rules.sequence)} names the mesh axes that split it" * bool(uneven)
     advice = []
     if fewer := [n for n in range(1, micro_steps) if size % (n * ways) == 0]:
         advice.append(f"execution.microbatches={fewer[-1]}")
@@ -103,17 +149,22 @@ def _smaller_split(cfg: TrainConfig, execution: Execution) -> str:
     for count in (n for n in range(devices, 1, -1) if devices % n == 0):
         # On fewer devices only a mesh without a split sequence is simpler than one on all of them.
         if sizes := _find_mesh(cfg, execution, count, whole_sequences=count < devices):
-            keys = " ".join(f"mesh.{axis}={n}" for axis, n in sizes.items() if n != execution.sizes[axis])
-            parts = math.prod(sizes[axis] for axis in cfg.rules.sequence)
-            where = f"; sequences {parts} ways" * (parts > 1) + f", on {count} devices" * (count < devices)
-            ways = math.prod(sizes[axis] for axis in cfg.rules.batch)
-            advice.append(f"{keys} ({ways} way{'s' * (ways > 1)}{where})")
-            if parts == 1:
+            keys = _set_mesh({axis: n for axis, n in sizes.items() if n != execution.sizes[axis]})
+            where = f", on {count} devices" * (count < devices)
+            advice.append(f"{keys} ({_count_ways(cfg.rules, sizes)}{where})")
+            if math.prod(sizes[axis] for axis in cfg.rules.sequence) == 1:
                 break
     else:
         advice += ["mesh=single"] * (size % micro_steps == 0)
+    others = _other_rules(cfg, execution.sizes).items()
+    advice += [f"rules={name} ({_count_ways(rules, execution.sizes)})" for name, rules in others]
     fewer_ways = f", or split it fewer ways with {' or '.join(advice)}" if advice else ""
     return f"{fewer_ways}; rules.batch={show(cfg.rules.batch)} names the mesh axes that split it"
+
+
+def _count_ways(rules: Rules, sizes: Mapping[str, int]) -> str:
+    ways, parts = (math.prod(sizes[axis] for axis in axes) for axes in (rules.batch, rules.sequence))
+    return f"{ways} way{'s' * (ways > 1)}" + f"; sequences {parts} ways" * (parts > 1)
 
 
 def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_sequences: bool) -> dict[str, int]:
@@ -135,13 +186,15 @@ def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_se
         changed = sum(n != execution.sizes[axis] for axis, n in sizes.items())
         return -math.prod(sizes[axis] for axis in batch), changed
 
-    return next((sizes for sizes in sorted(fitting, key=order) if _fits(cfg, MeshShape(**sizes))), {})
+    return next((sizes for sizes in sorted(fitting, key=order) if _fits(cfg, sizes)), {})
 
 
-def _fits(cfg: TrainConfig, shape: MeshShape) -> bool:
-    """Whether the model of `cfg` runs on a mesh of this shape."""
+def _fits(cfg: TrainConfig, sizes: Mapping[str, int]) -> bool:
+    """Whether `cfg` runs on a mesh of these sizes."""
     try:
-        build_execution(dataclasses.replace(cfg, mesh=shape), abstract_mesh(shape))
+        execution = _lay_out(cfg, abstract_mesh(MeshShape(**sizes)))
+        _check_batches(cfg, execution)
+        check_batch(cfg, execution)
     except UserError:
         return False
     return True

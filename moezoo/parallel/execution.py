@@ -68,7 +68,8 @@ class Execution:
 
     Raises:
         UserError: The mesh has an axis of more than one device that the rules do not name, tokens are split over some
-            of the axes that experts are split over, or a field has a value that it cannot have.
+            of the axes that experts are split over, tokens should move along an axis `expert` that does not split
+            experts, or a field has a value that it cannot have.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -108,11 +109,21 @@ class Execution:
                         f"mesh.{axis}={size} but rules {self.rules.name} name no axis '{axis}', so its {size} devices "
                         f"would all do the same; set mesh.{axis}=1 or name it in the rules"
                     )
-        expert_axes = self.expert_axes
-        if set(expert_axes) & set(self.token_axes) not in (set(), set(expert_axes)):
+        experts, tokens = self.expert_axes, self.token_axes
+        split, whole = (tuple(axis for axis in experts if (axis in tokens) is inside) for inside in (True, False))
+        if split and whole:
             raise UserError(
-                f"rules {self.rules.name}: rules.compute.expert={show(expert_axes)} and tokens are split over only "
-                "some of them; name all of them in rules.batch and rules.sequence, or none"
+                f"rules {self.rules.name}: experts stay split over {show(experts)} (rules.compute.expert), and tokens "
+                f"are split over {show(split)} of these but not over {show(whole)}; name all of them in rules.batch "
+                "and rules.sequence, or none"
+            )
+        # An axis of this name that only stores weights is no mistake where weights move.
+        if not experts and self.sizes.get("expert", 1) > 1 and not self.moves_weights:
+            raise UserError(
+                f"mesh.expert={self.sizes['expert']} but rules {self.rules.name} keep experts split over none of its "
+                f"devices (rules.compute.expert={show(self.rules.compute.get('expert', ()))}), and the strategy "
+                f"{type(self.dispatch).__name__} moves tokens only between devices with different experts; set "
+                "rules.store.expert=[expert] rules.compute.expert=[expert], or dispatch=gather, which moves weights"
             )
 
     @functools.cached_property

@@ -43,6 +43,17 @@ def test_own_rules_by_either_path(mine):
     assert refused("rules=_own").startswith("rules=_own: no such rules")
 
 
+def test_a_misspelt_rule_set():
+    for wrong, right in {
+        "shard_experts_on_fsdp": "shard_exp_on_fsdp",
+        "epascp": "ep_as_cp",
+        "cp_as_ap": "cp_as_ep",
+    }.items():
+        message = refused(f"rules={wrong}")
+        assert message.startswith(f"rules={wrong}: no such rules; did you mean '{right}'?")
+    assert "valid: cp_as_ep, ep_as_cp, ep_as_dp, fsdp_ep, pure_fsdp, shard_exp_on_fsdp" in refused("rules=zzz")
+
+
 def test_own_rules_on_top_of_others(mine):
     mine.write_text("defaults: [fsdp_ep, _self_]\nbatch: [fsdp]\n")
     assert compose("rules=mine.yaml").rules == dataclasses.replace(compose().rules, name="mine", batch=("fsdp",))

@@ -15,7 +15,7 @@ from refusals import refused
 
 from moezoo.config.compose import compose
 from moezoo.kernels.grouped_matmul import grouped_matmul
-from moezoo.moe.dispatch import Ring
+from moezoo.moe.dispatch import Gather, Ring
 from moezoo.nn.linear import project
 from moezoo.parallel.axes import Buffer, Weight
 from moezoo.parallel.collectives import GATHERED_TOKENS, varying_axes
@@ -50,12 +50,25 @@ def test_an_axis_that_no_rule_names():
 def test_tokens_split_over_some_of_the_expert_axes():
     store = {"expert": ("expert", "context")}
     rules = Rules("mine", store, store, ("fsdp", "expert"), ())
-    with refused("rules mine", "rules.compute.expert=[expert, context]", "name all", "rules.batch", "rules.sequence"):
+    parts = ["[expert, context] (rules.compute.expert)", "over [expert]", "not over [context]", "name all"]
+    with refused("rules mine", *parts, "rules.batch", "rules.sequence"):
         Execution(mesh=make_mesh(MeshShape(expert=2, context=2)), rules=rules)
     Execution(mesh=make_mesh(MeshShape(expert=2)), rules=rules)  # the other axis has one device
     for batch, sequence in (((), ()), (("expert",), ("context",)), (("context", "expert"), ())):
         rules = Rules("mine", store, store, batch, sequence)
         Execution(mesh=make_mesh(MeshShape(expert=2, context=2)), rules=rules)
+
+
+def test_a_strategy_without_an_axis_along_which_tokens_could_move():
+    """Rules under which no device keeps other experts, on a mesh whose axis `expert` says that they should."""
+    rules = Rules("mine", {"embed": ("fsdp", "expert"), "expert_embed": ("fsdp",)}, {}, ("fsdp", "expert"), ())
+    mesh = make_mesh(MeshShape(fsdp=2, expert=4))
+    parts = ["rules mine", "rules.compute.expert=[]", "Ring moves tokens", "rules.compute.expert=[expert]"]
+    with refused("mesh.expert=4", *parts, "dispatch=gather"):
+        Execution(mesh=mesh, rules=rules, dispatch=Ring())
+    Execution(mesh=mesh, rules=rules, dispatch=Gather())
+    Execution(mesh=mesh, rules=rules)
+    Execution(mesh=make_mesh(MeshShape(fsdp=8)), rules=rules, dispatch=Ring())  # no such axis: tokens stay
 
 
 def test_axes_of_one_device_are_omitted():

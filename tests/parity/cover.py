@@ -5,8 +5,8 @@ A `Case` has these columns:
 | column | values |
 |---|---|
 | strategy | how tokens meet their experts: every strategy in `moezoo.moe.dispatch.STRATEGIES` |
-| mesh | the seven of `MESHES`: one device, or eight in one to three axes |
-| rules | two layouts that moezoo ships and three written here; `fits` has the pairs of mesh and rules that exist |
+| mesh | the six of `MESHES`: one device, or eight in one to three axes |
+| rules | the layouts that moezoo ships, and one written here; `fits` has the pairs of mesh and rules that exist |
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
@@ -37,6 +37,7 @@ from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.parallel.rules import live
 
 Balance = Literal["batch", "sequence"]
 # A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES`, which are DeepSeek-V2 and a
@@ -159,7 +160,6 @@ MESHES = {
     "fsdp8": moezoo.MeshShape(fsdp=8),
     "ep8": moezoo.MeshShape(expert=8),
     "fsdp2_ep4": moezoo.MeshShape(fsdp=2, expert=4),
-    "fsdp4_ep2": moezoo.MeshShape(fsdp=4, expert=2),
     "fsdp2_ep2_context2": moezoo.MeshShape(fsdp=2, expert=2, context=2),
     "data2_fsdp2_ep2": moezoo.MeshShape(data=2, fsdp=2, expert=2),
 }
@@ -167,32 +167,15 @@ MESHES = {
 
 @functools.cache
 def rules() -> dict[str, moezoo.Rules]:
-    """Return the layouts: those that moezoo ships, three that a user may write, and one for a single extra case."""
-    everywhere = ("fsdp", "context", "expert")
+    """Return the layouts: those that moezoo ships, one that a user may write, and one for a single extra case."""
     kept = {"expert": ("expert",)}
     written = [
         # The expert axis does not split tokens. Dense weights are gathered over it and over axes that split tokens.
         moezoo.Rules(
             "replicated",
-            {"embed": everywhere, "expert": ("expert",), "expert_embed": ("fsdp",)},
+            {"embed": ("fsdp", "context", "expert"), "expert": ("expert",), "expert_embed": ("fsdp",)},
             kept,
             ("data", "fsdp"),
-            ("context",),
-        ),
-        # Experts are stored over two axes and gathered over one; a gather in another order would permute the experts.
-        moezoo.Rules(
-            "shard_exp_on_fsdp",
-            {"embed": everywhere, "expert": ("expert", "fsdp")},
-            kept,
-            ("data", "fsdp", "expert"),
-            ("context",),
-        ),
-        # Experts stay split over two axes, of which one splits the rows of tokens and one the sequence.
-        moezoo.Rules(
-            "cp_as_ep",
-            {"embed": everywhere, "expert": ("context", "expert"), "expert_embed": ("fsdp",)},
-            {"expert": ("context", "expert")},
-            ("data", "fsdp", "expert"),
             ("context",),
         ),
         # The router is split and its choice bias is not. Only in `EXTRA_CASES`.
@@ -208,12 +191,29 @@ def rules() -> dict[str, moezoo.Rules]:
     return shipped | {r.name: r for r in written}
 
 
+@functools.cache
 def fits(mesh: str, layout: str) -> bool:
-    """Return whether rules name every axis of a mesh and are not equivalent to `fsdp_ep` there."""
+    """Return whether a layout is in the product on a mesh.
+
+    Its rules name every axis of the mesh. Of layouts that are the same on the mesh, only the one that fits the fewest
+    meshes is in the product, by preference `fsdp_ep`.
+    """
+
+    def possible(name: str, sizes: dict[str, int]) -> bool:
+        return name != "router_on_data" and set(live(tuple(sizes), sizes)) <= rules()[name].mesh_axes
+
+    def there(name: str) -> list[Any]:
+        layout = rules()[name]
+        tables = ({key: live(axes, sizes) for key, axes in t.items()} for t in (layout.store, layout.compute))
+        split = [{key: axes for key, axes in table.items() if axes} for table in tables]
+        return [*split, live(layout.batch, sizes), live(layout.sequence, sizes)]
+
+    def rank(name: str) -> Any:
+        return sum(possible(name, shape.sizes) for shape in MESHES.values()), name != "fsdp_ep", name
+
     sizes = MESHES[mesh].sizes
-    used = {axis for axis, size in sizes.items() if size > 1}
-    needed = {"replicated": {"expert"}, "shard_exp_on_fsdp": {"expert", "fsdp"}, "cp_as_ep": {"context"}}
-    return layout != "router_on_data" and used <= rules()[layout].mesh_axes and needed.get(layout, set()) <= used
+    same = [name for name in rules() if possible(name, sizes) and there(name) == there(layout)]
+    return bool(same) and layout == min(same, key=rank)
 
 
 @dataclass(frozen=True)
@@ -289,15 +289,16 @@ def cover() -> tuple[Case, ...]:
     """Return a small part of the product that contains every pair of values that the product contains.
 
     The choice is greedy: add the case with the most pairs that are still missing, until none is. Between equal cases,
-    take the family with the fewest cases so far. Then, for each strategy, the first case on several devices that has
-    one micro-step gets 3 chunks, which differ in length.
+    take the one whose rules and family have the fewest cases so far. Then, for each strategy, the first case on several
+    devices that has one micro-step gets 3 chunks, which differ in length.
     """
-    missing = set().union(*map(_pairs, product()))
+    pairs = {case: _pairs(case) for case in product()}
+    missing = set().union(*pairs.values())
     chosen: list[Case] = []
     while missing:
-        cases_of = Counter(case.family for case in chosen)
-        best = max(product(), key=lambda case: (len(_pairs(case) & missing), -cases_of[case.family]))
-        missing -= _pairs(best)
+        cases_of = Counter(value for case in chosen for value in (case.rules, case.family))
+        best = max(pairs, key=lambda c: (len(pairs[c] & missing), -cases_of[c.rules] - cases_of[c.family]))
+        missing -= pairs[best]
         chosen.append(best)
     for strategy in STRATEGIES:
         eligible = (c.strategy == strategy and c.microbatches == 1 and c.mesh != "single" for c in chosen)
@@ -306,10 +307,10 @@ def cover() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-# Cases outside the product: DeepSeek-V2 where tokens move and where weights move; layers that alternate between an MLP
-# and experts; a router that is split.
+# Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
+# weights move; layers that alternate between an MLP and experts; a router that is split.
 EXTRA_CASES = (
-    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek_v2"),
+    Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),

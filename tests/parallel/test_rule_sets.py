@@ -1,0 +1,206 @@
+"""The shipped rule sets on released models: where every parameter is stored, and what a traced step moves.
+
+`moezoo.analysis.cost.communication` is held to the traces here too, so its figures for any preset, rule set and mesh
+can be trusted.
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+
+from moezoo import UserError
+from moezoo.analysis.cost import communication
+from moezoo.config.build import build_execution
+from moezoo.config.compose import compose, groups
+from moezoo.models import FAMILIES, model_shapes
+from moezoo.moe.dispatch import Gather, Ragged
+from moezoo.parallel.axes import Role, parameter_table
+from moezoo.parallel.collectives import split_by_tokens
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import MeshShape, abstract_mesh
+from moezoo.parallel.rules import live
+from moezoo.parallel.traces import collective_traffic
+from moezoo.training.build import build_step
+
+# By hand, major to minor, by letters: data, fsdp, expert (X), context. Experts compute split over what follows "keep".
+LAYOUTS = {
+    #                     batch  sequence  embed  expert  expert_embed  keep
+    "fsdp_ep": ("D F X", "C", "F C X", "X", "F C", "X"),
+    "pure_fsdp": ("F", "", "F", "", "F", ""),
+    "shard_exp_on_fsdp": ("D F X", "C", "F C X", "X F", "C", "X"),
+    "ep_as_cp": ("D F", "X", "F X", "X", "F", "X"),
+    "cp_as_ep": ("D F X", "C", "F C X", "C X", "F", "C X"),
+    "ep_as_dp": ("D F X", "", "F", "X", "F", "X"),
+}
+LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context"}
+PRESETS = sorted(set(groups()["model"]) - set(FAMILIES))
+DEVICES = (8, 64, 256)
+
+
+@functools.cache
+def shipped(name):
+    """Return a shipped rule set."""
+    return compose(f"rules={name}").rules
+
+
+@functools.cache
+def parameters(preset):
+    """Return axes and shape of every parameter of a preset, with the biases that a family may have; each pair once."""
+    biases = ["model.attention_bias=all"] if "attention_bias" in vars(compose(f"model={preset}").model) else []
+    model = model_shapes(compose(f"model={preset}", *biases).model)
+    return tuple({(axes, shape): None for _, axes, shape in parameter_table(model)})
+
+
+@functools.cache
+def meshes(name, devices):
+    """Return all meshes of so many devices with two or more along each axis that the rules store anything over."""
+    axes = sorted({axis for dimension in shipped(name).store.values() for axis in dimension})
+    sizes = [2**power for power in range(1, devices.bit_length())]
+    found = [choice for choice in itertools.product(sizes, repeat=len(axes)) if math.prod(choice) == devices]
+    # The most even ones first.
+    return [dict(zip(axes, choice, strict=True)) for choice in sorted(found, key=lambda c: (max(c), c))]
+
+
+def fits(preset, name, mesh):
+    """Return whether a mesh divides every size of a preset."""
+    layout = shipped(name)
+    try:
+        for axes, shape in parameters(preset):
+            layout.check_parameter("", layout.placement(axes, mesh), shape, mesh)
+    except UserError:
+        return False
+    return True
+
+
+@functools.cache
+def fitting(preset, name, devices):
+    """Return the meshes that divide every size of a preset."""
+    return [mesh for mesh in meshes(name, devices) if fits(preset, name, mesh)]
+
+
+def test_every_rule_set_has_a_row():
+    assert set(LAYOUTS) == set(groups()["rules"])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_is_the_one_of_the_table(name):
+    *_, embed, expert, expert_embed, kept = rows = [tuple(LETTERS[x] for x in row.split()) for row in LAYOUTS[name]]
+    layout = shipped(name)
+    assert layout.name == name
+    assert [layout.batch, layout.sequence] == rows[:2]
+    store = {"embed": embed, "q_lora": embed, "kv_lora": embed, "expert": expert, "expert_embed": expert_embed}
+    assert layout.store == {logical: axes for logical, axes in store.items() if axes}
+    assert layout.compute == ({"expert": kept} if kept else {})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_parameter_is_split_over_all_axes_of_its_kind(name):
+    """Matrices over every axis that the rules name for them. Only vectors are whole, less than 0.1% of a model.
+
+    They are norms, which may be as short as a head; biases of queries and keys, whose dimensions no rule names; a
+    router's bias and choice bias, one number per expert.
+    """
+    layout = shipped(name)
+    for preset, devices in itertools.product(PRESETS, DEVICES):
+        assert fitting(preset, name, devices), (preset, devices)
+        for mesh in fitting(preset, name, devices):
+            total = whole = 0
+            for axes, shape in parameters(preset):
+                placement = layout.placement(axes, mesh)
+                dims = ("expert", "expert_embed") if "expert" in axes.names else ("embed",)
+                wanted = {axis for dim in dims for axis in layout.store.get(dim, ())}
+                if axes.role in (Role.SCALE, Role.BUFFER) or (axes.role is Role.BIAS and "embed" not in axes.names):
+                    wanted, whole = set(), whole + math.prod(shape)
+                assert set(placement.mesh_axes) == wanted, (preset, mesh, axes)
+                assert placement.ways == math.prod(mesh[axis] for axis in wanted)
+                total += math.prod(shape)
+            assert whole < total / 1000
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_dimension_is_gathered_by_one_collective(name):
+    """For tokens that move, and where experts' weights move too: all its axes split tokens, or none does."""
+    for preset, devices, strategy in itertools.product(PRESETS, DEVICES, (Ragged(), Gather())):
+        mesh = MeshShape(**fitting(preset, name, devices)[0])
+        execution = Execution(mesh=abstract_mesh(mesh), rules=shipped(name), dispatch=strategy)
+        for axes in {axes for axes, _ in parameters(preset)}:
+            placement = execution.placement(axes)
+            gathered = [dim for dim in placement.gathered if dim]
+            runs = [split_by_tokens(dim, execution.summed_axes(placement)) for dim in gathered]
+            assert [len(run) for run in runs] == [1] * len(gathered), (preset, mesh, axes)
+            kept = set(placement.mesh_axes) - {axis for dim in gathered for axis in dim}
+            stays = strategy.moves == "tokens" and "expert" in axes.names
+            assert kept == (set(execution.expert_axes) if stays else set()), (preset, mesh, axes)
+
+
+def check_trace(preset, name, devices, dispatch):
+    """Check the axes of every collective of a step of few layers and sequences, by the scope that asks for it."""
+    mesh, layout = fitting(preset, name, devices)[0], shipped(name)
+    dense_layers = vars(compose(f"model={preset}").model).get("dense_layers", 0)
+    rows = math.prod(mesh.get(axis, 1) for axis in layout.batch)
+    words = [f"model={preset}", f"rules={name}", f"dispatch={dispatch}", f"model.layers={1 + dense_layers}"]
+    words += ["optimizer=sgd", "seq_len=512", f"batch_size={rows}"]
+    cfg = compose(*words, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
+    table = collective_traffic(build_step(cfg, execution).traced.jaxpr)
+    moves_weights = cfg.dispatch.moves == "weights"
+    store = {dim: live(axes, mesh) for dim, axes in layout.store.items()}
+    kept = () if moves_weights else live(layout.compute.get("expert", ()), mesh)
+    dense = store.get("embed", ())
+    experts = store.get("expert", ())[len(kept) :], store.get("expert_embed", ())
+    allowed = {
+        # Weights: each dimension in one collective, over all its axes that it does not compute split over.
+        "embedding/weights": {dense},
+        "head/weights": {dense},
+        "layers/weights": {dense, *experts},
+        # Keys and values, positions: the axes of the sequence alone.
+        "layers/attention": {execution.sequence_axes},
+        "positions": {execution.sequence_axes},
+        # Tokens reach experts, and results return. Nothing else around the experts moves.
+        "layers/feed_forward/dispatch": {execution.expert_axes},
+        "layers/feed_forward/combine": {execution.expert_axes},
+    }
+    sums = ("routing", "loss", "gradient_sums", "gradient_norm")
+    seen = set()
+    for scope, _, collective, axes in table:
+        if scope in sums:
+            assert collective == "psum", (scope, collective, axes)
+            continue
+        assert axes in allowed.get(scope, ()), (scope, collective, axes)
+        seen.add((scope, axes))
+    needed = {(scope, axes) for scope, some in allowed.items() for axes in some if axes}
+    assert seen == {(scope, axes) for scope, axes in needed if "feed_forward" not in scope or not moves_weights}
+    if dispatch == "ragged":  # its only gather is that of the rows per expert, one integer each
+        gathers = {r: t for r, t in table.items() if "feed_forward" in r.scope and r.collective == "all_gather"}
+        ways = execution.ways(execution.expert_axes)
+        assert all(t.bytes == t.count * 4 * cfg.model.experts * (ways - 1) for t in gathers.values())
+    assert table.outline(2) == communication(cfg)
+
+
+# Every preset, every rule set with one or more of them, every strategy but `dense`, every number of devices.
+TRACED = [
+    ("deepseek_v3", "ep_as_cp", 64, "ragged"),
+    ("deepseek_v2_lite", "shard_exp_on_fsdp", 8, "ragged"),
+    ("kimi_k2", "fsdp_ep", 256, "ragged"),
+    ("deepseek_v2", "cp_as_ep", 64, "ring"),
+    ("mixtral_8x7b", "shard_exp_on_fsdp", 64, "ring"),
+    ("mixtral_8x22b", "ep_as_cp", 8, "gather"),
+    ("olmoe_1b_7b", "ep_as_dp", 256, "ragged"),
+    ("qwen3_30b_a3b", "pure_fsdp", 256, "ring"),
+    ("qwen3_235b_a22b", "cp_as_ep", 8, "capacity"),
+    ("olmoe_1b_7b", "fsdp_ep", 64, "capacity"),
+]
+
+
+@pytest.mark.parametrize(("preset", "name", "devices", "dispatch"), TRACED)
+def test_what_a_step_moves(preset, name, devices, dispatch):
+    check_trace(preset, name, devices, dispatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_step_moves_on_every_preset(name):
+    for preset, devices in itertools.product(PRESETS, DEVICES):
+        check_trace(preset, name, devices, "ragged")
