@@ -1,0 +1,122 @@
+"""The programs that run a model, for any mesh without its devices: a step, an evaluation, both of generation."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
+
+from moezoo.config.build import build_execution
+from moezoo.config.settings import TrainConfig
+from moezoo.data import Batch
+from moezoo.errors import UserError
+from moezoo.generation.generate import Continuation, prompt_shapes, round_up
+from moezoo.generation.sampling import Sampling
+from moezoo.models.base import LanguageModel
+from moezoo.nn.cache import Cache
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import abstract_mesh
+from moezoo.training.build import build_step
+from moezoo.training.evaluate import make_sums
+from moezoo.training.loss import chunk_rows
+
+CallName = Literal["train", "evaluate", "prefill", "decode"]
+Trained = Callable[[str], bool] | None
+
+
+class Call(NamedTuple):
+    """A program before it is traced, and the sizes of what it computes.
+
+    Attributes:
+        execution: How it runs the model.
+        rows: The sequences of one pass through the layers, over all devices.
+        length: The tokens of each.
+        passes: The passes through the layers, one after the other.
+        logits: The tokens per device whose logits exist at the same time.
+        cache: The shapes of the cache that it reads; None without one.
+        trace: Returns the traced program.
+    """
+
+    execution: Execution
+    rows: int
+    length: int
+    passes: int
+    logits: int
+    cache: Cache | None
+    trace: Callable[[], ClosedJaxpr]
+
+    @property
+    def local_tokens(self) -> tuple[int, int]:
+        """The sequences per device, and the tokens of each that it has."""
+        execution = self.execution
+        return self.rows // execution.ways(execution.batch_axes), self.length // execution.ways(execution.sequence_axes)
+
+
+def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
+    execution, passes = build_execution(cfg, abstract_mesh(cfg.mesh)), cfg.execution.microbatches
+    tokens = cfg.batch_size // passes * cfg.seq_len // execution.ways(execution.token_axes)
+    return Call(
+        execution,
+        cfg.batch_size // passes,
+        cfg.seq_len,
+        passes,
+        chunk_rows(tokens, cfg.model.vocab),
+        None,
+        lambda: build_step(cfg, execution, model, trained).traced.jaxpr,
+    )
+
+
+def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh)).exact
+    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    local = tokens.size // execution.ways(execution.token_axes)
+    batch: Any = Batch(*(tokens,) * 4)
+    program: Any = make_sums(model, execution)
+    logits = chunk_rows(local, cfg.model.vocab)
+    return Call(execution, *tokens.shape, 1, logits, None, lambda: program.trace(model, batch).jaxpr)
+
+
+def _prefill(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
+    execution, begin, _, arguments = _generation(cfg, model)
+    trace = lambda: jax.make_jaxpr(begin)(*arguments)  # noqa: E731
+    local = cfg.batch_size // execution.ways(execution.batch_axes)
+    return Call(execution, cfg.batch_size, round_up(cfg.seq_len), 1, local, None, trace)
+
+
+def _decode(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
+    execution, begin, advance, arguments = _generation(cfg, model)
+    now = eqx.filter_eval_shape(begin, *arguments)
+    trace = lambda: jax.make_jaxpr(advance)(*arguments, now)  # noqa: E731
+    local = cfg.batch_size // execution.ways(execution.batch_axes)
+    return Call(execution, cfg.batch_size, 1, 1, local, now.cache, trace)
+
+
+class _Generation(NamedTuple):
+    execution: Execution
+    begin: Callable[..., Any]
+    advance: Callable[..., Any]
+    arguments: tuple[PyTree, ...]
+
+
+def _generation(cfg: TrainConfig, model: LanguageModel) -> _Generation:
+    """Return both programs of `generate` for prompts of `seq_len` tokens, `batch_size` of them, and a token more."""
+    if cfg.seq_len >= cfg.model.max_length:
+        raise UserError(
+            f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed model.max_length="
+            f"{cfg.model.max_length}; choose at most {cfg.model.max_length - 1}"
+        )
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any").exact.for_rows(cfg.batch_size)
+    programs = Continuation(round_up(1), Sampling(), execution).programs(model)
+    return _Generation(execution, programs.begin, programs.advance, (model, prompt_shapes(cfg.batch_size, cfg.seq_len)))
+
+
+# name -> a function of the configuration, the shapes of the model, and the filter of what is trained.
+CALLS: dict[CallName, Callable[[TrainConfig, LanguageModel, Trained], Call]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "prefill": _prefill,
+    "decode": _decode,
+}
