@@ -226,4 +226,5 @@ def _print_help(prog: str, command: ConfiguredCommand | KeysCommand, keys: Seque
     examples = [f"  {prog} {example}" for example in command.examples]
     width = help_text.terminal_width()
     description = [line for part in command.description.splitlines() for line in textwrap.wrap(part, width) or [""]]
-    print("\n".join([f"usage: {prog} [KEY=VALUE ...]", "", *description, "", *keys, "", "Examples:", *examples]))
+    usage = f"usage: {prog} [KEY=VALUE ...]{' [OPTION ...]' * (getattr(command, 'switches', None) is not None)}"
+    print("\n".join([usage, "", *description, "", *keys, "", "Examples:", *examples]))

@@ -66,7 +66,7 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
         elif name in values:
             raise UserError(f"{argument}: {name} is given twice; leave one out")
         else:
-            values[name] = text if str in (types[name], *typing.get_args(types[name])) else _value(text)
+            values[name] = _value(types[name], text)
     for field in dataclasses.fields(typing.cast(Any, kind)):
         shown, text = (field.metadata.get(each) for each in ("shown", "text"))
         if field.default is dataclasses.MISSING and field.name not in values:
@@ -130,11 +130,14 @@ def take_switches(kind: type[_T], arguments: Sequence[str]) -> Taken:
         if not text or text.startswith("--"):
             shown = dict(describe_switches(kind))
             raise UserError(f"{switch}: expected a value; write {next(each for each in shown if switch in each)}")
-        values[name] = convert(types[name], text, switch)
+        values[name] = convert(types[name], _value(types[name], text), switch)
     return Taken(kind(**values), rest)
 
 
-def _value(text: str) -> Any:
+def _value(kind: Any, text: str) -> Any:
+    """Return the plain value that `text` stands for where a `kind` is expected; a text is taken literally."""
+    if str in (kind, *typing.get_args(kind)):
+        return text
     for read_as in (json.loads, float):  # JSON reads null, true, 3 and 1e-4; float reads .5 and nan
         try:
             return read_as(text)
