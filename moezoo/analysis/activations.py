@@ -113,7 +113,8 @@ def _row(
 def _kept(block: Block, embed: int, dtype: DTypeLike, numbers: Any) -> Iterator[_Field]:
     """Yield what the attention of a stacked block keeps of each token, by running it on the shapes of one token."""
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block.attention)
-    here, execution = jax.ShapeDtypeStruct((1, 1), jnp.int32), Execution(dtype=dtype)
+    here: Any = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    execution = Execution(dtype=dtype)
     first = None if numbers is None else LayerNumbers(*numbers[0])
 
     def keep(attention: Any, x: Any, place: Any) -> PyTree:

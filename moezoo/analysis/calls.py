@@ -76,7 +76,8 @@ def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
     batch: Any = Batch(*(tokens,) * 4)
     program: Any = make_sums(model, execution)
     logits = chunk_rows(local, cfg.model.vocab)
-    return Call(execution, *tokens.shape, 1, logits, None, lambda: program.trace(model, batch).jaxpr)
+    trace = lambda: program.trace(model, batch).jaxpr  # noqa: E731
+    return Call(execution, cfg.batch_size, cfg.seq_len, 1, logits, None, trace)
 
 
 def _prefill(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from moezoo.analysis.sharding import Sharding
+from moezoo.analysis.sharding import CollectiveRow, Sharding
+from moezoo.parallel.collectives import MeshAxes
 
 
 class Change(NamedTuple):
@@ -14,22 +15,26 @@ class Change(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """What differs, in the order of both layouts. `same` counts the rows that do not."""
+    """What differs; collectives are sorted by scope. `same` counts the rows of each kind that do not differ."""
 
     parameters: tuple[Change, ...]
     activations: tuple[Change, ...]
     collectives: tuple[Change, ...]
-    same: tuple[int, int, int]
+    same: tuple[int, ...]
 
 
 def compare(this: Sharding, against: Sharding) -> Differences:
     """Return the differences. Collectives are the same thing if scope, operation and mesh axes agree."""
-    name = lambda row: row.name  # noqa: E731
-    keys = (name, name, lambda row: (row.scope, row.op, row.mesh_axes))
-    changes = [_changes(*rows, key) for *rows, key in zip(this, against, keys, strict=True)]
-    collectives = sorted(changes[2], key=lambda change: keys[2](change.this or change.against))
-    unchanged = [len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True)]
-    return Differences(changes[0], changes[1], tuple(collectives), tuple(unchanged))
+    arrays = [_changes(*pair, lambda row: row.name) for pair in zip(this[:2], against[:2], strict=True)]
+    collectives = _changes(this.collectives, against.collectives, _place)
+    by_place = sorted(collectives, key=lambda change: _place(change.this or change.against))
+    changes = (*arrays, tuple(by_place))
+    same = (len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True))
+    return Differences(*changes, tuple(same))
+
+
+def _place(row: CollectiveRow) -> tuple[str, str, MeshAxes]:
+    return row.scope, row.op, row.mesh_axes
 
 
 def _changes(this: Sequence[Any], against: Sequence[Any], key: Callable[[Any], Hashable]) -> tuple[Change, ...]:

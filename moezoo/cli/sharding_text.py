@@ -1,4 +1,4 @@
-"""The output of `moezoo sharding`: tables of a fixed width, or JSON."""
+"""The output of `moezoo sharding`: tables that do not depend on the terminal, or JSON."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.traffic import Traffic
 
-_WIDTH = 120
+_WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")
 
 NOTHING: Mapping[str, Any] = {}
@@ -84,7 +84,7 @@ def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found
     for name, rows, same, part in zip(Sharding._fields, found, found.same, tables, strict=False):
         parts += part if rows else []
         if rows or same:
-            parts.append(f"{same} other {name} are the same" if rows else f"all {same} {name} are the same")
+            parts.append(f"{same} {'other ' * bool(rows)}rows of {name} are the same")
     return _join(parts)
 
 
@@ -95,7 +95,7 @@ def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
 
 def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]] = NOTHING) -> Table:
     """Return a table of parameters or activations. Rows of a block of layers stand below its path."""
-    table = _table(f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes on a device")
+    table = _table(f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes per device")
     above = ""
     for sign, row in rows:
         inside = _IN_A_BLOCK.fullmatch(row.name)
@@ -103,7 +103,7 @@ def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[Par
         if block != above and inside:
             table.add_row(f"{'  ' * bool(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}")
         above = block
-        axes = [f"{axis} ({' '.join(over)})" if over else axis for axis, over in zip(row.axes, row.spec, strict=True)]
+        axes = [f"{axis}({' '.join(over)})" if over else axis for axis, over in zip(row.axes, row.spec, strict=True)]
         frozen = " (not trained)" * (not getattr(row, "trained", True))
         shapes = ("x".join(map(str, shape)) for shape in (row.shape, row.local_shape))
         indent = "  " * bool(block)
@@ -139,19 +139,19 @@ def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[Collectiv
 
 
 def _table(*titles: str) -> Table:
-    table = Table(*titles, box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = Table(*titles, box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.justify = "right" if str(column.header).startswith(("times", "bytes")) else "left"
-        column.overflow = "fold"
+        column.no_wrap = True
     return table
 
 
 def _join(parts: Sequence[Table | str]) -> str:
-    """Return the parts as text of a fixed width, whatever the terminal is."""
+    """Return the parts as text, whatever the terminal is."""
     texts = []
     for part in parts:
         file = io.StringIO()
-        console = Console(width=_WIDTH, file=file, color_system=None, highlight=False, markup=False, emoji=False)
+        console = Console(width=_WIDEST, file=file, color_system=None, highlight=False, markup=False, emoji=False)
         console.print(part, soft_wrap=isinstance(part, str))
         texts.append("\n".join(line.rstrip() for line in file.getvalue().splitlines()))
     return "\n\n".join(texts)

@@ -50,13 +50,9 @@ def trace(name: CallName) -> Traced:
 def test_activations_are_arrays_of_the_traced_program(name):
     """A device makes an array of each local shape and number of bytes."""
     cfg, model, call, jaxpr = trace(name)
-    found = {
-        (value.aval.shape, value.aval.size * value.aval.dtype.itemsize)
-        for each in equations(jaxpr, "tpu")
-        if each.mesh
-        for value in (*each.equation.invars, *each.equation.outvars)
-        if hasattr(value.aval, "shape")
-    }
+    inside = [each.equation for each in equations(jaxpr, "tpu") if each.mesh]
+    arrays: list[Any] = [value.aval for each in inside for value in (*each.invars, *each.outvars)]
+    found = {(x.shape, x.size * x.dtype.itemsize) for x in arrays if hasattr(x, "shape")}
     rows = activations(cfg, model, call)
     assert [row.name for row in rows if (row.local_shape, row.bytes_per_device) not in found] == []
     for row in rows:
@@ -124,7 +120,7 @@ def test_collectives_of_a_step_are_those_of_the_formula():
 def test_rows_of_collectives():
     """Phases are summed, and so are reductions; the others stay apart. The most bytes come first."""
     traffic = TrafficTable()
-    for scope, phase, kind, axes, numbers in (
+    given: Any = (
         ("a", "forward", "all_gather", ("x", "y"), (3, 100)),
         ("a", "recomputed", "all_gather", ("x", "y"), (3, 100)),
         ("a", "backward", "all_gather", ("y", "x"), (1, 10)),
@@ -135,7 +131,8 @@ def test_rows_of_collectives():
         ("b", "forward", "all_to_all", ("x",), (7, 8)),
         ("b", "forward", "ragged_all_to_all", ("x",), (7, 7)),
         ("b", "backward", "reduce_scatter", ("x",), (7, 6)),
-    ):
+    )
+    for scope, phase, kind, axes, numbers in given:
         traffic.add(Row(scope, phase, kind, axes), Traffic(*numbers))
     assert collectives(traffic) == (
         CollectiveRow("all-gather", ("x", "y"), 6, 200, "a"),

@@ -62,11 +62,11 @@ def test_difference_of_two_layouts(console):
     lines = [" ".join(line.split()) for line in out.splitlines()]
     first = lines.index("- .feed_forward.experts.gate 4x8x128x256 4x2x64x256 524,288")
     assert lines[first + 1 : first + 4] == [
-        "layer expert (expert) expert_embed (fsdp) expert_mlp",
+        "layer expert(expert) expert_embed(fsdp) expert_mlp",
         "+ .feed_forward.experts.gate 4x8x128x256 4x1x128x256 524,288",
-        "layer expert (expert fsdp) expert_embed expert_mlp",
+        "layer expert(expert fsdp) expert_embed expert_mlp",
     ]
-    assert lines[-1] == "10 other parameters are the same"
+    assert lines[-1] == "10 other rows of parameters are the same"
     _, out, _ = console("sharding", *words, "--json")
     found = json.loads(out)
     assert found["activations"] == found["collectives"] == []
