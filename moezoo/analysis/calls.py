@@ -34,7 +34,6 @@ class Call(NamedTuple):
         execution: How it runs the model.
         rows: The sequences of one pass through the layers, over all devices.
         length: The tokens of each.
-        passes: The passes through the layers, one after the other.
         logits: The tokens per device whose logits exist at the same time.
         cache: The shapes of the cache that it reads; None without one.
         trace: Returns the traced program.
@@ -43,7 +42,6 @@ class Call(NamedTuple):
     execution: Execution
     rows: int
     length: int
-    passes: int
     logits: int
     cache: Cache | None
     trace: Callable[[], ClosedJaxpr]
@@ -56,35 +54,26 @@ class Call(NamedTuple):
 
 
 def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
-    execution, passes = build_execution(cfg, abstract_mesh(cfg.mesh)), cfg.execution.microbatches
-    tokens = cfg.batch_size // passes * cfg.seq_len // execution.ways(execution.token_axes)
-    return Call(
-        execution,
-        cfg.batch_size // passes,
-        cfg.seq_len,
-        passes,
-        chunk_rows(tokens, cfg.model.vocab),
-        None,
-        lambda: build_step(cfg, execution, model, trained).traced.jaxpr,
-    )
+    execution, rows = build_execution(cfg, abstract_mesh(cfg.mesh)), cfg.batch_size // cfg.execution.microbatches
+    logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), cfg.model.vocab)
+    trace = lambda: build_step(cfg, execution, model, trained).traced.jaxpr  # noqa: E731
+    return Call(execution, rows, cfg.seq_len, logits, None, trace)
 
 
 def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
     execution = build_execution(cfg, abstract_mesh(cfg.mesh)).exact
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
-    local = tokens.size // execution.ways(execution.token_axes)
+    logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), cfg.model.vocab)
     batch: Any = Batch(*(tokens,) * 4)
-    program: Any = make_sums(model, execution)
-    logits = chunk_rows(local, cfg.model.vocab)
-    trace = lambda: program.trace(model, batch).jaxpr  # noqa: E731
-    return Call(execution, cfg.batch_size, cfg.seq_len, 1, logits, None, trace)
+    trace = lambda: make_sums(model, execution).trace(model, batch).jaxpr  # noqa: E731
+    return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, trace)
 
 
 def _prefill(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
     execution, begin, _, arguments = _generation(cfg, model)
     trace = lambda: jax.make_jaxpr(begin)(*arguments)  # noqa: E731
     local = cfg.batch_size // execution.ways(execution.batch_axes)
-    return Call(execution, cfg.batch_size, round_up(cfg.seq_len), 1, local, None, trace)
+    return Call(execution, cfg.batch_size, round_up(cfg.seq_len), local, None, trace)
 
 
 def _decode(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
@@ -92,7 +81,7 @@ def _decode(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
     now = eqx.filter_eval_shape(begin, *arguments)
     trace = lambda: jax.make_jaxpr(advance)(*arguments, now)  # noqa: E731
     local = cfg.batch_size // execution.ways(execution.batch_axes)
-    return Call(execution, cfg.batch_size, 1, 1, local, now.cache, trace)
+    return Call(execution, cfg.batch_size, 1, local, now.cache, trace)
 
 
 class _Generation(NamedTuple):

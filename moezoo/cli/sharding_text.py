@@ -25,7 +25,7 @@ from moezoo.parallel.traffic import Traffic
 _WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")
 
-NOTHING: Mapping[str, Any] = {}
+_NO_SUMS: Mapping[str, Any] = {}
 Signed = tuple[str, Any]  # "-" or "+" for rows of one of two layouts, otherwise "", and a row
 
 
@@ -65,9 +65,10 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
 def render(title: str, layout: Sharding) -> str:
     """Return the tables of a layout."""
     parameters, activations, collectives = ([("", row) for row in rows] for rows in layout)
-    tables = [_arrays("parameter", parameters, {"": layout.parameters})]
+    tables: list[Table | str] = [_arrays("parameter", parameters, {"": layout.parameters})]
     if activations:
-        tables += [_arrays("activation", activations), *_collectives(collectives, {"": layout.collectives})]
+        tables.append(_arrays("activation", activations))
+        tables += _collectives(collectives, {"": layout.collectives}) if collectives else ["no collective"]
     return _join([title, *tables])
 
 
@@ -93,7 +94,7 @@ def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
         yield from ((sign, row) for sign, row in zip("-+", change, strict=True) if row is not None)
 
 
-def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]] = NOTHING) -> Table:
+def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]] = _NO_SUMS) -> Table:
     """Return a table of parameters or activations. Rows of a block of layers stand below its path."""
     table = _table(f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes per device")
     above = ""
@@ -119,7 +120,7 @@ def _mark(sign: str) -> str:
 
 
 def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[CollectiveRow]]) -> list[Table]:
-    """Return a table of collectives, and one of their sums over each set of mesh axes."""
+    """Return a table of collectives, and one of their sums over each set of mesh axes; of two, where they differ."""
     table = _table("scope", "collective", "mesh axes", "times", "bytes received")
     for sign, row in rows:
         table.add_row(_mark(sign) + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}")
@@ -132,7 +133,8 @@ def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[Collectiv
                 by_sign[sign] = by_sign.get(sign, Traffic(0, 0)) + Traffic(row.count, row.bytes)
     everything = sums.pop("all", {})
     ranked = sorted(sums.items(), key=lambda item: -max(traffic.bytes for traffic in item[1].values()))
-    for axes, by_sign in [*ranked, ("all", everything)]:
+    differing = [item for item in ranked if len(summed) == 1 or len({item[1].get(sign) for sign in summed}) > 1]
+    for axes, by_sign in [*differing, ("all", everything)]:
         for sign, traffic in by_sign.items():
             totals.add_row(_mark(sign) + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
     return [table, totals]
