@@ -15,14 +15,19 @@ from moezoo.moe.dispatch.layer import layer_rows, received_bytes
 from moezoo.parallel.axes import Stack, trainable_mask
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.traffic import Call, Phase
+from moezoo.parallel.traffic import CallName, Phase
 from moezoo.parallel.weights import weight_moves
 
 _PHASES: dict[bool, tuple[Phase, ...]] = {False: ("forward",), True: ("forward", "recomputed", "backward")}
 
 
 def choose_dispatch(
-    stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: Call, trained: PyTree | None = None
+    stacks: tuple[Stack, ...],
+    rows: int,
+    length: int,
+    execution: Execution,
+    call: CallName,
+    trained: PyTree | None = None,
 ) -> Execution:
     """Return `execution` with a strategy in place of a choice; an execution with a strategy is returned as it is.
 
@@ -59,7 +64,7 @@ class Compared(NamedTuple):
     room: float
 
 
-def compare(stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: Call) -> Compared:
+def compare(stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: CallName) -> Compared:
     """Return the strategy of a call and what it was compared with. Arguments are those of `choose_dispatch`."""
     sizes, group = _sizes(stacks, rows, length, execution, call, None)
     dispatch = execution.dispatch or Gather()
@@ -70,7 +75,7 @@ def compare(stacks: tuple[Stack, ...], rows: int, length: int, execution: Execut
 
 
 def _sizes(
-    stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: Call, trained: PyTree | None
+    stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: CallName, trained: PyTree | None
 ) -> tuple[Sizes, ExpertGroup]:
     """Return the sizes of a layer with experts, and the devices that share its experts."""
     places = ((number, kind) for number, stack in enumerate(stacks) for kind, b in enumerate(stack.blocks) if b.moe)

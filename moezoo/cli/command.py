@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from moezoo.cli import help as help_text
 from moezoo.config import options, overrides
 from moezoo.convert import show, types_of
-from moezoo.errors import UserError
+from moezoo.errors import UserError, nearest
 
 Task = Callable[[Sequence[str]], int | None]
 
@@ -52,13 +52,16 @@ class ConfiguredCommand(Command):
     - `task` runs the command with its arguments;
     - `description` is the first paragraph of `--help`;
     - `keys` is a dataclass of the command's own options (`moezoo.config.options`); `--help` lists them first;
+    - `switches` is a dataclass of its options with dashes (`options.take_switches`), which `task` receives too;
     - `configure(*arguments)` returns the configuration that `--cfg job` prints;
-    - `examples` are arguments that `--help` shows; `groups` are the groups that it lists after `keys`, by default all.
+    - `examples` are arguments that `--help` shows; `groups` are the groups that it lists after `keys`, by default all;
+      with neither, it lists all keys of a configuration too.
     """
 
     task: Task
     description: str
     keys: type | None = None
+    switches: type | None = None
     configure: Callable[..., Any] = _compose
     examples: tuple[str, ...] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16")
     groups: tuple[str, ...] = ()
@@ -67,7 +70,7 @@ class ConfiguredCommand(Command):
         """Refuse unknown options, keys and entries of groups, and own options that are missing or invalid."""
         if _asks_for_help(arguments):
             return
-        rest, _ = _split(arguments, prog)
+        rest, _ = self._split(arguments, prog)
         if self.keys is None:
             overrides.check(rest)
             return
@@ -77,19 +80,51 @@ class ConfiguredCommand(Command):
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
         """Print help or the configuration, or run the task."""
         if _asks_for_help(arguments):
-            keys = help_text.configuration(arguments)
-            if self.keys is not None:
-                keys = [*help_text.own_keys(self.keys), "", *help_text.overview(self.groups)]
-            switches = [("--help", "print this"), ("--cfg job", "print the configuration as YAML and exit")]
+            keys = [*help_text.own_keys(self.keys), ""] if self.keys else []
+            keys += help_text.overview(self.groups) if keys or self.groups else help_text.configuration(arguments)
+            switches = options.describe_switches(self.switches) if self.switches else []
+            switches += [("--help", "print this"), ("--cfg job", "print the configuration as YAML and exit")]
             _print_help(prog, self, [*keys, "", "Options:", *help_text.table(switches)])
             return 0
-        rest, show_job = _split(arguments, prog)
+        rest, show_job = self._split(arguments, prog)
         if show_job:
             from moezoo.config.compose import as_mapping, to_yaml
 
             print(to_yaml(as_mapping(self.configure(*rest))), end="")
             return 0
-        return self.task(rest)
+        return self.task(arguments)
+
+    def _split(self, arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
+        """Return the overrides, and whether to print the configuration."""
+        if self.switches is not None:
+            arguments = options.take_switches(self.switches, arguments).rest
+        found, show_job, rest = [], False, iter(arguments)
+        for argument in rest:
+            option, equals, value = argument.partition("=")
+            if option == "--cfg":
+                value = value if equals else next(rest, "job")
+                if "=" in value:
+                    found.append(value)
+                elif value != "job":
+                    raise UserError(
+                        f"--cfg {show(value)}: expected --cfg job, which prints the configuration of the run"
+                    )
+                show_job = True
+            elif argument.startswith("-"):
+                raise UserError(f"{show(argument)}: {self._explain_unknown(option, prog)}")
+            else:
+                found.append(argument)
+        return found, show_job
+
+    def _explain_unknown(self, option: str, prog: str) -> str:
+        """Return the end of the message about an option that the command does not have."""
+        if (key := option.lstrip("-")) in overrides.top_keys():
+            return f"settings have no dashes; write {key}=VALUE"
+        if self.switches is not None:
+            own = map(options.name_switch, types_of(self.switches))
+            return f"no such option; {nearest(option, [*own, '--cfg', '--help'])}"
+        loop = f"for m in single ep8; do {prog} mesh=$m; done"
+        return f"no such option; valid: --help, --cfg job; several runs are a loop: {loop}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,32 +222,9 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
-def _split(arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
-    """Return the overrides, and whether to print the configuration."""
-    found, show_job, rest = [], False, iter(arguments)
-    for argument in rest:
-        option, equals, value = argument.partition("=")
-        if option == "--cfg":
-            value = value if equals else next(rest, "job")
-            if "=" in value:
-                found.append(value)
-            elif value != "job":
-                raise UserError(f"--cfg {show(value)}: expected --cfg job, which prints the configuration of the run")
-            show_job = True
-        elif argument.startswith("-"):
-            if (key := argument.lstrip("-").partition("=")[0]) in overrides.top_keys():
-                raise UserError(f"{show(argument)}: settings have no dashes; write {key}=VALUE")
-            loop = f"for m in single ep8; do {prog} mesh=$m; done"
-            raise UserError(
-                f"{show(argument)}: no such option; valid: --help, --cfg job; several runs are a loop: {loop}"
-            )
-        else:
-            found.append(argument)
-    return found, show_job
-
-
 def _print_help(prog: str, command: ConfiguredCommand | KeysCommand, keys: Sequence[str]) -> None:
     examples = [f"  {prog} {example}" for example in command.examples]
     width = help_text.terminal_width()
     description = [line for part in command.description.splitlines() for line in textwrap.wrap(part, width) or [""]]
-    print("\n".join([f"usage: {prog} [KEY=VALUE ...]", "", *description, "", *keys, "", "Examples:", *examples]))
+    usage = f"usage: {prog} [KEY=VALUE ...]{' [OPTION ...]' * (getattr(command, 'switches', None) is not None)}"
+    print("\n".join([usage, "", *description, "", *keys, "", "Examples:", *examples]))

@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from moezoo.cli import bench, endurance, evaluate, generate, parity, prepare_data, train
+from moezoo.cli import bench, endurance, evaluate, generate, parity, prepare_data, sharding, train
 from moezoo.cli.command import Command, drop_output, execute, refuse
 from moezoo.cli.help import table
 from moezoo.convert import show
@@ -11,7 +11,7 @@ from moezoo.errors import UserError, nearest
 
 COMMANDS: dict[str, Command] = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, evaluate, generate, parity, prepare_data, bench, endurance)
+    for module in (train, evaluate, generate, sharding, parity, prepare_data, bench, endurance)
 }
 
 

@@ -1,4 +1,4 @@
-"""A command's own KEY=VALUE arguments, next to those that configure a run. Nothing here imports JAX."""
+"""A command's own KEY=VALUE arguments and switches, next to what configures a run. Nothing here imports JAX."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
         elif name in values:
             raise UserError(f"{argument}: {name} is given twice; leave one out")
         else:
-            values[name] = text if str in (types[name], *typing.get_args(types[name])) else _value(text)
+            values[name] = _value(types[name], text)
     for field in dataclasses.fields(typing.cast(Any, kind)):
         shown, text = (field.metadata.get(each) for each in ("shown", "text"))
         if field.default is dataclasses.MISSING and field.name not in values:
@@ -87,7 +87,57 @@ def read(kind: type[_T], arguments: Sequence[str]) -> _T:
     return take(kind, arguments).options
 
 
-def _value(text: str) -> Any:
+def name_switch(field: str) -> str:
+    """Return the switch that sets a field, such as --parameters-only."""
+    return f"--{field.replace('_', '-')}"
+
+
+def describe_switches(kind: type) -> list[tuple[str, str]]:
+    """Return each switch of the dataclass `kind` as the user types it, with its line of help."""
+    return [
+        (
+            name_switch(field.name) + f"={field.metadata['shown']}" * bool(field.metadata["shown"]),
+            field.metadata["text"],
+        )
+        for field in dataclasses.fields(typing.cast(Any, kind))
+    ]
+
+
+def take_switches(kind: type[_T], arguments: Sequence[str]) -> Taken:
+    """Make an instance of the dataclass `kind` from the switches in `arguments`: --NAME, --NAME=VALUE or --NAME VALUE.
+
+    Fields are declared by `key`. A field of type bool is true where its switch is given, and takes no value. `rest` has
+    all other arguments, also those that begin with a dash.
+
+    Raises `UserError` for a switch that is given twice, and for a value that is missing, of another type, or too much.
+    """
+    types, values, rest = types_of(kind), {}, []
+    fields = {name_switch(name): name for name in types}
+    left = iter(arguments)
+    for argument in left:
+        switch, equals, text = argument.partition("=")
+        if (name := fields.get(switch)) is None:
+            rest.append(argument)
+            continue
+        if name in values:
+            raise UserError(f"{switch} is given twice; leave one out")
+        if types[name] is bool:
+            if equals:
+                raise UserError(f"{show(argument)}: {switch} takes no value; write {switch}, or leave it out")
+            values[name] = True
+            continue
+        text = text if equals else next(left, "")
+        if not text or text.startswith("--"):
+            shown = dict(describe_switches(kind))
+            raise UserError(f"{switch}: expected a value; write {next(each for each in shown if switch in each)}")
+        values[name] = convert(types[name], _value(types[name], text), switch)
+    return Taken(kind(**values), rest)
+
+
+def _value(kind: Any, text: str) -> Any:
+    """Return the plain value that `text` stands for where a `kind` is expected; a text is taken literally."""
+    if str in (kind, *typing.get_args(kind)):
+        return text
     for read_as in (json.loads, float):  # JSON reads null, true, 3 and 1e-4; float reads .5 and nan
         try:
             return read_as(text)

@@ -1,7 +1,8 @@
 """Continue prompts: read each prompt in one pass, then one token per step with a cache."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import psum, vary
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
-from moezoo.parallel.traffic import Call
+from moezoo.parallel.traffic import CallName
 
 
 class Advanced(NamedTuple):
@@ -122,19 +123,17 @@ def generate(
         model = place(model, execution)
 
     # Lengths are rounded up (padding on the left, unused room on the right), so few programs are compiled.
-    width, room = _round_up(tokens.shape[1]), _round_up(max_new_tokens)
+    width, room = round_up(tokens.shape[1]), round_up(max_new_tokens)
     wider = ((0, 0), (width - tokens.shape[1], 0))
-    out = _continue(
-        model,
+    prompts = Prompts(
         jnp.asarray(np.pad(tokens, wider)),
         jnp.asarray(np.pad(valid, wider)),
+        jnp.arange(len(tokens)),
         jnp.asarray(max_new_tokens, jnp.int32),
         jnp.asarray(stops, jnp.int32),
         _threefry(jax.random.key(0) if key is None else key),
-        room=room,
-        sampling=sampling,
-        execution=execution,
     )
+    out = _continue(model, prompts, continuation(model, width, room, sampling, execution, rows=len(tokens)))
     new, count = jax.device_get(out)
     return np.concatenate([np.asarray(ids).astype(np.int32), new[:, : int(count)]], axis=1)
 
@@ -182,18 +181,29 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     return found.astype(bool)
 
 
-def calls(rows: int, length: int) -> dict[Call, tuple[int, int]]:
+def calls(rows: int, length: int) -> dict[CallName, tuple[int, int]]:
     """Return the rows and tokens per row that `generate` reads at once, for prompts of at most `length` tokens."""
-    return {"prefill": (rows, _round_up(length)), "decode": (rows, 1)}
+    return {"prefill": (rows, round_up(length)), "decode": (rows, 1)}
 
 
-def _round_up(length: int) -> int:
+def round_up(length: int) -> int:
     """Round up by at most a quarter: from 64 on, four lengths per power of two; below, multiples of 16."""
     step = max(16, 1 << max(length - 1, 0).bit_length() >> 3)
     return -(-length // step) * step
 
 
-class _Loop(NamedTuple):
+class Prompts(NamedTuple):
+    """What a continuation reads: `row` numbers the rows; after `limit` new tokens it ends; `stops` end a row."""
+
+    tokens: Int[Array, "batch seq"]
+    valid: Bool[Array, "batch seq"]
+    row: Int[Array, " batch"]
+    limit: Int[Array, ""]
+    stops: Int[Array, " stops"]
+    key: Array
+
+
+class Progress(NamedTuple):
     """The carry of the loop: `count` tokens are written to `new`; the model has not yet read the last, `token`."""
 
     count: Int[Array, ""]
@@ -204,58 +214,101 @@ class _Loop(NamedTuple):
     cache: Cache
 
 
-@functools.partial(jax.jit, static_argnames=("room", "sampling", "execution"))
-def _continue(
-    model: LanguageModel,
-    tokens: Int[Array, "batch seq"],
-    valid: Bool[Array, "batch seq"],
-    limit: Int[Array, ""],
-    stops: Int[Array, " stops"],
-    key: Array,
-    *,
-    room: int,
-    sampling: Sampling,
-    execution: Execution,
-) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
-    """Return new tokens, and how many of their columns were written."""
-    width = tokens.shape[1]
-    reading, writing = (
-        choose_dispatch(model.stacks, *sizes, execution, call) for call, sizes in calls(*tokens.shape).items()
-    )
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """How prompts are continued, by at most `room` tokens.
 
-    def local(
-        model: LanguageModel, tokens: Array, valid: Array, row: Array, limit: Array, stops: Array, key: Array
-    ) -> tuple[Array, Array]:
+    `begin`, `advance` and `run` run inside `shard_map`, or on one device.
+    """
+
+    room: int
+    sampling: Sampling
+    prefill: Execution
+    decode: Execution
+
+    def begin(self, model: LanguageModel, prompts: Prompts) -> Progress:
+        """Read the prompts and choose their first token."""
+        tokens, valid, width = prompts.tokens, prompts.valid, prompts.tokens.shape[1]
         lengths = valid.sum(1, dtype=jnp.int32)
-
-        def append_choice(loop: _Loop, logits: Array) -> _Loop:
-            token = sampling(logits, row, loop.count, key)
-            if stops.size:
-                token = jnp.where(loop.ended, stops[0], token)
-            new = lax.dynamic_update_slice(loop.new, token[:, None], (0, loop.count))
-            ended, all_ended = loop.ended, loop.all_ended
-            if stops.size:
-                ended = ended | (token[:, None] == stops[None]).any(1)
-                all_ended = psum((~ended).sum(dtype=jnp.int32), execution.token_axes) == 0
-            return _Loop(loop.count + 1, new, token, ended, all_ended, loop.cache)
-
-        def step(loop: _Loop) -> _Loop:
-            # A row that has ended continues as padding, which experts do not compute.
-            here = Place((lengths + loop.count - 1)[:, None], (~loop.ended).astype(jnp.int32)[:, None])
-            advanced = decode(model, loop.token[:, None], here, loop.cache, writing)
-            return append_choice(loop._replace(cache=advanced.cache), advanced.logits)
-
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
-        logits, cache = prefill(model, tokens, Place(position, valid.astype(jnp.int32)), width + room, reading)
-        empty = vary(jnp.zeros((len(tokens), room), jnp.int32), execution.token_axes)
-        ended = vary(jnp.zeros(len(tokens), bool), execution.token_axes)
-        start = _Loop(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
-        end = lax.while_loop(lambda g: (g.count < limit) & ~g.all_ended, step, append_choice(start, logits))
+        place = Place(position, valid.astype(jnp.int32))
+        logits, cache = prefill(model, tokens, place, width + self.room, self.prefill)
+        empty = vary(jnp.zeros((len(tokens), self.room), jnp.int32), self.prefill.token_axes)
+        ended = vary(jnp.zeros(len(tokens), bool), self.prefill.token_axes)
+        start = Progress(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
+        return self._append_choice(prompts, start, logits)
+
+    def advance(self, model: LanguageModel, prompts: Prompts, now: Progress) -> Progress:
+        """Read one more token of each row and choose the next."""
+        # A row that has ended continues as padding, which experts do not compute.
+        lengths = prompts.valid.sum(1, dtype=jnp.int32)
+        here = Place((lengths + now.count - 1)[:, None], (~now.ended).astype(jnp.int32)[:, None])
+        advanced = decode(model, now.token[:, None], here, now.cache, self.decode)
+        return self._append_choice(prompts, now._replace(cache=advanced.cache), advanced.logits)
+
+    def run(self, model: LanguageModel, prompts: Prompts) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
+        """Return new tokens, and how many of their columns were written."""
+        end = lax.while_loop(
+            lambda now: (now.count < prompts.limit) & ~now.all_ended,
+            lambda now: self.advance(model, prompts, now),
+            self.begin(model, prompts),
+        )
         return end.new, end.count
 
-    arguments = (model, tokens, valid, jnp.arange(len(tokens)), limit, stops, key)
-    if execution.mesh is None:
-        return local(*arguments)
-    split, everywhere = PartitionSpec(execution.batch_axes or None), PartitionSpec()
-    specs: Any = (execution.specs(model), split, split, split, everywhere, everywhere, everywhere)
-    return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=(split, everywhere))(*arguments)
+    def _append_choice(self, prompts: Prompts, now: Progress, logits: Array) -> Progress:
+        stops, token = prompts.stops, self.sampling(logits, prompts.row, now.count, prompts.key)
+        if stops.size:
+            token = jnp.where(now.ended, stops[0], token)
+        new = lax.dynamic_update_slice(now.new, token[:, None], (0, now.count))
+        ended, all_ended = now.ended, now.all_ended
+        if stops.size:
+            ended = ended | (token[:, None] == stops[None]).any(1)
+            all_ended = psum((~ended).sum(dtype=jnp.int32), self.prefill.token_axes) == 0
+        return Progress(now.count + 1, new, token, ended, all_ended, now.cache)
+
+    def programs(self, model: LanguageModel) -> "Programs":
+        """Return the methods as functions of whole arrays, for models like `model`."""
+        if self.prefill.mesh is None:
+            return Programs(self.begin, self.advance, self.run)
+        rows: Any = PartitionSpec(self.prefill.batch_axes or None)
+        everywhere: Any = PartitionSpec()
+        kept: Any = PartitionSpec(None, *rows)
+        now = Progress(everywhere, rows, rows, rows, everywhere, Cache(kept, rows, everywhere))
+        given = (self.prefill.specs(model), Prompts(rows, rows, rows, *(everywhere,) * 3), now)
+        split = functools.partial(jax.shard_map, mesh=self.prefill.mesh)
+        return Programs(
+            split(self.begin, in_specs=given[:2], out_specs=now),
+            split(self.advance, in_specs=given, out_specs=now),
+            split(self.run, in_specs=given[:2], out_specs=(rows, everywhere)),
+        )
+
+
+def continuation(
+    model: LanguageModel, length: int, room: int, sampling: Sampling, execution: Execution, *, rows: int
+) -> Continuation:
+    """Return how `rows` prompts of `length` tokens are continued; reading and writing may use two strategies."""
+    chosen = (choose_dispatch(model.stacks, *n, execution, call) for call, n in calls(rows, length).items())
+    return Continuation(room, sampling, *chosen)
+
+
+class Programs(NamedTuple):
+    """`begin`, `advance` and `run` of a `Continuation` as functions of whole arrays."""
+
+    begin: Callable[[LanguageModel, Prompts], Progress]
+    advance: Callable[[LanguageModel, Prompts, Progress], Progress]
+    run: Callable[[LanguageModel, Prompts], tuple[Array, Array]]
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _continue(
+    model: LanguageModel, prompts: Prompts, how: Continuation
+) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
+    return how.programs(model).run(model, prompts)
+
+
+def prompt_shapes(rows: int, length: int) -> Prompts:
+    """Return the shapes of `rows` prompts of `length` tokens, which are padded to a rounded length; no stop tokens."""
+    make = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    whole, key = (rows, round_up(length)), jax.eval_shape(lambda: _threefry(jax.random.key(0)))
+    shapes: Any = (make(whole), make(whole, jnp.bool), make((rows,)), make(()), make((0,)), key)
+    return Prompts(*shapes)

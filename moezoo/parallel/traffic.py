@@ -17,7 +17,7 @@ UNORDERED = ("pmax", "pmin", "psum")
 Phase = Literal["forward", "recomputed", "backward", "outside"]
 
 # What a model is called for.
-Call = Literal["train", "evaluate", "prefill", "decode"]
+CallName = Literal["train", "evaluate", "prefill", "decode"]
 
 
 def received_bytes(collective: str, given: int, ways: int) -> int:

@@ -36,24 +36,34 @@ class Evaluation(NamedTuple):
     unit: str
 
 
+def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
+    """Return the program of one batch, which never drops assignments, for models like `model`.
+
+    It takes a model and a `Batch` and returns sums: nats, predicted tokens, dropped assignments.
+    """
+    execution = execution.exact
+    assert execution.mesh is not None
+
+    def local(model: LanguageModel, batch: Batch) -> tuple[Array, Array, Array]:
+        out = losses(model, batch, execution)
+        with jax.named_scope("loss"):
+            tokens = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
+        return out.cross_entropy, tokens, out.routing.dropped.sum()
+
+    specs: Any = (execution.specs(model), Batch(*(execution.tokens_spec,) * 4))
+    return jax.jit(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=PartitionSpec()))
+
+
 class Evaluator:
     """Evaluates models of one kind on one mesh and one source; compiled once: `evaluator(model)` -> Evaluation."""
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution):
-        """Prepare for models like `model`, which may be shapes. An evaluation never drops assignments."""
+        """Prepare for models like `model`, which may be shapes."""
         execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
         assert execution.mesh is not None
         self._source, self._cfg = source, cfg
         self._feed = Feed(NamedSharding(execution.mesh, execution.tokens_spec), (cfg.batch_size, cfg.seq_len))
-
-        def local(model: LanguageModel, batch: Batch) -> tuple[Array, Array, Array]:
-            out = losses(model, batch, execution)
-            tokens = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
-            return out.cross_entropy, tokens, out.routing.dropped.sum()
-
-        specs: Any = (execution.specs(model), Batch(*(execution.tokens_spec,) * 4))
-        # Sums over one batch: nats, predicted tokens, dropped assignments.
-        self.sums = jax.jit(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=PartitionSpec()))
+        self.sums = make_sums(model, execution)
 
     def __call__(self, model: LanguageModel) -> Evaluation:
         """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split."""

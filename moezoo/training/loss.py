@@ -26,6 +26,11 @@ class Losses(NamedTuple):
     routing: Routing
 
 
+def chunk_rows(tokens: int, vocab: int) -> int:
+    """Return the number of tokens whose logits exist at the same time, of `tokens` on a device."""
+    return max(1, min(tokens, _CHUNK_LOGITS // vocab))
+
+
 @jax.named_scope("head")
 def cross_entropy(
     model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
@@ -34,7 +39,7 @@ def cross_entropy(
 
     Logits exist for one chunk of tokens at a time, in the backward pass too, never as [tokens, vocab].
     """
-    rows = max(1, min(labels.size, _CHUNK_LOGITS // model.vocab))
+    rows = chunk_rows(labels.size, model.vocab)
     pad = -labels.size % rows
     tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)

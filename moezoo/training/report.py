@@ -28,7 +28,7 @@ from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.traces import collective_traffic
-from moezoo.parallel.traffic import Call, TrafficTable
+from moezoo.parallel.traffic import CallName, TrafficTable
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import MetricsRow
 from moezoo.training.sample import Sample
@@ -88,7 +88,7 @@ def dispatch_lines(cfg: TrainConfig, execution: Execution, stacks: tuple[Stack, 
     return lines
 
 
-def choice_lines(dispatch: DispatchChoice, calls: dict[Call, Compared]) -> list[str]:
+def choice_lines(dispatch: DispatchChoice, calls: dict[CallName, Compared]) -> list[str]:
     """Describe what a choice between strategies chose for each call, and the bytes that it compared."""
     lines = []
     for call, found in calls.items():

@@ -207,6 +207,8 @@ MISTYPED = {
     "generate run_dir=x prompt=a temprature=1": "temprature: there is no key 'temprature'; did you mean 'temperature'?",
     "endurance kill=3 folder=x": "kill: there is no key 'kill'; did you mean 'kills'?",
     "parity foldr=x": "foldr: there is no key 'foldr'; did you mean 'folder'?",
+    "sharding --jsn": "--jsn: no such option; did you mean '--json'?",
+    "sharding --against rules=fsdp_epp": "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?",
     "bench atention": "part atention: not known; did you mean 'attention'?",
 }
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from moezoo.config.options import describe_keys, key, take
+from moezoo.config.options import describe_keys, describe_switches, key, take, take_switches
 from moezoo.convert import Range
 from moezoo.errors import UserError
 
@@ -51,3 +51,38 @@ def test_mistakes(arguments, parts):
     with pytest.raises(UserError) as error:
         take(Own, arguments)
     assert [part for part in parts if part not in str(error.value)] == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    only_names: bool = key("leave out the rest", default=False)
+    sort: Literal["name", "size"] = key("the order", "name|size", default="name")
+    filter: str | None = key("which", "WORD", default=None)
+    depth: int = key("how deep", "N", default=2)
+
+
+def test_takes_switches_and_leaves_the_rest():
+    given = ["a=1", "--only-names", "--sort=size", "--other", "--filter", "b=2 c", "--depth=3", "d=4"]
+    assert take_switches(Switches, given) == (Switches(True, "size", "b=2 c", 3), ["a=1", "--other", "d=4"])
+    assert take_switches(Switches, []) == (Switches(), [])
+    assert describe_switches(Switches)[:2] == [
+        ("--only-names", "leave out the rest"),
+        ("--sort=name|size", "the order"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sort=date"], "--sort=date: expected one of name, size, found date"),
+        (["--depth=deep"], "--depth=deep: expected a whole number such as 4, found text"),
+        (["--only-names=true"], "--only-names=true: --only-names takes no value; write --only-names, or leave it out"),
+        (["--only-names", "--only-names"], "--only-names is given twice; leave one out"),
+        (["--filter"], "--filter: expected a value; write --filter=WORD"),
+        (["--sort", "--only-names"], "--sort: expected a value; write --sort=name|size"),
+    ],
+)
+def test_mistakes_in_switches(arguments, message):
+    with pytest.raises(UserError) as error:
+        take_switches(Switches, arguments)
+    assert str(error.value) == message

@@ -15,6 +15,7 @@ from moezoo.models.choice import choose_dispatch, compare
 from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
 from moezoo.training.report import choice_lines, dispatch_lines
 
@@ -64,12 +65,13 @@ def test_bytes_by_hand():
     cfg, stacks, execution = shapes_and_execution("model=mixtral_8x7b", "mesh=ep8")
     tokens, embed, mlp = 512, 4096, 14336
     weights, sent, routing = 3 * 8 * embed * mlp * 7 // 8, tokens * embed * 7, tokens * 2 * 2 * 7 * 4
-    for call, remat, ring, gather in (
+    cases: list[tuple[CallName, str, int, int]] = [
         ("train", "full", 5 * 2 * sent + 3 * routing, weights * (2 + 2 + 4)),
         ("train", "none", 4 * 2 * sent + 2 * routing, weights * (2 + 2 + 4)),
         ("evaluate", "full", 2 * 2 * sent + routing, weights * 2),
         ("decode", "full", 2 * 2 * sent + routing, weights * 2),
-    ):
+    ]
+    for call, remat, ring, gather in cases:
         found = compare(stacks, 8, tokens, dataclasses.replace(execution, remat=remat), call)
         assert (found.bytes[Ring()], found.bytes[Gather()]) == (ring, gather)
         assert found.bytes[Ragged()] == min(found.bytes.values())

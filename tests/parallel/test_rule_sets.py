@@ -145,7 +145,7 @@ def check_trace(preset, name, devices, dispatch):
     cfg = compose(*words, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
     table = collective_traffic(build_step(cfg, execution).traced.jaxpr)
-    moves_weights = cfg.dispatch.moves == "weights"
+    moves_weights = execution.moves_weights
     store = {dim: live(axes, mesh) for dim, axes in layout.store.items()}
     kept = () if moves_weights else live(layout.compute.get("expert", ()), mesh)
     dense = store.get("embed", ())

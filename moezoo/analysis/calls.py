@@ -1,0 +1,119 @@
+"""The programs that run a model, for any mesh without its devices: a step, an evaluation, both of generation."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
+
+from moezoo.config.build import build_execution
+from moezoo.config.settings import TrainConfig
+from moezoo.data import Batch
+from moezoo.errors import UserError
+from moezoo.generation.generate import continuation, prompt_shapes, round_up
+from moezoo.generation.sampling import Sampling
+from moezoo.models.base import LanguageModel
+from moezoo.models.choice import choose_dispatch
+from moezoo.nn.cache import Cache
+from moezoo.parallel.axes import trainable_mask
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.traffic import CallName
+from moezoo.training.build import build_step
+from moezoo.training.evaluate import make_sums
+from moezoo.training.loss import chunk_rows
+
+Trained = Callable[[str], bool] | None
+
+
+class Call(NamedTuple):
+    """A program before it is traced, and the sizes of what it computes.
+
+    Attributes:
+        execution: How it runs the model.
+        rows: The sequences of one pass through the layers, over all devices.
+        length: The tokens of each.
+        logits: The tokens per device whose logits exist at the same time.
+        cache: The shapes of the cache that it reads; None without one.
+        trace: Returns the traced program.
+    """
+
+    execution: Execution
+    rows: int
+    length: int
+    logits: int
+    cache: Cache | None
+    trace: Callable[[], ClosedJaxpr]
+
+    @property
+    def local_tokens(self) -> tuple[int, int]:
+        """The sequences per device, and the tokens of each that it has."""
+        execution = self.execution
+        return self.rows // execution.ways(execution.batch_axes), self.length // execution.ways(execution.sequence_axes)
+
+
+def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
+    rows, mask = cfg.batch_size // cfg.execution.microbatches, trainable_mask(model, trained)
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
+    execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "train", mask.stacks)
+    logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), cfg.model.vocab)
+    trace = lambda: build_step(cfg, execution, model, trained).traced.jaxpr  # noqa: E731
+    return Call(execution, rows, cfg.seq_len, logits, None, trace)
+
+
+def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh)).exact
+    execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
+    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), cfg.model.vocab)
+    batch: Any = Batch(*(tokens,) * 4)
+    trace = lambda: make_sums(model, execution).trace(model, batch).jaxpr  # noqa: E731
+    return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, trace)
+
+
+def _prefill(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
+    made = _generation(cfg, model)
+    trace = lambda: jax.make_jaxpr(made.begin)(*made.arguments)  # noqa: E731
+    local = cfg.batch_size // made.prefill.ways(made.prefill.batch_axes)
+    return Call(made.prefill, cfg.batch_size, round_up(cfg.seq_len), local, None, trace)
+
+
+def _decode(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
+    made = _generation(cfg, model)
+    now = eqx.filter_eval_shape(made.begin, *made.arguments)
+    trace = lambda: jax.make_jaxpr(made.advance)(*made.arguments, now)  # noqa: E731
+    local = cfg.batch_size // made.decode.ways(made.decode.batch_axes)
+    return Call(made.decode, cfg.batch_size, 1, local, now.cache, trace)
+
+
+class _Generation(NamedTuple):
+    prefill: Execution
+    decode: Execution
+    begin: Callable[..., Any]
+    advance: Callable[..., Any]
+    arguments: tuple[PyTree, ...]
+
+
+def _generation(cfg: TrainConfig, model: LanguageModel) -> _Generation:
+    """Return both programs of `generate` for prompts of `seq_len` tokens, `batch_size` of them, and a token more."""
+    if cfg.seq_len >= cfg.model.max_length:
+        raise UserError(
+            f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed model.max_length="
+            f"{cfg.model.max_length}; choose at most {cfg.model.max_length - 1}"
+        )
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any").exact.for_rows(cfg.batch_size)
+    how = continuation(model, cfg.seq_len, round_up(1), Sampling(), execution, rows=cfg.batch_size)
+    programs, prompts = how.programs(model), prompt_shapes(cfg.batch_size, cfg.seq_len)
+    return _Generation(how.prefill, how.decode, programs.begin, programs.advance, (model, prompts))
+
+
+# name -> a function of the configuration, the shapes of the model, and the filter of what is trained.
+CALLS: dict[CallName, Callable[[TrainConfig, LanguageModel, Trained], Call]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "prefill": _prefill,
+    "decode": _decode,
+}

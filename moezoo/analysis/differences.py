@@ -1,0 +1,43 @@
+"""The differences between two layouts: parameter by parameter, activation by activation, collective by collective."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from moezoo.analysis.sharding import CollectiveRow, Sharding
+from moezoo.parallel.collectives import MeshAxes
+
+
+class Change(NamedTuple):
+    """Rows of both layouts for the same thing, which differ; None where a layout does not have it."""
+
+    this: Any
+    against: Any
+
+
+class Differences(NamedTuple):
+    """What differs; collectives are sorted by scope. `same` counts the rows of each kind that do not differ."""
+
+    parameters: tuple[Change, ...]
+    activations: tuple[Change, ...]
+    collectives: tuple[Change, ...]
+    same: tuple[int, ...]
+
+
+def compare(this: Sharding, against: Sharding) -> Differences:
+    """Return the differences. Collectives are the same thing if scope, operation and mesh axes agree."""
+    arrays = [_changes(*pair, lambda row: row.name) for pair in zip(this[:2], against[:2], strict=True)]
+    collectives = _changes(this.collectives, against.collectives, _place)
+    by_place = sorted(collectives, key=lambda change: _place(change.this or change.against))
+    changes = (arrays[0], arrays[1], tuple(by_place))
+    same = (len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True))
+    return Differences(*changes, tuple(same))
+
+
+def _place(row: CollectiveRow) -> tuple[str, str, MeshAxes]:
+    return row.scope, row.op, row.mesh_axes
+
+
+def _changes(this: Sequence[Any], against: Sequence[Any], key: Callable[[Any], Hashable]) -> tuple[Change, ...]:
+    here, there = ({key(row): row for row in rows} for rows in (this, against))
+    pairs = (Change(here.get(each), there.get(each)) for each in {**here, **there})
+    return tuple(change for change in pairs if change.this != change.against)

@@ -1,0 +1,146 @@
+"""What a configuration stores, computes and moves on each device of a mesh, without the devices."""
+
+from typing import Literal, NamedTuple
+
+import jax
+
+from moezoo.analysis.activations import ActivationRow, Spec, activations
+from moezoo.analysis.calls import CALLS, CallName, Trained
+from moezoo.config.build import build_execution
+from moezoo.config.settings import TrainConfig, check_config
+from moezoo.convert import convert
+from moezoo.models import model_shapes
+from moezoo.models.base import LanguageModel
+from moezoo.parallel.axes import trainable_mask
+from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import TrafficTable
+
+# The collectives of JAX -> the operations of compiled programs.
+_OPS = {
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
+
+
+class ParameterRow(NamedTuple):
+    """How one array of the model is stored.
+
+    Attributes:
+        name: Its path, as `trained` of a training step receives it.
+        axes: Its logical axes, in order.
+        spec: For each dimension, the mesh axes that it is split over, major to minor.
+        shape: The shape of the whole array.
+        local_shape: The shape of a device's part.
+        bytes_per_device: The bytes of that part.
+        trained: Whether a training step changes it by its gradient; never for buffers.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    spec: Spec
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    bytes_per_device: int
+    trained: bool
+
+
+class CollectiveRow(NamedTuple):
+    """All collectives of one operation that one part of a program runs over the same mesh axes.
+
+    Attributes:
+        op: The operation, by its name in compiled programs, such as "all-gather".
+        mesh_axes: In the order in which blocks are concatenated; for all-reduce in alphabetical order.
+        count: How often they run in one call of the program.
+        bytes: What one device receives from all of them (`moezoo.parallel.traffic.received_bytes`).
+        scope: The part of the program, by its `jax.named_scope`s.
+    """
+
+    op: str
+    mesh_axes: MeshAxes
+    count: int
+    bytes: int
+    scope: str
+
+
+class Sharding(NamedTuple):
+    """The rows of a configuration: every parameter, the main activations, every collective with the most bytes first.
+
+    Activations are those of one pass through the layers: of a micro-step, where there are several.
+    """
+
+    parameters: tuple[ParameterRow, ...]
+    activations: tuple[ActivationRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+
+
+def describe(
+    cfg: TrainConfig,
+    call: CallName = "train",
+    *,
+    parts: Literal["all", "parameters"] = "all",
+    model: LanguageModel | None = None,
+    trained: Trained = None,
+) -> Sharding:
+    """Return what each device stores, computes and receives. No device is used.
+
+    | `call` | the program |
+    |---|---|
+    | `train` | a training step, optimiser included |
+    | `evaluate` | one batch of an evaluation |
+    | `prefill` | the reading of `batch_size` prompts of `seq_len` tokens, padded to a rounded length |
+    | `decode` | one more token of each of these rows |
+
+    Collectives are those of the program as it is traced for an accelerator, before a compiler changes it.
+
+    Args:
+        cfg: The configuration.
+        call: What runs.
+        parts: "parameters" traces nothing: the other two lists are empty.
+        model: Shapes that replace those of `cfg.model`, for example with containers.
+        trained: As in `moezoo.training.step.Step`.
+
+    Raises:
+        UserError: The parts of the configuration do not fit together, or a mesh axis is -1.
+    """
+    check_config(cfg)
+    convert(CallName, call, "call")
+    convert(Literal["all", "parameters"], parts, "parts")
+    model = model_shapes(cfg.model, cfg.execution.param_dtype) if model is None else model
+    if parts == "parameters":
+        execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+        return Sharding(_parameters(model, execution, trained))
+    program = CALLS[call](cfg, model, trained)
+    parameters = _parameters(model, program.execution, trained)
+    traffic = collective_traffic(program.trace(), "tpu")
+    return Sharding(parameters, activations(cfg, model, program), collectives(traffic))
+
+
+def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:
+    """Return the rows of a traced program, summed over phases."""
+    found: dict[tuple[str, str, MeshAxes], tuple[int, int]] = {}
+    for (scope, kind, axes), (count, received) in traffic.by("scope", "collective", "axes").items():
+        before = found.get(key := (scope, _OPS[kind], axes), (0, 0))
+        found[key] = before[0] + count, before[1] + received
+    rows = [CollectiveRow(op, axes, *numbers, scope) for (scope, op, axes), numbers in found.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.scope, row.op, row.mesh_axes)))
+
+
+def _parameters(model: LanguageModel, execution: Execution, trained: Trained) -> tuple[ParameterRow, ...]:
+    rows = []
+    arrays = jax.tree_util.tree_leaves_with_path(model)
+    placements, mask = (jax.tree.leaves(tree) for tree in (execution.placements(model), trainable_mask(model, trained)))
+    for (path, array), placement, learns in zip(arrays, placements, mask, strict=True):
+        local = tuple(size // execution.ways(over) for size, over in zip(array.shape, placement.stored, strict=True))
+        stored = placement.local_size(array.shape) * array.dtype.itemsize
+        name = jax.tree_util.keystr(path)
+        rows.append(ParameterRow(name, placement.axes.names, placement.stored, array.shape, local, stored, learns))
+    return tuple(rows)

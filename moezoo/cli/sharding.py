@@ -1,0 +1,88 @@
+"""`moezoo sharding`: print what each device stores, computes and receives."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import Literal
+
+from moezoo.cli.command import ConfiguredCommand
+from moezoo.config import overrides
+from moezoo.config.options import key, take_switches
+from moezoo.convert import show
+from moezoo.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """The command's options."""
+
+    call: Literal["train", "evaluate", "prefill", "decode"] = key(
+        "what runs: a training step (the default), a batch of an evaluation, the reading of batch_size prompts of "
+        "seq_len tokens, or of one more token of each",
+        "train|evaluate|prefill|decode",
+        default="train",
+    )
+    parameters_only: bool = key("only parameters; nothing is traced", default=False)
+    against: str | None = key(
+        "print the difference to the configuration with these overrides besides", '"KEY=VALUE ..."', default=None
+    )
+    json: bool = key("print the rows as JSON, with all numbers", default=False)
+
+    def __post_init__(self):
+        if self.against is not None:
+            overrides.check(self.changes)
+
+    @property
+    def changes(self) -> list[str]:
+        """The overrides of the other layout."""
+        try:
+            return shlex.split(self.against or "")
+        except ValueError:
+            raise UserError(f"--against={show(self.against)}: a quote is not closed; close it") from None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the layout, or the difference between two."""
+    from moezoo.analysis.differences import compare
+    from moezoo.analysis.sharding import describe
+    from moezoo.cli import sharding_text as text
+    from moezoo.config.compose import compose
+    from moezoo.parallel.mesh import cpu_devices, has_started
+
+    switches, words = take_switches(Switches, arguments)
+    configurations = [compose(*words)]
+    if switches.against is not None:
+        configurations.append(compose(*_replace(words, switches.changes)))
+    if not has_started():
+        cpu_devices(1)  # tracing must not occupy an accelerator
+    parts = "parameters" if switches.parameters_only else "all"
+    layouts = [describe(cfg, switches.call, parts=parts) for cfg in configurations]
+    titles = [text.describe_run(cfg, switches.call) for cfg in configurations]
+    if switches.against is None:
+        print(text.as_json(layouts[0]) if switches.json else text.render(titles[0], layouts[0]))
+        return
+    differences = compare(*layouts)
+    print(text.as_json(differences) if switches.json else text.render_differences(titles, layouts, differences))
+
+
+def _replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return `words` with `changes`. A group that these name anew loses the entry and the keys that it was given."""
+    anew = {change.partition("=")[0] for change in changes} & overrides.groups().keys()
+    kept = [word for word in words if word.lstrip("+").partition("=")[0].partition(".")[0] not in anew]
+    return [*kept, *changes]
+
+
+COMMAND = ConfiguredCommand(
+    "sharding",
+    "show what each device stores, computes and receives",
+    main,
+    description="Show how a configuration is laid out, on a mesh of any size without its devices: every parameter, the "
+    "main activations, and every collective of the traced program with the bytes that one device receives from it.",
+    switches=Switches,
+    examples=(
+        "model=mixtral mesh=fsdp2_ep4",
+        "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 batch_size=512 seq_len=4096 --against rules=shard_exp_on_fsdp",
+        "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 batch_size=512 seq_len=4096 --call=decode --json",
+    ),
+    groups=("model", "mesh", "rules", "dispatch"),
+)

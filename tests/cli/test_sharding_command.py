@@ -1,0 +1,112 @@
+"""`moezoo sharding`: its JSON, its tables, the difference of two layouts, and mistakes."""
+
+import json
+import typing
+
+import pytest
+
+from moezoo.analysis.calls import CALLS
+from moezoo.cli.sharding import Switches, _replace
+from moezoo.convert import types_of
+
+SLICE = ("model=mixtral_8x7b", "mesh.expert=8", "batch_size=64", "seq_len=4096")
+
+
+def test_choices_are_those_of_the_registry():
+    assert typing.get_args(types_of(Switches)["call"]) == tuple(CALLS)
+
+
+def test_json_is_alone_and_counts_as_by_hand(console):
+    """One token of 64 rows on eight devices, `ragged`, in bfloat16: the exchange of an accelerator."""
+    code, out, err = console("sharding", *SLICE, "dispatch=ragged", "--call=decode", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert {name: sorted(rows[0]) for name, rows in found.items()} == {
+        "parameters": ["axes", "bytes_per_device", "local_shape", "name", "shape", "spec", "trained"],
+        "activations": ["axes", "bytes_per_device", "local_shape", "name", "shape", "spec"],
+        "collectives": ["bytes", "count", "mesh_axes", "op", "scope"],
+    }
+    assert found["parameters"][0] == {
+        "name": ".embedding.weight",
+        "axes": ["vocab", "embed"],
+        "spec": [[], ["expert"]],
+        "shape": [32000, 4096],
+        "local_shape": [32000, 512],
+        "bytes_per_device": 32000 * 512 * 4,
+        "trained": True,
+    }
+    rows = {(row["scope"], row["op"]): (row["mesh_axes"], row["count"], row["bytes"]) for row in found["collectives"]}
+    layers, embed, numbers = 32, 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8
+    once = 8 * 2 * embed * 2 * 7 // 8  # eight rows of two experts
+    assert rows == {
+        ("embedding/weights", "all-gather"): (["expert"], 1, 32000 * embed * 2 * 7 // 8),
+        ("layers/weights", "all-gather"): (["expert"], 5 * layers, layers * numbers * 2 * 7 // 8),
+        ("layers/feed_forward/dispatch", "all-gather"): (["expert"], layers, layers * 8 * 4 * 7),
+        ("layers/feed_forward/dispatch", "ragged-all-to-all"): (["expert"], layers, layers * once),
+        ("layers/feed_forward/combine", "ragged-all-to-all"): (["expert"], layers, layers * once),
+        ("head/weights", "all-gather"): (["expert"], 1, 32000 * embed * 2 * 7 // 8),
+    }
+
+
+def test_difference_of_two_layouts(console):
+    """Here only parameters; a batch that no mesh divides does not matter for them."""
+    words = (
+        "model=mixtral",
+        "mesh=fsdp2_ep4",
+        "batch_size=3",
+        "--parameters-only",
+        "--against=rules=shard_exp_on_fsdp",
+    )
+    code, out, err = console("sharding", *words)
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    first = lines.index("- .feed_forward.experts.gate 4x8x128x256 4x2x64x256 524,288")
+    assert lines[first + 1 : first + 4] == [
+        "layer expert(expert) expert_embed(fsdp) expert_mlp",
+        "+ .feed_forward.experts.gate 4x8x128x256 4x1x128x256 524,288",
+        "layer expert(expert fsdp) expert_embed expert_mlp",
+    ]
+    assert lines[-1] == "10 other rows of parameters are the same"
+    _, out, _ = console("sharding", *words, "--json")
+    found = json.loads(out)
+    assert found["activations"] == found["collectives"] == []
+    assert [change["this"]["name"] for change in found["parameters"]] == [
+        f".stacks[0].blocks[0].feed_forward.experts.{name}" for name in ("gate", "up", "down")
+    ]
+    assert found["parameters"][0]["this"]["spec"] == [[], ["expert"], ["fsdp"], []]
+    assert found["parameters"][0]["against"]["spec"] == [[], ["expert", "fsdp"], [], []]
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "result"),
+    [
+        ("mesh=ep8 rules=fsdp_ep steps=2", "rules=ep_as_dp steps=3", "mesh=ep8 steps=2 rules=ep_as_dp steps=3"),
+        ("mesh.fsdp=8 mesh.data=2", "mesh.data=4", "mesh.fsdp=8 mesh.data=2 mesh.data=4"),
+        (
+            "mesh.fsdp=8 model=olmoe +rules.store.router=[fsdp]",
+            "mesh=ep8 rules=ep_as_dp",
+            "model=olmoe mesh=ep8 rules=ep_as_dp",
+        ),
+    ],
+)
+def test_what_the_other_layout_is_composed_of(words, changes, result):
+    """A group that is named anew loses its keys, because they were meant for the other entry."""
+    assert _replace(words.split(), changes.split()) == result.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mesh.expert=-1", "--json"], "mesh.expert=-1 takes the devices of a machine"),
+        (["--against", "rules='fsdp_ep"], "--against=rules='fsdp_ep: a quote is not closed"),
+        (["--call", "fly"], "--call=fly: expected one of train, evaluate, prefill, decode"),
+        (["mesh=ep8", "--against", "batch_size=12"], "batch_size=12 is not divisible by 8"),
+        (["--paramaters-only"], "--paramaters-only: no such option; did you mean '--parameters-only'?"),
+        (["--mesh=ep8"], "--mesh=ep8: settings have no dashes; write mesh=VALUE"),
+    ],
+)
+def test_mistakes_are_one_line(console, arguments, message):
+    code, out, err = console("sharding", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
