@@ -1,9 +1,11 @@
 """`moezoo sharding`: print what each device stores, computes and receives."""
 
 import dataclasses
+import itertools
 import shlex
+import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config import overrides
@@ -57,12 +59,28 @@ def main(arguments: Sequence[str]) -> None:
         cpu_devices(1)  # tracing must not occupy an accelerator
     parts = "parameters" if switches.parameters_only else "all"
     layouts = [describe(cfg, switches.call, parts=parts) for cfg in configurations]
+    if parts == "all":
+        for line in itertools.chain(*(_choices(cfg, switches.call) for cfg in configurations)):
+            print(line, file=sys.stderr)
     titles = [text.describe_run(cfg, switches.call) for cfg in configurations]
     if switches.against is None:
         print(text.as_json(layouts[0]) if switches.json else text.render(titles[0], layouts[0]))
         return
     differences = compare(*layouts)
     print(text.as_json(differences) if switches.json else text.render_differences(titles, layouts, differences))
+
+
+def _choices(cfg: Any, call: Any) -> list[str]:
+    """Return what a choice between strategies chose, with the bytes that it compared."""
+    from moezoo.analysis.calls import CALLS
+    from moezoo.models import model_shapes
+    from moezoo.models.choice import compare
+    from moezoo.training.report import choice_lines
+
+    model = model_shapes(cfg.model)
+    program = CALLS[call](cfg, model, None)
+    execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
+    return choice_lines(cfg.dispatch, {call: compare(model.stacks, program.rows, program.length, execution, call)})
 
 
 def _replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
