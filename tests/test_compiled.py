@@ -44,6 +44,7 @@ def gather(devices: str, axes: str = "dimensions={0}") -> str:
         ("replica_groups=mesh['data'=1,'fsdp'=2,'expert'=4] {'expert','fsdp'}", ("fsdp", "expert"), 8),
         # Another mesh of the same devices: only the devices count, not the names.
         ("replica_groups=mesh['expert'=2,'fsdp'=4] {'fsdp'}", ("expert",), 4),
+        ("replica_groups={{0,1,2,3}}", ("[(0, 1, 2, 3)]",), 4),  # not all devices take part
         ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("[(0, 1), (2, 3), (4, 5), (6, 7)]",), 2),  # the groups of no axes
     ],
 )
@@ -201,6 +202,9 @@ EVERYWHERE = ("expert", "fsdp")
         (["%a = f32[32] all-gather(%p), replica_groups={}"],
          [("reduce_scatter", EVERYWHERE, 8, 896), ("all_gather", ("fsdp",), 1, 9)],
          "all-gather over fsdp expert runs 1 times, traced 0 times"),
+        (["%a = f32[64,4] all-gather(%p), replica_groups={}", "%b = f32[64,4] all-gather(%p), replica_groups={}"],
+         [("reduce_scatter", EVERYWHERE, 8, 896), ("all_gather", EVERYWHERE, 2, 9)],
+         "fsdp expert 1,792 bytes, traced 905"),
         ([f"%a = f32[8,4] {REDUCE}"], [("psum", EVERYWHERE, 1, 214)], None),  # less than 5% more
         ([f"%a = f32[8,4] {REDUCE}"], [("psum", EVERYWHERE, 1, 213)], "fsdp expert 224 bytes, traced 213"),
         ([f"%a = f32[8,4] {REDUCE}"], [("psum", ("fsdp",), 1, 224)], "fsdp expert 224 bytes, traced 0"),
