@@ -140,21 +140,37 @@ def _groups(text: str, devices: int) -> list[tuple[int, ...]]:
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", text):
         groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
         return groups or [tuple(places.tolist())]
+    numbers = lambda part: [int(n) for n in part.split(",")] if part else None  # noqa: E731
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
+        shape, dims, order = map(numbers, found.groups())
         return [tuple(row) for row in places.reshape(dims).transpose(order).reshape(shape).tolist()]
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^{}()]*)\}", text):
-        sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", found[1])}
-        return _blocks(sizes, tuple(re.findall(r"\w+", found[2])))
+    ids = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]" + ids + r" ?\{([^{}]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        places = places.reshape(numbers(found[2]) or [-1]).transpose(numbers(found[3]))
+        # `'a':(2)4` is the part of size 4 of axis 'a' that has a part of size 2 before it.
+        parts = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[4])
+        inside = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in parts}
+        return _blocks(places, sizes, inside)
     raise ValueError(f"no groups of devices in a form that is known: {text[:300]}")
 
 
-def _blocks(sizes: Mapping[str, int], axes: MeshAxes) -> list[tuple[int, ...]]:
-    """Return the positions of a mesh that differ only in `axes`, group by group."""
-    places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    order = [list(sizes).index(axis) for axis in axes]
-    last = np.moveaxis(places, order, range(-len(order), 0))
-    return [tuple(row) for row in last.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()]
+def _blocks(
+    places: np.ndarray, sizes: Mapping[str, int], inside: Mapping[str, tuple[int, int]]
+) -> list[tuple[int, ...]]:
+    """Return the positions of a mesh group by group.
+
+    Args:
+        places: The positions, in the order of the mesh.
+        sizes: Mesh axis -> its size.
+        inside: Axis -> (the size of what comes before, the size) of its part along which the devices of a group differ.
+    """
+    split = []
+    for axis, size in sizes.items():
+        before, own = inside.get(axis, (1, 1))
+        split += [before, own, size // (before * own)]
+    last = np.moveaxis(places.reshape(split), range(1, len(split), 3), range(-len(sizes), 0))
+    return [tuple(row) for row in last.reshape(-1, math.prod(split[1::3])).tolist()]
 
 
 class _Mesh:
@@ -164,7 +180,11 @@ class _Mesh:
         self.sizes = sizes
         live = [axis for axis, size in sizes.items() if size > 1]
         subsets = (axes for count in range(1, len(live) + 1) for axes in itertools.combinations(live, count))
-        self._blocks = {axes: {frozenset(block) for block in _blocks(sizes, axes)} for axes in subsets}
+        places = np.arange(math.prod(sizes.values()))
+        self._blocks = {
+            axes: {frozenset(block) for block in _blocks(places, sizes, {axis: (1, sizes[axis]) for axis in axes})}
+            for axes in subsets
+        }
 
     def axes(self, groups: list[tuple[int, ...]], *, pairs: bool) -> tuple[MeshAxes, int]:
         """Return the axes that the groups are over, the fewest whose blocks hold all `pairs`, and the group's size."""

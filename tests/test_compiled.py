@@ -42,6 +42,9 @@ def gather(devices: str, axes: str = "dimensions={0}") -> str:
         ("replica_groups=[1,8]<=[8]", ("fsdp", "expert"), 8),
         ("replica_groups=mesh['data'=1,'fsdp'=2,'expert'=4] {'fsdp'}", ("fsdp",), 2),
         ("replica_groups=mesh['data'=1,'fsdp'=2,'expert'=4] {'expert','fsdp'}", ("fsdp", "expert"), 8),
+        ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", ("expert",), 4),
+        ("replica_groups=mesh['a'=8], device_ids=([8]) {'a':(2)4}", ("expert",), 4),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", ("fsdp",), 2),
         # Another mesh of the same devices: only the devices count, not the names.
         ("replica_groups=mesh['expert'=2,'fsdp'=4] {'fsdp'}", ("expert",), 4),
         ("replica_groups={{0,1,2,3}}", ("[(0, 1, 2, 3)]",), 4),  # not all devices take part
@@ -57,7 +60,7 @@ def test_one_device_exchanges_nothing(devices):
     assert collectives(gather(devices), SIZES) == []
 
 
-@pytest.mark.parametrize("devices", ["replica_groups=mesh['a'=8] {'a':(2)4}", "replica_groups=somehow"])
+@pytest.mark.parametrize("devices", ["replica_groups=mesh['a'=8], somehow {'a'}", "replica_groups=somehow"])
 def test_unknown_devices_are_refused(devices):
     with pytest.raises(ValueError, match=r"no groups of devices in a form that is known: .*replica_groups"):
         collectives(gather(devices), SIZES)
