@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import auto_mesh
 from programs import largest_array
@@ -19,16 +18,6 @@ from moezoo.models import MixtralConfig, model_shapes
 from moezoo.moe.dispatch import Ragged
 from moezoo.parallel.absent import ABSENT, absent_devices
 from moezoo.training.build import build_step
-
-
-@pytest.fixture
-def _uncached():
-    """Turn the compilation cache off: programs for absent devices cannot be read back from it."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
 
 
 def test_unknown_kind():

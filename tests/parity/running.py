@@ -10,6 +10,7 @@ import oracle
 import oracle_deepseek
 import oracle_grouped
 import pytest
+from compiled import Budget, budget_of
 from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, with_experts
 from oracle_rope import Rope
@@ -29,7 +30,7 @@ class Observed(NamedTuple):
     """What `run_case` returns of the tested step.
 
     `metrics` and `gradients` have an entry for each step. `parameters` and `bias` (the choice biases) are those after
-    the last step. `traffic` is that of the traced step.
+    the last step. `traffic` is that of the traced step, and `budget` that of the traced and the compiled step.
     """
 
     metrics: list[Metrics]
@@ -37,6 +38,7 @@ class Observed(NamedTuple):
     parameters: oracle.Parameters
     bias: np.ndarray | None
     traffic: TrafficTable
+    budget: Budget
 
 
 class Expected(NamedTuple):
@@ -89,7 +91,7 @@ class CompiledStep:
         self.step = Step(start, self._optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
-            self._compiled = self.step.compile()
+            self.compiled = self.step.compile()
         self.state = self.begin()
 
     def begin(self) -> State:
@@ -107,7 +109,7 @@ class CompiledStep:
 
     def __call__(self, number: int) -> Metrics:
         """Run step `number` from the present state, keep the new state, and return the metrics."""
-        self.state, metrics = jax.block_until_ready(self._compiled(self.state, self.batch(number)))
+        self.state, metrics = jax.block_until_ready(self.compiled(self.state, self.batch(number)))
         return jax.device_get(metrics)
 
 
@@ -124,7 +126,8 @@ def run_case(case: Case) -> Observed:
         gradients.append(parameters_of(case.family, compiled.state.optimizer))
     after: Any = compiled.state.model
     traffic = collective_traffic(compiled.step.traced.jaxpr)
-    return Observed(metrics, gradients, parameters_of(case.family, after), oracle_deepseek.bias_of(after), traffic)
+    parameters, bias = parameters_of(case.family, after), oracle_deepseek.bias_of(after)
+    return Observed(metrics, gradients, parameters, bias, traffic, budget_of(compiled.step, compiled.compiled))
 
 
 def _rope(base: float, y: Any, *, interleaved: bool = False) -> Rope:

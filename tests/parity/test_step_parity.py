@@ -9,6 +9,7 @@ Each case runs three steps of gradient descent in float32 on virtual CPU devices
 | every parameter | after the last step | within `TOLERANCE` |
 | choice bias | after the last step | equal |
 | collectives of the traced step, with the formula of `moezoo.analysis.cost` | once | equal in count and bytes |
+| collectives of the compiled step, with the traced step | once | no more (`compiled.Budget.check`) |
 
 The error of an array is its largest difference from the oracle's, divided by the oracle's largest absolute value.
 """
@@ -53,6 +54,7 @@ def compare_with_oracle(case: Case) -> Errors:
     found, wanted = run_case(case), expected(case.family, case.balance, case.microbatches)
     # This also shows that no collective is in a loop of unknown length: `collective_traffic` refuses one.
     assert found.traffic.outline(2) == communication(case.settings)
+    found.budget.check()
     loss = gradients = 0.0
     for metrics, gradient, outcome in zip(found.metrics, found.gradients, wanted.outcomes, strict=True):
         np.testing.assert_array_equal(metrics.load, outcome.load)
