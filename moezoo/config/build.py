@@ -16,7 +16,7 @@ from moezoo.models.base import check_tokens
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import AXES, MeshShape, abstract_mesh, make_mesh
+from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 
 
 def build_execution(
@@ -135,11 +135,12 @@ def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_se
         changed = sum(n != execution.sizes[axis] for axis, n in sizes.items())
         return -math.prod(sizes[axis] for axis in batch), changed
 
-    return next((sizes for sizes in sorted(fitting, key=order) if _fits(cfg, MeshShape(**sizes))), {})
+    return next((sizes for sizes in sorted(fitting, key=order) if _fits(cfg, sizes)), {})
 
 
-def _fits(cfg: TrainConfig, shape: MeshShape) -> bool:
-    """Whether the model of `cfg` runs on a mesh of this shape."""
+def _fits(cfg: TrainConfig, sizes: dict[str, int]) -> bool:
+    """Whether the model of `cfg` runs on a mesh of these sizes."""
+    shape = dataclasses.replace(cfg.mesh, **sizes)
     try:
         build_execution(dataclasses.replace(cfg, mesh=shape), abstract_mesh(shape))
     except UserError:

@@ -244,8 +244,6 @@ def _continue(
         return end.new, end.count
 
     arguments = (model, tokens, valid, jnp.arange(len(tokens)), limit, stops, key)
-    if execution.mesh is None:
-        return local(*arguments)
     rows, everywhere = PartitionSpec(execution.batch_axes or None), PartitionSpec()
     specs: Any = (execution.specs(model), rows, rows, rows, everywhere, everywhere, everywhere)
-    return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=(rows, everywhere))(*arguments)
+    return execution.run(local, arguments, specs, (rows, everywhere))

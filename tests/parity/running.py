@@ -18,6 +18,7 @@ from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.step import Metrics, State, Step
@@ -73,7 +74,14 @@ def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Ba
 class CompiledStep:
     """The compiled step of a case, and the state after the steps run so far."""
 
-    def __init__(self, case: Case, optimizer: Optimizer | None = None, start: Any = None, trained: Any = None):
+    def __init__(
+        self,
+        case: Case,
+        optimizer: Optimizer | None = None,
+        start: Any = None,
+        trained: Any = None,
+        execution: Execution | None = None,
+    ):
         """Compile the step.
 
         Args:
@@ -81,12 +89,14 @@ class CompiledStep:
             optimizer: `GradientRecorder` by default.
             start: the model before the first step; the case's own by default.
             trained: which arrays are trained, a function of the path; `Step`'s default if None.
+            execution: how the step runs, if not as `case.execution`.
         """
+        execution = case.execution if execution is None else execution
         start = model(case.family, case.balance) if start is None else start
         self._micro_steps, self._start = case.microbatches, start
-        placements = case.execution.placements(start)
+        placements = execution.placements(start)
         self._optimizer = optimizer or GradientRecorder(SGD(RATE), Constant(), STEPS, placements)
-        self.step = Step(start, self._optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
+        self.step = Step(start, self._optimizer, execution, batch_shapes(case.microbatches), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
             self._compiled = self.step.compile()
