@@ -227,7 +227,7 @@ class Execution:
         return jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements(module))
 
     def run(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Run `function` on each device's parts of `arguments`, which may have any layout; without a mesh, on all of them.
+        """Run `function` on each device's parts of `arguments`, in any layout; without a mesh, on the arguments.
 
         Args:
             function: Runs inside `shard_map`.

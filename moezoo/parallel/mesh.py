@@ -28,9 +28,9 @@ class MeshShape:
     """The size of each mesh axis. At most one size is -1: all devices that the other axes leave.
 
     Attributes:
-        axis_types: JAX's type of all axes, `auto` or `explicit`. It matters to a user's own operations on arrays of the
-            mesh: with `auto` the compiler lays out their results, with `explicit` the types of arrays do and JAX refuses
-            what is ambiguous. moezoo's own programs run inside `shard_map` and are the same with both.
+        axis_types: JAX's type of all axes, `auto` or `explicit`. It matters to your own operations on arrays of the
+            mesh: with `auto` the compiler lays out their results; with `explicit` the layout is part of their types,
+            and JAX refuses what is ambiguous. moezoo's own programs are the same with both.
 
     Raises:
         UserError: A size is no whole number, or neither positive nor -1, or two sizes are -1.
@@ -214,10 +214,10 @@ def with_auto_axes(tree: PyTree) -> PyTree:
     """Return the same arrays, not copied, on meshes of Auto axes, where any operation on split arrays is allowed."""
 
     def leaf(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or not any(jax.typeof(x).sharding.spec):
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
             return x
-        there: Any = x.sharding
-        auto = Mesh(there.mesh.devices, there.mesh.axis_names, axis_types=(AxisType.Auto,) * len(there.mesh.axis_names))
-        return jax.device_put(x, NamedSharding(auto, there.spec))
+        mesh: Any = x.sharding.mesh
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.device_put(x, NamedSharding(auto, x.sharding.spec))
 
     return jax.tree.map(leaf, tree)

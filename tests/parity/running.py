@@ -81,6 +81,7 @@ class CompiledStep:
         start: Any = None,
         trained: Any = None,
         execution: Execution | None = None,
+        rows: int = ROWS,
     ):
         """Compile the step.
 
@@ -90,13 +91,14 @@ class CompiledStep:
             start: the model before the first step; the case's own by default.
             trained: which arrays are trained, a function of the path; `Step`'s default if None.
             execution: how the step runs, if not as `case.execution`.
+            rows: the first so many rows of each batch are used.
         """
         execution = case.execution if execution is None else execution
         start = model(case.family, case.balance) if start is None else start
-        self._micro_steps, self._start = case.microbatches, start
+        self._micro_steps, self._start, self._rows = case.microbatches, start, rows
         placements = execution.placements(start)
         self._optimizer = optimizer or GradientRecorder(SGD(RATE), Constant(), STEPS, placements)
-        self.step = Step(start, self._optimizer, execution, batch_shapes(case.microbatches), trained=trained)
+        self.step = Step(start, self._optimizer, execution, batch_shapes(case.microbatches, rows), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
             self._compiled = self.step.compile()
@@ -112,7 +114,7 @@ class CompiledStep:
 
     def batch(self, number: int) -> Batch:
         """Return the batch of step `number` on the devices, cut into micro-steps."""
-        cut = {name: x.reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
+        cut = {name: x[: self._rows].reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
         return jax.device_put(Batch(**cut), self.step.batch_shardings)
 
     def __call__(self, number: int) -> Metrics:
