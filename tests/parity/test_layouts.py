@@ -35,9 +35,9 @@ def test_ten_updates_with_experts_stored_over_two_axes():
     """`shard_exp_on_fsdp` stores whole experts over (expert, fsdp), and `fsdp_ep` parts of them over fsdp.
 
     Both gather the same weights and sum each number's gradient over the same two devices, and AdamW works number by
-    number. So parameters, moments, losses and routing are equal to the bit. Only the norm is not: it adds the squares
-    of each device's numbers first, and these are others. No number passes through more than a few hundred additions of
-    positive numbers, and each rounds by at most 6e-8; about 1e-7 is seen.
+    number. So parameters, moments, losses and routing are equal to the bit. Only the norm is not: each device first
+    adds the squares of its own numbers, and these are others. Adding a few hundred positive numbers rounds by about the
+    root of their number times 6e-8, which is 1e-6.
     """
 
     def ten_updates(rules: str) -> list[dict[str, np.ndarray]]:
@@ -48,10 +48,8 @@ def test_ten_updates_with_experts_stored_over_two_axes():
 
     for one, other in zip(ten_updates("fsdp_ep"), ten_updates("shard_exp_on_fsdp"), strict=True):
         assert set(one) == set(other)
-        print({n for n in one if not (one[n] == other[n]).all()})
-        print([float(abs(one[n] - other[n]).max() / abs(one[n]).max()) for n in one if "gradient_norm" in n])
         for name, array in one.items():
-            if "gradient_norm" in name:
+            if name.endswith("norm"):  # the metric, and the guard's mean of it
                 np.testing.assert_allclose(array, other[name], rtol=2e-6)
             else:
                 np.testing.assert_array_equal(array, other[name], name)
@@ -80,7 +78,6 @@ def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
         assert not other.dropped.any()
         for part in ("model", "optimizer"):  # the optimiser's state is the gradient
             mine, theirs = (parameters_of("deepseek", getattr(step.state, part)) for step in (context, expert))
-            print(part, worst_error(mine, theirs))
             assert worst_error(mine, theirs) < TOLERANCE, part
         biases = [oracle_deepseek.bias_of(step.state.model) for step in (context, expert)]
         np.testing.assert_array_equal(*biases)
@@ -94,7 +91,6 @@ def test_two_sequences_on_eight_devices():
     for number in range(2):
         outcome = oracle.differentiate(parameters, {n: x[:2] for n, x in batch(number).items()}, 1, settings)
         compare_metrics(step(number), outcome)
-        print(worst_error(parameters_of("deepseek", step.state.optimizer), outcome.gradients))
         assert worst_error(parameters_of("deepseek", step.state.optimizer), outcome.gradients) < TOLERANCE
         parameters = oracle.sgd(parameters, outcome.gradients, RATE)
         settings = settings.after_step(outcome.load)

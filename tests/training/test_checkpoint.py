@@ -40,11 +40,13 @@ def test_arrays_of_another_model_are_refused_by_name(tmp_path):
             load(**arrays)
 
 
-# Two meshes per rule set, of eight devices and of four; sizes that differ between neighbouring dimensions.
+# For each rule set a mesh of eight devices, under which states are saved and loaded, and one of four to load on.
 MESHES = {rules: ("mesh.fsdp=2 mesh.expert=4", "mesh.fsdp=2 mesh.expert=2") for rules in groups()["rules"]}
 MESHES["pure_fsdp"] = ("mesh.fsdp=8", "mesh.fsdp=4")
-for name in ("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"):
-    MESHES[name] = ("mesh.fsdp=2 mesh.expert=2 mesh.context=2", "mesh.fsdp=2 mesh.context=2")
+MESHES |= dict.fromkeys(
+    ("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"),
+    ("mesh.fsdp=2 mesh.expert=2 mesh.context=2", "mesh.fsdp=2 mesh.context=2"),
+)
 TINY = "model.vocab=40 model.embed=16 model.layers=2 model.dense_layers=1 model.heads=3 model.q_lora=24 model.kv_lora=8"
 TINY += " model.nope_dim=6 model.rope_dim=4 model.value_dim=5 model.mlp=20 model.expert_mlp=12 model.experts=8"
 
@@ -67,15 +69,14 @@ def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
         checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
-    for number in range(1, len(MESHES) + 1):
+    for number, other in enumerate(MESHES, start=1):
         about = read_about(checkpoints.folder, number)
-        for layout, target in layouts.items():
+        for layout in [(rules, mesh) for rules, (mesh, _) in MESHES.items()] + [(other, MESHES[other][1])]:
+            target = layouts[layout]
             saved = restore(checkpoints.folder, number, about, model=target.model, training=tuple(target[1:]))
-            found, where = State(saved["model"], *saved["training"]), (number, layout)
-
-            def check(path: Any, x: jax.Array, like: Any, wanted: np.ndarray, where: Any = where) -> None:
-                assert x.sharding == like.sharding, (path, where)
+            found = jax.tree_util.tree_leaves_with_path(State(saved["model"], *saved["training"]))
+            for (path, x), like, wanted in zip(found, jax.tree.leaves(target), jax.tree.leaves(values), strict=True):
+                assert x.sharding == like.sharding
                 for shard in x.addressable_shards:
-                    np.testing.assert_array_equal(shard.data, wanted[shard.index], f"{path} {where}")
-
-            jax.tree_util.tree_map_with_path(check, found, target, values)
+                    where = f"{jax.tree_util.keystr(path)}, saved under {other}, loaded under {layout}"
+                    np.testing.assert_array_equal(shard.data, wanted[shard.index], where)
