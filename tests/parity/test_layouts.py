@@ -20,7 +20,7 @@ MIXTRAL = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch")
 DEEPSEEK = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
 
 
-def execution(rules: str, strategy: str, **axes: int) -> moezoo.Execution:
+def execution(rules: str, strategy: str, **axes: Any) -> moezoo.Execution:
     """Return an execution under shipped rules; it replaces that of a `Case`."""
     mesh, layout = moezoo.make_mesh(moezoo.MeshShape(**axes)), moezoo.compose(f"rules={rules}").rules
     return moezoo.Execution(mesh, layout, STRATEGIES[strategy]().exact)
@@ -79,8 +79,9 @@ def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
         for part in ("model", "optimizer"):  # the optimiser's state is the gradient
             mine, theirs = (parameters_of("deepseek", getattr(step.state, part)) for step in (context, expert))
             assert worst_error(mine, theirs) < TOLERANCE, part
-        biases = [oracle_deepseek.bias_of(step.state.model) for step in (context, expert)]
-        np.testing.assert_array_equal(*biases)
+        one, other = (oracle_deepseek.bias_of(step.state.model) for step in (context, expert))
+        assert one is not None
+        np.testing.assert_array_equal(one, other)
 
 
 @same_process("deepseek")
