@@ -159,13 +159,10 @@ class LanguageModel(eqx.Module):
             return Output(model.head(out.x, execution), routing)
 
         place = Place(positions, segments)
-        if execution.mesh is None:
-            return local(self, tokens, place)
         split: Any = execution.tokens_spec
         specs = (execution.specs(self), split, Place(split, split))
         replicated: Any = PartitionSpec()
-        out = Output(split, replicated)
-        return jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=out)(self, tokens, place)
+        return execution.run(local, (self, tokens, place), specs, Output(split, replicated))
 
     def _check_numbers(self, tokens: Any, segments: Any, positions: Any) -> None:
         """Check the arrays of a call and the numbers that are known; at padding there may be any."""

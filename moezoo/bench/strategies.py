@@ -27,7 +27,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import MeshShape, start
+from moezoo.parallel.mesh import start
 from moezoo.training.build import build_state, build_step
 from moezoo.training.feed import Feed
 
@@ -75,7 +75,7 @@ class _Running:
     def __init__(self, cfg: TrainConfig):
         self.execution = build_execution(cfg)
         # The execution has resolved a mesh axis of -1.
-        self.cfg = cfg = dataclasses.replace(cfg, mesh=MeshShape(**self.execution.sizes))
+        self.cfg = cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **self.execution.sizes))
         self._step = build_step(cfg, self.execution)
         self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
         self._compiled = self._step.compile()

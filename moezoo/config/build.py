@@ -20,7 +20,7 @@ from moezoo.models.base import check_tokens
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import AXES, MeshShape, abstract_mesh, make_mesh
+from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
 
 
@@ -192,7 +192,7 @@ def _find_mesh(cfg: TrainConfig, execution: Execution, devices: int, *, whole_se
 def _fits(cfg: TrainConfig, sizes: Mapping[str, int]) -> bool:
     """Whether `cfg` runs on a mesh of these sizes."""
     try:
-        execution = _lay_out(cfg, abstract_mesh(MeshShape(**sizes)))
+        execution = _lay_out(cfg, abstract_mesh(dataclasses.replace(cfg.mesh, **sizes)))
         _check_batches(cfg, execution)
         check_batch(cfg, execution)
     except UserError:

@@ -136,6 +136,11 @@ def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
     return convert(TrainConfig, mapping, "", _CHECKS)
 
 
+def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration with the defaults of settings that moezoo has had since."""
+    return complete(TrainConfig, mapping, "", _CHECKS)
+
+
 def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
     """Return `cfg` as plain dicts, lists, numbers and text, with every default written out.
 

@@ -268,18 +268,16 @@ class Continuation:
 
     def programs(self, model: LanguageModel) -> "Programs":
         """Return the methods as functions of whole arrays, for models like `model`."""
-        if self.prefill.mesh is None:
-            return Programs(self.begin, self.advance, self.run)
         rows: Any = PartitionSpec(self.prefill.batch_axes or None)
         everywhere: Any = PartitionSpec()
         kept: Any = PartitionSpec(None, *rows)
         now = Progress(everywhere, rows, rows, rows, everywhere, Cache(kept, rows, everywhere))
         given = (self.prefill.specs(model), Prompts(rows, rows, rows, *(everywhere,) * 3), now)
-        split = functools.partial(jax.shard_map, mesh=self.prefill.mesh)
+        run = self.prefill.run
         return Programs(
-            split(self.begin, in_specs=given[:2], out_specs=now),
-            split(self.advance, in_specs=given, out_specs=now),
-            split(self.run, in_specs=given[:2], out_specs=(rows, everywhere)),
+            lambda *arguments: run(self.begin, arguments, given[:2], now),
+            lambda *arguments: run(self.advance, arguments, given, now),
+            lambda *arguments: run(self.run, arguments, given[:2], (rows, everywhere)),
         )
 
 

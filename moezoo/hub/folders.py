@@ -28,6 +28,7 @@ from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
 from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import with_auto_axes
 
 _MOST_NAMES = 60  # in a message; a layer of any family has fewer
 SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
@@ -115,7 +116,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model; name another folder")
     family = family_of(model.config)
-    arrays = arrays_by_path(model)
+    arrays = arrays_by_path(with_auto_axes(model))
     plan = list(tensors(model, family.hub))
     sizes = [_size(t, arrays) for t in plan]
     shards: list[list[Tensor]] = [[]]

@@ -5,13 +5,14 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -118,7 +119,8 @@ class Execution:
                 "and rules.sequence, or none"
             )
         # An axis of this name that only stores weights is no mistake where weights move.
-        if not experts and self.sizes.get("expert", 1) > 1 and not self.moves_weights:
+        moves_tokens = isinstance(self.dispatch, Dispatch) and self.dispatch.moves == "tokens"
+        if not experts and self.sizes.get("expert", 1) > 1 and moves_tokens:
             raise UserError(
                 f"mesh.expert={self.sizes['expert']} but rules {self.rules.name} keep experts split over none of its "
                 f"devices (rules.compute.expert={show(self.rules.compute.get('expert', ()))}), and the strategy "
@@ -247,6 +249,26 @@ class Execution:
         mesh = self.mesh
         return jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements(module))
 
+    def run(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """Run `function` on each device's parts of `arguments`, in any layout; without a mesh, on the arguments.
+
+        Args:
+            function: Runs inside `shard_map`.
+            arguments: Trees of arrays.
+            in_specs: The layout of each argument: a `PartitionSpec`, or a tree of them.
+            out_specs: The layout of the result.
+
+        Raises:
+            UserError: There is no mesh, and an array is split over explicit axes of one.
+        """
+        if self.mesh is None:
+            _check_unsplit(arguments)
+            return function(*arguments)
+        # Axes of type Explicit require that arrays arrive in these layouts; with Auto, JAX would move them silently.
+        laid_out = jax.tree.map(functools.partial(NamedSharding, self.mesh), in_specs)
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        return mapped(*jax.device_put(arguments, laid_out))
+
     def summed_axes(self, placement: Placement) -> tuple[str, ...]:
         """Return the mesh axes that the gradient of a gathered parameter is summed over.
 
@@ -326,8 +348,20 @@ def place(model: PyTree, execution: Execution) -> PyTree:
     check_type("model", model, eqx.Module, "give a model, such as moezoo.build_model returns")
     check_type("execution", execution, Execution, "write moezoo.execution(cfg)")
     if execution.mesh is None:
-        return jax.device_put(model, jax.devices()[0])
+        # Moved to a device instead of a sharding, an array of explicit axes would keep their type.
+        return jax.device_put(model, SingleDeviceSharding(jax.devices()[0]))
     return jax.device_put(model, execution.shardings(model))
+
+
+def _check_unsplit(arguments: PyTree) -> None:
+    """Refuse arrays that are split over explicit axes; an operation on them may raise one of JAX's errors."""
+    for kind in map(jax.typeof, jax.tree.leaves(arguments)):
+        if any(kind.sharding.spec):
+            raise UserError(
+                f"an array {kind} is split over axes of mesh.axis_types=explicit, and there is no execution; pass "
+                "execution=moezoo.execution(cfg), or move the model to one device: moezoo.place(model, "
+                "moezoo.Execution())"
+            )
 
 
 def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -4,11 +4,12 @@ import dataclasses
 import glob
 import math
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from moezoo.convert import Range, check_fields, convert
 from moezoo.errors import UserError, check_type
@@ -26,6 +27,11 @@ _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/k
 class MeshShape:
     """The size of each mesh axis. At most one size is -1: all devices that the other axes leave.
 
+    Attributes:
+        axis_types: JAX's type of all axes, `auto` or `explicit`. It matters to your own operations on arrays of the
+            mesh: with `auto` the compiler lays out their results; with `explicit` the layout is part of their types,
+            and JAX refuses what is ambiguous. moezoo's own programs are the same with both.
+
     Raises:
         UserError: A size is no whole number, or neither positive nor -1, or two sizes are -1.
     """
@@ -35,6 +41,7 @@ class MeshShape:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    axis_types: Literal["auto", "explicit"] = "auto"
 
     def __post_init__(self):
         check_fields("mesh", self)
@@ -54,6 +61,11 @@ class MeshShape:
     def devices(self) -> int:
         """The product of the sizes other than -1."""
         return math.prod(size for size in self.sizes.values() if size != -1)
+
+    @property
+    def types(self) -> tuple[AxisType, ...]:
+        """The type of each axis, as JAX takes it."""
+        return (AxisType.Auto if self.axis_types == "auto" else AxisType.Explicit,) * len(AXES)
 
 
 def has_started() -> bool:
@@ -162,14 +174,11 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     rest = [axis for axis, size in shape.sizes.items() if size == -1]
     if rest:
         raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, but this mesh has none; give a number")
-    return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=shape.types)
 
 
 def mesh_of(shape: MeshShape, devices: list) -> Mesh:
-    """Return the mesh of `shape` over the first of `devices`.
-
-    Axis types are Auto: the training step writes its own collectives inside `shard_map`. Raises as `make_mesh` does.
-    """
+    """Return the mesh of `shape` over the first of `devices`. Raises as `make_mesh` does."""
     sizes, wanted = shape.sizes, shape.devices
     have, platform = len(devices), devices[0].platform
     rest = next((axis for axis, size in sizes.items() if size == -1), None)
@@ -198,4 +207,17 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
             f"{named} takes {wanted} of {have} devices, and with {jax.process_count()} processes it must take all; "
             "choose a larger mesh, or write -1 for one of its axes"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted])
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=shape.types, devices=devices[:wanted])
+
+
+def with_auto_axes(tree: PyTree) -> PyTree:
+    """Return the same arrays, not copied, on meshes of Auto axes, where any operation on split arrays is allowed."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+            return x
+        mesh: Any = x.sharding.mesh
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.device_put(x, NamedSharding(auto, x.sharding.spec))
+
+    return jax.tree.map(leaf, tree)

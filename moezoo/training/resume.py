@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from moezoo.config.compose import as_mapping
+from moezoo.config.compose import as_mapping, with_defaults
 from moezoo.config.settings import TrainConfig
 from moezoo.convert import show
 from moezoo.data import Source
@@ -31,7 +31,7 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
 
     Raises `UserError` for a setting that a run cannot change.
     """
-    before, after = _flat(saved), _flat(as_mapping(run_settings(cfg)))
+    before, after = _flat(with_defaults(saved)), _flat(as_mapping(run_settings(cfg)))
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)

@@ -57,8 +57,9 @@ def holds(mapping, part):
 def test_mesh_entries_are_named_by_their_sizes():
     for option in groups()["mesh"]:
         mapping = read_yaml(CONF / "mesh" / f"{option}.yaml")
-        assert tuple(mapping) == AXES
+        assert tuple(mapping) == (*AXES, "axis_types")
         shape = convert(MeshShape, mapping, "mesh")
+        assert shape.axis_types == MeshShape().axis_types
         assert shape.devices == (1 if option == "single" else 8)
         short = {"fsdp": "fsdp", "expert": "ep"}
         name = "_".join(f"{short.get(axis, axis)}{size}" for axis, size in shape.sizes.items() if size > 1)

@@ -11,6 +11,7 @@ import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
 from moezoo.errors import UserError
+from moezoo.training.resume import list_changes
 
 GOOD = to_yaml(as_mapping(moezoo.compose("model.layers=2")))
 LENGTH = "seq_len: 128"
@@ -70,6 +71,17 @@ def test_the_message_names_the_file(tmp_path, damage):
 def test_the_undamaged_file_is_read(tmp_path):
     (tmp_path / "config.yaml").write_text(GOOD)
     assert moezoo.saved_config(tmp_path).model.layers == 2
+
+
+def test_settings_that_an_older_run_does_not_have_are_the_defaults(tmp_path):
+    """They are also no change in a run that continues it."""
+    saved = as_mapping(moezoo.compose("model.layers=2"))
+    del saved["mesh"]["axis_types"]
+    (tmp_path / "config.yaml").write_text(to_yaml(saved))
+    assert moezoo.saved_config(tmp_path).mesh.axis_types == "auto"
+    cfg = moezoo.compose(f"resume={tmp_path}", "mesh.axis_types=explicit")
+    assert list_changes(cfg, saved) == ["mesh.axis_types: auto before, explicit now"]
+    assert list_changes(moezoo.compose(f"resume={tmp_path}"), saved) == []
 
 
 def test_aliases_of_a_rules_file_are_read(tmp_path):

@@ -9,7 +9,8 @@ import jax
 import pytest
 from refusals import refused
 
-from moezoo.parallel.mesh import AXES, MeshShape, cpu_devices, has_started, make_mesh, mesh_of, prepare
+import moezoo
+from moezoo.parallel.mesh import AXES, MeshShape, abstract_mesh, cpu_devices, has_started, make_mesh, mesh_of, prepare
 
 
 def test_shape():
@@ -34,8 +35,12 @@ def test_mesh_has_every_axis_and_the_first_devices():
     assert mesh.axis_names == AXES
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 1}
     assert list(mesh.devices.flat) == jax.devices()[:4]
-    # The training step writes its own collectives; other axis types would add some.
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    explicit = MeshShape(fsdp=2, expert=2, axis_types="explicit")
+    for each in (make_mesh(explicit), abstract_mesh(explicit)):
+        assert set(each.axis_types) == {jax.sharding.AxisType.Explicit}
+    with refused("mesh.axis_types=manual", "auto, explicit"):
+        moezoo.compose("mesh.axis_types=manual")
 
 
 def test_minus_one_takes_the_rest():

@@ -19,6 +19,7 @@ from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.step import Metrics, State, Step
@@ -75,7 +76,15 @@ def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Ba
 class CompiledStep:
     """The compiled step of a case, and the state after the steps run so far."""
 
-    def __init__(self, case: Case, optimizer: Optimizer | None = None, start: Any = None, trained: Any = None):
+    def __init__(
+        self,
+        case: Case,
+        optimizer: Optimizer | None = None,
+        start: Any = None,
+        trained: Any = None,
+        execution: Execution | None = None,
+        rows: int = ROWS,
+    ):
         """Compile the step.
 
         Args:
@@ -83,12 +92,15 @@ class CompiledStep:
             optimizer: `GradientRecorder` by default.
             start: the model before the first step; the case's own by default.
             trained: which arrays are trained, a function of the path; `Step`'s default if None.
+            execution: how the step runs, if not as `case.execution`.
+            rows: the first so many rows of each batch are used.
         """
+        execution = case.execution if execution is None else execution
         start = model(case.family, case.balance) if start is None else start
-        self._micro_steps, self._start = case.microbatches, start
-        placements = case.execution.placements(start)
+        self._micro_steps, self._start, self._rows = case.microbatches, start, rows
+        placements = execution.placements(start)
         self._optimizer = optimizer or GradientRecorder(SGD(RATE), Constant(), STEPS, placements)
-        self.step = Step(start, self._optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
+        self.step = Step(start, self._optimizer, execution, batch_shapes(case.microbatches, rows), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
             self.compiled = self.step.compile()
@@ -104,7 +116,7 @@ class CompiledStep:
 
     def batch(self, number: int) -> Batch:
         """Return the batch of step `number` on the devices, cut into micro-steps."""
-        cut = {name: x.reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
+        cut = {name: x[: self._rows].reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
         return jax.device_put(Batch(**cut), self.step.batch_shardings)
 
     def __call__(self, number: int) -> Metrics:

@@ -1,11 +1,17 @@
-"""The arrays of a checkpoint against those that a model has."""
+"""The arrays of a checkpoint against those that a model has, and in every layout that a run may continue in."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from refusals import refused
 
+import moezoo
+from moezoo.config.overrides import groups
+from moezoo.training.build import build_step
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
+from moezoo.training.step import State
 
 SAVED = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
 
@@ -32,3 +38,45 @@ def test_arrays_of_another_model_are_refused_by_name(tmp_path):
     ):
         with refused(*parts):
             load(**arrays)
+
+
+# For each rule set a mesh of eight devices, under which states are saved and loaded, and one of four to load on.
+MESHES = {rules: ("mesh.fsdp=2 mesh.expert=4", "mesh.fsdp=2 mesh.expert=2") for rules in groups()["rules"]}
+MESHES["pure_fsdp"] = ("mesh.fsdp=8", "mesh.fsdp=4")
+MESHES |= dict.fromkeys(
+    ("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"),
+    ("mesh.fsdp=2 mesh.expert=2 mesh.context=2", "mesh.fsdp=2 mesh.context=2"),
+)
+TINY = "model.vocab=40 model.embed=16 model.layers=2 model.dense_layers=1 model.heads=3 model.q_lora=24 model.kv_lora=8"
+TINY += " model.nope_dim=6 model.rope_dim=4 model.value_dim=5 model.mlp=20 model.expert_mlp=12 model.experts=8"
+
+
+def state_shapes(rules: str, mesh: str) -> State:
+    """Return the state of a tiny DeepSeek, as shapes in their layouts."""
+    cfg = moezoo.compose("model=deepseek", *TINY.split(), "batch_size=8", "seq_len=8", f"rules={rules}", *mesh.split())
+    return build_step(cfg, moezoo.execution(cfg)).arguments[0]
+
+
+def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
+    """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different."""
+    rng = np.random.default_rng(0)
+    layouts = {(rules, mesh): state_shapes(rules, mesh) for rules, both in MESHES.items() for mesh in both}
+    first = next(iter(layouts.values()))
+    values = jax.tree.map(lambda x: rng.permutation(x.size).reshape(x.shape).astype(x.dtype), first)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=len(MESHES))
+    for number, (rules, (mesh, _)) in enumerate(MESHES.items(), start=1):
+        state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), values, layouts[rules, mesh])
+        trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
+        checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
+    checkpoints.close()
+    for number, other in enumerate(MESHES, start=1):
+        about = read_about(checkpoints.folder, number)
+        for layout in [(rules, mesh) for rules, (mesh, _) in MESHES.items()] + [(other, MESHES[other][1])]:
+            target = layouts[layout]
+            saved = restore(checkpoints.folder, number, about, model=target.model, training=tuple(target[1:]))
+            found = jax.tree_util.tree_leaves_with_path(State(saved["model"], *saved["training"]))
+            for (path, x), like, wanted in zip(found, jax.tree.leaves(target), jax.tree.leaves(values), strict=True):
+                assert x.sharding == like.sharding
+                for shard in x.addressable_shards:
+                    where = f"{jax.tree_util.keystr(path)}, saved under {other}, loaded under {layout}"
+                    np.testing.assert_array_equal(shard.data, wanted[shard.index], where)

@@ -1,0 +1,129 @@
+"""Meshes of explicit axes run the programs of meshes of auto axes.
+
+Two programs are the same if they are lowered to the same text, in which `lowered` leaves out what numbers them. Then
+they have the same collectives and the same numbers. One step and one evaluation also run.
+"""
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from cover import LENGTH, MESHES, ROWS, Case, batch, config, model
+from jax.sharding import NamedSharding
+from refusals import refused
+from running import RATE, STEPS, CompiledStep, batch_shapes
+
+import moezoo
+from moezoo.data import Batch, load
+from moezoo.models import model_shapes
+from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.traces import collective_traffic
+from moezoo.training.evaluate import Evaluator
+from moezoo.training.feed import Feed
+from moezoo.training.step import Step
+
+TYPES = ("auto", "explicit")
+# Different rule sets, strategies and families.
+CASES = (
+    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "mixtral"),
+    Case("ragged", "fsdp2_ep2_context2", "cp_as_ep", "dots", 1, "sequence", "deepseek"),
+    Case("gather", "fsdp2_ep4", "shard_exp_on_fsdp", "none", 1, "batch", "olmoe"),
+    Case("capacity", "fsdp2_ep4", "ep_as_cp", "full", 1, "batch", "qwen3_moe"),
+)
+
+
+def execution(case: Case, types: str) -> moezoo.Execution:
+    """Return the execution of a case, on a mesh of these axis types."""
+    return replace(case.execution, mesh=moezoo.make_mesh(replace(MESHES[case.mesh], axis_types=types)))
+
+
+def lowered(program: Any) -> str:
+    """Return the text of a traced program, without the numbers of its values.
+
+    JAX repeats the layout in which `shard_map` returns an array of explicit axes: for scalars, and from 0.12 on for
+    every output. This is left out too.
+    """
+    text = program.lower().as_text().replace(", sdy.sharding = #sdy.sharding<@mesh, []>", "")
+    lines = [line for line in text.splitlines() if "sdy.sharding_constraint" not in line]
+    return re.sub(r"%\w+(#\d+)?", "%", "\n".join(lines))
+
+
+def evaluator(case: Case, types: str) -> Evaluator:
+    """Return the evaluator of a case; only its `sums` are used, on the tests' own batch."""
+    cfg = moezoo.compose("data=synthetic", f"batch_size={ROWS}", f"seq_len={LENGTH}")
+    source = load(cfg.data, seq_len=LENGTH, seed=0, vocab=cfg.model.vocab)
+    return Evaluator(model(case.family), source, cfg, execution(case, types))
+
+
+def on_devices(case: Case, types: str) -> tuple[Any, Batch]:
+    """Return the model of a case and a batch in their layouts."""
+    how = execution(case, types)
+    assert how.mesh is not None
+    feed = Feed(NamedSharding(how.mesh, how.tokens_spec), (ROWS, LENGTH))
+    return moezoo.place(model(case.family), how), feed(Batch(**batch(0)))
+
+
+def bits(tree: Any) -> list[bytes]:
+    """Return the bytes of each array of a tree."""
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_and_evaluations_are_the_same_programs(case):
+    shapes = model_shapes(config(case.family, case.balance))
+
+    @functools.cache
+    def traced(types: str) -> Any:
+        how = execution(case, types)
+        optimizer = Optimizer(SGD(RATE), Constant(), STEPS, how.placements(shapes))
+        return Step(shapes, optimizer, how, batch_shapes(case.microbatches)).traced
+
+    assert collective_traffic(traced("auto").jaxpr) == collective_traffic(traced("explicit").jaxpr) != {}
+    assert lowered(traced("auto")) == lowered(traced("explicit"))
+    auto, explicit = (evaluator(case, types).sums.trace(*on_devices(case, types)) for types in TYPES)
+    assert lowered(auto) == lowered(explicit)
+
+
+@functools.cache
+def results(types: str) -> dict[str, Any]:
+    """Return what two steps, an evaluation, a call and a generation give for the first case, as bytes."""
+    case, how = CASES[0], execution(CASES[0], types)
+    step = CompiledStep(case, execution=how)
+    types_of_state = {kind for x in jax.tree.leaves(step.state) for kind in x.sharding.mesh.axis_types}
+    assert types_of_state == {jax.sharding.AxisType[types.capitalize()]}
+    found = {"steps": bits((step(0), step(1), step.state))}
+    found["evaluation"] = bits(evaluator(case, types).sums(*on_devices(case, types)))
+    placed, tokens = on_devices(case, types)[0], batch(0)["tokens"]
+    found["call"] = bits(placed(tokens, execution=how))
+    found["generation"] = bits(moezoo.generate(placed, tokens[:2, :3], max_new_tokens=3, execution=how))
+    return found
+
+
+def test_numbers_are_the_same():
+    auto, explicit = map(results, TYPES)
+    assert auto == explicit
+    how, tokens = execution(CASES[0], "explicit"), batch(0)["tokens"]
+    assert bits(model(CASES[0].family)(tokens, execution=how)) == auto["call"]  # arrays may arrive in any layout
+    jax.jit(lambda m, t: m(t, execution=how)).trace(model(CASES[0].family), tokens)
+
+
+def test_a_call_without_an_execution_needs_arrays_on_one_device():
+    """There JAX would refuse the first operation that does not determine the layout of its result."""
+    placed, tokens = on_devices(CASES[0], "explicit")[0], batch(0)["tokens"]
+    for call in (lambda m: m(tokens), lambda m: moezoo.generate(m, tokens[:1, :3], max_new_tokens=1)):
+        with refused("an array float32[40,16@(fsdp,expert)]", "explicit", "execution=", "moezoo.place"):
+            call(placed)
+    alone = moezoo.place(placed, moezoo.Execution())
+    assert alone(tokens).logits.shape == (ROWS, LENGTH, 40)
+
+
+def test_a_model_is_saved_and_loaded(tmp_path):
+    placed, how = on_devices(CASES[0], "explicit")[0], execution(CASES[0], "explicit")
+    moezoo.save_pretrained(placed, tmp_path)
+    loaded = moezoo.from_pretrained(tmp_path, how)
+    assert bits(loaded) == bits(placed)
+    assert [x.sharding for x in jax.tree.leaves(loaded)] == [x.sharding for x in jax.tree.leaves(placed)]

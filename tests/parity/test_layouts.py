@@ -1,0 +1,100 @@
+"""Shipped rule sets against each other, and one against the oracle: the same updates in any layout."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import oracle
+import oracle_deepseek
+from cover import Case, batch, model, same_process
+from running import RATE, CompiledStep, oracle_family, parameters_of, worst_error
+
+import moezoo
+from moezoo.moe.dispatch import STRATEGIES
+from moezoo.optim import AdamW, Cosine, Optimizer
+from moezoo.training.step import Metrics
+
+# As in `test_step_parity`, where it is explained.
+TOLERANCE = 1e-5
+MIXTRAL = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch")
+DEEPSEEK = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
+
+
+def execution(rules: str, strategy: str, **axes: Any) -> moezoo.Execution:
+    """Return an execution under shipped rules; it replaces that of a `Case`."""
+    mesh, layout = moezoo.make_mesh(moezoo.MeshShape(**axes)), moezoo.compose(f"rules={rules}").rules
+    return moezoo.Execution(mesh, layout, STRATEGIES[strategy]().exact)
+
+
+def arrays(tree: Any) -> dict[str, np.ndarray]:
+    """Return every array of a tree by its path."""
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_ten_updates_with_experts_stored_over_two_axes():
+    """`shard_exp_on_fsdp` stores whole experts over (expert, fsdp), and `fsdp_ep` parts of them over fsdp.
+
+    Both gather the same weights and sum each number's gradient over the same two devices, and AdamW works number by
+    number. So parameters, moments, losses and routing are equal to the bit. Only the norm is not: each device first
+    adds the squares of its own numbers, and these are others. Adding a few hundred positive numbers rounds by about the
+    root of their number times 6e-8, which is 1e-6.
+    """
+
+    def ten_updates(rules: str) -> list[dict[str, np.ndarray]]:
+        how = execution(rules, "ring", fsdp=2, expert=4)
+        optimizer = Optimizer(AdamW(clip_norm=None), Cosine(warmup_steps=2), 10, how.placements(model()))
+        step = CompiledStep(MIXTRAL, optimizer, execution=how)
+        return [arrays({"metrics": step(number), "state": step.state}) for number in range(10)]
+
+    for one, other in zip(ten_updates("fsdp_ep"), ten_updates("shard_exp_on_fsdp"), strict=True):
+        assert set(one) == set(other)
+        for name, array in one.items():
+            if name.endswith("norm"):  # the metric, and the guard's mean of it
+                np.testing.assert_allclose(array, other[name], rtol=2e-6)
+            else:
+                np.testing.assert_array_equal(array, other[name], name)
+
+
+def compare_metrics(found: Metrics, wanted: Any) -> None:
+    """Require equal counts, and figures within the tolerance."""
+    np.testing.assert_array_equal(found.load, wanted.load)
+    for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm", "max_violation"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=TOLERANCE, err_msg=name)
+
+
+@same_process("deepseek")
+def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
+    """fsdp 2 x context 2 under `fsdp_ep` equals fsdp 2 x expert 2 under `ep_as_cp`.
+
+    The first has all experts on every device, the second sends tokens to them. So the sums over an expert's tokens have
+    other orders.
+    """
+    context = CompiledStep(DEEPSEEK, execution=execution("fsdp_ep", "ring", fsdp=2, context=2))
+    expert = CompiledStep(DEEPSEEK, execution=execution("ep_as_cp", "ring", fsdp=2, expert=2))
+    for number in range(2):
+        one, other = context(number), expert(number)
+        compare_metrics(one, other)
+        assert not one.dropped.any()
+        assert not other.dropped.any()
+        for part in ("model", "optimizer"):  # the optimiser's state is the gradient
+            mine, theirs = (parameters_of("deepseek", getattr(step.state, part)) for step in (context, expert))
+            assert worst_error(mine, theirs) < TOLERANCE, part
+        one, other = (oracle_deepseek.bias_of(step.state.model) for step in (context, expert))
+        assert one is not None
+        np.testing.assert_array_equal(one, other)
+
+
+@same_process("deepseek")
+def test_two_sequences_on_eight_devices():
+    """`ep_as_cp` on fsdp 2 x expert 4, where each device has a quarter of one sequence, against the oracle."""
+    step = CompiledStep(DEEPSEEK, execution=execution("ep_as_cp", "ragged", fsdp=2, expert=4), rows=2)
+    parameters, settings = parameters_of("deepseek", model("deepseek")), oracle_family("deepseek", "batch")
+    for number in range(2):
+        outcome = oracle.differentiate(parameters, {n: x[:2] for n, x in batch(number).items()}, 1, settings)
+        compare_metrics(step(number), outcome)
+        assert worst_error(parameters_of("deepseek", step.state.optimizer), outcome.gradients) < TOLERANCE
+        parameters = oracle.sgd(parameters, outcome.gradients, RATE)
+        settings = settings.after_step(outcome.load)
+        assert worst_error(parameters_of("deepseek", step.state.model), parameters) < TOLERANCE
+    assert isinstance(settings, oracle_deepseek.DeepSeek)
+    np.testing.assert_array_equal(oracle_deepseek.bias_of(step.state.model), settings.bias)
