@@ -12,6 +12,9 @@ import os
 import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Programs without the Python lines that made their operations, which compilation copies and hashes often.
+os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "false"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
 import pytest
@@ -25,6 +28,8 @@ os.environ["NPROC"] = "64"
 flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
 # Test programs run for a moment only, so LLVM optimises them little. This does not change what they compute.
 flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+# Generate code of a program as one module: it is too small for work on its parts to pay.
+flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false"]  # later versions have no such flag
     # With this scheduler, a program that sends tokens in chunks and is loaded from the compilation cache (see
