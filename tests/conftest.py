@@ -67,11 +67,22 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+# Parts of the names of the tests that take longest. They start first, so that all processes end at about the same time.
+LONGEST = ("test_notebooks", "test_transformers", "tests/training/", "tests/parity/")
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the notebooks first, because they take longest, and give tests marked `full` no time limit."""
-    items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
+    """Send the tests of a file to one process, where they share compiled programs, and remove limits of `full` tests.
+
+    Files whose tests have other groups, and the planted errors, which share nothing, are left as they are.
+    """
+    items.sort(key=lambda item: [name not in item.nodeid for name in LONGEST])
     for item in items:
-        if item.get_closest_marker("full"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"xdist_group", "mutations"}:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if "full" in marks:
             item.add_marker(pytest.mark.timeout(0))
 
 
