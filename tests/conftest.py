@@ -13,7 +13,6 @@ import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs without the Python lines that made their operations, which compilation copies and hashes often.
-os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "false"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
