@@ -12,6 +12,8 @@ import os
 import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Programs without the Python lines that made their operations, which compilation copies and hashes often.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
 import pytest
@@ -25,6 +27,8 @@ os.environ["NPROC"] = "64"
 flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
 # Test programs run for a moment only, so LLVM optimises them little. This does not change what they compute.
 flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+# Generate code of a program as one module: it is too small for work on its parts to pay.
+flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false"]  # later versions have no such flag
     # With this scheduler, a program that sends tokens in chunks and is loaded from the compilation cache (see
@@ -62,11 +66,22 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+# Parts of the names of the tests that take longest. They start first, so that all processes end at about the same time.
+LONGEST = ("test_notebooks", "test_transformers", "tests/training/", "tests/parity/")
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the notebooks first, because they take longest, and give tests marked `full` no time limit."""
-    items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
+    """Send the tests of a file to one process, where they share compiled programs, and remove limits of `full` tests.
+
+    Files whose tests have other groups, and the planted errors, which share nothing, are left as they are.
+    """
+    items.sort(key=lambda item: [name not in item.nodeid for name in LONGEST])
     for item in items:
-        if item.get_closest_marker("full"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"xdist_group", "mutations"}:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if "full" in marks:
             item.add_marker(pytest.mark.timeout(0))
 
 

@@ -165,7 +165,6 @@ def to_oracle(config: Any, arrays: dict[str, np.ndarray]) -> oracle.Parameters:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.xdist_group("oracle_transformers")  # importing PyTorch takes longer than the tests
 def test_loss_and_gradients(name):
     config = CONFIGS[name]()
     theirs, family = build(config), family_of(config)

@@ -18,6 +18,8 @@ _number = itertools.count()
 
 def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return `x` summed over the dimensions that broadcasting from `shape` added or repeated."""
+    if x.shape == shape:
+        return x
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(i for i, size in enumerate(shape) if size == 1 and x.shape[i] != 1), keepdims=True)
 

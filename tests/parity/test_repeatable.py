@@ -60,7 +60,6 @@ _ALWAYS = (("ep8", "fsdp_ep"), ("fsdp2_ep4", "shard_exp_on_fsdp"), ("fsdp2_ep2_c
         if fits(mesh, layout)
     ],
 )
-@pytest.mark.xdist_group("initial")  # all are compared with one model, which one process makes once
 def test_initial_parameters_depend_on_the_seed_only(mesh, layout):
     dispatch = {"fsdp_ep": "ring", "pure_fsdp": "gather"}.get(layout, "dense")
     assert initial(mesh, layout, dispatch) == initial("single", "fsdp_ep", "ring")

@@ -48,7 +48,6 @@ CASES = [
 # On one mesh both models do the same float32 operations on the same numbers; 1e-6 allows for another order of sums.
 # Between these meshes, gradients of the plain model itself differ by up to 2e-6 of their largest value.
 TOLERANCE, GRADIENTS = 1e-6, 3e-6
-pytestmark = pytest.mark.xdist_group("containers")  # one process, in which the tests share compiled steps
 
 
 def in_container(path: str) -> bool:

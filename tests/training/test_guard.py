@@ -17,9 +17,6 @@ from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import steps
 from moezoo.training.guard import Guard
 
-# The step below is compiled once.
-pytestmark = pytest.mark.xdist_group("guard")
-
 
 @pytest.fixture(scope="module")
 def started(tiny_deepseek) -> tuple[Any, Any, Any, Any]:

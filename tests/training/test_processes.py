@@ -18,8 +18,6 @@ from moezoo.training.checkpoint import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=6", "steps=8")
-# One run in this process serves two tests.
-pytestmark = pytest.mark.xdist_group("processes")
 SECONDS = 600  # far above what any process here takes
 
 

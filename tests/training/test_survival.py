@@ -34,10 +34,6 @@ SECONDS = 600  # far above what any process here takes
 COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=0", "steps=12")
 
 
-# One undisturbed run serves all tests of this module.
-pytestmark = pytest.mark.xdist_group("survival")
-
-
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
     """Twelve undisturbed steps."""

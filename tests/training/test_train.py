@@ -27,9 +27,6 @@ from moezoo.training.metrics import MetricsLog, read_metrics
 from moezoo.training.resume import loader_state, read_batch_count
 from moezoo.training.signals import Signals
 
-# The runs below are made once.
-pytestmark = pytest.mark.xdist_group("train")
-
 
 @pytest.fixture(scope="module")
 def printed(tiny, tmp_path_factory):
