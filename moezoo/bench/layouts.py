@@ -126,6 +126,7 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
             else f"{here[0]['speed']:.2f} is the first layout's speed on {mesh}, "
             f"divided by that of {first['rules']} {first['strategy']} on {first['mesh']}",
             box=box.SIMPLE,
+            collapse_padding=True,
         )
         for column in table.columns[2:]:
             column.justify, column.no_wrap = "right", True

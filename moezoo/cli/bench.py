@@ -54,9 +54,9 @@ LAYOUTS = (
     "rules=fsdp_ep dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2",
     "rules=cp_as_ep dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2",
 )
-# DeepSeek-V2-Lite with the released router, experts per token and shared experts; 4 layers, and widths divided by 16.
+# DeepSeek-V2-Lite with its router, experts, experts per token and shared experts; 3 layers, and narrow (most by 16).
 NARROW = (
-    "deepseek_v2_lite model.vocab=256 model.embed=128 model.layers=4 model.heads=4 model.kv_lora=32 model.nope_dim=32 "
+    "deepseek_v2_lite model.vocab=256 model.embed=128 model.layers=3 model.heads=4 model.kv_lora=32 model.nope_dim=32 "
     "model.rope_dim=16 model.value_dim=32 model.mlp=684 model.expert_mlp=88 model.init_std=0.02 execution.dtype=float32"
 )
 MODELS = {"mixtral": "mixtral", "deepseek": "deepseek", "narrow": NARROW}
