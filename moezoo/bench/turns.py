@@ -60,7 +60,7 @@ class Running:
         self._step = build_step(cfg, self.execution)
         self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
         self._compiled = self._step.compile()
-        self._state = build_state(cfg, self.execution, self._step)
+        self._state = jax.block_until_ready(build_state(cfg, self.execution, self._step))
         self._peak = peak_bytes(self._compiled)
         self._loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
         self._seconds: list[float] = []
@@ -70,7 +70,8 @@ class Running:
         stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_steps)
         batch = jax.block_until_ready(self._feed(stacked))
         start = time.perf_counter()
-        self._state, metrics = self._compiled(self._state, batch)
+        # Metrics can be read when one device is done. Until all are, another program's collectives must not start.
+        self._state, metrics = jax.block_until_ready(self._compiled(self._state, batch))
         metrics = jax.device_get(metrics)
         self._seconds.append(time.perf_counter() - start)
         self._loss = float(metrics.loss)

@@ -85,7 +85,6 @@ def cpu_devices(count: int) -> None:
             )
         return
     _order_cached_programs()
-    _enlarge_thread_pool()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
@@ -103,16 +102,6 @@ def _order_cached_programs() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}=false".strip()
 
 
-def _enlarge_thread_pool() -> None:
-    """Give the CPU client of jax 0.10, which reads this variable, more threads than its one per device.
-
-    Collectives of a step that do not depend on each other can otherwise take all threads and wait for each other. It
-    happens seldom, in the first update of a large model on a busy machine, and JAX then aborts after 40 seconds.
-    """
-    if jax.__version__.startswith("0.10."):
-        os.environ.setdefault("NPROC", "64")
-
-
 def prepare(wanted: int) -> None:
     """Configure JAX before it starts: `wanted` CPU devices, and no search for accelerators without a driver.
 
@@ -128,10 +117,8 @@ def prepare(wanted: int) -> None:
         )
     _order_cached_programs()
     settings: Any = jax.config  # its attributes are made at run time
-    if not accelerators():
-        _enlarge_thread_pool()
-        if not settings.jax_platforms:
-            jax.config.update("jax_platforms", "cpu")
+    if not settings.jax_platforms and not accelerators():
+        jax.config.update("jax_platforms", "cpu")
     # A number that the user has set, by variable or by call, takes precedence.
     if settings.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", min(wanted, _MOST_CPU_DEVICES))

@@ -80,15 +80,3 @@ def test_the_scheduler_is_off_with_a_cache(monkeypatch, chosen):
     prepare(8)
     added = "--xla_cpu_enable_concurrency_optimized_scheduler=false" * jax.__version__.startswith("0.10.")
     assert os.environ["XLA_FLAGS"] == (chosen or added)
-
-
-@pytest.mark.parametrize("chosen", [None, "7"])
-def test_the_thread_pool_is_larger_than_the_mesh(monkeypatch, chosen):
-    """With jax 0.10, which has one thread per CPU device otherwise. A user's choice is kept."""
-    monkeypatch.delenv("NPROC")
-    if chosen:
-        monkeypatch.setenv("NPROC", chosen)
-    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    prepare(8)
-    assert os.environ.get("NPROC") == (chosen or ("64" if jax.__version__.startswith("0.10.") else None))
