@@ -341,7 +341,8 @@ class _Bench(Command):
             )
             _report(rows, options, strategies.print_table, strategies.picture)
         elif options.part == "layouts":
-            models = {name: MODELS.get(name, name) for name in options.models}
+            names: list[str] = options.models
+            models = {name: MODELS.get(name, name) for name in names}
             rows = layouts.compare_layouts(options.layouts, models, options.settings, options.updates, _log)
             _report(rows, options, layouts.print_table, layouts.picture)
         else:

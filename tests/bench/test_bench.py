@@ -218,7 +218,7 @@ def test_attention(capsys):
             "data=python_stdlib has 256 byte values but",
         ),
         (["layouts", "--layouts", "ring"], "ring: expected KEY=VALUE, found no '='; write dispatch=ring"),
-        (["layouts", "--layouts", "rules=ep_as_pc"], "rules=ep_as_pc: no such rules; did you mean 'ep_as_cp'?"),
+        (["layouts", "--layouts", "rules=fsdp_epp"], "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?"),
         (["layouts", "--models", "mixtral", "mixtrel"], "model=mixtrel: no such model; did you mean 'mixtral'?"),
         (
             ["layouts", "--layouts", "rules=pure_fsdp mesh=ep8"],
