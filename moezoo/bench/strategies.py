@@ -6,95 +6,35 @@ Columns: see `StrategyRow`. The table also has `used`, the quotient of `rows` an
 `peak MB`, `peak_bytes`.
 """
 
-import dataclasses
-import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypedDict
 
-import jax
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moezoo.analysis.cost import communication, expert_rows
-from moezoo.bench.candidates import peak_bytes
-from moezoo.config.build import build_execution
-from moezoo.config.compose import compose
-from moezoo.config.settings import TrainConfig
-from moezoo.data import Batch, load, train_batches
-from moezoo.errors import UserError
+from moezoo.bench.turns import Results, Running, Turns, overrides
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import start
-from moezoo.training.build import build_state, build_step
-from moezoo.training.feed import Feed
-
-# The first updates are not timed, because only they allocate memory.
-_WARM_UP = 2
 
 
-class StrategyRow(TypedDict):
+class StrategyRow(Results):
     """One strategy on one mesh.
 
     Attributes:
-        loss: cross-entropy of the last batch before its update, nats per token.
-        perplexity: the exponential of `loss`.
         tokens_per_second: tokens of a batch per median update.
-        ms: milliseconds per update, the median of all but the first two.
-        ms_spread: the interquartile range; None for three or fewer timed updates.
         rows: rows that hold an assignment, per device, layer with experts and micro-step, averaged over all updates.
         room: rows that there is room for, per device, layer with experts and micro-step.
-        dropped: the share of assignments that found no room.
         received_bytes: bytes per device and update that collectives bring, by `moezoo.analysis.cost`.
-        peak_bytes: bytes per device that the compiled step needs.
     """
 
     strategy: str
     mesh: str
     settings: str
-    updates: int
-    loss: float
-    perplexity: float
     tokens_per_second: float
-    ms: float
-    ms_spread: float | None
     rows: float
     room: int
-    dropped: float
     received_bytes: int
-    peak_bytes: int | None
-    device: str
-    dtype: str
-
-
-class _Running:
-    """A compiled step, its state, and the results of its updates."""
-
-    def __init__(self, cfg: TrainConfig):
-        self.execution = build_execution(cfg)
-        # The execution has resolved a mesh axis of -1.
-        self.cfg = cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **self.execution.sizes))
-        self._step = build_step(cfg, self.execution)
-        self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
-        self._compiled = self._step.compile()
-        self._state = build_state(cfg, self.execution, self._step)
-        self.peak = peak_bytes(self._compiled)
-        self.loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
-        self.seconds: list[float] = []
-
-    def update(self, micro_steps: Sequence[Batch]) -> None:
-        """Run and time one update."""
-        stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_steps)
-        batch = jax.block_until_ready(self._feed(stacked))
-        start = time.perf_counter()
-        self._state, metrics = self._compiled(self._state, batch)
-        metrics = jax.device_get(metrics)
-        self.seconds.append(time.perf_counter() - start)
-        self.loss = float(metrics.loss)
-        self.load, self.dropped = self.load + int(metrics.load.sum()), self.dropped + int(metrics.dropped.sum())
-        self.layers = len(metrics.load)
 
 
 def compare_strategies(
@@ -113,63 +53,29 @@ def compare_strategies(
         UserError: The words do not compose or fit together. Nothing has been compiled then.
     """
     names = [(mesh, dispatch) for mesh in meshes for dispatch in dispatches]
-    for word in settings.split():
-        if (group := word.split("=")[0]) in ("mesh", "dispatch"):
-            raise UserError(f"--settings {word}: holds for all strategies and meshes; name it in --{group}")
-    configs = [
-        compose(*_overrides("mesh", mesh), *_overrides("dispatch", dispatch), *settings.split())
+    entries = [
+        (f"{dispatch} on {mesh}", [*overrides("mesh", mesh), *overrides("dispatch", dispatch)])
         for mesh, dispatch in names
     ]
-    start(max(cfg.mesh.devices for cfg in configs))
-    for cfg, (_, dispatch) in zip(configs, names, strict=True):
-        build_execution(cfg)
-        for key in ("batch_size", "seq_len", "seed", "data", "model", "execution"):
-            if getattr(cfg, key) != getattr(configs[0], key):
-                raise UserError(f"{dispatch}: {key} must be the same for all strategies; set it with --settings")
-    cfg = configs[0]
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
-    running = []
-    for (mesh, dispatch), cfg in zip(names, configs, strict=True):
-        log(f"compiling {dispatch} on {mesh}")
-        running.append(_Running(cfg))
-    micro_steps = cfg.execution.microbatches
-    batches = train_batches(source, seq_len=cfg.seq_len, batch_size=cfg.batch_size // micro_steps, seed=cfg.seed)
-    for number in range(updates):
-        log(f"update {number + 1}/{updates}")
-        parts = [next(batches) for _ in range(micro_steps)]
-        for one in running:
-            one.update(parts)
-    return [_row(mesh, dispatch, settings, updates, one) for (mesh, dispatch), one in zip(names, running, strict=True)]
+    turns = Turns(entries, settings.split(), {"mesh": "--mesh", "dispatch": "--dispatch"})
+    return [
+        _row(mesh, dispatch, settings, one)
+        for (mesh, dispatch), one in zip(names, turns.train(updates, log), strict=True)
+    ]
 
 
-def _overrides(group: str, words: str) -> list[str]:
-    """Return overrides from an entry's name (or an override in its place) and further overrides."""
-    first, *rest = words.split() or [""]
-    return [first if "=" in first else f"{group}={first}", *rest]
-
-
-def _row(mesh: str, dispatch: str, settings: str, updates: int, done: _Running) -> StrategyRow:
+def _row(mesh: str, dispatch: str, settings: str, done: Running) -> StrategyRow:
     cfg = done.cfg
-    seconds = done.seconds[_WARM_UP:] or done.seconds
-    low, middle, high = np.percentile(seconds, (25, 50, 75)) * 1e3
-    shared = _sharing(done.execution)
+    parts = done.updates * done.layers * cfg.execution.microbatches * _sharing(done.execution)
     return {
         "strategy": dispatch,
         "mesh": mesh,
         "settings": settings,
-        "updates": updates,
-        "loss": round(done.loss, 6),
-        "perplexity": round(math.exp(done.loss), 4),
-        "tokens_per_second": round(cfg.batch_size * cfg.seq_len / middle * 1e3, 1),
-        "ms": round(float(middle), 3),
-        "ms_spread": round(float(high - low), 3) if len(seconds) > 3 else None,
-        "rows": (done.load - done.dropped) / (updates * done.layers * cfg.execution.microbatches * shared),
+        **done.results(),
+        "tokens_per_second": round(done.tokens_per_second, 1),
+        "rows": (done.load - done.dropped) / parts,
         "room": expert_rows(cfg),
-        "dropped": done.dropped / max(done.load, 1),
         "received_bytes": communication(cfg).bytes,
-        "peak_bytes": done.peak,
-        "device": jax.devices()[0].device_kind,
-        "dtype": cfg.execution.dtype,
     }
 
 

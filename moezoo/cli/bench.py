@@ -22,6 +22,7 @@ PARTS = {
     "moe_layer": _KERNEL,
     "train_step": ("steps", "dtype", "seconds", "samples", "json", "out"),
     "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
+    "layouts": ("layouts", "models", "settings", "updates", "json", "out"),
     "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
     "compile": ("shapes", "absent", "dtype"),
 }
@@ -30,12 +31,35 @@ _SUMMARIES = (
     "moe_layer        a layer of experts with permutation and activation, but without a router",
     "train_step       whole training steps",
     "strategies       the first updates of one run, by every dispatch strategy on several meshes",
+    "layouts          the first updates of one run, under every rule set and by every dispatch strategy",
     "attention        backends of attention by length: time and temporary memory",
     "compile          kernels compiled for devices that this machine does not have",
 )
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
 MESHES = ("single", "fsdp8", "ep8", "fsdp2_ep4", "fsdp4_ep2")
+# The first layout on a mesh is the reference of the others there. `pure_fsdp` names no expert axis, and `cp_as_ep`
+# differs from `fsdp_ep` only where there is a context axis.
+LAYOUTS = (
+    "rules=fsdp_ep dispatch=ring mesh=fsdp2_ep4",
+    "rules=fsdp_ep dispatch=dense mesh=fsdp2_ep4",
+    "rules=fsdp_ep dispatch=capacity mesh=fsdp2_ep4",
+    "rules=fsdp_ep dispatch=gather mesh=fsdp2_ep4",
+    "rules=fsdp_ep dispatch=ragged mesh=fsdp2_ep4",
+    "rules=shard_exp_on_fsdp dispatch=ring mesh=fsdp2_ep4",
+    "rules=ep_as_cp dispatch=ring mesh=fsdp2_ep4",
+    "rules=ep_as_dp dispatch=ring mesh=fsdp2_ep4",
+    "rules=fsdp_ep dispatch=ring mesh=fsdp8",
+    "rules=pure_fsdp dispatch=ring mesh=fsdp8",
+    "rules=fsdp_ep dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2",
+    "rules=cp_as_ep dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2",
+)
+# DeepSeek-V2-Lite with its router, experts, experts per token and shared experts; 3 layers, and narrow (most by 16).
+NARROW = (
+    "deepseek_v2_lite model.vocab=256 model.embed=128 model.layers=3 model.heads=4 model.kv_lora=32 model.nope_dim=32 "
+    "model.rope_dim=16 model.value_dim=32 model.mlp=684 model.expert_mlp=88 model.init_std=0.02 execution.dtype=float32"
+)
+MODELS = {"mixtral": "mixtral", "deepseek": "deepseek", "narrow": NARROW}
 # The defaults of options; each part chooses the default of any other option.
 _DEFAULTS = {
     "routing": ["uniform", "zipf"],
@@ -43,6 +67,8 @@ _DEFAULTS = {
     "steps": list(STEPS),
     "dispatch": groups()["dispatch"],
     "mesh": list(MESHES),
+    "layouts": list(LAYOUTS),
+    "models": list(MODELS),
     "settings": "",
     "updates": 20,
     "heads": "2x2",
@@ -73,10 +99,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("part", metavar="PART", help=argparse.SUPPRESS)
     titles = {
-        "measured": "all parts except strategies",
+        "measured": "all parts except strategies and layouts",
         "kernels": "grouped_matmul, moe_layer and compile",
         "train_step": "train_step",
         "strategies": "strategies",
+        "layouts": "layouts",
+        "trained": "strategies and layouts",
         "attention": "attention",
         "results": "results, of all parts except compile",
     }
@@ -99,8 +127,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     several("strategies", "dispatch", "NAME", 'strategies, with overrides if needed: "ring dispatch.chunks=2" '
             "(default: all)")  # fmt: skip
     several("strategies", "mesh", "NAME", f"meshes (default: {', '.join(MESHES)})")
-    add("strategies", "settings", "OVERRIDES", "overrides of all configurations that are compared")
-    add("strategies", "updates", "N", "updates of the parameters (default: 20)", type=int)
+    several("layouts", "layouts", "OVERRIDES", 'rules, strategy and mesh: "rules=ep_as_dp dispatch=ragged mesh=ep8" '
+            "(default: every rule set and every strategy, on three meshes)")  # fmt: skip
+    several("layouts", "models", "NAME", 'presets, with overrides if needed: "olmoe model.layers=2"; narrow: a narrow '
+            f"deepseek_v2_lite (default: {', '.join(MODELS)})")  # fmt: skip
+    add("trained", "settings", "OVERRIDES", "overrides of all configurations that are compared")
+    add("trained", "updates", "N", "updates of the parameters (default: 20)", type=int)
     several("attention", "tokens", "N", "tokens per row (default: powers of 2 from 128 to 16384); a batch has one row, "
             "or as many as make 1024 tokens", type=int)  # fmt: skip
     add("attention", "heads", "KxG", "key-value heads x query heads per key-value head (default: 2x2)")
@@ -291,7 +323,7 @@ class _Bench(Command):
             self._measure(options)
 
     def _measure(self, options: argparse.Namespace) -> None:
-        from moezoo.bench import attention, results, strategies
+        from moezoo.bench import attention, layouts, results, strategies
 
         if options.part == "compile":
             _compile(options)
@@ -308,6 +340,11 @@ class _Bench(Command):
                 options.dispatch, options.mesh, options.settings, options.updates, _log
             )
             _report(rows, options, strategies.print_table, strategies.picture)
+        elif options.part == "layouts":
+            names: list[str] = options.models
+            models = {name: MODELS.get(name, name) for name in names}
+            rows = layouts.compare_layouts(options.layouts, models, options.settings, options.updates, _log)
+            _report(rows, options, layouts.print_table, layouts.picture)
         else:
             _report(list(_results(options)), options, results.print_table, results.picture)
 

@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moezoo.analysis.cost import communication
 from moezoo.bench import parts, timing
 from moezoo.bench.shapes import SHAPES, Shape
-from moezoo.cli.bench import COMMAND
+from moezoo.bench.turns import Turns, overrides
+from moezoo.cli.bench import COMMAND, LAYOUTS, NARROW
 from moezoo.cli.command import execute
+from moezoo.config.compose import compose
+from moezoo.config.overrides import groups
 
 KEYS = [
     "part",
@@ -28,6 +32,7 @@ KEYS = [
     "peak_bytes",
 ]
 SMALL = "model.layers=1 model.embed=32 model.expert_mlp=32 seq_len=16 execution.remat=none"
+SYNTHETIC = "optimizer=sgd model.vocab=32 model.init_std=0.3 data=synthetic data.vocab=32 data.documents=99"
 QUICK = ["--seconds", "0.001", "--samples", "2"]
 
 
@@ -94,7 +99,7 @@ def test_train_step(capsys):
 
 def test_strategies(capsys):
     """Exact strategies agree after some updates on the same batches; rows, room and drops are as routed."""
-    settings = f"{SMALL} optimizer=sgd model.vocab=32 model.init_std=0.3 data=synthetic data.vocab=32 data.documents=99"
+    settings = f"{SMALL} {SYNTHETIC}"
     chosen = ["ring", "gather", "capacity dispatch.capacity_factor=0.5"]
     code, out, err = bench(
         capsys,
@@ -127,6 +132,43 @@ def test_strategies(capsys):
     assert 0.5 <= capacity["dropped"] < 1
     assert capacity["loss"] != pytest.approx(ring["loss"], abs=1e-4)
     assert ring["received_bytes"] > capacity["received_bytes"]
+
+
+def test_layouts(capsys):
+    """Layouts agree after some updates on the same batches; speeds are relative, and bytes are those of the formula."""
+    chosen = ["rules=fsdp_ep mesh=fsdp2_ep4", "rules=ep_as_cp dispatch=ring dispatch.chunks=2 mesh=fsdp4_ep2"]
+    settings = f"{SMALL} {SYNTHETIC}"
+    options = ["--layouts", *chosen, "--models", "mixtral", "--settings", settings, "--updates", "3", "--out", "s"]
+    code, out, err = bench(capsys, "layouts", *options)
+    assert code == 0
+    assert "wrote s/rows.json and s/speed.png" in err
+    assert "ep_as_cp" in out
+    assert Path("s/speed.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(Path("s/rows.json").read_text())
+    assert [row["model"] for row in rows] == ["mixtral"] * 2
+    assert [row["rules"] for row in rows] == ["fsdp_ep", "ep_as_cp"]
+    assert [row["strategy"] for row in rows] == ["ring", "ring dispatch.chunks=2"]
+    assert [row["mesh"] for row in rows] == ["fsdp=2 expert=4", "fsdp=4 expert=2"]
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-5)  # six decimals; sums in another order
+    # The third update is the only one that is timed. Figures are rounded.
+    assert [row["speed"] for row in rows] == [1, pytest.approx(rows[0]["ms"] / rows[1]["ms"], abs=1e-3)]
+    assert [row["speed_on_mesh"] for row in rows] == [1, 1]
+    for row, words in zip(rows, chosen, strict=True):
+        assert row["tokens_per_second_per_device"] == pytest.approx(128 / 8 / row["ms"] * 1e3, rel=1e-3)
+        assert row["peak_bytes"] > 0
+        table = communication(compose(*words.split(), *settings.split()))
+        assert row["received_bytes"].keys() == {"fsdp", "expert", "fsdp expert"}
+        assert sum(row["received_bytes"].values()) == table.bytes
+        assert row["received_bytes"]["expert"] == table.by("axes")[("expert",),].bytes
+
+
+@pytest.mark.parametrize("model", ["mixtral", NARROW])
+def test_default_layouts(model):
+    """They name every rule set and fit; the first layout on each mesh is `fsdp_ep` with `ring`, the reference."""
+    assert {f"rules={name}" for name in groups()["rules"]} == {layout.split()[0] for layout in LAYOUTS}
+    on_mesh = {layout.partition("mesh")[2]: layout for layout in reversed(LAYOUTS)}
+    assert all(layout.startswith("rules=fsdp_ep dispatch=ring") for layout in on_mesh.values())
+    Turns([(layout, [*overrides("model", model), *layout.split()]) for layout in LAYOUTS], [], {})
 
 
 def test_attention(capsys):
@@ -165,15 +207,26 @@ def test_attention(capsys):
         (["strategies", "--mesh", "ep8", "--settings", "model.experts=6"], "mesh.expert=8 splits experts 8 ways but"),
         (
             ["strategies", "--settings", "dispatch=ring"],
-            "--settings dispatch=ring: holds for all strategies and meshes; name it in --dispatch",
+            "--settings dispatch=ring: holds for all that is compared; name it in --dispatch",
         ),
         (
             ["strategies", "--mesh", "single", "--dispatch", "ring", "gather batch_size=16"],
-            "gather batch_size=16: batch_size must be the same for all strategies; set it with --settings",
+            "gather batch_size=16 on single: batch_size must be the same for all; set it with --settings",
         ),
         (
             ["strategies", "--mesh", "single", "--settings", "model.vocab=64"],
             "data=python_stdlib has 256 byte values but",
+        ),
+        (["layouts", "--layouts", "ring"], "ring: expected KEY=VALUE, found no '='; write dispatch=ring"),
+        (["layouts", "--layouts", "rules=fsdp_epp"], "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?"),
+        (["layouts", "--models", "mixtral", "mixtrel"], "model=mixtrel: no such model; did you mean 'mixtral'?"),
+        (
+            ["layouts", "--layouts", "rules=pure_fsdp mesh=ep8"],
+            "mesh.expert=8 but rules pure_fsdp name no axis 'expert'",
+        ),
+        (
+            ["layouts", "--settings", "rules=ep_as_cp"],
+            "--settings rules=ep_as_cp: holds for all that is compared; name it in --layouts",
         ),
         (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists the options"),
         (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists the options"),
