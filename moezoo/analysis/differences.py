@@ -25,10 +25,11 @@ class Differences(NamedTuple):
 
 def compare(this: Sharding, against: Sharding) -> Differences:
     """Return the differences. Collectives are the same thing if scope, operation and mesh axes agree."""
-    arrays = [_changes(*pair, lambda row: row.name) for pair in zip(this[:2], against[:2], strict=True)]
+    parameters = _changes(this.parameters, against.parameters, lambda row: row.name)
+    activations = _changes(this.activations, against.activations, lambda row: row.name)
     collectives = _changes(this.collectives, against.collectives, _place)
     by_place = sorted(collectives, key=lambda change: _place(change.this or change.against))
-    changes = (arrays[0], arrays[1], tuple(by_place))
+    changes = (parameters, activations, tuple(by_place))
     same = (len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True))
     return Differences(*changes, tuple(same))
 
