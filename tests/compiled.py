@@ -143,7 +143,7 @@ def _groups(text: str, devices: int) -> list[tuple[int, ...]]:
     numbers = lambda part: [int(n) for n in part.split(",")] if part else None  # noqa: E731
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, dims, order = map(numbers, found.groups())
-        return [tuple(row) for row in places.reshape(dims).transpose(order).reshape(shape).tolist()]
+        return [tuple(row.tolist()) for row in places.reshape(dims).transpose(order).reshape(shape)]
     ids = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]" + ids + r" ?\{([^{}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
@@ -170,7 +170,7 @@ def _blocks(
         before, own = inside.get(axis, (1, 1))
         split += [before, own, size // (before * own)]
     last = np.moveaxis(places.reshape(split), range(1, len(split), 3), range(-len(sizes), 0))
-    return [tuple(row) for row in last.reshape(-1, math.prod(split[1::3])).tolist()]
+    return [tuple(row.tolist()) for row in last.reshape(-1, math.prod(split[1::3]))]
 
 
 class _Mesh:
@@ -342,5 +342,6 @@ class Budget:
 def budget_of(step: Step, compiled: Any) -> Budget:
     """Return the budget of a training step and its compiled program."""
     mesh: Any = step.batch_shardings.tokens.mesh
-    platform = {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, mesh.devices.flat[0].platform)
+    platform = str(mesh.devices.flat[0].platform)
+    platform = "cuda" if platform == "gpu" else platform  # as lowering calls it
     return Budget(collective_traffic(step.traced.jaxpr, platform), compiled.as_text(), mesh.shape)

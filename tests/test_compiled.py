@@ -256,7 +256,7 @@ def budget_of_scan(**errors: bool) -> Budget:
     given = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32), jax.ShapeDtypeStruct((2, 32, 16), jnp.float32)
     specs = (spec, PartitionSpec("fsdp", "expert"))
     whole = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=spec))  # noqa: E731
-    text = whole(functools.partial(scanned, **errors)).lower(*given).compile().as_text()
+    text = whole(functools.partial(scanned, **errors)).lower(*given).compile().as_text() or ""
     return Budget(collective_traffic(whole(scanned).trace(*given).jaxpr, "cpu"), text, mesh.shape)
 
 
