@@ -19,6 +19,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # jax 0.10 reads the size of the CPU's thread pool from NPROC. With few threads, collectives of several steps can wait
 # for each other forever.
@@ -66,22 +68,28 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+# Not `--dist loadgroup`: with pytest 9.2 and xdist 3.8, the mark `xdist_group` has no effect.
+class ByFile(LoadFileScheduling):
+    """Send the tests of a file to one process, where they share compiled programs. Planted errors share nothing."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if "test_mutations" in nodeid else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    """Return what distributes the tests."""
+    return ByFile(config, log)
+
+
 # Parts of the names of the tests that take longest. They start first, so that all processes end at about the same time.
-LONGEST = ("test_notebooks", "test_transformers", "tests/training/", "tests/parity/")
+LONGEST = ("test_notebooks", "test_step_parity", "test_transformers", "tests/training/", "tests/parity/")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Send the tests of a file to one process, where they share compiled programs, and remove limits of `full` tests.
-
-    Files whose tests have other groups, and the planted errors, which share nothing, are left as they are.
-    """
+    """Run the longest files first, and give tests marked `full` no time limit."""
     items.sort(key=lambda item: [name not in item.nodeid for name in LONGEST])
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if not marks & {"xdist_group", "mutations"}:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        if "full" in marks:
+        if item.get_closest_marker("full"):
             item.add_marker(pytest.mark.timeout(0))
 
 

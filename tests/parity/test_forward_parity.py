@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from cover import FAMILIES, LENGTH, MESHES, Family, batch, fits, model, rules, same_process
+from cover import FAMILIES, LENGTH, MESHES, Family, batch, fits, model, rules
 from running import expected
 from table import write_section
 
@@ -113,7 +113,7 @@ def check(setup: Setup) -> Agreement:
     return agreement
 
 
-@pytest.mark.parametrize("setup", [pytest.param(s, id="-".join(s), marks=same_process(s.family)) for s in SELECTED])
+@pytest.mark.parametrize("setup", SELECTED, ids="-".join)
 def test_selected_setups(setup):
     check(setup)
 
