@@ -40,13 +40,9 @@ def test_arrays_of_another_model_are_refused_by_name(tmp_path):
             load(**arrays)
 
 
-# For each rule set a mesh of eight devices, under which states are saved and loaded, and one of four to load on.
-MESHES = {rules: ("mesh.fsdp=2 mesh.expert=4", "mesh.fsdp=2 mesh.expert=2") for rules in groups()["rules"]}
-MESHES["pure_fsdp"] = ("mesh.fsdp=8", "mesh.fsdp=4")
-MESHES |= dict.fromkeys(
-    ("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"),
-    ("mesh.fsdp=2 mesh.expert=2 mesh.context=2", "mesh.fsdp=2 mesh.context=2"),
-)
+# The rule sets on eight devices, under which states are saved and loaded.
+MESHES = dict.fromkeys(groups()["rules"], "mesh.fsdp=2 mesh.expert=4") | {"pure_fsdp": "mesh.fsdp=8"}
+MESHES |= dict.fromkeys(("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"), "mesh.fsdp=2 mesh.expert=2 mesh.context=2")
 TINY = "model.vocab=40 model.embed=16 model.layers=2 model.dense_layers=1 model.heads=3 model.q_lora=24 model.kv_lora=8"
 TINY += " model.nope_dim=6 model.rope_dim=4 model.value_dim=5 model.mlp=20 model.expert_mlp=12 model.experts=8"
 
@@ -60,19 +56,19 @@ def state_shapes(rules: str, mesh: str) -> State:
 def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
     """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different."""
     rng = np.random.default_rng(0)
-    layouts = {(rules, mesh): state_shapes(rules, mesh) for rules, both in MESHES.items() for mesh in both}
-    first = next(iter(layouts.values()))
+    layouts = {rules: state_shapes(rules, mesh) for rules, mesh in MESHES.items()}
+    first = layouts["fsdp_ep"]
     values = jax.tree.map(lambda x: rng.permutation(x.size).reshape(x.shape).astype(x.dtype), first)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=len(MESHES))
-    for number, (rules, (mesh, _)) in enumerate(MESHES.items(), start=1):
-        state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), values, layouts[rules, mesh])
+    for number, target in enumerate(layouts.values(), start=1):
+        state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), values, target)
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
         checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
+    layouts["another mesh"] = state_shapes("shard_exp_on_fsdp", "mesh.fsdp=2 mesh.expert=2")
     for number, other in enumerate(MESHES, start=1):
         about = read_about(checkpoints.folder, number)
-        for layout in [(rules, mesh) for rules, (mesh, _) in MESHES.items()] + [(other, MESHES[other][1])]:
-            target = layouts[layout]
+        for layout, target in layouts.items():
             saved = restore(checkpoints.folder, number, about, model=target.model, training=tuple(target[1:]))
             found = jax.tree_util.tree_leaves_with_path(State(saved["model"], *saved["training"]))
             for (path, x), like, wanted in zip(found, jax.tree.leaves(target), jax.tree.leaves(values), strict=True):
