@@ -21,7 +21,6 @@ cover. The suite runs the cover. With `-m full` it traces the whole product and 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import moezoo
 from moezoo.config.compose import groups
@@ -315,13 +313,3 @@ EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
 )
-
-
-def same_process(family: Family, balance: Balance = "batch") -> pytest.MarkDecorator:
-    """Return a mark that sends all tests of a model to one process, where they share the oracle's results."""
-    return pytest.mark.xdist_group(f"{family}-{balance}")
-
-
-def as_parameters(cases: Iterable[Case]) -> list[Any]:
-    """Return cases as parameters for `pytest.mark.parametrize`, each marked with `same_process`."""
-    return [pytest.param(case, id=str(case), marks=same_process(case.family, case.balance)) for case in cases]

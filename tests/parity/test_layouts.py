@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import oracle
 import oracle_deepseek
-from cover import Case, batch, model, same_process
+from cover import Case, batch, model
 from running import RATE, CompiledStep, oracle_family, parameters_of, worst_error
 
 import moezoo
@@ -62,7 +62,6 @@ def compare_metrics(found: Metrics, wanted: Any) -> None:
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=TOLERANCE, err_msg=name)
 
 
-@same_process("deepseek")
 def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
     """fsdp 2 x context 2 under `fsdp_ep` equals fsdp 2 x expert 2 under `ep_as_cp`.
 
@@ -84,7 +83,6 @@ def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
         np.testing.assert_array_equal(one, other)
 
 
-@same_process("deepseek")
 def test_two_sequences_on_eight_devices():
     """`ep_as_cp` on fsdp 2 x expert 4, where each device has a quarter of one sequence, against the oracle."""
     step = CompiledStep(DEEPSEEK, execution=execution("ep_as_cp", "ragged", fsdp=2, expert=4), rows=2)

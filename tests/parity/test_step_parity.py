@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from cover import EXTRA_CASES, FAMILIES, LAYERS, UNUSED, Case, as_parameters, batch, cover, model, product, same_process
+from cover import EXTRA_CASES, FAMILIES, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped
 from running import STEPS, CompiledStep, expected, oracle_family, parameters_of, run_case, worst_error
@@ -79,7 +79,7 @@ def compare_with_oracle(case: Case) -> Errors:
     return Errors(loss, gradients, worst_error(found.parameters, wanted.parameters))
 
 
-@pytest.mark.parametrize("case", as_parameters([*cover(), *EXTRA_CASES]))
+@pytest.mark.parametrize("case", [*cover(), *EXTRA_CASES], ids=str)
 def test_whole_step(case):
     assert max(compare_with_oracle(case)) < TOLERANCE
 
@@ -87,10 +87,10 @@ def test_whole_step(case):
 @pytest.mark.parametrize(
     ("family", "visible"),
     [
-        pytest.param("mixtral", 0.01, marks=same_process("mixtral")),
-        pytest.param("deepseek", 0.005, marks=same_process("deepseek")),
-        pytest.param("qwen3_moe", 0.002, marks=same_process("qwen3_moe")),
-        pytest.param("olmoe", 0.001, marks=same_process("olmoe")),
+        ("mixtral", 0.01),
+        ("deepseek", 0.005),
+        ("qwen3_moe", 0.002),
+        ("olmoe", 0.001),
     ],
 )
 def test_oracle_data_exercise_every_loss_and_array(family, visible):
@@ -111,7 +111,6 @@ def test_oracle_data_exercise_every_loss_and_array(family, visible):
     assert worst_error(other.gradients, outcomes[0].gradients) > 0.01
 
 
-@same_process("mixtral")
 def test_oracle_without_routing_losses_does_not_depend_on_micro_steps():
     """One micro-step of 16 rows and two of 8 rows differ only by float64's rounding.
 
@@ -127,7 +126,6 @@ def test_oracle_without_routing_losses_does_not_depend_on_micro_steps():
     assert worst_error(one.gradients, two.gradients) < 1e-12
 
 
-@same_process("deepseek")
 def test_oracle_depends_on_every_setting_of_deepseek():
     """Changing a setting changes a gradient by over 1000 times the tolerance, so a step that ignores it would fail."""
     settings, parameters = oracle_family("deepseek", "batch"), parameters_of("deepseek", model("deepseek"))
@@ -153,8 +151,8 @@ def test_oracle_depends_on_every_setting_of_deepseek():
 @pytest.mark.parametrize(
     ("family", "names"),
     [
-        pytest.param("qwen3_moe", ("layers", "gates", "window", "ramp", "magnitude"), marks=same_process("qwen3_moe")),
-        pytest.param("olmoe", ("gates", "clip"), marks=same_process("olmoe")),
+        ("qwen3_moe", ("layers", "gates", "window", "ramp", "magnitude")),
+        ("olmoe", ("gates", "clip")),
     ],
 )
 def test_oracle_depends_on_every_setting_of_grouped_attention(family, names):
@@ -185,7 +183,7 @@ def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     assert paths == ([".stacks[1].blocks[0].feed_forward.router.choice_bias"] if family == "deepseek" else [])
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, id=f, marks=same_process(f)) for f in (*FAMILIES, "deepseek_v2")])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2"])
 def test_oracle_gradients_are_those_of_its_loss(family):
     """The oracle's gradients agree with a central difference along one random direction.
 
@@ -213,13 +211,12 @@ def test_oracle_gradients_are_those_of_its_loss(family):
 
 @pytest.mark.parametrize(
     "case",
-    as_parameters(
-        [
-            Case("gather", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 1, "batch"),
-            Case("dense", "fsdp2_ep2_context2", "replicated", "none", 1, "batch", "qwen3_moe"),
-            Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek"),
-        ]
-    ),
+    [
+        Case("gather", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 1, "batch"),
+        Case("dense", "fsdp2_ep2_context2", "replicated", "none", 1, "batch", "qwen3_moe"),
+        Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek"),
+    ],
+    ids=str,
 )
 def test_adamw(case):
     """Three updates with warm-up, cosine, decay and clipping: loss, rate, both moments and parameters."""
