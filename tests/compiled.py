@@ -143,7 +143,7 @@ def _groups(text: str, devices: int) -> list[tuple[int, ...]]:
     numbers = lambda part: [int(n) for n in part.split(",")] if part else None  # noqa: E731
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, dims, order = map(numbers, found.groups())
-        return [(*row,) for row in places.reshape(dims).transpose(order).reshape(shape).tolist()]
+        return [*map(tuple, np.asarray(places.reshape(dims).transpose(order).reshape(shape)).tolist())]
     ids = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]" + ids + r" ?\{([^{}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
