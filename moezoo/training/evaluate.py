@@ -78,7 +78,7 @@ class Evaluator:
         )
         for batch in batches:
             # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
-            a, b, c = jax.device_get(self.sums(model, self._feed(batch)))
+            a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
         return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
 
