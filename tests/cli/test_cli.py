@@ -1,6 +1,7 @@
 """What all commands do: help, --cfg job, one line for a mistake, exit codes; the console command and the scripts."""
 
 import dataclasses
+import itertools
 import runpy
 import subprocess
 import sys
@@ -64,10 +65,11 @@ def test_help_explains_every_group_entry_and_key(call, saved):
     lines = out.splitlines()
     assert max(map(len, lines)) <= 110
     for group, names in groups().items():
-        assert f"  {group}" in lines
+        after = lines[lines.index(f"  {group}") + 1 :]
+        here = list(itertools.takewhile(lambda line: line.startswith("    "), after))
         for name in names:
             marked = name + "*" * (name == defaults()[group])
-            (line,) = (line for line in lines if line.split()[:1] == [marked])
+            (line,) = (line for line in here if line.split()[:1] == [marked])
             assert len(line.split()) > 2, f"conf/{group}/{name}.yaml should begin with a comment that explains it"
     explained = {line.split()[0]: line.split()[1:] for line in lines if "=" in line}
     for name in {*saved, *(f"execution.{name}" for name in saved["execution"])} - {*groups(), "execution", "guard"}:
