@@ -1,7 +1,6 @@
 """`moezoo sharding`: print what each device stores, computes and receives."""
 
 import dataclasses
-import itertools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,9 @@ class Switches:
         "train|evaluate|prefill|decode",
         default="train",
     )
-    parameters_only: bool = key("only parameters; nothing is traced", default=False)
+    parameters_only: bool = key(
+        "only parameters; nothing is traced, and batch_size and seq_len are not checked", default=False
+    )
     against: str | None = key(
         "print the difference to the configuration with these overrides besides", '"KEY=VALUE ..."', default=None
     )
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.parallel.mesh import cpu_devices, has_started
 
     switches, words = take_switches(Switches, arguments)
+    for word in words:
+        if word.startswith("run_dir="):
+            raise UserError(f"{show(word)}: sharding writes no run; to describe a saved one, write resume=FOLDER")
     configurations = [compose(*words)]
     if switches.against is not None:
         configurations.append(compose(*_replace(words, switches.changes)))
@@ -59,10 +63,13 @@ def main(arguments: Sequence[str]) -> None:
         cpu_devices(1)  # tracing must not occupy an accelerator
     parts = "parameters" if switches.parameters_only else "all"
     layouts = [describe(cfg, switches.call, parts=parts) for cfg in configurations]
-    if parts == "all":
-        for line in itertools.chain(*(_choices(cfg, switches.call) for cfg in configurations)):
-            print(line, file=sys.stderr)
     titles = [text.describe_run(cfg, switches.call) for cfg in configurations]
+    if parts == "all":
+        titles = [
+            "\n".join([title, *_notes(cfg, switches.call)]) for title, cfg in zip(titles, configurations, strict=True)
+        ]
+    if switches.json:
+        print("\n".join(titles), file=sys.stderr)
     if switches.against is None:
         print(text.as_json(layouts[0]) if switches.json else text.render(titles[0], layouts[0]))
         return
@@ -70,17 +77,18 @@ def main(arguments: Sequence[str]) -> None:
     print(text.as_json(differences) if switches.json else text.render_differences(titles, layouts, differences))
 
 
-def _choices(cfg: Any, call: Any) -> list[str]:
-    """Return what a choice between strategies chose, with the bytes that it compared."""
+def _notes(cfg: Any, call: Any) -> list[str]:
+    """Return what a choice between strategies chose, with the bytes that it compared, and much unused room."""
     from moezoo.analysis.calls import CALLS
     from moezoo.models import model_shapes
     from moezoo.models.choice import compare
-    from moezoo.training.report import choice_lines
+    from moezoo.training.report import choice_lines, room_lines
 
     model = model_shapes(cfg.model)
     program = CALLS[call](cfg, model, None)
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    return choice_lines(cfg.dispatch, {call: compare(model.stacks, program.rows, program.length, execution, call)})
+    found = compare(model.stacks, program.rows, program.length, execution, call)
+    return choice_lines(cfg.dispatch, {call: found}) + room_lines(found)
 
 
 def _replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:

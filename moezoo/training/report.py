@@ -36,7 +36,7 @@ from moezoo.training.step import Step
 
 HELD_OUT_FILE = "held_out.txt"
 _TITLE_WIDTH, _MOST_PARTS = 12, 3
-_MUCH_ROOM = 4  # rows of room per row in use from which the summary mentions it
+_MUCH_ROOM = 5  # rows of room per row in use from which the summary mentions it
 
 
 def _bytes(number: int) -> str:
@@ -82,10 +82,7 @@ def dispatch_lines(cfg: TrainConfig, execution: Execution, stacks: tuple[Stack, 
     validation = compare(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
     lines = [dispatch_line(training.chosen, training.group)]
     lines += choice_lines(cfg.dispatch, {"train": training, "evaluate": validation})
-    if training.chosen.bound and training.room >= _MUCH_ROOM:
-        keys = f"dispatch={path_of(type(training.chosen))} dispatch.{training.chosen.bound}=2"
-        lines.append(f"room for {training.room:.3g} times the rows in use; {keys} bounds it")
-    return lines
+    return lines + room_lines(training)
 
 
 def choice_lines(dispatch: DispatchChoice, calls: dict[CallName, Compared]) -> list[str]:
@@ -97,6 +94,14 @@ def choice_lines(dispatch: DispatchChoice, calls: dict[CallName, Compared]) -> l
             chosen = path_of(type(found.chosen))
             lines.append(f"{path_of(type(dispatch))}: {chosen} to {call}; received per layer: {bytes_of}")
     return lines
+
+
+def room_lines(found: Compared) -> list[str]:
+    """Name the bound of a strategy of which most of the room stays unused."""
+    if not found.chosen.bound or found.room < _MUCH_ROOM:
+        return []
+    keys = f"dispatch={path_of(type(found.chosen))} dispatch.{found.chosen.bound}=2"
+    return [f"room for {found.room:.3g} times the rows in use; {keys} bounds it"]
 
 
 def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:

@@ -19,7 +19,7 @@ def test_choices_are_those_of_the_registry():
 def test_json_is_alone_and_counts_as_by_hand(console):
     """One token of 64 rows on eight devices, `ragged`, in bfloat16: the exchange of an accelerator."""
     code, out, err = console("sharding", *SLICE, "dispatch=ragged", "--call=decode", "--json")
-    assert (code, err) == (0, "")
+    assert (code, err.split()[:2]) == (0, ["decode", "mixtral:"])
     found = json.loads(out)
     assert {name: sorted(rows[0]) for name, rows in found.items()} == {
         "parameters": ["axes", "bytes_per_device", "local_shape", "name", "shape", "spec", "trained"],
@@ -46,6 +46,18 @@ def test_json_is_alone_and_counts_as_by_hand(console):
         ("layers/feed_forward/combine", "ragged-all-to-all"): (["expert"], layers, layers * once),
         ("head/weights", "all-gather"): (["expert"], 1, 32000 * embed * 2 * 7 // 8),
     }
+
+
+def test_the_title_has_what_auto_chose(console):
+    """Each layout has its own choice, beside its mesh and rules; much unused room has a line."""
+    words = ["model=mixtral", "model.layers=1", "model.experts=16", "mesh=ep8", "dispatch=auto"]
+    code, out, _ = console("sharding", *words, "--against", "dispatch=ring")
+    assert code == 0
+    lines = out.splitlines()
+    assert "dispatch=auto" in lines[1]
+    assert lines[2].startswith("- auto: ragged to train; received per layer: ring ")
+    assert "8 times the rows in use; dispatch=ragged dispatch.buffer_factor=2" in lines[3]
+    assert "dispatch=ring dispatch.buffer_factor=2" in next(line for line in lines if line.startswith("+ room"))
 
 
 def test_difference_of_two_layouts(console):
@@ -102,6 +114,7 @@ def test_what_the_other_layout_is_composed_of(words, changes, result):
         (["--call", "fly"], "--call=fly: expected one of train, evaluate, prefill, decode"),
         (["mesh=ep8", "--against", "batch_size=12"], "batch_size=12 is not divisible by 8"),
         (["--paramaters-only"], "--paramaters-only: no such option; did you mean '--parameters-only'?"),
+        (["run_dir=old"], "run_dir=old: sharding writes no run; to describe a saved one, write resume=FOLDER"),
         (["--mesh=ep8"], "--mesh=ep8: settings have no dashes; write mesh=VALUE"),
     ],
 )
