@@ -133,7 +133,7 @@ class LanguageModel(eqx.Module):
             tokens: integers [batch, seq] from 0 to `vocab` - 1, the whole batch even on a mesh.
             segments: the number of each token's document in its row, from 1; 0 is padding. Default: all 1.
             positions: each token's position in its document, below `max_length`. Default: its index in the row.
-            execution: how the model runs. Default: on one device.
+            execution: how the model runs. Default: on one device. `dispatch=auto` counts no gradients here.
 
         Raises:
             UserError: an array is not integers [batch, seq], is empty, or has a number out of its range; a row without

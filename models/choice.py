@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
+import jax
 from jaxtyping import PyTree
 
 from moezoo.moe.dispatch import Gather, Ring, Sizes
@@ -39,7 +40,7 @@ def choose_dispatch(
         length: The tokens of each sequence, over all devices together.
         execution: How the call runs.
         call: What the layers are called for.
-        trained: A tree of booleans like `stacks`: which arrays are trained. None: all that `trainable_mask` names.
+        trained: A tree of booleans like the model: which arrays are trained. None: all that `trainable_mask` names.
     """
     if isinstance(execution.dispatch, Dispatch | None):
         return execution
@@ -64,9 +65,16 @@ class Compared(NamedTuple):
     room: float
 
 
-def compare(stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: CallName) -> Compared:
+def compare(
+    stacks: tuple[Stack, ...],
+    rows: int,
+    length: int,
+    execution: Execution,
+    call: CallName,
+    trained: PyTree | None = None,
+) -> Compared:
     """Return the strategy of a call and what it was compared with. Arguments are those of `choose_dispatch`."""
-    sizes, group = _sizes(stacks, rows, length, execution, call, None)
+    sizes, group = _sizes(stacks, rows, length, execution, call, trained)
     dispatch = execution.dispatch or Gather()
     chosen, candidates = dispatch.resolve(sizes, group), dispatch.candidates(group)
     found = {strategy: received_bytes(strategy, sizes, group) for strategy in candidates} if len(candidates) > 1 else {}
@@ -82,15 +90,19 @@ def _sizes(
     number, kind = next(places)
     moe, count = stacks[number].blocks[kind].moe, stacks[number].count
     *_, embed, num_experts = moe.router.weight.shape
-    group, phases, weights = execution.expert_group(num_experts), _PHASES[call == "train"], 0
+    group, weights = execution.expert_group(num_experts), 0
+    # The backward pass ends at the first part, from the embedding on, in which something is trained.
+    before = () if trained is None else (trained.embedding, trained.stacks[: number + 1])
+    differentiated = _PHASES[call == "train" and (trained is None or any(jax.tree.leaves(before)))]
+    phases = differentiated
     if execution.remat == "none":  # then tokens are kept
         phases = tuple(phase for phase in phases if phase != "recomputed")
     if group.axes:
-        mask = (trainable_mask(stacks) if trained is None else trained)[number].blocks[kind].feed_forward.experts
+        mask = (trainable_mask(stacks) if trained is None else trained.stacks)[number].blocks[kind].feed_forward.experts
         for strategy, sign in ((Gather(), 1), (Ring(), -1)):  # one moves weights, the other does not
             there = dataclasses.replace(execution, dispatch=strategy)
             moves = weight_moves(Stack((moe.experts,), count), mask, there).phases(recomputed=True)  # never kept
-            used = itertools.chain(*(moves.get(phase, ()) for phase in _PHASES[call == "train"]))
+            used = itertools.chain(*(moves.get(phase, ()) for phase in differentiated))
             weights += sign * sum(move.received_bytes for move in used)
     tokens = rows * length // execution.ways(execution.token_axes)
     return Sizes(tokens, moe.router.k, embed, execution.dtype, weights, phases), group

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
     rows, mask = cfg.batch_size // cfg.execution.microbatches, trainable_mask(model, trained)
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
-    execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "train", mask.stacks)
+    execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "train", mask)
     logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), cfg.model.vocab)
     trace = lambda: build_step(cfg, execution, model, trained).traced.jaxpr  # noqa: E731
     return Call(execution, rows, cfg.seq_len, logits, None, trace)

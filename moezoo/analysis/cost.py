@@ -67,7 +67,7 @@ def communication(
     mask, table = trainable_mask(model, trained), TrafficTable()
     execution = build_execution(config, abstract_mesh(config.mesh))
     rows = config.batch_size // micro_steps
-    execution = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train", mask.stacks)
+    execution = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train", mask)
 
     def add(scope: str, phase: Phase, moves: Iterable[Move], times: int) -> None:
         for move in moves:

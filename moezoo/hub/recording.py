@@ -20,7 +20,7 @@ from moezoo.moe.router import Routed
 from moezoo.nn.base import FeedForwardOutput
 from moezoo.nn.positions import make_context
 from moezoo.parallel.context_parallel import Place
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.execution import Execution, place
 
 
 class ModuleRecord(NamedTuple):
@@ -37,6 +37,7 @@ Where = tuple[str, int | None]
 def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, ModuleRecord]:
     """Let `model` read `tokens` [batch, seq] on one device; return each module's record, in the order they finish."""
     execution, paths = Execution(), _Paths()
+    model = place(model, execution)
     ids = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
 
@@ -59,10 +60,10 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
         before, inside, after = jax.device_get(program(model))
     records: dict[Where, ModuleRecord] = {}
     records |= {(path, None): ModuleRecord(*one) for path, one in zip(paths.found["embedding"], before, strict=True)}
-    for place in layer_places(model.stacks):
-        arrays = jax.tree.map(lambda x, i=place.index: x[i], inside[place.stack][place.kind])
-        names = paths.found[place.path]
-        records |= {(path, place.number): ModuleRecord(*one) for path, one in zip(names, arrays, strict=True)}
+    for layer in layer_places(model.stacks):
+        arrays = jax.tree.map(lambda x, i=layer.index: x[i], inside[layer.stack][layer.kind])
+        names = paths.found[layer.path]
+        records |= {(path, layer.number): ModuleRecord(*one) for path, one in zip(names, arrays, strict=True)}
     names = paths.found["unembedding"]
     return records | {(path, None): ModuleRecord(*one) for path, one in zip(names, after, strict=True)}
 

@@ -41,6 +41,8 @@ class Rules:
 
     def __post_init__(self):
         check_fields("rules", self)
+        if not self.name.isprintable():
+            raise UserError(f"rules.name={show(self.name)} has characters that cannot be printed; write letters")
         for field, table in (("store", self.store), ("compute", self.compute)):
             for logical, axes in table.items():
                 if logical not in LOGICAL_AXES:

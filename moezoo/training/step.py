@@ -157,7 +157,7 @@ class Step:
             UserError: as `moezoo.parallel.axes.trainable_mask` does.
         """
         self.trained, (_, rows, length) = trainable_mask(model, trained), batch.tokens.shape
-        execution = choose_dispatch(model.stacks, rows, length, execution, "train", self.trained.stacks)
+        execution = choose_dispatch(model.stacks, rows, length, execution, "train", self.trained)
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
         placements = execution.placements(model)
         moments = optimizer.placements(eqx.filter(model, self.trained), eqx.filter(placements, self.trained))

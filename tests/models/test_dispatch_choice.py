@@ -7,16 +7,21 @@ import jax
 import pytest
 
 import moezoo
+from moezoo.analysis.calls import CALLS
 from moezoo.analysis.cost import communication, expert_rows
+from moezoo.analysis.sharding import describe
 from moezoo.config.build import build_execution
 from moezoo.config.overrides import groups
+from moezoo.data import Batch, load
 from moezoo.models import FAMILIES, model_shapes
 from moezoo.models.choice import choose_dispatch, compare
 from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
+from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.mesh import abstract_mesh
-from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traces import collective_traffic, count_collectives
 from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
+from moezoo.training.evaluate import Evaluator
 from moezoo.training.report import choice_lines, dispatch_lines
 
 PRESETS = [name for name in groups()["model"] if name not in FAMILIES]
@@ -98,8 +103,9 @@ def test_nothing_to_compare_without_split_experts():
     assert compare(stacks, 8, 128, execution, "train").bytes == {}
 
 
-TINY = ("model=mixtral", "mesh=ep8", "dispatch=auto", "model.layers=1", "model.embed=16", "model.expert_mlp=32")
-TINY += ("model.vocab=32", "model.heads=2", "model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6")
+SIZES = ("model=mixtral", "model.layers=1", "model.embed=16", "model.expert_mlp=32", "model.vocab=32", "model.heads=2")
+SIZES += ("model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6")
+TINY = (*SIZES, "mesh=ep8", "dispatch=auto")
 
 
 @pytest.mark.parametrize(("parts", "strategy"), [(16, "ragged"), (1, "gather")])
@@ -134,3 +140,54 @@ def test_the_summary_has_the_choice_and_its_numbers():
     assert "dispatch=ring dispatch.buffer_factor=2" in room
     cfg, stacks, execution = shapes_and_execution("mesh=fsdp4_ep2", "dispatch=ring")
     assert len(dispatch_lines(cfg, execution, stacks)) == 1
+
+
+def head_only(path):
+    return "unembedding" in path
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "trained"),
+    [
+        ("train", "mesh=fsdp2_ep4 rules=ep_as_cp execution.microbatches=2", None),
+        ("train", "mesh=ep8 execution.remat=none", head_only),
+        ("train", "mesh=ep8 rules.batch=[data,fsdp]", lambda path: "experts" not in path),
+        ("evaluate", "mesh.fsdp=2 mesh.context=4 rules=cp_as_ep", None),
+        ("prefill", "mesh=ep8", None),
+        ("decode", "mesh=fsdp2_ep4", None),
+    ],
+)
+def test_compares_what_traced_programs_move(call, words, trained):
+    """The bytes of two strategies differ by those of their traced programs, and the program of `auto` has the least."""
+    received = {}
+    for name in (*NAMES.values(), "auto"):
+        cfg = moezoo.compose(*SIZES, "batch_size=64", "seq_len=24", *words.split(), f"dispatch={name}")
+        received[name] = sum(row.bytes for row in describe(cfg, call, trained=trained).collectives)
+    model = model_shapes(cfg.model)
+    program = CALLS[call](cfg, model, trained)
+    open_choice = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
+    mask = trainable_mask(model, trained)
+    found = compare(model.stacks, program.rows, program.length, open_choice, call, mask)
+    assert found.chosen == program.execution.dispatch
+    steps = cfg.execution.microbatches if call == "train" else 1
+    for strategy, name in NAMES.items():
+        each = found.bytes[strategy()] - found.bytes[Ring()]
+        assert received[name] - received["ring"] == pytest.approx(steps * each, abs=64 * steps)
+    assert received["auto"] == min(received.values()) == received[NAMES[type(found.chosen)]]
+
+
+def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
+    """With these sizes tokens move in a micro-step of training, and weights in a batch of evaluation."""
+    cfg = moezoo.compose(
+        *TINY, "batch_size=64", "seq_len=24", "execution.microbatches=4", "data=synthetic", "data.vocab=32"
+    )
+    execution, model = build_execution(cfg), model_shapes(cfg.model)
+    _, train, evaluate, *_ = dispatch_lines(cfg, execution, model.stacks)
+    assert train.startswith("auto: ragged to train")
+    assert evaluate.startswith("auto: gather to evaluate")
+    tokens = jax.ShapeDtypeStruct((64, 24), "int32")
+    source = load(cfg.data, seq_len=24, seed=0, vocab=cfg.model.vocab)
+    evaluation = Evaluator(model, source, cfg, execution).sums.trace(model, Batch(*(tokens,) * 4)).jaxpr
+    called = jax.make_jaxpr(lambda model, tokens: model(tokens, execution=execution))(model, tokens)
+    for program in (evaluation, called):
+        assert not any(kind == "ragged_all_to_all" for kind, _ in count_collectives(program))
