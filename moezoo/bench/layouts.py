@@ -116,8 +116,9 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
         first = next(row for row in rows if row["model"] == model)
         # The statistics of routing have axes of their own and few bytes.
         axes = [name for name in _axes(here) if max(row["received_bytes"].get(name, 0) for row in here) >= 5e3]
+        drops = ["dropped"] * any(row["dropped"] for row in here)
         table = Table(
-            *("rules", "strategy", "loss", "perplexity", "dropped", "tokens/s", "speed"),
+            *("rules", "strategy", "loss", "perplexity", *drops, "tokens/s", "speed"),
             *("MB\n" + name.replace(" ", "\n") for name in axes),
             "peak\nMB",
             title=f"{model} on {mesh} {here[0]['settings']}".strip() + f", {here[0]['updates']} updates",
@@ -137,7 +138,7 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
                 row["strategy"],
                 f"{row['loss']:.6f}",
                 f"{row['perplexity']:.3f}",
-                f"{row['dropped']:.1%}",
+                *(f"{row['dropped']:.1%}" for _ in drops),
                 f"{row['tokens_per_second_per_device']:,.0f}",
                 f"{row['speed_on_mesh']:.2f}",
                 *(f"{row['received_bytes'].get(name, 0) / 1e6:.2f}" for name in axes),
