@@ -176,18 +176,24 @@ def test_compares_what_traced_programs_move(call, words, trained):
     assert received["auto"] == min(received.values()) == received[NAMES[type(found.chosen)]]
 
 
-def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
-    """With these sizes tokens move in a micro-step of training, and weights in a batch of evaluation."""
-    cfg = moezoo.compose(
-        *TINY, "batch_size=64", "seq_len=24", "execution.microbatches=4", "data=synthetic", "data.vocab=32"
-    )
-    execution, model = build_execution(cfg), model_shapes(cfg.model)
-    _, train, evaluate, *_ = dispatch_lines(cfg, execution, model.stacks)
+def test_validation_has_the_tokens_of_a_whole_batch():
+    """In a micro-step of training tokens move; in a batch of validation, with four times as many, weights move."""
+    words = (*TINY, "batch_size=64", "seq_len=24", "execution.microbatches=4")
+    cfg, stacks, execution = shapes_and_execution(*words)
+    _, train, evaluate, *_ = dispatch_lines(cfg, execution, stacks)
     assert train.startswith("auto: ragged to train")
     assert evaluate.startswith("auto: gather to evaluate")
+
+
+def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
+    """With as many experts per token as devices, `ring` is the least in training and `ragged` without gradients."""
+    sizes = ("model.embed=64", "model.expert_mlp=256", "model.experts=16", "model.experts_per_token=8")
+    cfg = moezoo.compose(*TINY, *sizes, "batch_size=64", "seq_len=24", "data=synthetic", "data.vocab=32")
+    execution, model = build_execution(cfg), model_shapes(cfg.model)
+    assert choose_dispatch(model.stacks, 64, 24, execution, "train").dispatch == Ring()
     tokens = jax.ShapeDtypeStruct((64, 24), "int32")
     source = load(cfg.data, seq_len=24, seed=0, vocab=cfg.model.vocab)
     evaluation = Evaluator(model, source, cfg, execution).sums.trace(model, Batch(*(tokens,) * 4)).jaxpr
     called = jax.make_jaxpr(lambda model, tokens: model(tokens, execution=execution))(model, tokens)
     for program in (evaluation, called):
-        assert not any(kind == "ragged_all_to_all" for kind, _ in count_collectives(program))
+        assert any(kind == "ragged_all_to_all" for kind, _ in count_collectives(program))
