@@ -3,11 +3,12 @@
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import refused
 
-from moezoo.host import check_file, check_host, group_limits, host_memory
+from moezoo.host import check_file, check_host, group_limits, host_memory, keep_freed_memory
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,20 @@ def test_what_is_no_file(tmp_path):
         ):
             with refused("path=this ", found, "give one"):
                 check_file(path, "path=this", "give one")
+
+def test_freed_memory_is_kept_unless_the_environment_sets_malloc(monkeypatch):
+    calls = {}
+    monkeypatch.setattr("moezoo.host.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=calls.__setitem__))
+    monkeypatch.setattr("moezoo.host.sys.platform", "linux")
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.dynamic_sort=2")
+    keep_freed_memory()
+    assert calls == {-1: -1, -4: 0}  # M_TRIM_THRESHOLD, M_MMAP_MAX in <malloc.h>
+    calls.clear()
+    with monkeypatch.context() as changed:
+        changed.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        keep_freed_memory()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    keep_freed_memory()
+    assert not calls

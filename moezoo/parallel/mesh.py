@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from moezoo.convert import Range, check_fields, convert
 from moezoo.errors import UserError, check_type
+from moezoo.host import keep_freed_memory
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -97,6 +98,7 @@ def cpu_devices(count: int) -> None:
             )
         return
     _order_cached_programs()
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
@@ -128,6 +130,8 @@ def prepare(wanted: int) -> None:
             "virtual CPU devices; choose a smaller mesh"
         )
     _order_cached_programs()
+    if not accelerators():
+        keep_freed_memory()
     settings: Any = jax.config  # its attributes are made at run time
     if not settings.jax_platforms and not accelerators():
         jax.config.update("jax_platforms", "cpu")
