@@ -31,35 +31,42 @@ class Transfer(NamedTuple):
         return Transfer(self.land.T, self.size.T, self.start.T)
 
 
-def exchange(rows: Float[Array, "sent embed"], transfer: Transfer, room: int, axes: MeshAxes) -> Array:
+def exchange(rows: Float[Array, "sent embed"], transfer: Transfer, room: int, most: int, axes: MeshAxes) -> Array:
     """Return the rows [room, embed] that this device receives over `axes`; unused rows are 0.
 
-    TPU and GPU run one `ragged_all_to_all`. XLA's CPU has no such collective: there all rows are gathered and each
-    device picks its own, with the same result to the bit. The gradient is the exchange by `transfer.back()`.
+    TPU and GPU run one `ragged_all_to_all`. XLA's CPU has no such collective: there every device sends `most` rows to
+    every other by an `all_to_all`, with the same result to the bit. The gradient is the exchange by `transfer.back()`.
+
+    Args:
+        rows: The rows to send.
+        transfer: The plan of the exchange.
+        room: The number of rows of the result.
+        most: At least the largest of `transfer.size`.
+        axes: The mesh axes of the group.
     """
     # The result differs by device, but JAX types it like the output buffer. The gradient rule must return the types of
     # its arguments, so all of them vary over the same axes.
     everywhere = sorted(set(axes) | varying_axes(rows) | varying_axes(transfer.size))
     transfer = Transfer(*(vary(x, everywhere) for x in transfer))
-    return checkpoint_name(_exchange(vary(rows, everywhere), transfer, room, axes), GATHERED_TOKENS)
+    return checkpoint_name(_exchange(vary(rows, everywhere), transfer, room, most, axes), GATHERED_TOKENS)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _exchange(rows, transfer, room, axes):
-    emulation = functools.partial(_emulate, room=room, axes=axes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _exchange(rows, transfer, room, most, axes):
+    emulation = functools.partial(_emulate, room=room, most=most, axes=axes)
     real = functools.partial(_ragged_all_to_all, room=room, axes=axes)
     return lax.platform_dependent(rows, transfer, cpu=emulation, default=real)
 
 
-def _exchange_forward(rows, transfer, room, axes):
+def _exchange_forward(rows, transfer, room, most, axes):
     # The backward pass needs only the number of rows, which an empty array carries.
-    return _exchange(rows, transfer, room, axes), (transfer, rows[:, :0])
+    return _exchange(rows, transfer, room, most, axes), (transfer, rows[:, :0])
 
 
-def _exchange_backward(room, axes, residuals, cotangent):
+def _exchange_backward(room, most, axes, residuals, cotangent):
     del room
     transfer, like = residuals
-    return _exchange(cotangent, transfer.back(), like.shape[0], axes), None
+    return _exchange(cotangent, transfer.back(), like.shape[0], most, axes), None
 
 
 _exchange.defvjp(_exchange_forward, _exchange_backward)
@@ -72,18 +79,15 @@ def _ragged_all_to_all(rows: Array, transfer: Transfer, *, room: int, axes: Mesh
     return lax.ragged_all_to_all(rows, output, transfer.start[me], sent, transfer.land[me], received, axis_name=axes)
 
 
-def _emulate(rows: Array, transfer: Transfer, *, room: int, axes: MeshAxes) -> Array:
+def _emulate(rows: Array, transfer: Transfer, *, room: int, most: int, axes: MeshAxes) -> Array:
     me = lax.axis_index(axes)
-    everything = lax.all_gather(rows, axes)  # [P, sent, embed]
+    # Rows beyond the size of a piece travel too, but no device picks them.
+    pieces = transfer.start[me][:, None] + jnp.arange(most, dtype=jnp.int32)[None]  # [P, most]
+    sent = jnp.take(rows, pieces.reshape(-1), axis=0, mode="clip")
+    received = lax.all_to_all(sent, axes, 0, 0, tiled=True)
     slot = jnp.arange(room, dtype=jnp.int32)[:, None]
     first, size = transfer.land[None, :, me], transfer.size[None, :, me]
     lands = (slot >= first) & (slot < first + size)  # [room, P]
-    index = (
-        (jnp.arange(len(everything), dtype=jnp.int32) * rows.shape[0])[None]
-        + transfer.start[None, :, me]
-        + slot
-        - first
-    )
+    index = (jnp.arange(len(pieces), dtype=jnp.int32) * most)[None] + slot - first
     index = jnp.where(lands, index, 0).sum(1)
-    found = jnp.take(everything.reshape(-1, *rows.shape[1:]), index, axis=0, mode="clip")
-    return jnp.where(lands.any(1, keepdims=True), found, 0)
+    return jnp.where(lands.any(1, keepdims=True), jnp.take(received, index, axis=0, mode="clip"), 0)

@@ -71,7 +71,7 @@ class Ragged(Dispatch):
         # [P, E]: the rows that each device has for each expert. Every size and offset of the transfer follows from it.
         counts = lax.all_gather(sort.group_sizes, group.axes)
         transfer, sizes, lost = _transfer(counts, group, room)
-        received = exchange(rows, transfer, room, group.axes)
+        received = exchange(rows, transfer, room, count * min(k, group.num_local), group.axes)
         there = plan(_expert_of_row(sizes, room), 0, group.num_local)
         return Dispatched(
             permute(received, there),
@@ -88,7 +88,8 @@ class Ragged(Dispatch):
             assert state.there is not None
             ones = jnp.ones((rows.shape[0], 1), jnp.float32)
             as_received = unpermute(rows, ones, state.there)
-            rows = exchange(as_received, state.transfer.back(), state.sort.source.shape[0], group.axes)
+            (count, k), sent = state.gates.shape, state.sort.source.shape[0]
+            rows = exchange(as_received, state.transfer.back(), sent, count * min(k, group.num_local), group.axes)
         return unpermute(rows, state.gates, state.sort)
 
 
