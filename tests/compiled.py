@@ -23,30 +23,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moezoo.bench.hlo import COLLECTIVES, Computation, Instruction, read_computations
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import UNORDERED, Traffic, TrafficTable, received_bytes
 from moezoo.training.step import Step
 
-# HLO's name of a collective -> its name in `received_bytes`.
-_COLLECTIVES = {
-    "all-gather": "all_gather",
-    "all-reduce": "psum",
-    "all-to-all": "all_to_all",
-    "collective-broadcast": "ppermute",
-    "collective-permute": "ppermute",
-    "ragged-all-to-all": "ragged_all_to_all",
-    "reduce-scatter": "reduce_scatter",
-}
-_FROM_TRACE = {name: op for op, name in _COLLECTIVES.items()} | dict.fromkeys(UNORDERED, "all-reduce")
+_FROM_TRACE = {name: op for op, name in COLLECTIVES.items()} | dict.fromkeys(UNORDERED, "all-reduce")
 _FROM_TRACE["ppermute"] = "collective-permute"
 
 # How much more than the trace a program may move over the same axes.
 SLACK = 1.05
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|[^( ]\S*) ([a-z][\w\-]*)\((.*)")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 
 
 class Table(defaultdict[tuple[str, MeshAxes], Traffic]):
@@ -86,42 +73,7 @@ class Collective(NamedTuple):
     @property
     def traffic(self) -> Traffic:
         """How often it runs, and the bytes that each device receives."""
-        return Traffic(self.times, self.times * received_bytes(_COLLECTIVES[self.op], self.given, self.ways))
-
-
-class _Instruction(NamedTuple):
-    type: str
-    op: str
-    operands: tuple[str, ...]
-    text: str  # what follows the name of the operation
-
-
-_Computation = dict[str, _Instruction]
-
-
-def _instruction(type_: str, op: str, text: str) -> _Instruction:
-    end = re.search(r"\)(?:, [a-z][\w-]*=|$)", text)
-    assert end, text
-    operands = text[: end.start()]
-    names = re.findall(r"%([\w.\-]+)", operands) or operands.split(", ")
-    return _Instruction(type_, op, tuple(names), text)
-
-
-def _computations(text: str) -> tuple[str, dict[str, _Computation]]:
-    """Return the name of the entry computation, and for each computation its instructions by name and as "ROOT"."""
-    entry, found, current = "", {}, {}
-    for line in text.splitlines():
-        if line[:1].isspace():
-            if match := _INSTRUCTION.match(line):
-                root, name, *rest = match.groups()
-                current[name] = _instruction(*rest)
-                if root:
-                    current["ROOT"] = current[name]
-        elif match := _HEADER.match(line):
-            current = found[match[2]] = {}
-            entry = match[2] if match[1] else entry
-    assert entry, "no ENTRY in the text of the program"
-    return entry, found
+        return Traffic(self.times, self.times * received_bytes(COLLECTIVES[self.op], self.given, self.ways))
 
 
 def _bytes(type_: str) -> int:
@@ -212,7 +164,7 @@ def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
     Raises:
         ValueError: A collective runs an unknown number of times, or over devices in a form that is not known.
     """
-    entry, computations = _computations(text)
+    entry, computations = read_computations(text)
     mesh = _Mesh(sizes)
 
     @functools.cache
@@ -221,11 +173,11 @@ def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
         body = computations[name]
         for instruction in (i for key, i in body.items() if key != "ROOT"):
             op = instruction.op.removesuffix("-start")
-            if op in _COLLECTIVES:
+            if op in COLLECTIVES:
                 found += _moves(op, instruction, body, mesh)
             # The start of an asynchronous operation has the computation; `-done` and `-update` may name it again.
             elif not op.endswith(("-done", "-update")):
-                inner = [c for called in _called(instruction) for c in run(called)]
+                inner = [c for called in instruction.called for c in run(called)]
                 times = _trips(instruction, body, computations) if op == "while" and inner else 1
                 found += [c._replace(times=c.times * times) for c in inner]
         return tuple(found)
@@ -233,12 +185,7 @@ def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
     return list(run(entry))
 
 
-def _called(instruction: _Instruction) -> list[str]:
-    branches = re.search(r"(?:branch|called)_computations=\{([^}]*)\}", instruction.text)
-    return _CALLED.findall(instruction.text) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
-
-
-def _moves(op: str, instruction: _Instruction, body: _Computation, mesh: _Mesh) -> list[Collective]:
+def _moves(op: str, instruction: Instruction, body: Computation, mesh: _Mesh) -> list[Collective]:
     groups = _groups(instruction.text, math.prod(mesh.sizes.values()))
     axes, ways = mesh.axes(groups, pairs=op == "collective-permute")
     if not axes:
@@ -251,7 +198,7 @@ def _moves(op: str, instruction: _Instruction, body: _Computation, mesh: _Mesh) 
     return [Collective(op, axes, ways, one, 1) for one in given]
 
 
-def _trips(loop: _Instruction, body: _Computation, computations: Mapping[str, _Computation]) -> int:
+def _trips(loop: Instruction, body: Computation, computations: Mapping[str, Computation]) -> int:
     """Return how often the body of a loop runs."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
         return int(known[1])
@@ -269,7 +216,7 @@ def _trips(loop: _Instruction, body: _Computation, computations: Mapping[str, _C
     return -(-(bound - start) // by)
 
 
-def _constant(name: str, body: _Computation) -> int:
+def _constant(name: str, body: Computation) -> int:
     while body[name].op == "copy":
         name = body[name].operands[0]
     if body[name].op != "constant":

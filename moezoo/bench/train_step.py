@@ -45,7 +45,8 @@ def train_steps(
         peaks: dict[str, int | None] = {}
         for words, cfg in same.items():
             log(f"compiling {words}")
-            calls[words], peaks[words] = _step(cfg)
+            calls[words], compiled = prepare_step(cfg)
+            peaks[words] = peak_bytes(compiled)
         t, d, f, _, k = sizes
         x, w = normal(0, kind, (t * k, d), (d, f))
         product = jax.jit(jnp.matmul).lower(x, w).compile()
@@ -86,7 +87,8 @@ def _flops(cfg: TrainConfig) -> float:
     return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)
 
 
-def _step(cfg: TrainConfig) -> tuple[Call, int | None]:
+def prepare_step(cfg: TrainConfig) -> tuple[Call, jax.stages.Compiled]:
+    """Return a call that runs one more training step on random tokens, and the compiled step."""
     execution = build_execution(cfg)
     step = build_step(cfg, execution)
     compiled = step.compile()
@@ -103,4 +105,4 @@ def _step(cfg: TrainConfig) -> tuple[Call, int | None]:
         state[0], metrics = compiled(state[0], batch)
         return jax.block_until_ready(metrics)
 
-    return call, peak_bytes(compiled)
+    return call, compiled

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from moezoo.bench.shapes import ACCELERATOR, LAPTOP, SHAPES
 from moezoo.cli.command import Command
-from moezoo.config.overrides import groups
+from moezoo.config import overrides
 from moezoo.errors import UserError, nearest
 from moezoo.training.files import making
 
@@ -21,6 +21,7 @@ PARTS = {
     "grouped_matmul": _KERNEL,
     "moe_layer": _KERNEL,
     "train_step": ("steps", "dtype", "seconds", "samples", "json", "out"),
+    "profile": ("overrides", "seconds", "samples", "json", "out"),
     "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
     "layouts": ("layouts", "models", "settings", "updates", "json", "out"),
     "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
@@ -30,6 +31,7 @@ _SUMMARIES = (
     "grouped_matmul   the grouped product alone, in all backends and alternatives",
     "moe_layer        a layer of experts with permutation and activation, but without a router",
     "train_step       whole training steps",
+    "profile          where the time of a training step goes; takes KEY=VALUE... as moezoo train does",
     "strategies       the first updates of one run, by every dispatch strategy on several meshes",
     "layouts          the first updates of one run, under every rule set and by every dispatch strategy",
     "attention        backends of attention by length: time and temporary memory",
@@ -65,7 +67,7 @@ _DEFAULTS = {
     "routing": ["uniform", "zipf"],
     "passes": ["forward", "backward", "both"],
     "steps": list(STEPS),
-    "dispatch": groups()["dispatch"],
+    "dispatch": overrides.groups()["dispatch"],
     "mesh": list(MESHES),
     "layouts": list(LAYOUTS),
     "models": list(MODELS),
@@ -90,7 +92,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} PART [OPTION ...]",
+        usage=f"{prog} PART [KEY=VALUE ...] [OPTION ...]",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure a part of moezoo next to alternatives that do the same work, alternately in one process.\n"
@@ -98,8 +100,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         epilog="docs/benchmarks.md defines every number.",
     )
     parser.add_argument("part", metavar="PART", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=argparse.SUPPRESS)
     titles = {
-        "measured": "all parts except strategies and layouts",
+        "measured": "all parts except strategies and layouts (profile: no --dtype)",
         "kernels": "grouped_matmul, moe_layer and compile",
         "train_step": "train_step",
         "strategies": "strategies",
@@ -147,17 +150,24 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _take(options: argparse.Namespace) -> None:
-    """Refuse options of other parts, and fill in defaults."""
+    """Refuse overrides and options of other parts, and fill in defaults."""
     taken = PARTS[options.part]
+    if options.overrides and "overrides" not in taken:
+        raise UserError(f"{options.overrides[0]}: {options.part} takes only --options; --help lists them")
     for name, value in vars(options).items():
-        if name not in ("part", *taken) and value is not None:
-            raise UserError(f"--{name} is no option of {options.part}, which takes {' '.join(f'--{t}' for t in taken)}")
+        if name not in ("part", "overrides", *taken) and value is not None:
+            raise UserError(f"--{name} is no option of {options.part}, which takes {_list(taken)}")
     for name, default in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
 
 
+def _list(taken: Sequence[str]) -> str:
+    return " ".join("KEY=VALUE" if name == "overrides" else f"--{name}" for name in taken)
+
+
 def _check(options: argparse.Namespace) -> None:
+    overrides.check(options.overrides)
     _check_known("--routing", options.routing, ("uniform", "zipf"))
     _check_known("--passes", options.passes, ("forward", "backward", "both"))
     _check_known("--dtype", [options.dtype] if options.dtype else [], ("float32", "bfloat16"))
@@ -310,7 +320,7 @@ class _Bench(Command):
         self._parse(arguments, prog)
 
     def _parse(self, arguments: Sequence[str], prog: str) -> argparse.Namespace:
-        options = make_parser(prog).parse_args(arguments)
+        options = make_parser(prog).parse_intermixed_args(arguments)
         _check_known("part", [options.part], PARTS)
         _take(options)
         _check(options)
@@ -323,7 +333,7 @@ class _Bench(Command):
             self._measure(options)
 
     def _measure(self, options: argparse.Namespace) -> None:
-        from moezoo.bench import attention, layouts, results, strategies
+        from moezoo.bench import attention, layouts, profile, results, strategies
 
         if options.part == "compile":
             _compile(options)
@@ -335,6 +345,9 @@ class _Bench(Command):
                 print(results.to_json(rows))
             else:
                 attention.print_table(rows, _console())
+        elif options.part == "profile":
+            rows = profile.profile_step(options.overrides, options.seconds, options.samples, _log)
+            _report(rows, options, profile.print_table, profile.picture)
         elif options.part == "strategies":
             rows = strategies.compare_strategies(
                 options.dispatch, options.mesh, options.settings, options.updates, _log

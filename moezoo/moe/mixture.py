@@ -37,7 +37,8 @@ class MoE(FeedForward):
         Tokens are cut into `chunks` of the strategy. The shared MLP runs while the first chunk travels.
         """
         group = execution.expert_group(self.router.weight.shape[1])
-        assignment, sums = self.router(x, valid, execution.routing)
+        with jax.named_scope("router"):
+            assignment, sums = self.router(x, valid, execution.routing)
         tokens = rearrange(x, "b s d -> (b s) d")
         # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
         assignment: Assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)

@@ -64,9 +64,14 @@ class Equation(NamedTuple):
     @property
     def phase(self) -> Phase:
         """The phase of a training step that the equation belongs to."""
-        if _RECOMPUTED in self.path:
-            return "recomputed"
-        return "backward" if "transpose(" in self.path else "forward" if "jvp(" in self.path else "outside"
+        return phase_of(self.path)
+
+
+def phase_of(path: str) -> Phase:
+    """Return the phase of a training step that an equation with these name stacks belongs to."""
+    if _RECOMPUTED in path:
+        return "recomputed"
+    return "backward" if "transpose(" in path else "forward" if "jvp(" in path else "outside"
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterator[Equation]:

@@ -59,6 +59,7 @@ class Guard(NamedTuple):
         )
 
 
+@jax.named_scope("optimizer")
 def select(accepted: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     """Return `new` if the step is accepted, otherwise `old` unchanged to the bit."""
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)

@@ -1,0 +1,66 @@
+"""Read compiled programs: their instructions, by computation, from HLO text."""
+
+import re
+from typing import NamedTuple
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|[^( ]\S*) ([a-z][\w\-]*)\((.*)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+
+# HLO's name of a collective -> its name in `moezoo.parallel.traffic.received_bytes`.
+COLLECTIVES = {
+    "all-gather": "all_gather",
+    "all-reduce": "psum",
+    "all-to-all": "all_to_all",
+    "collective-broadcast": "ppermute",
+    "collective-permute": "ppermute",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "reduce-scatter": "reduce_scatter",
+}
+
+
+class Instruction(NamedTuple):
+    """An instruction: the type of its result, the name of its operation, its operands, and the `text` after that."""
+
+    type: str
+    op: str
+    operands: tuple[str, ...]
+    text: str
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that it calls."""
+        branches = re.search(r"(?:branch|called)_computations=\{([^}]*)\}", self.text)
+        return _CALLED.findall(self.text) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+
+
+Computation = dict[str, Instruction]
+
+
+def _instruction(type_: str, op: str, text: str) -> Instruction:
+    end = re.search(r"\)(?:, [a-z][\w-]*=|$)", text)
+    assert end, text
+    operands = text[: end.start()]
+    names = re.findall(r"%([\w.\-]+)", operands) or operands.split(", ")
+    return Instruction(type_, op, tuple(names), text)
+
+
+def read_computations(text: str) -> tuple[str, dict[str, Computation]]:
+    """Return the name of the entry computation, and for each computation its instructions by name and as "ROOT".
+
+    Args:
+        text: The program, as `compiled.as_text()` gives it.
+    """
+    entry, found, current = "", {}, {}
+    for line in text.splitlines():
+        if line[:1].isspace():
+            if match := _INSTRUCTION.match(line):
+                root, name, *rest = match.groups()
+                current[name] = _instruction(*rest)
+                if root:
+                    current["ROOT"] = current[name]
+        elif match := _HEADER.match(line):
+            current = found[match[2]] = {}
+            entry = match[2] if match[1] else entry
+    assert entry, "no ENTRY in the text of the program"
+    return entry, found
