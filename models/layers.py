@@ -165,11 +165,18 @@ def run_layers(
         if cache is None and keep is None:
             run = execution.checkpoint(run)
 
-        def step(carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run) -> Any:
+        # Sines of positions are computed once, neither again in the backward pass nor, by a compiler, for each head.
+        shared = [context] * len(stack.blocks)
+        if stack.numbers is None:
+            shared = [context._replace(turn=block.attention.rotary.turn(context)) for block in stack.blocks]
+
+        def step(
+            carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run, shared: Any = shared
+        ) -> Any:
             (x, held), (blocks, numbers, index) = carry, scanned
             held, collected = list(held), []
             for kind, block in enumerate(blocks):
-                own, past = context, None
+                own, past = shared[kind], None
                 if numbers is not None:
                     own = own._replace(numbers=numbers[kind])
                 if cache is not None:

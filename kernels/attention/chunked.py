@@ -107,13 +107,14 @@ def _forward(window, q, k, v, queries, keys):
 
 def _backward(window, residuals, cotangent):
     q, k, v, queries, keys, result, highest, total = residuals
-    # The gradient of a score is its weight times (the gradient of the weight - `less`).
-    through_result = (cotangent.result.astype(jnp.float32) * result.astype(jnp.float32)).sum(-1)
-    less = (through_result - cotangent.logsumexp)[..., None]
-    past, steps = _plan((q, cotangent.result, less, highest, 1 / total), k, v, queries, keys, window)
+    parts = q, result, cotangent.result, cotangent.logsumexp[..., None], highest, 1 / total
+    past, steps = _plan(parts, k, v, queries, keys, window)
 
     def step(carry: tuple[Array, Array], x: _Step) -> tuple[tuple[Array, Array], Block]:
-        q, back, less, highest, share = x.parts
+        q, result, back, through_logsumexp, highest, share = x.parts
+        # The gradient of a score is its weight times (the gradient of the weight - `less`).
+        through_result = (back.astype(jnp.float32) * result.astype(jnp.float32)).sum(-1, keepdims=True)
+        less = through_result - through_logsumexp
 
         def visit(j: Int[Array, ""], carry: tuple[Block, Array, Array]) -> tuple[Block, Array, Array]:
             by_q, by_k, by_v = carry
@@ -123,16 +124,20 @@ def _backward(window, residuals, cotangent):
             # Selected too, since the gradient of an unseen key's weight may be infinite.
             by_score = jnp.where(seen, weights * (_dot(back, block.value, 2, 2) - less), 0).astype(q.dtype)
             by_q = by_q + _dot(by_score, block.key, 2, 1)
-            by_k = _add(by_k, j, _dot(by_score, q, 1, 1))
-            by_v = _add(by_v, j, _dot(weights.astype(back.dtype), back, 1, 1))
+            # Results [heads, dim, keys]: a CPU multiplies by a transposed matrix faster on the left than on the right.
+            by_k = _add(by_k, j, _dot(q, by_score, 1, 1))
+            by_v = _add(by_v, j, _dot(back, weights.astype(back.dtype), 1, 1))
             return by_q, by_k, by_v
 
         by_q, by_k, by_v = _visit_all(x, visit, (_zeros(q.shape, q), *carry))
         return (by_k, by_v), by_q.astype(q.dtype)
 
-    start = _zeros(past.key.shape, q), _zeros(past.value.shape, q)
-    (by_k, by_v), by_q = lax.scan(step, start, steps)
-    by_k, by_v = (_join(by, x[:, :, :, None])[:, :, :, 0].astype(x.dtype) for by, x in ((by_k, k), (by_v, v)))
+    start = tuple(_zeros(x.swapaxes(2, 3).shape, q) for x in (past.key, past.value))
+    back, by_q = lax.scan(step, start, steps)
+    by_k, by_v = (
+        _join(by.swapaxes(2, 3), x[:, :, :, None])[:, :, :, 0].astype(x.dtype)
+        for by, x in zip(back, (k, v), strict=True)
+    )
     return _join(by_q, q), by_k, by_v, None, None
 
 

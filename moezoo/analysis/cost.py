@@ -86,7 +86,7 @@ def communication(
     # The backward pass ends at the first part, from the embedding on, in which something is trained.
     learns = any(jax.tree.leaves(mask.embedding))
     both("embedding/weights", weight_moves(model.embedding, mask.embedding, execution), 1, recomputed=False)
-    both("head/weights", weight_moves(model.unembedding, mask.unembedding, execution), 1, recomputed=True)
+    both("head/weights", weight_moves(model.unembedding, mask.unembedding, execution), 1, recomputed=False)
     attention, group = context_parallel(execution), execution.sequence_group
     both("positions", attention.place_exchanges(rows * length, group), 1, recomputed=False)
     routing_layers = 0

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from moezoo.nn.cache import Past
 from moezoo.nn.positions import Context
+from moezoo.nn.rotary import Rotary
 from moezoo.parallel.execution import Execution
 
 
@@ -20,6 +21,8 @@ class AttentionOutput(NamedTuple):
 
 class SelfAttention(eqx.Module):
     """Causal attention within documents."""
+
+    rotary: eqx.AbstractVar[Rotary]
 
     @abc.abstractmethod
     def __call__(

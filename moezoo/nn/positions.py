@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from moezoo.nn.context_parallel import context_parallel
+from moezoo.nn.rope import Turn
 from moezoo.parallel.context_parallel import Place, Places
 from moezoo.parallel.execution import Execution
 
@@ -18,11 +19,15 @@ class LayerNumbers(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The places of the queries of this device and of the keys; `numbers` is None where layers do not differ."""
+    """The places of the queries of this device and of the keys; `numbers` is None where layers do not differ.
+
+    `turn` is what the rotary positions of the layer make of the places, if it was computed before the layer.
+    """
 
     queries: Place
     keys: Place
     numbers: LayerNumbers | None = None
+    turn: Turn | None = None
 
     @property
     def places(self) -> Places:

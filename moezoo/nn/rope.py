@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -54,21 +54,29 @@ class Unscaled(RotaryScaling):
         return 1.0
 
 
+class Turn(NamedTuple):
+    """The cosine and the sine of each pair's angle, float32."""
+
+    cos: Float[Array, "batch seq half"]
+    sin: Float[Array, "batch seq half"]
+
+
+def make_turn(positions: Int[Array, "batch seq"], frequency: Float[Array, " half"]) -> Turn:
+    """Return the turn by the angles position * frequency."""
+    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None]
+    return Turn(jnp.cos(angle), jnp.sin(angle))
+
+
 def rotate(
-    x: Float[Array, "batch seq heads head_dim"],
-    positions: Int[Array, "batch seq"],
-    frequency: Float[Array, " half"],
-    *,
-    pairs: Pairs = "halves",
+    x: Float[Array, "batch seq heads head_dim"], turn: Turn, *, pairs: Pairs = "halves"
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each pair of dimensions by the angle position * frequency, in float32.
+    """Rotate each pair of dimensions, in float32.
 
     Pairs of the result are halves, whatever the order in `x`. Queries and keys are reordered in the same way, which
     changes no score.
     """
     half = x.shape[-1] // 2
-    angle = positions.astype(jnp.float32)[:, :, None, None] * frequency.reshape(1, 1, 1, half)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (t[:, :, None] for t in turn)
     wide = x.astype(jnp.float32)
     if pairs == "halves":
         first, second = wide[..., :half], wide[..., half:]

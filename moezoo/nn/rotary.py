@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.nn.positions import Context
-from moezoo.nn.rope import Pairs, RotaryScaling, Unscaled, rotate
+from moezoo.nn.rope import Pairs, RotaryScaling, Turn, Unscaled, make_turn, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,15 @@ class Rotary:
     ) -> Float[Array, "batch seq heads head_dim"]:
         """Rotate queries or keys of the tokens of this device."""
         if self.dims == x.shape[-1]:
-            return self._turn(x, context)
-        return jnp.concatenate([self._turn(x[..., : self.dims], context), x[..., self.dims :]], axis=-1)
+            return self._turned(x, context)
+        return jnp.concatenate([self._turned(x[..., : self.dims], context), x[..., self.dims :]], axis=-1)
 
-    def _turn(self, x: Array, context: Context) -> Array:
+    def turn(self, context: Context) -> Turn:
+        """Return the turn of the tokens of this device. The layers of a stack share it, unless their bases differ."""
         base = self.base if context.numbers is None else context.numbers.rope_base
-        frequency, magnitude = self.scaling.frequencies(self.dims, base), self.scaling.magnitude
-        turned = rotate(x, context.queries.position, frequency, pairs=self.pairs)
+        return make_turn(context.queries.position, self.scaling.frequencies(self.dims, base))
+
+    def _turned(self, x: Array, context: Context) -> Array:
+        turn = self.turn(context) if context.turn is None else context.turn
+        turned, magnitude = rotate(x, turn, pairs=self.pairs), self.scaling.magnitude
         return turned if magnitude == 1 else turned * jnp.asarray(magnitude, turned.dtype)

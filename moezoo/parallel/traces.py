@@ -57,7 +57,8 @@ class Equation(NamedTuple):
     @property
     def scope(self) -> str:
         """The equation's named scopes, the outermost first, joined by "/"."""
-        path = re.sub(r"(jvp\([^()]*\))\)/\1", r"\1)", self.path)  # a transposed checkpoint repeats its scopes
+        # A transposed checkpoint repeats its scopes, and so does what a scope transposes within itself.
+        path = re.sub(r"(jvp\([^()]*\))(/transpose\(|\)/)\1", r"\1", self.path)
         names = re.findall(r"([^/()]+)(\(?)", path)  # a transformation precedes a parenthesis
         return "/".join(name for name, opens in names if not opens and name not in _BODIES)
 

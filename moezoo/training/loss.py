@@ -1,11 +1,15 @@
 """The losses of one micro-step, inside `shard_map`."""
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
@@ -37,29 +41,78 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Return the sum over this device's tokens of -log p(label), in nats; tokens with a label below 0 do not count.
 
-    Logits exist for one chunk of tokens at a time, in the backward pass too, never as [tokens, vocab].
+    Logits exist for one chunk of tokens at a time, never as [tokens, vocab], and are made once: if the result is
+    differentiated, a chunk's gradients are computed while its logits exist, those of what is trained only. The backward
+    pass multiplies them by a number. So weights are gathered once.
     """
     rows = chunk_rows(labels.size, model.vocab)
     pad = -labels.size % rows
     tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)
-    chunks = (rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows))
+    chunks = rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows)
+    # Typed as varying here, so that the gradients of both are too.
+    return _cross_entropy(execution, *execution.vary_parameters((model.unembedding, chunks[0])), chunks[1])
 
-    def whole(unembedding: Any, chunks: tuple[Array, Array]) -> Float[Array, ""]:
-        unembedding = execution.whole(unembedding)
 
-        @jax.checkpoint
-        def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
-            tokens, targets = chunk
-            logits = unembedding(tokens)
-            label = jax.nn.one_hot(targets, logits.shape[-1], dtype=jnp.bool)  # all false below 0
-            nats = jax.nn.logsumexp(logits, axis=-1) - jnp.where(label, logits, 0).sum(-1)
-            return total + jnp.where(targets >= 0, nats, 0).sum(), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
+    unembedding = execution.whole(unembedding)
 
-        return jax.lax.scan(add, vary_like(jnp.zeros(()), tokens, targets), chunks)[0]
+    def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+        return total + _nats(unembedding(chunk[0]), chunk[1])[0], None
 
-    # The gathered weight is not kept for the backward pass, which gathers it again.
-    return jax.checkpoint(whole)(model.unembedding, chunks)
+    return _scan(add, vary_like(jnp.zeros(()), tokens, targets), (tokens, targets))[0]
+
+
+def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTree, list[Array]]]:
+    # A leaf that is not `perturbed` needs no gradient: it is not trained or, if activations, nothing before it is.
+    unembedding, tokens, targets = jax.tree.map(operator.attrgetter("value"), primals)
+    trained, passed_on, _ = jax.tree.map(operator.attrgetter("perturbed"), primals)
+    stored, fixed = eqx.partition(unembedding, trained)
+    learned, scatter, fixed = jax.vjp(
+        lambda stored: eqx.partition(execution.whole(eqx.combine(stored, fixed)), trained), stored, has_aux=True
+    )
+
+    def add(carry: tuple[Array, PyTree], chunk: tuple[Array, Array]) -> tuple[tuple[Array, PyTree], list[Array]]:
+        (total, gradients), (tokens, targets) = carry, chunk
+        operands = (learned, tokens) if passed_on else (learned,)
+        logits, pull = jax.vjp(lambda learned, x=tokens: eqx.combine(learned, fixed)(x), *operands)
+        nats, by_logits = _nats(logits, targets)
+        by_learned, *by_tokens = pull(by_logits)
+        return (total + nats, jax.tree.map(jnp.add, gradients, by_learned)), by_tokens
+
+    zeros = jax.tree.map(lambda x: vary_like(jnp.zeros_like(x), x), learned)
+    start = vary_like(jnp.zeros(()), tokens, targets), zeros
+    (total, by_learned), by_tokens = _scan(add, start, (tokens, targets))
+    return total, (scatter(by_learned)[0], by_tokens)
+
+
+def _backward(
+    execution: Execution, gradients: tuple[PyTree, list[Array]], cotangent: Array
+) -> tuple[PyTree, Array | None, None]:
+    del execution
+    stored, by_tokens = jax.tree.map(lambda x: (x.astype(jnp.float32) * cotangent).astype(x.dtype), gradients)
+    return stored, *(by_tokens or [None]), None
+
+
+_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _nats(logits: Float[Array, "rows vocab"], targets: Int[Array, " rows"]) -> tuple[Array, Array]:
+    """Return the sum of -log p(target) over targets from 0 on, and its gradient."""
+    counts, columns = targets >= 0, targets[:, None]
+    highest = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - highest)
+    total = weights.sum(-1, keepdims=True)
+    nats = highest + jnp.log(total) - jnp.take_along_axis(logits, columns, axis=-1, mode="clip")
+    label = columns == jax.lax.broadcasted_iota(columns.dtype, logits.shape, 1)
+    by_logits = jnp.where(counts[:, None], weights / total - label.astype(logits.dtype), 0)
+    return jnp.where(counts, nats[:, 0], 0).sum(), by_logits
+
+
+def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) -> Any:
+    # One chunk needs no loop, into which the compiler would copy the weight.
+    return jax.lax.scan(step, start, chunks, unroll=len(chunks[0]) == 1)
 
 
 def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:

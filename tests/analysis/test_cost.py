@@ -55,11 +55,11 @@ def test_by_hand():
     # Two experts per token; 7/8 of the rows come from other devices; six exchanges: forward, again and backward, each
     # with dispatch and combine.
     assert table["ragged_all_to_all", ("expert",)] == (6 * layers, 6 * layers * 2 * tokens * embed * 2 * 7 // 8)
-    # All weights except experts and norms, in bfloat16, twice (the embedding once); gradients in float32; counts.
+    # All weights except experts and norms, in bfloat16, twice (embedding and head once); gradients in float32; counts.
     attention = 2 * embed * 4096 + 2 * embed * 1024
-    weights = 2 * layers * (attention + embed * 8) + 3 * vocab * embed
+    weights = 2 * layers * (attention + embed * 8) + 2 * vocab * embed
     counts = 2 * layers * 7 * 8 * 4
-    assert table["all_gather", ("expert",)] == (2 * layers * 5 + 3 + 2 * layers, weights * 2 * 7 // 8 + counts)
+    assert table["all_gather", ("expert",)] == (2 * layers * 5 + 2 + 2 * layers, weights * 2 * 7 // 8 + counts)
     gradients = layers * (attention + embed * 8) + 2 * vocab * embed
     assert table["reduce_scatter", ("expert",)] == (layers * 5 + 2, gradients * 4 * 7 // 8)
     # Gradients of three norms; load, probabilities, tokens, z and drops; the loss, the number of tokens, the norm.

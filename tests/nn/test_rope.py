@@ -6,7 +6,7 @@ import pytest
 from definitions import complex_rotation
 
 from moezoo.nn.positions import Context
-from moezoo.nn.rope import Unscaled, frequencies, rotate
+from moezoo.nn.rope import Unscaled, frequencies, make_turn, rotate
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Place
 
@@ -28,9 +28,10 @@ class Louder(Unscaled):
 
 @pytest.mark.parametrize("base", [100.0, 1e6])
 def test_a_rotation_is_a_complex_product(base):
-    rotated = rotate(jnp.asarray(X), jnp.asarray(POSITIONS), frequencies(8, base))
+    turn = make_turn(jnp.asarray(POSITIONS), frequencies(8, base))
+    rotated = rotate(jnp.asarray(X), turn)
     np.testing.assert_allclose(rotated, complex_rotation(X, POSITIONS, base), rtol=0, atol=PRECISION)
-    assert rotate(jnp.asarray(X, jnp.bfloat16), jnp.asarray(POSITIONS), frequencies(8, base)).dtype == jnp.bfloat16
+    assert rotate(jnp.asarray(X, jnp.bfloat16), turn).dtype == jnp.bfloat16
     np.testing.assert_array_equal(Unscaled().frequencies(8, base), frequencies(8, base))
 
 
