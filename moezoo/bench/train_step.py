@@ -101,8 +101,9 @@ def prepare_step(cfg: TrainConfig) -> tuple[Call, jax.stages.Compiled]:
     state: list[State] = [build_state(cfg, execution, step)]
 
     def call() -> Any:
-        # The step donates the state that it gets.
-        state[0], metrics = compiled(state[0], batch)
-        return jax.block_until_ready(metrics)
+        # The step donates the state that it gets. Metrics can be read when one device is done; until all are, another
+        # program's collectives must not start.
+        state[0], metrics = jax.block_until_ready(compiled(state[0], batch))
+        return metrics
 
     return call, compiled
