@@ -66,7 +66,8 @@ _MOVES = {
 _STEP = "moezoo step"
 # Events of XLA's runtime: tasks of its thread pool, and parts of a collective.
 _POOL, _RENDEZVOUS = "ThreadpoolListener::", ("Rendezvous", "InvokeRendezvous")
-_LONG = 1e15  # nanoseconds, longer than a trace
+_LONG = 1e15  # nanoseconds, much longer than a trace
+_ORDERS = {"StopRegion": -_LONG / 10, "StartRegion": -_LONG / 100, "Record": 0.0}
 
 
 class ProfileRow(TypedDict):
@@ -166,7 +167,8 @@ def profile_step(
 
 
 def _sum(part: dict[Operation, float], **fields: Any) -> float:
-    return round(sum(ms for op, ms in part.items() if all(getattr(op, f) == value for f, value in fields.items())), 4)
+    chosen = (ms for op, ms in part.items() if all(getattr(op, name) == value for name, value in fields.items()))
+    return round(sum(chosen, 0.0), 4)
 
 
 def operations(text: str) -> dict[str, Operation]:
@@ -204,7 +206,7 @@ class Event(NamedTuple):
 
     Attributes:
         time: in nanoseconds.
-        order: decides among events at the same time: of two frames the longer begins first and ends last.
+        order: decides among events at the same time: ends precede beginnings, and the longer frame is the outer one.
         thread: the thread that it happened on.
         what: a frame begins or ends, a task of the thread pool is recorded, starts or stops.
         name: the name of the frame, or the number of the task.
@@ -246,7 +248,7 @@ def read_trace(folder: Path, named: dict[str, Operation]) -> tuple[float, dict[s
                 elif name.startswith(_POOL):
                     number = dict(event.stats)
                     what: Any = name.removeprefix(_POOL)
-                    events.append(Event(start_, 0, thread, what, number.get("_p", number.get("_c"))))
+                    events.append(Event(start_, _ORDERS[what], thread, what, number.get("_p", number.get("_c"))))
                 elif length and (name in named or name in _RENDEZVOUS):
                     events.append(Event(start_, -length, thread, "begin", name))
                     events.append(Event(event.end_ns, length - _LONG, thread, "end", name))

@@ -1,5 +1,7 @@
 """Where the time of a step goes: operations by scope, the division of instants, and the command."""
 
+from typing import Any
+
 import pytest
 
 from moezoo.bench.profile import Event, Operation, divide, operations, profile_step
@@ -41,8 +43,13 @@ def test_operations():
 
 
 def frame(name: str, thread: int, start: float, end: float) -> list[Event]:
-    long = end - start
-    return [Event(start, -long, thread, "begin", name), Event(end, long - 1e15, thread, "end", name)]
+    long = float(end - start)
+    return [Event(float(start), -long, thread, "begin", name), Event(float(end), long - 1e15, thread, "end", name)]
+
+
+def task(thread: int, what: Any, time: float, number: int) -> Event:
+    order = {"StopRegion": -1e14, "StartRegion": -1e13, "Record": 0.0}[what]
+    return Event(float(time), order, thread, what, number)
 
 
 def test_instants_are_divided():
@@ -57,22 +64,17 @@ def test_instants_are_divided():
     | 50 to 60 | gather, for all | waits in gather |
     | 60 to 100 | nothing; a task that nobody named from 70 to 80 | nothing |
     """
-    events = [*frame("act", 0, 0, 20), Event(5, 0, 0, "Record", 7)]
-    events += [Event(10, 0, 1, "StartRegion", 7), Event(20, 0, 1, "StopRegion", 7)]
+    events = [*frame("act", 0, 0, 20), task(0, "Record", 5, 7)]
+    events += [task(1, "StartRegion", 10, 7), task(1, "StopRegion", 20, 7)]
     events += [*frame("last", 0, 20, 40), *frame("gather", 1, 20, 60), *frame("Rendezvous", 1, 20, 60)]
     events += [*frame("gather", 0, 40, 60), *frame("Rendezvous", 0, 40, 60), *frame("InvokeRendezvous", 0, 50, 60)]
-    events += [Event(70, 0, 0, "StartRegion", 8), Event(80, 0, 0, "StopRegion", 8)]
-    whole, parts = divide([(0, 100)], events, operations(PROGRAM))
-    times = {name: sum(part.values()) * 1e6 for name, part in parts.items()}
+    events += [task(0, "StartRegion", 70, 8), task(0, "StopRegion", 80, 8)]
     expected = {"experts": 20, "loss": 20, "waiting in collectives": 10, "collectives": 10, "no operation": 40}
-    assert times == pytest.approx(expected)
-    assert whole * 1e6 == pytest.approx(100)
-    # The same steps twice, with a pause that no step has.
-    later = [event._replace(time=event.time + 500, name=(event.name, event.name + 50)[event.order == 0])
-             if event.order == 0 else event._replace(time=event.time + 500) for event in events]  # fmt: skip
-    again, twice = divide([(500, 600), (0, 100)], events + later, operations(PROGRAM))
-    assert again == pytest.approx(whole)
-    assert {name: sum(part.values()) * 1e6 for name, part in twice.items()} == pytest.approx(expected)
+    later = [event._replace(time=event.time + 500) for event in events]  # a second step, after a pause
+    for steps, happened in (([(0.0, 100.0)], events), ([(500.0, 600.0), (0.0, 100.0)], events + later)):
+        whole, parts = divide(steps, happened, operations(PROGRAM))
+        assert {name: sum(part.values()) * 1e6 for name, part in parts.items()} == pytest.approx(expected)
+        assert whole * 1e6 == pytest.approx(100)
 
 
 def test_profile_of_a_step():
