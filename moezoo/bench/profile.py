@@ -144,7 +144,7 @@ def profile_step(
                 with jax.profiler.TraceAnnotation(_STEP):
                     call()
         log(f"reading the trace of {count} step{'s' * (count != 1)}")
-        whole, parts = read_trace(Path(folder), operations(compiled.as_text()))
+        whole, parts = read_trace(Path(folder), operations(str(compiled.as_text())))
     return [
         {
             "part": "profile",

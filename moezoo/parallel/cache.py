@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.errors import UserError
 
@@ -19,7 +19,7 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
 
 
-def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh) -> str:
+def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh | None) -> str:
     """Let JAX keep compiled programs in a folder, or not; return where, or why not. Call it before anything compiles.
 
     A folder that the user gave to JAX itself, by JAX_COMPILATION_CACHE_DIR or in Python, stays.
@@ -32,12 +32,13 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh) -> str:
 
     Args:
         cache_dir: a folder, which is made; "auto" for `user_folder()`; None for no cache.
-        mesh: the mesh that programs are compiled for.
+        mesh: the mesh of devices that programs are compiled for.
 
     Raises:
         UserError: the folder that `cache_dir` names cannot be written.
     """
     global _set_here
+    assert isinstance(mesh, Mesh)
     settings: Any = jax.config  # its attributes are made at run time
     now = settings.jax_compilation_cache_dir
     if now != _set_here:

@@ -94,8 +94,7 @@ def train(cfg: TrainConfig) -> Run:
     prepared = distributed.together(lambda: _prepare(cfg, before))
     execution, source, step = prepared.execution, prepared.source, prepared.step
 
-    mesh: Any = execution.mesh
-    cache = use_cache(cfg.cache_dir, mesh)
+    cache = use_cache(cfg.cache_dir, execution.mesh)
 
     history, start, resumed, changes = [], 0, None, []
     if before is None:

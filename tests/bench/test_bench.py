@@ -202,10 +202,7 @@ def test_attention(capsys):
         (["attention", "--shapes", "L1"], "--shapes is no option of attention, which takes --tokens"),
         (["moe_layer", "mesh=ep8"], "mesh=ep8: moe_layer takes only --options; --help lists them"),
         (["profile", "mesh=epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        (
-            ["profile", "mesh=ep8", "--dtype", "float32"],
-            "--dtype is no option of profile, which takes KEY=VALUE --seconds",
-        ),
+        (["profile", "mesh=ep8", "--dtype", "f"], "--dtype is no option of profile, which takes KEY=VALUE --seconds"),
         (["compile", "--json"], "--json is no option of compile, which takes --shapes --absent --dtype"),
         (["strategies", "--updates", "0"], "--updates 0: must be more than 0"),
         (["strategies", "--mesh", "epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
@@ -236,7 +233,7 @@ def test_attention(capsys):
         ),
         (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists the options"),
         (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists the options"),
-        (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape; --help lists the options"),
+        (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape tiny; --help lists the options"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )
