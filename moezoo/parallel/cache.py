@@ -42,11 +42,11 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     settings: Any = jax.config  # its attributes are made at run time
     now = settings.jax_compilation_cache_dir
     if now != _set_here:
-        return f"compiled programs in {now}, as JAX_COMPILATION_CACHE_DIR or jax.config sets it"
+        return f"compiled programs in {now}, set for JAX"
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     folder, answer = None, "off: cache_dir=null"
     if on_cpu and mesh.size > 1 and jax.__version__.startswith("0.10."):
-        answer = "off: jax 0.10 loads programs for several CPU devices without the order of their collectives"
+        answer = "off: jax 0.10 loads programs of several CPU devices wrongly (docs/running.md)"
     elif on_cpu and jax.process_count() > 1:
         answer = "off: several processes on CPUs"
     elif cache_dir is not None:
