@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{jax.__version__}")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))  # of processes that tests start
 
 
 # Not `--dist loadgroup`: with pytest 9.2 and xdist 3.8, the mark `xdist_group` has no effect.

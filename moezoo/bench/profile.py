@@ -10,14 +10,13 @@ add up to the step by construction, also where eight devices share two cores. In
 collectives, and instants at which no operation runs, are parts too.
 """
 
-import math
 import re
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import numpy as np
@@ -67,6 +66,8 @@ _MOVES = {
 _STEP = "moezoo step"
 # Events of XLA's runtime: tasks of its thread pool, and parts of a collective.
 _POOL, _RENDEZVOUS = "ThreadpoolListener::", ("Rendezvous", "InvokeRendezvous")
+_LONG = 1e15  # nanoseconds, much longer than a trace
+_ORDERS = {"StopRegion": -_LONG / 10, "StartRegion": -_LONG / 100, "Record": 0.0}
 
 
 class ProfileRow(TypedDict):
@@ -130,14 +131,9 @@ def profile_step(
             f"bench profile reads traces of CPU devices, and these are {devices[0].platform}; set JAX_PLATFORMS=cpu"
         )
     log(f"compiling {' '.join(overrides)}")
-    # A program from a compilation cache would have the named scopes of the code that it was compiled from.
-    cached: Any = jax.config
-    cached = cached.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        call, compiled = prepare_step(cfg)
-    finally:
-        jax.config.update("jax_enable_compilation_cache", cached)
+    # Otherwise a program from a compilation cache may have the named scopes of older code.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    call, compiled = prepare_step(cfg)
     untraced = measure({"step": call}, seconds=seconds / 2, samples=samples)["step"].ms
     count = int(np.clip(seconds * 1e3 / untraced, 1, samples))
     options = jax.profiler.ProfileOptions()
@@ -148,7 +144,7 @@ def profile_step(
                 with jax.profiler.TraceAnnotation(_STEP):
                     call()
         log(f"reading the trace of {count} step{'s' * (count != 1)}")
-        whole, parts = read_trace(Path(folder), operations(compiled.as_text()))
+        whole, parts = read_trace(Path(folder), operations(str(compiled.as_text())))
     return [
         {
             "part": "profile",
@@ -171,7 +167,8 @@ def profile_step(
 
 
 def _sum(part: dict[Operation, float], **fields: Any) -> float:
-    return round(sum(ms for op, ms in part.items() if all(getattr(op, f) == value for f, value in fields.items())), 4)
+    chosen = (ms for op, ms in part.items() if all(getattr(op, name) == value for name, value in fields.items()))
+    return round(sum(chosen, 0.0), 4)
 
 
 def operations(text: str) -> dict[str, Operation]:
@@ -204,6 +201,24 @@ def _only_moves(instruction: Instruction, found: dict[str, Computation]) -> bool
     return instruction.op in _MOVES or scalar is not None
 
 
+class Event(NamedTuple):
+    """An event of a trace.
+
+    Attributes:
+        time: in nanoseconds.
+        order: decides among events at the same time: ends precede beginnings, and the longer frame is the outer one.
+        thread: the thread that it happened on.
+        what: a frame begins or ends, a task of the thread pool is recorded, starts or stops.
+        name: the name of the frame, or the number of the task.
+    """
+
+    time: float
+    order: float
+    thread: int
+    what: Literal["begin", "end", "Record", "StartRegion", "StopRegion"]
+    name: Any
+
+
 class _Busy(NamedTuple):
     """What a thread did between two events, in nanoseconds: the name of an operation, or `_WAITING`."""
 
@@ -219,7 +234,8 @@ def read_trace(folder: Path, named: dict[str, Operation]) -> tuple[float, dict[s
         folder: where `jax.profiler.trace` wrote; every step has the annotation `_STEP`.
         named: the operations of the program.
     """
-    steps, events = [], []  # events: time, order at that time, thread, what happens, name of the frame or number
+    steps: list[tuple[float, float]] = []
+    events: list[Event] = []
     with warnings.catch_warnings():
         # On CPython 3.12, jaxlib's type of statistics has no `__module__`.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -231,16 +247,16 @@ def read_trace(folder: Path, named: dict[str, Operation]) -> tuple[float, dict[s
                     steps.append((start_, event.end_ns))
                 elif name.startswith(_POOL):
                     number = dict(event.stats)
-                    events.append((start_, 0, thread, name.removeprefix(_POOL), number.get("_p", number.get("_c"))))
+                    what: Any = name.removeprefix(_POOL)
+                    events.append(Event(start_, _ORDERS[what], thread, what, number.get("_p", number.get("_c"))))
                 elif length and (name in named or name in _RENDEZVOUS):
-                    events.append((start_, -length, thread, "begin", name))
-                    events.append((event.end_ns, length - math.inf, thread, "end", name))
-    events.sort(key=lambda event: event[:2])
-    return _share(np.asarray(sorted(steps)), list(_busy(events)), named)
+                    events.append(Event(start_, -length, thread, "begin", name))
+                    events.append(Event(event.end_ns, length - _LONG, thread, "end", name))
+    return divide(steps, events, named)
 
 
-def _busy(events: Sequence[tuple[float, float, int, str, Any]]) -> Iterator[_Busy]:
-    """Yield what each thread does, from events in the order of time.
+def _busy(events: Sequence[Event]) -> Iterator[_Busy]:
+    """Yield what each thread does.
 
     A thread does what the innermost open frame on it names. A frame is an operation, the wait or the work for others in
     a collective, or a task of the thread pool, which works for the operation that recorded it.
@@ -248,7 +264,7 @@ def _busy(events: Sequence[tuple[float, float, int, str, Any]]) -> Iterator[_Bus
     frames: dict[int, list[str | None]] = defaultdict(list)
     since: dict[int, float] = {}
     recorded: dict[int, str | None] = {}
-    for time, _, thread, what, name in events:
+    for time, _, thread, what, name in sorted(events, key=lambda event: event[:2]):
         stack = frames[thread]
         if what == "Record":
             recorded[name] = stack[-1] if stack else None
@@ -265,10 +281,20 @@ def _busy(events: Sequence[tuple[float, float, int, str, Any]]) -> Iterator[_Bus
             stack.pop()
 
 
-def _share(
-    steps: np.ndarray, busy: Sequence[_Busy], named: dict[str, Operation]
+def divide(
+    intervals: Sequence[tuple[float, float]], events: Sequence[Event], named: dict[str, Operation]
 ) -> tuple[float, dict[str, dict[Operation, float]]]:
-    """Divide each instant of the steps [steps, 2] equally among the threads that run an operation then."""
+    """Divide each instant of the steps equally among the threads that run an operation then.
+
+    Args:
+        intervals: the start and end of each step, in nanoseconds.
+        events: what happened, in any order.
+        named: the operations of the program.
+
+    Returns:
+        The milliseconds of a step, and of each part of it by operation, on average over the steps.
+    """
+    steps, busy = np.asarray(sorted(intervals)), list(_busy(events))
     starts, ends = np.asarray([span[:2] for span in busy]).T
     step = np.clip(np.searchsorted(steps[:, 0], starts, side="right") - 1, 0, None)
     starts, ends = np.clip(starts, *steps[step].T), np.clip(ends, *steps[step].T)

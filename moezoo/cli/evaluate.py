@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     """Load the run's last checkpoint and print its validation loss."""
     from moezoo.config.build import build_execution
     from moezoo.models.choice import compare
+    from moezoo.parallel.cache import use_cache
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
     from moezoo.training.saved import load_run
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     keys, changes = take(Keys, arguments)
     model, cfg = load_run(keys.run_dir, *changes)
     execution = build_execution(cfg).exact
+    use_cache(cfg.cache_dir, execution.mesh)
     compared = compare(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         print(line, file=sys.stderr)

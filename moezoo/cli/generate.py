@@ -67,6 +67,7 @@ def continuations(arguments: Sequence[str]) -> list[str]:
 
     from moezoo.generation.generate import calls, generate
     from moezoo.models.choice import compare
+    from moezoo.parallel.cache import use_cache
     from moezoo.training.report import choice_lines
 
     request, changes = take(Request, arguments)
@@ -74,6 +75,7 @@ def continuations(arguments: Sequence[str]) -> list[str]:
         raise UserError('prompt is missing; write prompt="some text", once for each text')
     cfg = configure(*arguments)
     loaded = _from_folder(request.folder, cfg) if request.folder else _from_run(request.run_dir or "", changes)
+    use_cache(cfg.cache_dir, loaded.execution.mesh)
     texts = [loaded.tokenizer.encode(prompt) for prompt in request.prompt]
     if empty := [prompt for prompt, text in zip(request.prompt, texts, strict=True) if not text]:
         raise UserError(f"prompt={show(empty[0])}: the tokenizer makes no token of it; write another text")

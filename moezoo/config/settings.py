@@ -102,6 +102,7 @@ class TrainConfig:
     checkpoint_every: Count
     checkpoint_keep: Size
     log_every: Count
+    cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)  # as above
 
     def __post_init__(self):
         check_fields("", self)

@@ -10,8 +10,10 @@ Every collective is written out:
 - the gradient of each replicated leaf takes one sum per step, and so does the global norm.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -222,11 +224,27 @@ class Step:
     @functools.cached_property
     def traced(self) -> "jax.stages.Traced":
         """The traced step; collectives are counted in `traced.jaxpr`."""
-        return self.function.trace(*self.arguments)
+        with _no_garbage_collection():
+            return self.function.trace(*self.arguments)
 
     def compile(self) -> "jax.stages.Compiled":
         """Compile the step for the platform of the mesh."""
-        return self.traced.lower().compile()
+        traced = self.traced
+        with _no_garbage_collection():
+            lowered = traced.lower()
+        return lowered.compile()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause it: tracing makes many objects that stay, and every collection visits all of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def check_shardings(tree: PyTree, shardings: PyTree) -> None:

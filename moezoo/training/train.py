@@ -13,6 +13,7 @@ from moezoo.data import Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
+from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
@@ -93,6 +94,8 @@ def train(cfg: TrainConfig) -> Run:
     prepared = distributed.together(lambda: _prepare(cfg, before))
     execution, source, step = prepared.execution, prepared.source, prepared.step
 
+    cache = use_cache(cfg.cache_dir, execution.mesh)
+
     history, start, resumed, changes = [], 0, None, []
     if before is None:
         state = build_state(cfg, execution, step)
@@ -102,7 +105,7 @@ def train(cfg: TrainConfig) -> Run:
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
         changes = _describe_resume(before, prepared)
-    summary = report.summarize(cfg, execution, step, source, prepared.baseline) + changes
+    summary = [*report.summarize(cfg, execution, step, source, prepared.baseline), ("cache", cache), *changes]
 
     with opened(prepared.folder, cfg, resumed, start, history, source.held_out) as run:
         report.print_lines([*summary, ("run_dir", str(run.path))])

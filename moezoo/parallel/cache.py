@@ -1,0 +1,70 @@
+"""The folder of compiled programs: what one process compiles, a later one loads."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, Mesh
+
+from moezoo.errors import UserError
+
+_set_here: str | None = None  # the folder that `use_cache` has set, where the user has set none
+
+
+def user_folder() -> Path:
+    """Return moezoo's folder in the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
+
+
+def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh | None) -> str:
+    """Let JAX keep compiled programs in a folder, or not; return where, or why not. Call it before anything compiles.
+
+    A folder that the user gave to JAX itself, by JAX_COMPILATION_CACHE_DIR or in Python, stays.
+
+    With jax 0.10, a program for several CPU devices that is loaded from a folder has lost the order of its collectives:
+    XLA restores every loop, branch and call as if its collectives had nothing to do with those outside. Two of these
+    that do not depend on each other then run at once, devices pair different collectives, and the program computes
+    wrong numbers or waits forever (seen with `dispatch=ragged dispatch.chunks=2`, in most steps). jax 0.12 keeps the
+    order. Programs of several processes on CPUs are not cached either: nobody has tried.
+
+    Args:
+        cache_dir: a folder, which is made; "auto" for `user_folder()`; None for no cache.
+        mesh: the mesh of devices that programs are compiled for.
+
+    Raises:
+        UserError: the folder that `cache_dir` names cannot be written.
+    """
+    global _set_here
+    assert isinstance(mesh, Mesh)
+    settings: Any = jax.config  # its attributes are made at run time
+    now = settings.jax_compilation_cache_dir
+    if now != _set_here:
+        return f"compiled programs in {now}, set for JAX"
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    folder, answer = None, "off: cache_dir=null"
+    if on_cpu and mesh.size > 1 and jax.__version__.startswith("0.10."):
+        answer = "off: jax 0.10 loads programs of several CPU devices wrongly (docs/running.md)"
+    elif on_cpu and jax.process_count() > 1:
+        answer = "off: several processes on CPUs"
+    elif cache_dir is not None:
+        path = user_folder() if cache_dir == "auto" else Path(cache_dir).expanduser().absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                folder, answer = str(path), f"compiled programs in {path}"
+        except OSError as error:
+            if cache_dir != "auto":
+                raise UserError(
+                    f"cache_dir={cache_dir}: cannot be written ({error.strerror}); name another folder, or "
+                    "cache_dir=null for no cache"
+                ) from None
+            answer = f"off: {path} cannot be written ({error.strerror})"
+    if folder != now:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()  # otherwise the choice at the first compilation of the process stays
+        _set_here = folder
+    return answer
