@@ -155,9 +155,7 @@ def _products(name: str, sizes: Sizes, place: Place) -> tuple[jax.stages.Compile
     batch = max(1, min(heads, _SCORES // (rows * keys)))
     shapes = (rows, sizes.head_dim), (keys, sizes.head_dim), (keys, sizes.value_dim), (rows, sizes.value_dim)
     draw = np.random.default_rng(0).standard_normal
-    operands = tuple(
-        jnp.asarray(draw((batch, *shape), np.float32), sizes.dtype) for shape in (*shapes, (rows, keys))
-    )
+    operands = tuple(jnp.asarray(draw((batch, *shape), np.float32), sizes.dtype) for shape in (*shapes, (rows, keys)))
 
     def dot(x: Any, y: Any, x_dim: int, y_dim: int) -> Any:
         return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((0,), (0,))), preferred_element_type=jnp.float32)
