@@ -148,9 +148,7 @@ def _plan(
     parts: tuple[Array, ...], k: Array, v: Array, queries: Place, keys: Place, window: int | None
 ) -> tuple[_Keys, _Step]:
     """Return all blocks of keys, and one step for each block of queries; `parts` are arrays of queries."""
-    # The padding of the last block: queries that see what the last one sees, and keys that no query sees.
-    at = Place(*(_cut_places(x, mode="edge") for x in queries))
-    key_at = Place(_cut_places(keys.position, constant_values=_LAST), _cut_places(keys.segment, mode="edge"))
+    at, key_at = _cut_all_places(queries, keys)
     visible = _visible(at, key_at, window)
     order = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
     order = order + order.shape[2] * lax.broadcasted_iota(jnp.int32, order.shape, 0)
@@ -160,6 +158,18 @@ def _plan(
 
     past = _Keys(_cut(k[:, :, :, None]), _cut(v[:, :, :, None]), flat(key_at))
     return past, _Step(tuple(map(_cut, parts)), *flat((at, order, visible.sum(-1, dtype=jnp.int32))))
+
+
+def count_pairs(queries: Place, keys: Place, window: int | None) -> tuple[int, int, int]:
+    """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys."""
+    at, key_at = _cut_all_places(queries, keys)
+    return int(_visible(at, key_at, window).sum()), at.position.shape[2], key_at.position.shape[2]
+
+
+def _cut_all_places(queries: Place, keys: Place) -> tuple[Place, Place]:
+    # The padding of the last block: queries that see what the last one sees, and keys that no query sees.
+    at = Place(*(_cut_places(x, mode="edge") for x in queries))
+    return at, Place(_cut_places(keys.position, constant_values=_LAST), _cut_places(keys.segment, mode="edge"))
 
 
 def _count_blocks(tokens: int) -> int:

@@ -1,9 +1,12 @@
 """Benchmark of the attention backends: time and temporary memory by sequence length.
 
 Measures: `attend` alone, forward, and forward and backward in one program (pass `both`).
-Against: `reference`, which every backend is divided by.
+Against: `reference`, which every backend is divided by, and `products`: the matrix products that `chunked` makes of the
+pairs of blocks that it visits, two forward and five backward, each as one batched product. The batch has at most
+`_SCORES` scores, and its time is multiplied for all pairs.
 Columns: device; tokens per row; rows; pass; per backend the milliseconds per call (median) and the MB of temporaries
-that the compiled program needs on one device; `ratio`, a backend's value divided by the value of `reference`.
+that the compiled program needs on one device; `ratio`, a backend's value divided by the value of `reference`; `of
+products`, the milliseconds of `chunked` divided by those of `products`.
 For absent devices programs are only compiled, so there are no times.
 """
 
@@ -21,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moezoo.bench.timing import measure
-from moezoo.kernels.attention import Implementation, attend
+from moezoo.kernels.attention import Implementation, attend, chunked
 from moezoo.kernels.attention.base import Place
 from moezoo.parallel.absent import absent_devices
 
@@ -29,6 +32,8 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # A batch holds at most this many tokens, and at least one row.
 _TOKENS = 1024
 _PASSES = ("forward", "both")
+# The most scores of one batched product. The allocator keeps results of this size, instead of asking for new pages.
+_SCORES = 2**21
 
 
 class Sizes(NamedTuple):
@@ -71,10 +76,13 @@ def compare_attention(
             log(f"{tokens} tokens, {name}")
             programs = {who: _compile(who, name, sizes, arguments) for who in get_args(Implementation)}
             calls = {who: partial(_wait, program, *arguments) for who, program in programs.items()}
+            programs["products"], operands, times = _products(name, sizes, arguments[1])
+            calls["products"] = partial(_wait, programs["products"], *operands)
             timings = measure(calls, seconds=seconds, samples=samples)
             for who, timing in timings.items():
                 row = _row(tokens, sizes, name, who, device.device_kind, programs[who])
-                row.update(ms=round(timing.ms, 4), ms_spread=round(timing.spread, 4))
+                scale = times if who == "products" else 1
+                row.update(ms=round(scale * timing.ms, 4), ms_spread=round(scale * timing.spread, 4))
                 yield row
 
 
@@ -140,6 +148,28 @@ def _compile(who: str, name: str, sizes: Sizes, arguments: Any) -> jax.stages.Co
     return jax.jit({"forward": forward, "both": both}[name]).lower(*arguments).compile()
 
 
+def _products(name: str, sizes: Sizes, place: Place) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...], float]:
+    """Return the program of some of the products, its operands, and how many times as many there are in all."""
+    pairs, queries, keys = chunked.count_pairs(place, place, sizes.window)
+    heads, rows = pairs * sizes.kv_heads, sizes.group * queries
+    batch = max(1, min(heads, _SCORES // (rows * keys)))
+    shapes = (rows, sizes.head_dim), (keys, sizes.head_dim), (keys, sizes.value_dim), (rows, sizes.value_dim)
+    draw = np.random.default_rng(0).standard_normal
+    operands = tuple(jnp.asarray(draw((batch, *shape), np.float32), sizes.dtype) for shape in (*shapes, (rows, keys)))
+
+    def dot(x: Any, y: Any, x_dim: int, y_dim: int) -> Any:
+        return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+
+    def run(q: Any, k: Any, v: Any, back: Any, weights: Any) -> list[Any]:
+        results = [dot(q, k, 2, 2), dot(weights, v, 2, 1)]
+        if name == "both":  # the scores again, in another order: a compiler drops a product that it has already
+            results += [dot(k, q, 2, 2), dot(back, v, 2, 2), dot(weights, k, 2, 1)]
+            results += [dot(q, weights, 1, 1), dot(back, weights, 1, 1)]
+        return results
+
+    return jax.jit(run).lower(*operands).compile(), operands, heads / batch
+
+
 def _row(tokens: int, sizes: Sizes, name: str, who: str, device: str, program: jax.stages.Compiled) -> Measurement:
     memory = program.memory_analysis()
     assert memory is not None
@@ -168,22 +198,27 @@ def _cases(results: Sequence[Measurement]) -> dict[tuple[str, int, int, str], di
 
 def print_table(results: Sequence[Measurement], console: Console) -> None:
     """Print one line per device, length and pass."""
-    who = list(dict.fromkeys(row["implementation"] for row in results))
+    every = list(dict.fromkeys(row["implementation"] for row in results))
+    who = [w for w in every if w != "products"]
     others = [w for w in who if w != "reference"]
     sizes = " ".join(f"{key}={value}" for key, value in results[0]["sizes"].items())
     columns = ["device", "tokens", "rows", "pass"]
     timed = any(row["ms"] is not None for row in results)
     for unit in ("ms", "MB") if timed else ("MB",):
         columns += [f"{w} {unit}" for w in who] + ["ratio"] * len(others)
+        columns += ["products ms", "of products"] if unit == "ms" else []
     table = Table(*columns, title=f"attention, {sizes}", box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for case, rows in _cases(results).items():
         line = [str(x) for x in case]
         bytes_ = {w: rows[w]["temporary_bytes"] / 1e6 for w in who}
-        for values in ({w: rows[w]["ms"] or 0.0 for w in who}, bytes_) if timed else (bytes_,):
+        ms = {w: rows[w]["ms"] or 0.0 for w in every}
+        for values in (ms, bytes_) if timed else (bytes_,):
             line += [f"{values[w]:.4g}" for w in who]
             line += [f"{values[w] / values['reference']:.2f}" if values["reference"] else "" for w in others]
+            if values is ms:
+                line += [f"{ms['products']:.4g}", f"{ms['chunked'] / ms['products']:.2f}"]
         table.add_row(*line)
     console.print(table)
 

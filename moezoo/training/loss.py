@@ -92,7 +92,7 @@ def _backward(
 ) -> tuple[PyTree, Array | None, None]:
     del execution
     stored, by_tokens = jax.tree.map(lambda x: (x.astype(jnp.float32) * cotangent).astype(x.dtype), gradients)
-    return stored, *(by_tokens or [None]), None
+    return stored, by_tokens[0] if by_tokens else None, None
 
 
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -177,12 +177,13 @@ def test_attention(capsys):
     code, out, _ = bench(capsys, *options, "--out", "new")
     assert not code
     assert "ratio" in out
+    assert "products" in out
     assert Path("new/speed.png").exists()
     rows = json.loads(Path("new/rows.json").read_text())
-    assert [r["tokens"] for r in rows] == [8] * 4 + [96] * 4
-    assert [r["implementation"] for r in rows] == ["reference", "chunked"] * 4
-    assert [r["rows"] for r in rows] == [128] * 4 + [10] * 4
-    assert all(r["ms"] > 0 and r["temporary_bytes"] > 0 for r in rows)
+    assert [r["tokens"] for r in rows] == [8] * 6 + [96] * 6
+    assert [r["implementation"] for r in rows] == ["reference", "chunked", "products"] * 4
+    assert [r["rows"] for r in rows] == [128] * 6 + [10] * 6
+    assert all(r["ms"] > 0 for r in rows)
     assert rows[0]["sizes"]["value_dim"] == 3
 
 

@@ -292,7 +292,7 @@ def test_formula_is_an_upper_bound_where_products_are_kept():
 
 
 def test_bytes_of_gathers_by_hand():
-    """On fsdp 2 x expert 4 with `ring`: 8-bit values travel as bytes, in the forward and in the repeated pass."""
+    """On fsdp 2 x expert 4 with `ring`: 8-bit values travel as bytes, those of layers in the repeated pass too."""
     case = replace(CASES[1], microbatches=1)
     gathers: dict[str, int] = {}
     for equation, times, *_ in equations(step_of(case, shapes_of(case)).traced.jaxpr):
@@ -305,9 +305,9 @@ def test_bytes_of_gathers_by_hand():
     attention = c.q_lora * c.heads * (c.nope_dim + c.rope_dim) + c.embed * (c.kv_lora + c.rope_dim)
     attention += c.heads * c.value_dim * c.embed + c.kv_lora * c.heads * (c.nope_dim + c.value_dim)
     shared, router = 2 * c.embed * 2 * c.expert_mlp, c.embed * c.experts
-    dense = c.layers * attention + 2 * (shared + router) + c.embed * c.vocab  # each device receives seven eighths
+    layers, head = c.layers * attention + 2 * (shared + router), c.embed * c.vocab  # a device receives seven eighths
     experts = 2 * 2 * c.experts * c.embed * c.expert_mlp  # a device has a fourth of them and receives half of each
-    assert gathers["uint8"] == 2 * (dense * 7 // 8 + experts // 4 // 2)
+    assert gathers["uint8"] == 2 * (layers * 7 // 8 + experts // 4 // 2) + head * 7 // 8
     assert "int8" not in gathers
 
 
