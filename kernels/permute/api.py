@@ -75,6 +75,13 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     return Plan(source, row, vary_like(jnp.full((count,), capacity, jnp.int32), source), dropped)
 
 
+def plan_of_all(tokens: int, count: int) -> Plan:
+    """Send each of `tokens` tokens to all of `count` experts: K is `count`, and R = count * tokens."""
+    index = jnp.arange(tokens * count, dtype=jnp.int32)
+    sizes, none = jnp.full((count,), tokens, jnp.int32), jnp.zeros((), jnp.int32)
+    return Plan(index.reshape(tokens, count).T.reshape(-1), index.reshape(count, tokens).T, sizes, none)
+
+
 def stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
     """Return the stable `argsort` of keys below `bound`.
 

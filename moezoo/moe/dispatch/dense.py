@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.kernels.permute import Plan
+from moezoo.kernels.permute import plan_of_all
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
 
@@ -44,11 +44,8 @@ class Dense(Dispatch):
         """Make each expert's rows all tokens, and each token's gates one per expert."""
         chosen = jax.nn.one_hot(assignment.expert_ids, group.num_experts, dtype=jnp.bool)  # [T, K, E]
         gates = jnp.where(chosen, assignment.gates[:, :, None], 0).sum(1)  # [T, E]
-        row = jnp.arange(gates.size, dtype=jnp.int32).reshape(group.num_experts, -1).T  # [T, E]
-        source = jnp.arange(gates.size, dtype=jnp.int32).reshape(-1, group.num_experts).T.reshape(-1)
-        none = jnp.zeros((), jnp.int32)
-        sizes = jnp.full((group.num_experts,), tokens.shape[0], jnp.int32)
-        return Dispatched(tokens, gates, Plan(source, row, sizes, none), none, None)
+        everything = plan_of_all(tokens.shape[0], group.num_experts)
+        return Dispatched(tokens, gates, everything, everything.dropped, None)
 
     def combine(
         self, sums: Float[Array, "tokens embed"], state: None, group: ExpertGroup
