@@ -1,4 +1,4 @@
-"""`grouped_matmul` and `gated`: their contracts, the choice of a backend, and the gradients."""
+"""`grouped_matmul`, `gated` and `routed_mlp`: their contracts, the choice of a backend, and the gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,17 +11,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
-from moezoo.kernels.grouped_matmul.backend import Activation, Backend
+from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference, routed
+from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights
+from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
-from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
+from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, choose, run
 from moezoo.parallel.stored import Stored, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
 # A new backend is a file, and a name here and in `Implementation`.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "blocked": Backend(blocked.multiply, blocked.outer),
+    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp),
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
 assert set(BACKENDS) == set(get_args(Implementation))
@@ -146,6 +148,71 @@ def gated(
     operands = (rows, *matrices, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
     alike = jax.tree.leaves(operands)
     return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
+
+
+def routed_mlp(
+    tokens: Float[Array, "tokens embed"],
+    gates: Float[Array, "tokens k"],
+    plan: Plan,
+    gate: Float[Array, "groups embed mlp"] | Stored,
+    up: Float[Array, "groups embed mlp"] | Stored,
+    down: Float[Array, "groups mlp embed"] | Stored,
+    *,
+    activation: Activation,
+    gate_bias: Float[Array, "groups mlp"] | None = None,
+    up_bias: Float[Array, "groups mlp"] | None = None,
+    keep: Keep = "products",
+    implementation: str | KernelOrder | None = None,
+) -> Float[Array, "tokens embed"]:
+    """Compute, for each token, sum_k gates[k] * expert_k(token), with expert(x) = gated(x) x down.
+
+    Dtypes and varying axes are those of `grouped_matmul`; the sum over k is in float32 and in the order of choices.
+    Backends without a kernel for this compose it of `permute`, `gated`, `grouped_matmul` and `unpermute`.
+
+    Args:
+        tokens: In the dtype of the weights.
+        gates: float32.
+        plan: The rows of each group, and the token that each row holds.
+        gate: One matrix per group.
+        up: One matrix per group.
+        down: One matrix per group.
+        activation: As for `gated`.
+        gate_bias: One bias per group, or None.
+        up_bias: One bias per group, or None.
+        keep: What a kernel keeps for the backward pass: the two products of each row, or only its inputs. Then it
+            computes the products again, block by block, which takes less than to run the whole forward pass again.
+        implementation: As for `grouped_matmul`.
+
+    Returns:
+        The sums in the dtype of `tokens`; zero for a token without rows.
+
+    Raises:
+        UserError: As for `grouped_matmul`.
+    """
+    choice = _choose(implementation)
+    composed = functools.partial(_routed_mlp, activation=activation)
+    if not any(BACKENDS[name].routed_mlp for _, name in choice):
+        weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
+        return composed(implementation, tokens, gates, plan, weights)
+
+    def own(name: str) -> Callable[..., Array]:
+        one = BACKENDS[name].routed_mlp
+        if one is None:
+            return functools.partial(composed, name)
+        return functools.partial(one, activation=activation, keep=keep)
+
+    weights = ExpertWeights(*(plain(w, tokens.dtype) for w in (gate, up, down)), gate_bias, up_bias)
+    operands = (tokens, gates, plan, weights)
+    alike = jax.tree.leaves(operands)
+    return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
+
+
+def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation):
+    gate, up, down, gate_bias, up_bias = weights
+    options = {"group_sizes": plan.group_sizes, "implementation": implementation}
+    rows = permute(tokens, plan)
+    inner = gated(rows, gate, up, activation=activation, gate_bias=gate_bias, up_bias=up_bias, **options)
+    return unpermute(grouped_matmul(inner, down, **options), gates, plan)
 
 
 def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, activation):

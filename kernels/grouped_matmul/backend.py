@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple, Protocol
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moezoo.parallel.kernels import RunsOn, anywhere
+from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.kernels import Keep, RunsOn, anywhere
 
 Activation = Callable[[Float[Array, "rows outputs"], Float[Array, "rows outputs"]], Float[Array, "rows outputs"]]
 
@@ -54,6 +55,31 @@ class Gated(Protocol):
     ) -> Float[Array, "rows outputs"]: ...
 
 
+class ExpertWeights(NamedTuple):
+    """The matrices of gated MLPs, one per group, and their biases or None."""
+
+    gate: Float[Array, "groups inputs outputs"]
+    up: Float[Array, "groups inputs outputs"]
+    down: Float[Array, "groups outputs inputs"]
+    gate_bias: Float[Array, "groups outputs"] | None = None
+    up_bias: Float[Array, "groups outputs"] | None = None
+
+
+class RoutedMLP(Protocol):
+    """Compute `moezoo.kernels.grouped_matmul.routed_mlp` in one kernel that is differentiable."""
+
+    def __call__(
+        self,
+        tokens: Float[Array, "tokens embed"],
+        gates: Float[Array, "tokens k"],
+        plan: Plan,
+        weights: ExpertWeights,
+        *,
+        activation: Activation,
+        keep: Keep,
+    ) -> Float[Array, "tokens embed"]: ...
+
+
 class Backend(NamedTuple):
     """A backend.
 
@@ -65,9 +91,11 @@ class Backend(NamedTuple):
         outer: The product for each group.
         gated: A kernel for `gated`; None to compose it of products.
         runs_on: Return whether the backend can be traced and run for a target.
+        routed_mlp: A kernel for `routed_mlp`; None to compose it of permutations, `gated` and a product.
     """
 
     multiply: Multiply
     outer: Outer
     gated: Gated | None = None
     runs_on: RunsOn = anywhere
+    routed_mlp: RoutedMLP | None = None

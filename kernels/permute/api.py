@@ -1,32 +1,15 @@
 """Permutations between tokens and rows grouped by expert, as gathers in both directions.
 
-Gathers are deterministic, and faster than adding by scatter. T tokens, K experts per token, R rows. An *assignment* is
-a pair (token, choice), numbered token * K + choice.
+Gathers are deterministic, and faster than adding by scatter. T tokens, K experts per token, R rows. The contract of
+`Plan` is in `moezoo.parallel.dispatch`.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.collectives import vary_like
-
-
-class Plan(NamedTuple):
-    """The source of every row and the destination of every assignment; all int32.
-
-    Attributes:
-        source: The assignment that each row holds; T * K for an unused row.
-        row: The row that holds each assignment; R if none does.
-        group_sizes: The rows of each local expert, in order. Rows after their sum are unused.
-        dropped: The number of assignments to local experts that found no row.
-    """
-
-    source: Int[Array, " rows"]
-    row: Int[Array, "tokens k"]
-    group_sizes: Int[Array, " local_experts"]
-    dropped: Int[Array, ""]
+from moezoo.parallel.dispatch import Plan
 
 
 def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int, room: int | None = None) -> Plan:
@@ -92,6 +75,13 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     return Plan(source, row, vary_like(jnp.full((count,), capacity, jnp.int32), source), dropped)
 
 
+def plan_of_all(tokens: int, count: int) -> Plan:
+    """Send each of `tokens` tokens to all of `count` experts: K is `count`, and R = count * tokens."""
+    index = jnp.arange(tokens * count, dtype=jnp.int32)
+    sizes, none = jnp.full((count,), tokens, jnp.int32), jnp.zeros((), jnp.int32)
+    return Plan(index.reshape(tokens, count).T.reshape(-1), index.reshape(count, tokens).T, sizes, none)
+
+
 def stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
     """Return the stable `argsort` of keys below `bound`.
 
@@ -109,6 +99,20 @@ def _take(rows: Float[Array, "rows embed"], index: Int[Array, " n"]) -> Float[Ar
     return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
 
 
+def sum_rows(
+    rows: Float[Array, "rows embed"], index: Int[Array, "tokens k"], gates: Float[Array, "tokens k"] | None
+) -> Float[Array, "tokens embed"]:
+    """Sum K rows per token, times gates if given, in float32 and in the order of choices; one rounding at the end.
+
+    An index equal to the number of rows stands for zeros.
+    """
+    total = jnp.zeros((), jnp.float32)
+    for choice in range(index.shape[1]):
+        part = _take(rows, index[:, choice]).astype(jnp.float32)
+        total += part if gates is None else gates[:, choice, None] * part
+    return total.astype(rows.dtype)
+
+
 @jax.custom_vjp
 def _permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "rows embed"]:
     return jnp.take(tokens, plan.source // plan.row.shape[1], axis=0, mode="clip")
@@ -119,10 +123,7 @@ def _permute_forward(tokens, plan):
 
 
 def _permute_backward(plan, cotangent):
-    gradient = _take(cotangent, plan.row[:, 0]).astype(jnp.float32)
-    for choice in range(1, plan.row.shape[1]):
-        gradient += _take(cotangent, plan.row[:, choice]).astype(jnp.float32)
-    return gradient.astype(cotangent.dtype), None
+    return sum_rows(cotangent, plan.row, None), None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
@@ -132,10 +133,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 def _unpermute(
     rows: Float[Array, "rows embed"], gates: Float[Array, "tokens k"], plan: Plan
 ) -> Float[Array, "tokens embed"]:
-    total = gates[:, 0, None] * _take(rows, plan.row[:, 0]).astype(jnp.float32)
-    for choice in range(1, gates.shape[1]):
-        total += gates[:, choice, None] * _take(rows, plan.row[:, choice]).astype(jnp.float32)
-    return total.astype(rows.dtype)
+    return sum_rows(rows, plan.row, gates)
 
 
 def _unpermute_forward(rows, gates, plan):

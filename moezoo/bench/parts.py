@@ -107,7 +107,7 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     block, valid = MoE(router, experts), jnp.ones((1, t), bool)
 
     def with_backend(backend: str) -> Candidate:
-        execution = Execution(dtype=dtype, kernels=Kernels(grouped_matmul=(backend,)))
+        execution = Execution(dtype=dtype, remat="none", kernels=Kernels(grouped_matmul=(backend,)))
         return compile_passes(lambda x, block, valid: block(x, valid, execution)[0], (x, block), (valid,), c)
 
     own = chosen_backend(device_target(jax.devices()[0]))

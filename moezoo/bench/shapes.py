@@ -34,6 +34,12 @@ class Shape(NamedTuple):
 
 
 LAPTOP = {f"e{experts}k{k}": Shape(4096, 512, 1024, experts, k) for experts in (8, 32, 128) for k in (2, 4, 8)}
+# Layers of models that train on a laptop: few tokens, narrow, and groups of 512, 256 and 128 rows.
+SMALL = {
+    "d256e8k2": Shape(2048, 256, 512, 8, 2),
+    "d256e32k4": Shape(2048, 256, 256, 32, 4),
+    "d512e16k2": Shape(1024, 512, 1024, 16, 2),
+}
 
 # L1 and L3: a layer of Qwen3-30B-A3B. L2: a layer of Mixtral-8x7B. S1 to S3: sizes of Guo et al., SonicMoE (2025).
 ACCELERATOR = {
@@ -45,4 +51,4 @@ ACCELERATOR = {
     "S3": Shape(32768, 4096, 1024, 128, 8),
 }
 
-SHAPES = {"tiny": Shape(256, 32, 64, 8, 2)} | LAPTOP | ACCELERATOR
+SHAPES = {"tiny": Shape(256, 32, 64, 8, 2)} | SMALL | LAPTOP | ACCELERATOR

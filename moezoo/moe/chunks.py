@@ -14,7 +14,7 @@ from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched
 from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import ExpertGroup
-from moezoo.parallel.kernels import KernelOrder
+from moezoo.parallel.kernels import Keep, KernelOrder
 
 
 class Chunk(NamedTuple):
@@ -31,6 +31,7 @@ class Exchange(NamedTuple):
     group: ExpertGroup
     experts: Experts
     grouped_matmul: KernelOrder
+    keep: Keep
 
     def send(self, chunk: Chunk) -> Dispatched:
         """Dispatch a chunk."""
@@ -52,19 +53,20 @@ class Exchange(NamedTuple):
         there, back, dropped = first, [], first.dropped
         for chunk in later:
             following = self.send(chunk)
-            back.append(self._collect(_after(self._compute(there), alongside, following.rows), there))
+            back.append(self._collect(_after(self._compute(there), alongside, following.tokens), there))
             dropped += following.dropped
             there = following
         back.append(self._collect(_after(self._compute(there), alongside), there))
         return jnp.concatenate(back), dropped
 
-    def _compute(self, there: Dispatched) -> Float[Array, "rows embed"]:
+    def _compute(self, there: Dispatched) -> Float[Array, "there embed"]:
         with jax.named_scope("experts"):
-            return self.experts(there.rows, there.group_sizes, self.grouped_matmul)
+            keep = "products" if self.strategy.uses_results else self.keep
+            return self.experts(there.tokens, there.gates, there.plan, implementation=self.grouped_matmul, keep=keep)
 
-    def _collect(self, rows: Float[Array, "rows embed"], there: Dispatched) -> Float[Array, "chunk embed"]:
+    def _collect(self, sums: Float[Array, "there embed"], there: Dispatched) -> Float[Array, "chunk embed"]:
         with jax.named_scope("combine"):
-            return self.strategy.combine(rows, there.state, self.group)
+            return self.strategy.combine(sums, there.state, self.group)
 
 
 def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Array, "rows embed"]:

@@ -3,14 +3,15 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from moezoo.kernels.grouped_matmul import gated, grouped_matmul
+from moezoo.kernels.grouped_matmul import routed_mlp
 from moezoo.nn.activation import Activation
 from moezoo.nn.linear import normal
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
-from moezoo.parallel.kernels import KernelOrder
+from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.kernels import Keep, KernelOrder
 
 
 class Experts(eqx.Module):
@@ -43,16 +44,30 @@ class Experts(eqx.Module):
 
     def __call__(
         self,
-        rows: Float[Array, "rows embed"],
-        group_sizes: Int[Array, " experts"],
+        tokens: Float[Array, "tokens embed"],
+        gates: Float[Array, "tokens k"],
+        plan: Plan,
+        *,
         implementation: str | KernelOrder | None,
-    ) -> Float[Array, "rows embed"]:
-        """Apply to each row its expert.
+        keep: Keep = "products",
+    ) -> Float[Array, "tokens embed"]:
+        """Return, for each token, the sum of its experts' results times their gates.
 
         Args:
-            rows: [R, d], sorted by expert.
-            group_sizes: int32, the number of rows of each expert. Rows after their sum are unused; their result is 0.
+            tokens: [N, d].
+            gates: float32 [N, K], the factor of the result of each assignment.
+            plan: the rows that each expert runs on.
             implementation: backends of the grouped products, in the order in which they are tried; None: the default.
+            keep: as for `routed_mlp`.
         """
-        inner = gated(rows, self.gate, self.up, group_sizes, activation=self.activation, implementation=implementation)
-        return grouped_matmul(inner, self.down, group_sizes, implementation=implementation)
+        return routed_mlp(
+            tokens,
+            gates,
+            plan,
+            self.gate,
+            self.up,
+            self.down,
+            activation=self.activation,
+            implementation=implementation,
+            keep=keep,
+        )

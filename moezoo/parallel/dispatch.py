@@ -5,7 +5,7 @@ Letters: T tokens per device, K experts per token, E experts, P devices along th
 A layer runs its experts between two calls:
 
     there = strategy.dispatch(tokens, assignment, group)   # rows grouped by expert
-    back = strategy.combine(experts(there.rows, there.group_sizes), there.state, group)
+    back = strategy.combine(experts(there.tokens, there.gates, there.plan), there.state, group)
 
 `Dispatch.moves` decides which experts run on a device. Where tokens move, they are the device's own E/P experts. Where
 weights move, they are all E experts, which `Execution.whole` has gathered with the layer's other weights.
@@ -44,20 +44,43 @@ class Assignment(NamedTuple):
     gates: Float[Array, "tokens k"]
 
 
-class Dispatched(NamedTuple):
-    """The rows that this device's experts run on.
+class Plan(NamedTuple):
+    """Which token each row of the experts holds, and which row each assignment went to; all int32.
+
+    Rows of one expert are contiguous, and experts are in order. An *assignment* is a pair (token, choice), numbered
+    token * K + choice.
 
     Attributes:
-        rows: [R, d], in the dtype of the tokens. The rows of one expert are contiguous, and experts are in order. Rows
-            after the sum of `group_sizes` are unused and may hold any number.
-        group_sizes: int32, the rows of each expert that runs here: E/P of them where tokens move, E where weights move.
+        source: The assignment that each row holds; N * K for an unused row.
+        row: The row that holds each assignment; R if none does.
+        group_sizes: The rows of each expert that runs here, in order: E/P of them where tokens move, E where weights
+            move. Rows after their sum are unused.
+        dropped: The number of assignments to local experts that found no row.
+    """
+
+    source: Int[Array, " rows"]
+    row: Int[Array, "tokens k"]
+    group_sizes: Int[Array, " local_experts"]
+    dropped: Int[Array, ""]
+
+
+class Dispatched(NamedTuple):
+    """What this device's experts run on: N tokens, their own or others', of which each row holds one.
+
+    Rows are not gathered here: experts read the tokens of a block of rows when they run on it.
+
+    Attributes:
+        tokens: [N, d].
+        gates: float32, the factor of the result of each assignment.
+        plan: The rows, and where their results go.
         dropped: int32, a number of assignments that found no room. Summed over the devices that split tokens, it counts
             each dropped assignment once.
         state: What `combine` of the same strategy needs: any pytree.
     """
 
-    rows: Float[Array, "rows embed"]
-    group_sizes: Int[Array, " local_experts"]
+    tokens: Float[Array, "tokens embed"]
+    gates: Float[Array, "tokens k"]
+    plan: Plan
     dropped: Int[Array, ""]
     state: Any
 
@@ -201,6 +224,14 @@ class Dispatch(DispatchChoice):
         return self
 
     @property
+    def uses_results(self) -> bool:
+        """Whether the gradient of `combine` needs the experts' results, so that rematerialisation computes them again.
+
+        It does where gates do not travel with the tokens.
+        """
+        return False
+
+    @property
     def exact(self) -> "Dispatch":
         """The same strategy with room for all assignments. Evaluation and generation use it."""
         return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
@@ -237,11 +268,13 @@ class Dispatch(DispatchChoice):
         """
 
     @abc.abstractmethod
-    def combine(self, rows: Float[Array, "rows embed"], state: Any, group: ExpertGroup) -> Float[Array, "tokens embed"]:
+    def combine(
+        self, sums: Float[Array, "there embed"], state: Any, group: ExpertGroup
+    ) -> Float[Array, "tokens embed"]:
         """Bring the experts' results back and sum them per token.
 
         Args:
-            rows: [R, d], the experts' results, in the order of `Dispatched.rows`. Unused rows may hold any number.
+            sums: [N, d]: for each of `Dispatched.tokens`, the sum of its rows' results times their gates.
             state: `Dispatched.state` of the matching call of `dispatch`.
             group: The devices that share experts.
 

@@ -22,7 +22,7 @@ from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
-from moezoo.parallel.kernels import ANY_BACKEND, KernelOrder, Kernels, Target, target_of
+from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 
@@ -204,6 +204,11 @@ class Execution:
     def kernel(self, name: Literal["grouped_matmul", "attention"]) -> KernelOrder:
         """Return the argument `implementation` for calls of a kernel."""
         return KernelOrder(getattr(self.kernels, name), self.target)
+
+    @property
+    def keep(self) -> Keep:
+        """What kernels that can do either keep for the backward pass: products only where `remat` would save them."""
+        return "inputs" if self.remat in ("full", "offload") else "products"
 
     @property
     def strategy(self) -> Dispatch | None:

@@ -1,7 +1,7 @@
 """The choice of a kernel's backend: the first of an ordered list that runs on what a program is compiled for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,6 +23,10 @@ class Target(NamedTuple):
 
     platform: str
     capability: str | None = None
+
+
+# What a kernel keeps for its backward pass: products, or only its inputs, from which it computes products again.
+Keep = Literal["products", "inputs"]
 
 
 class Kernels(NamedTuple):

@@ -72,9 +72,10 @@ def expert_layer(case, tokens, experts, gates, mlp):
     if case.dispatch.moves == "weights":
         mlp = jax.tree.map(lambda x: gather_weight(x, (axes, (), ()), axes, x.dtype, x.dtype), mlp)
     there = strategy.dispatch(tokens, Assignment(experts, gates), group)
-    back = strategy.combine(mlp(there.rows, there.group_sizes, "reference"), there.state, group)
+    sums = mlp(there.tokens, there.gates, there.plan, implementation=None)
+    back = strategy.combine(sums, there.state, group)
     dropped = psum(there.dropped, tuple(sorted(varying_axes(there.dropped))))
-    return back, (dropped, psum(there.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
+    return back, (dropped, psum(there.plan.group_sizes.sum(dtype=jnp.int32), tuple(LAYOUTS[case.group].shape)))
 
 
 @functools.cache

@@ -5,20 +5,27 @@ Stages, with C = min(T, ceil(capacity_factor T K / E)) and R = E C:
 
     tokens [T, d] -> buffers [P, E/P, C, d]  --all_to_all-->  rows [E/P, P, C, d]
     results [E/P, P, C, d]  --all_to_all-->  buffers [P, E/P, C, d] -> sums [T, d]
+
+Received rows are the tokens of the experts here: each is one row with a gate of 1.
 """
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
+import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from moezoo.kernels.permute import permute, plan_with_capacity, unpermute
-from moezoo.moe.dispatch.state import SortState
+from moezoo.kernels.permute import Plan, permute, plan_with_capacity, unpermute
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
+
+
+class _State(NamedTuple):
+    plan: Plan
+    gates: Float[Array, "tokens k"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +42,11 @@ class Capacity(Dispatch):
     capacity_factor: float | None = 1.25
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "capacity_factor"
+
+    @property
+    def uses_results(self) -> bool:
+        """True: gates stay on the device of the token."""
+        return True
 
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return R = E C: each of the P devices fills a buffer of C rows for each of the E/P experts here."""
@@ -56,14 +68,16 @@ class Capacity(Dispatch):
         sort = plan_with_capacity(assignment.expert_ids, group.num_experts, self._capacity(count, k, group))
         rows = _swap(permute(tokens, sort), group)
         rows = rearrange(rows, "(p e c) d -> (e p c) d", p=group.size, e=group.num_local)
-        sizes = sort.group_sizes[: group.num_local] * group.size
-        return Dispatched(rows, sizes, sort.dropped, SortState(sort, assignment.gates))
+        index = jnp.arange(rows.shape[0], dtype=jnp.int32)
+        there = Plan(index, index[:, None], sort.group_sizes[: group.num_local] * group.size, sort.dropped)
+        ones = jnp.ones((rows.shape[0], 1), jnp.float32)
+        return Dispatched(rows, ones, there, sort.dropped, _State(sort, assignment.gates))
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
+        self, sums: Float[Array, "rows embed"], state: _State, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Return results to the devices of their tokens, and sum the results of each token."""
-        rows = rearrange(rows, "(e p c) d -> (p e c) d", p=group.size, e=group.num_local)
+        rows = rearrange(sums, "(e p c) d -> (p e c) d", p=group.size, e=group.num_local)
         return unpermute(_swap(rows, group), state.gates, state.plan)
 
 

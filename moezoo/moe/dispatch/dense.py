@@ -4,6 +4,8 @@ Naive equivalent: itself; y[t] = sum_e g[t, e] * expert[e](x[t]), where g is zer
 Stages, with R = E T, after `Execution.whole` has gathered the weights of all E experts:
 
     tokens [T, d] -> rows [E, T, d] -> results [E, T, d] -> sums [T, d]
+
+To the experts it looks as if every token had chosen all E experts.
 """
 
 import dataclasses
@@ -11,9 +13,9 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
+from moezoo.kernels.permute import plan_of_all
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
 
@@ -39,15 +41,15 @@ class Dense(Dispatch):
         return Moves()
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Copy the tokens E times."""
+        """Make each expert's rows all tokens, and each token's gates one per expert."""
         chosen = jax.nn.one_hot(assignment.expert_ids, group.num_experts, dtype=jnp.bool)  # [T, K, E]
         gates = jnp.where(chosen, assignment.gates[:, :, None], 0).sum(1)  # [T, E]
-        sizes = jnp.full((group.num_experts,), tokens.shape[0], jnp.int32)
-        return Dispatched(repeat(tokens, "t d -> (e t) d", e=group.num_experts), sizes, jnp.zeros((), jnp.int32), gates)
+        everything = plan_of_all(tokens.shape[0], group.num_experts)
+        return Dispatched(tokens, gates, everything, everything.dropped, None)
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: Float[Array, "tokens experts"], group: ExpertGroup
+        self, sums: Float[Array, "tokens embed"], state: None, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Sum the results over experts, times their gates."""
-        by_expert = rearrange(rows, "(e t) d -> e t d", e=group.num_experts).astype(jnp.float32)
-        return jnp.einsum("etd,te->td", by_expert, state).astype(rows.dtype)
+        """Return the sums, which are those of this device's tokens."""
+        del state, group
+        return sums

@@ -4,6 +4,8 @@ Naive equivalent: copy all E experts to every device, then run each token throug
 Stages, with R = T K, after `Execution.whole` has gathered the weights of all E experts:
 
     tokens [T, d] -> rows [T K, d], sorted by expert -> results [T K, d] -> sums [T, d]
+
+Experts read rows and sum results themselves, so nothing is left to do here but to sort the assignments.
 """
 
 import dataclasses
@@ -12,8 +14,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.kernels.permute import permute, plan, unpermute
-from moezoo.moe.dispatch.state import SortState
+from moezoo.kernels.permute import plan
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
 
@@ -40,11 +41,11 @@ class Gather(Dispatch):
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Sort the assignments of this device by expert: T K rows."""
         sort = plan(assignment.expert_ids, 0, group.num_experts)
-        state = SortState(sort, assignment.gates)
-        return Dispatched(permute(tokens, sort), sort.group_sizes, jnp.zeros((), jnp.int32), state)
+        return Dispatched(tokens, assignment.gates, sort, jnp.zeros((), jnp.int32), None)
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
+        self, sums: Float[Array, "tokens embed"], state: None, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Undo the sort, and sum the results of each token times their gates."""
-        return unpermute(rows, state.gates, state.plan)
+        """Return the sums, which are those of this device's tokens."""
+        del state, group
+        return sums

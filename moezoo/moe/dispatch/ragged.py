@@ -4,7 +4,7 @@ Naive equivalent: send x[t] to the device of each of its K experts, run the expe
 Stages, with R = P T min(K, E/P), or less with `buffer_factor`:
 
     tokens [T, d] -> rows [T K, d], sorted by expert  --ragged_all_to_all-->  received [R, d], by sender, then expert
-    received [R, d] -> rows [R, d], by expert -> results [R, d] -> results [R, d], by sender
+    received [R, d] -> rows [R, d], by expert -> results [R, d] -> results [R, d], by sender: the experts do all three
     results [R, d]  --ragged_all_to_all-->  results [T K, d] -> sums [T, d]
 
 The sizes of all pieces come from one small all-gather: counts [P, E], the rows per sender and expert.
@@ -26,8 +26,7 @@ from moezoo.parallel.traffic import Moves
 class _State(NamedTuple):
     sort: Plan  # sorts the assignments of this device by expert
     gates: Float[Array, "tokens k"]
-    transfer: Transfer | None
-    there: Plan | None  # sorts the received rows by expert
+    transfer: Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +45,11 @@ class Ragged(Dispatch):
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "buffer_factor"
 
+    @property
+    def uses_results(self) -> bool:
+        """True: gates stay on the device of the token."""
+        return True
+
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return R: T K on one device; in a group the rows that can arrive, or the bound of `buffer_factor`."""
         if not group.axes:
@@ -63,33 +67,33 @@ class Ragged(Dispatch):
         """Send the token of each assignment to the device of its expert, and sort the received rows by expert."""
         expert_ids, gates = assignment
         sort = plan(expert_ids, 0, group.num_experts)
-        rows, none = permute(tokens, sort), jnp.zeros((), jnp.int32)
+        none = jnp.zeros((), jnp.int32)
         if not group.axes:
-            return Dispatched(rows, sort.group_sizes, none, _State(sort, gates, None, None))
+            return Dispatched(tokens, gates, sort, none, None)
         count, k = gates.shape
         room = self.rows(count, k, group)
         # [P, E]: the rows that each device has for each expert. Every size and offset of the transfer follows from it.
         counts = lax.all_gather(sort.group_sizes, group.axes)
         transfer, sizes, lost = _transfer(counts, group, room)
-        received = exchange(rows, transfer, room, count * min(k, group.num_local), group.axes)
+        most = count * min(k, group.num_local)
+        received = exchange(permute(tokens, sort), transfer, room, most, group.axes)
         there = plan(_expert_of_row(sizes, room), 0, group.num_local)
         return Dispatched(
-            permute(received, there),
-            there.group_sizes,
+            received,
+            jnp.ones((room, 1), jnp.float32),
+            there,
             lost if self.can_drop(count, k, group) else none,
-            _State(sort, gates, transfer, there),
+            _State(sort, gates, transfer),
         )
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+        self, sums: Float[Array, "there embed"], state: _State | None, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Return results to the devices of their tokens, and sum the results of each token."""
-        if state.transfer is not None:
-            assert state.there is not None
-            ones = jnp.ones((rows.shape[0], 1), jnp.float32)
-            as_received = unpermute(rows, ones, state.there)
-            (count, k), sent = state.gates.shape, state.sort.source.shape[0]
-            rows = exchange(as_received, state.transfer.back(), sent, count * min(k, group.num_local), group.axes)
+        if state is None:
+            return sums
+        (count, k), sent = state.gates.shape, state.sort.source.shape[0]
+        rows = exchange(sums, state.transfer.back(), sent, count * min(k, group.num_local), group.axes)
         return unpermute(rows, state.gates, state.sort)
 
 

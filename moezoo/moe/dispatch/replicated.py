@@ -33,6 +33,11 @@ class Replicated(Dispatch):
     strategy: Dispatch
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
 
+    @property
+    def uses_results(self) -> bool:
+        """As the strategy."""
+        return self.strategy.uses_results
+
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return the rows of `strategy` for a share."""
         return self.strategy.rows(self._share(tokens, group), k, group)
@@ -69,9 +74,9 @@ class Replicated(Dispatch):
         return there._replace(dropped=dropped, state=_State(there.state, tokens[:, :0]))
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: _State, group: ExpertGroup
+        self, sums: Float[Array, "there embed"], state: _State, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Join the results of all shares."""
-        mine = self.strategy.combine(rows, state.inner, group)
+        mine = self.strategy.combine(sums, state.inner, group)
         whole = lax.all_gather(mine, group.axes, tiled=True, to="invarying")
         return whole[: state.tokens.shape[0]]

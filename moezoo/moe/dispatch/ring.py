@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moezoo.kernels.permute import permute, plan, unpermute
-from moezoo.moe.dispatch.state import SortState
+from moezoo.kernels.permute import plan
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
@@ -59,11 +58,11 @@ class Ring(Dispatch):
             tokens, routing = (gather_tokens(x, group.axes, 0, tokens=group.axes) for x in (tokens, routing))
             gates, expert_ids = routing[:, :k], lax.stop_gradient(routing[:, k:]).astype(jnp.int32)
         sort = plan(expert_ids, group.index() * group.num_local, group.num_local, room)
-        return Dispatched(permute(tokens, sort), sort.group_sizes, sort.dropped, SortState(sort, gates))
+        return Dispatched(tokens, gates, sort, sort.dropped, None)
 
     def combine(
-        self, rows: Float[Array, "rows embed"], state: SortState, group: ExpertGroup
+        self, sums: Float[Array, "there embed"], state: None, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Sum the rows of each token here, then over the group. Each device receives the sums of its own tokens."""
-        partial = unpermute(rows, state.gates, state.plan)
-        return lax.psum_scatter(partial, group.axes, scatter_dimension=0, tiled=True) if group.axes else partial
+        """Add the partial sums of the group. Each device receives the sums of its own tokens."""
+        del state
+        return lax.psum_scatter(sums, group.axes, scatter_dimension=0, tiled=True) if group.axes else sums

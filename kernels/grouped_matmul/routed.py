@@ -1,0 +1,227 @@
+"""Experts as one, the portable kernel of `routed_mlp`: all that happens to a block of rows is one step of a loop.
+
+A step gathers the tokens of a block, multiplies them by gate and up, applies the activation, and multiplies by down.
+The backward pass does the same in a second loop, and adds to the gradients of the group's matrices in place. No array
+holds permuted tokens or cotangents, and no step touches a row that holds no assignment.
+
+As in `moezoo.kernels.grouped_matmul.blocked`, a product in a loop is one call of a fast matrix product on a CPU:
+
+- A group's matrices are sliced once per group.
+- A group's rows are cut into blocks of `SIZES[0]`, and what remains runs as one block of the smallest size that holds
+  it: two small products take longer than one of both.
+- The last block of a group may reach into the rows of the next, which overwrites them, or beyond all rows: buffers are
+  longer by one block. What a block writes there is never read.
+
+The gradient of a gate is the product of the cotangent and the expert's result. It is computed as that of the
+activations and (cotangent x down), which the backward pass needs anyway, so no result is kept or computed again.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
+from moezoo.kernels.permute import sum_rows
+from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
+from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.kernels import Keep
+
+SIZES = (512, 384, 320, 256, 192, 160, 128, 96, 64, 32)
+
+Mask = Bool[Array, " block"] | None
+# (carry, first row of the block, rows in the block, which of them count or None for all) -> carry
+Step = Callable[[Any, Int[Array, ""], int, Mask], Any]
+
+
+def _sizes(rows: int) -> list[int]:
+    """Return the sizes of blocks for an array of `rows`, the smallest first."""
+    return sorted({min(size, rows) for size in SIZES})
+
+
+def _over_groups(
+    plan: Plan, weights: ExpertWeights, step_of: Callable[[Int[Array, ""], ExpertWeights], Step], carry: Any
+) -> Any:
+    """Run the step of each group that has rows, `step_of(group, its weights)`, on blocks that cover the group."""
+    ends = jnp.cumsum(plan.group_sizes)
+    used = plan.group_sizes > 0
+    order = jnp.argsort(~used, stable=True).astype(jnp.int32)
+    sizes = _sizes(plan.source.shape[0])
+
+    def group(i: Int[Array, ""], carry: Any) -> Any:
+        g = order[i]
+        start, stop = ends[g] - plan.group_sizes[g], ends[g]
+        step = step_of(g, jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, g, keepdims=False), weights))
+        count = (stop - start) // sizes[-1]
+        first = start + count * sizes[-1]
+
+        def whole(i: Int[Array, ""], carry: Any) -> Any:
+            return step(carry, start + i * sizes[-1], sizes[-1], None)
+
+        carry = _repeat(count, whole, carry)
+        below = 0
+        for size in sizes:
+            # A loop of no or one step: unlike a branch, it surely updates its carry in place.
+            fits = (stop - first > below) & (stop - first <= size)
+            carry = _repeat(fits.astype(jnp.int32), functools.partial(_rest, first, stop, size, step), carry)
+            below = size
+        return carry
+
+    return _repeat(used.sum(dtype=jnp.int32), group, carry)
+
+
+def _rest(first: Int[Array, ""], stop: Int[Array, ""], size: int, step: Step, i: Int[Array, ""], carry: Any) -> Any:
+    # `i` is 0; but for it, XLA would compute the step before the loop, whether the loop runs or not.
+    first = first + i * size
+    return step(carry, first, size, first + lax.iota(jnp.int32, size) < stop)
+
+
+def _repeat(count: Int[Array, ""], body: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
+    return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
+
+
+def _dot(x: Float[Array, "a b"], y: Float[Array, "c d"], x_dim: int, y_dim: int) -> Float[Array, "e f"]:
+    """Sum the product over one dimension of each operand, in float32."""
+    return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _slice(x: Array, first: Int[Array, ""], size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, first, size)
+
+
+def _write(x: Array, part: Array, first: Int[Array, ""]) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), first, 0)
+
+
+def _read(tokens: Float[Array, "tokens embed"], index: Int[Array, " block"], mask: Mask) -> Float[Array, "block embed"]:
+    """Return the tokens of a block, zeros in rows that do not count."""
+    x = jnp.take(tokens, index, axis=0, mode="clip")
+    return x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
+
+
+def _products(x: Float[Array, "block embed"], weights: ExpertWeights) -> list[Float[Array, "block mlp"]]:
+    """Return x times gate and up, plus their biases, in the dtype of x."""
+    pairs = (weights.gate, weights.gate_bias), (weights.up, weights.up_bias)
+    products = [(_dot(x, w, 1, 0).astype(x.dtype), bias) for w, bias in pairs]
+    return [y if bias is None else y + bias[None] for y, bias in products]
+
+
+def _longer(x: Array) -> Array:
+    """Return `x` with a block of zeros after its rows."""
+    return jnp.pad(x, ((0, _sizes(x.shape[0])[-1]), *((0, 0) for _ in x.shape[1:])))
+
+
+def _empty(plan: Plan, *shape: int, dtype: jnp.dtype) -> Array:
+    rows = plan.source.shape[0]
+    return vary_like(jnp.zeros((rows + _sizes(rows)[-1], *shape), dtype), plan.source)
+
+
+def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
+    """Return the row of each assignment in the longer array `rows`, its length if none."""
+    return jnp.where(plan.row < plan.source.shape[0], plan.row, rows.shape[0])
+
+
+def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Activation, *, keep: Keep) -> list[Array]:
+    """Return the results of all rows, and their products with gate and up if they are kept."""
+    index = _longer(plan.source // plan.row.shape[1])
+
+    def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
+        del group
+
+        def step(carry: list[Array], first: Int[Array, ""], size: int, mask: Mask) -> list[Array]:
+            products = _products(_read(tokens, _slice(index, first, size), mask), mine)
+            result = _dot(activation(*products), mine.down, 1, 0)
+            return [_write(x, part, first) for x, part in zip(carry, (result, *products), strict=False)]
+
+        return step
+
+    width, embed = weights.down.shape[1:]
+    kept = (width, width) if keep == "products" else ()
+    carry = [_empty(plan, n, dtype=tokens.dtype) for n in (embed, *kept)]
+    return _over_groups(plan, weights, step_of, carry)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(activation, keep, tokens, gates, plan, weights):
+    (results,) = _forward(tokens, plan, weights, activation, keep="inputs")
+    return sum_rows(results, _row_of(plan, results), gates)
+
+
+def _run_forward(activation, keep, tokens, gates, plan, weights):
+    results, *products = _forward(tokens, plan, weights, activation, keep=keep)
+    products = [checkpoint_name(x, GROUPED_MATMUL) for x in products]
+    return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
+
+
+def _run_backward(activation, keep, residuals, cotangent):
+    del keep
+    tokens, gates, plan, weights, kept = residuals
+    index = _longer(plan.source // plan.row.shape[1])
+    gate_of = _longer(jnp.take(gates.reshape(-1), plan.source, mode="fill", fill_value=0))
+
+    def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
+        def step(carry: tuple, first: Int[Array, ""], size: int, mask: Mask) -> tuple:
+            by_rows, by_gates, sums = carry
+            at = _slice(index, first, size)
+            x, back, gate = _read(tokens, at, mask), _read(cotangent, at, mask), _slice(gate_of, first, size)[:, None]
+            products = [_slice(y, first, size) for y in kept] if kept else _products(x, mine)
+            inner, pull = jax.vjp(activation, *products)
+            by_inner = _dot(back, mine.down, 1, 1)
+            by_gate = (inner.astype(jnp.float32) * by_inner).sum(1)
+            a, b = pull((gate * by_inner).astype(inner.dtype))
+            back = (gate * back.astype(jnp.float32)).astype(back.dtype)
+            parts = ExpertWeights(
+                _dot(x, a, 0, 0), _dot(x, b, 0, 0), _dot(inner, back, 0, 0), *map(_column_sum, (a, b))
+            )
+            sums = jax.tree.map(lambda s, part: _add(s, part, group), sums, _as(sums, parts))
+            by_x = _dot(a, mine.gate, 1, 1) + _dot(b, mine.up, 1, 1)
+            return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
+
+        return step
+
+    zeros = jax.tree.map(lambda w: vary_like(jnp.zeros(w.shape, jnp.float32), w), weights)
+    carry = (
+        _empty(plan, tokens.shape[1], dtype=tokens.dtype),
+        _empty(plan, dtype=jnp.dtype(jnp.float32)),
+        zeros,
+    )
+    by_rows, by_gates, sums = _over_groups(plan, weights, step_of, carry)
+    row = _row_of(plan, by_rows)
+    by_gates = jnp.take(by_gates, row, mode="fill", fill_value=0).astype(gates.dtype)
+    return sum_rows(by_rows, row, None), by_gates, None, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
+
+
+def _column_sum(x: Float[Array, "block mlp"]) -> Float[Array, " mlp"]:
+    return x.astype(jnp.float32).sum(0)
+
+
+def _as(like: ExpertWeights, parts: ExpertWeights) -> ExpertWeights:
+    """Return `parts` without those that are None in `like`."""
+    return ExpertWeights(*(None if x is None else part for x, part in zip(like, parts, strict=True)))  # pyright: ignore
+
+
+def _add(total: Array, part: Array, group: Int[Array, ""]) -> Array:
+    """Add to the sum of a group, in place."""
+    mine = lax.dynamic_index_in_dim(total, group, keepdims=False)
+    return lax.dynamic_update_index_in_dim(total, mine + part, group, 0)
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def routed_mlp(
+    tokens: Float[Array, "tokens embed"],
+    gates: Float[Array, "tokens k"],
+    plan: Plan,
+    weights: ExpertWeights,
+    *,
+    activation: Activation,
+    keep: Keep,
+) -> Float[Array, "tokens embed"]:
+    """Run both passes as loops over blocks of rows."""
+    return _run(activation, keep, tokens, gates, plan, weights)
