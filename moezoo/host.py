@@ -37,8 +37,10 @@ def keep_freed_memory() -> None:
     eight virtual devices spent a tenth of a training step on them. Blocks above 64 MB are still returned, because only
     the first thread's heap can hold them. Settings of malloc in the environment take precedence.
     """
-    own = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform != "linux" or own:
+    set_by_user = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        "MALLOC_" in name for name in os.environ
+    )
+    if sys.platform != "linux" or set_by_user:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:

@@ -33,9 +33,6 @@ flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pa
 flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false"]  # later versions have no such flag
-    # With this scheduler, a program that sends tokens in chunks and is loaded from the compilation cache (see
-    # `pytest_configure`) computes wrong numbers, sometimes NaN.
-    flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -62,10 +59,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled programs between tests, processes and runs, in a cache per version of JAX."""
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{jax.__version__}")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    """Share compiled programs between tests, processes and runs; not with jax 0.10 (`moezoo.parallel.cache`)."""
+    if not jax.__version__.startswith("0.10."):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{jax.__version__}")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))  # of processes that tests start
 
 

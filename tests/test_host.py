@@ -57,6 +57,7 @@ def test_what_is_no_file(tmp_path):
             with refused("path=this ", found, "give one"):
                 check_file(path, "path=this", "give one")
 
+
 def test_freed_memory_is_kept_unless_the_environment_sets_malloc(monkeypatch):
     calls = {}
     monkeypatch.setattr("moezoo.host.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=calls.__setitem__))

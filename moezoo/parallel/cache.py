@@ -19,16 +19,26 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
 
 
-def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh | None) -> str:
-    """Let JAX keep compiled programs in a folder, or not; return where, or why not. Call it before anything compiles.
-
-    A folder that the user gave to JAX itself, by JAX_COMPILATION_CACHE_DIR or in Python, stays.
+def refuse_unordered(devices: int) -> bool:
+    """Turn JAX's cache off if programs of so many CPU devices would be loaded wrongly; return whether they would.
 
     With jax 0.10, a program for several CPU devices that is loaded from a folder has lost the order of its collectives:
     XLA restores every loop, branch and call as if its collectives had nothing to do with those outside. Two of these
     that do not depend on each other then run at once, devices pair different collectives, and the program computes
-    wrong numbers or waits forever (seen with `dispatch=ragged dispatch.chunks=2`, in most steps). jax 0.12 keeps the
-    order. Programs of several processes on CPUs are not cached either: nobody has tried.
+    wrong numbers or waits forever (seen in training steps of every strategy). jax 0.12 keeps the order.
+    """
+    if devices == 1 or not jax.__version__.startswith("0.10."):
+        return False
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # otherwise the choice at the first compilation of the process stays
+    return True
+
+
+def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh | None) -> str:
+    """Let JAX keep compiled programs in a folder, or not; return where, or why not. Call it before anything compiles.
+
+    A folder that the user gave to JAX itself, by JAX_COMPILATION_CACHE_DIR or in Python, stays, except where
+    `refuse_unordered` refuses it. Programs of several processes on CPUs are not cached: nobody has tried.
 
     Args:
         cache_dir: a folder, which is made; "auto" for `user_folder()`; None for no cache.
@@ -40,14 +50,14 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     global _set_here
     assert isinstance(mesh, Mesh)
     settings: Any = jax.config  # its attributes are made at run time
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and refuse_unordered(mesh.size):
+        return "off: jax 0.10 loads programs of several CPU devices wrongly (docs/running.md)"
     now = settings.jax_compilation_cache_dir
     if now != _set_here:
         return f"compiled programs in {now}, set for JAX"
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
     folder, answer = None, "off: cache_dir=null"
-    if on_cpu and mesh.size > 1 and jax.__version__.startswith("0.10."):
-        answer = "off: jax 0.10 loads programs of several CPU devices wrongly (docs/running.md)"
-    elif on_cpu and jax.process_count() > 1:
+    if on_cpu and jax.process_count() > 1:
         answer = "off: several processes on CPUs"
     elif cache_dir is not None:
         path = user_folder() if cache_dir == "auto" else Path(cache_dir).expanduser().absolute()

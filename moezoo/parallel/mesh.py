@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from moezoo.convert import Range, check_fields, convert
 from moezoo.errors import UserError, check_type
 from moezoo.host import keep_freed_memory
+from moezoo.parallel.cache import refuse_unordered
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -97,23 +98,10 @@ def cpu_devices(count: int) -> None:
                 f"device{'s' * (have != 1)}; call it before anything else of JAX (restart the notebook's kernel first)"
             )
         return
-    _order_cached_programs()
+    refuse_unordered(count)
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-
-
-def _order_cached_programs() -> None:
-    """Disable a scheduler of XLA's CPU compiler whose cached programs may compute wrong numbers with jax 0.10.
-
-    With a compilation cache on disk, a step of `dispatch=ragged dispatch.chunks=2` loaded from the cache returned
-    different losses in each run, sometimes NaN. Compiled afresh, or without this scheduler, it always returned the same
-    loss.
-    """
-    settings: Any = jax.config  # its attributes are made at run time
-    flag, flags = "--xla_cpu_enable_concurrency_optimized_scheduler", os.environ.get("XLA_FLAGS", "")
-    if settings.jax_compilation_cache_dir and jax.__version__.startswith("0.10.") and flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}=false".strip()
 
 
 def prepare(wanted: int) -> None:
@@ -129,8 +117,8 @@ def prepare(wanted: int) -> None:
             f"a mesh of {wanted} devices: this machine has no accelerators and can have at most {_MOST_CPU_DEVICES} "
             "virtual CPU devices; choose a smaller mesh"
         )
-    _order_cached_programs()
     if not accelerators():
+        refuse_unordered(wanted)
         keep_freed_memory()
     settings: Any = jax.config  # its attributes are made at run time
     if not settings.jax_platforms and not accelerators():

@@ -19,8 +19,10 @@ SEVERAL = {"0.10.2": "off: jax 0.10", "0.12.0": "compiled programs in"}
 @pytest.fixture
 def no_folder(monkeypatch, tmp_path):
     """JAX as without the suite's folder; the user's folder of caches is below the test's folder."""
-    settings = {name: getattr(jax.config, name) for name in (DIR, "jax_persistent_cache_min_compile_time_secs")}
+    names = (DIR, "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+    settings = {name: getattr(jax.config, name) for name in names}
     jax.config.update(DIR, None)
+    jax.config.update("jax_enable_compilation_cache", True)
     monkeypatch.setattr(cache, "_set_here", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     yield tmp_path / "caches" / "moezoo"
@@ -29,11 +31,11 @@ def no_folder(monkeypatch, tmp_path):
     compilation_cache.reset_cache()
 
 
-def test_the_users_own_folder_stays():
-    """Of JAX's own setting, here the suite's."""
-    before = getattr(jax.config, DIR)
-    assert before in use_cache(None, auto_mesh(fsdp=8))
-    assert getattr(jax.config, DIR) == before
+def test_the_users_own_folder_stays(no_folder):
+    """A folder in JAX's own setting."""
+    jax.config.update(DIR, str(no_folder))
+    assert str(no_folder) in use_cache(None, auto_mesh(data=1))
+    assert getattr(jax.config, DIR) == str(no_folder)
 
 
 def test_a_later_compilation_loads(no_folder):
@@ -58,11 +60,13 @@ def test_a_later_compilation_loads(no_folder):
 
 @pytest.mark.parametrize("version", SEVERAL)
 def test_several_cpu_devices(no_folder, monkeypatch, version):
-    """jax 0.10 loses the order of their collectives; a folder that an earlier run set is left alone."""
+    """jax 0.10 loses the order of their collectives, whoever has set the folder."""
     use_cache("auto", auto_mesh(data=1))
     monkeypatch.setattr(jax, "__version__", version)
     assert use_cache("auto", auto_mesh(fsdp=8)).startswith(SEVERAL[version])
-    assert (getattr(jax.config, DIR) is None) == (version == "0.10.2")
+    assert getattr(jax.config, "jax_enable_compilation_cache") == (version != "0.10.2")  # noqa: B009  not declared
+    jax.config.update(DIR, "elsewhere")
+    assert use_cache(None, auto_mesh(fsdp=8)).startswith(SEVERAL[version])
 
 
 def test_a_folder_that_cannot_be_written(no_folder):
