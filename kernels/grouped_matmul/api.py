@@ -16,6 +16,7 @@ from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWei
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.gathered import by_matrix
 from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, choose, run
 from moezoo.parallel.stored import Stored, plain
 
@@ -201,7 +202,7 @@ def routed_mlp(
             return functools.partial(composed, name)
         return functools.partial(one, activation=activation, keep=keep)
 
-    weights = ExpertWeights(*(plain(w, tokens.dtype) for w in (gate, up, down)), gate_bias, up_bias)
+    weights = ExpertWeights(*(by_matrix(w, tokens.dtype) for w in (gate, up, down)), gate_bias, up_bias)
     operands = (tokens, gates, plan, weights)
     alike = jax.tree.leaves(operands)
     return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)

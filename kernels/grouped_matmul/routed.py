@@ -30,6 +30,7 @@ from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
 from moezoo.kernels.permute import sum_rows
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.gathered import add_to_matrix, is_gathered, matrix_of
 from moezoo.parallel.kernels import Keep
 
 SIZES = (512, 384, 320, 256, 192, 160, 128, 96, 64, 32)
@@ -56,7 +57,7 @@ def _over_groups(
     def group(i: Int[Array, ""], carry: Any) -> Any:
         g = order[i]
         start, stop = ends[g] - plan.group_sizes[g], ends[g]
-        step = step_of(g, jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, g, keepdims=False), weights))
+        step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_gathered))
         count = (stop - start) // sizes[-1]
         first = start + count * sizes[-1]
 
@@ -178,7 +179,8 @@ def _run_backward(activation, keep, residuals, cotangent):
             parts = ExpertWeights(
                 _dot(x, a, 0, 0), _dot(x, b, 0, 0), _dot(inner, back, 0, 0), *map(_column_sum, (a, b))
             )
-            sums = jax.tree.map(lambda s, part: _add(s, part, group), sums, _as(sums, parts))
+            add = lambda stack, part: add_to_matrix(stack, group, part)  # noqa: E731
+            sums = jax.tree.map(add, sums, _as(sums, parts), is_leaf=is_gathered)
             by_x = _dot(a, mine.gate, 1, 1) + _dot(b, mine.up, 1, 1)
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 
@@ -203,12 +205,6 @@ def _column_sum(x: Float[Array, "block mlp"]) -> Float[Array, " mlp"]:
 def _as(like: ExpertWeights, parts: ExpertWeights) -> ExpertWeights:
     """Return `parts` without those that are None in `like`."""
     return ExpertWeights(*(None if x is None else part for x, part in zip(like, parts, strict=True)))  # pyright: ignore
-
-
-def _add(total: Array, part: Array, group: Int[Array, ""]) -> Array:
-    """Add to the sum of a group, in place."""
-    mine = lax.dynamic_index_in_dim(total, group, keepdims=False)
-    return lax.dynamic_update_index_in_dim(total, mine + part, group, 0)
 
 
 _run.defvjp(_run_forward, _run_backward)

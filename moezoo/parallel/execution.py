@@ -22,6 +22,7 @@ from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
+from moezoo.parallel.gathered import Gathered, is_gathered
 from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
@@ -289,18 +290,23 @@ class Execution:
 
         This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
         is not gathered and keeps at least float32. A container stays a container: its arrays are gathered one by one,
-        in their own dtypes.
+        in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`.
         """
 
-        def leaf(x: jax.Array, axes: Axes) -> jax.Array:
+        def leaf(x: jax.Array, axes: Axes) -> jax.Array | Gathered:
             placement = self.placement(axes)
             dtype = x.dtype if axes.role is Role.PART else self.dtype
             if axes.role is Role.BUFFER:
                 dtype = jnp.promote_types(x.dtype, jnp.float32)
-            return gather_weight(x, placement.gathered, self.summed_axes(placement), dtype, self.reduce_dtype)
+            dims, first = placement.gathered, placement.gathered_first
+            if first is not None:
+                x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
+            whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype)
+            return whole if first is None else Gathered(whole, first)
 
         arrays, rest = eqx.partition(module, eqx.is_array)
-        return eqx.combine(jax.tree.map(leaf, arrays, axes_of(arrays)), rest)
+        gathered = jax.tree.map(leaf, arrays, axes_of(arrays))
+        return eqx.combine(gathered, rest, is_leaf=is_gathered)
 
     def vary_parameters(self, module: PyTree) -> PyTree:
         """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.

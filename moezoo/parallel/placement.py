@@ -32,6 +32,16 @@ class Placement:
         return tuple(itertools.chain(*self.stored))
 
     @property
+    def gathered_first(self) -> int | None:
+        """The dimension that comes first in the gathered array: that of experts' matrices, if it is the only one.
+
+        None where dimensions stay in order (`moezoo.parallel.gathered`).
+        """
+        dims = [dim for dim, axes in enumerate(self.gathered) if axes]
+        experts = self.axes.role is Role.WEIGHT and self.axes.stacked == ("expert",) and len(self.axes.names) == 3
+        return dims[0] if experts and dims in ([1], [2]) else None
+
+    @property
     def spec(self) -> PartitionSpec:
         """The layout as JAX's `PartitionSpec`."""
         return PartitionSpec(*(axes or None for axes in self.stored))

@@ -1,0 +1,87 @@
+"""Stacks of matrices in the order in which an all-gather writes them.
+
+An all-gather writes the blocks of the devices one after the other. Along any dimension except the first, XLA gathers
+into another order and then copies the whole array into the order that the program asks for; the gradient is copied back
+before it is reduce-scattered. Experts are read matrix by matrix, and a program copies each matrix out of the stack
+anyway, so they can be read in any order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moezoo.parallel.roles import Axes, Role
+from moezoo.parallel.stored import Stored, plain
+
+
+class Gathered(Stored):
+    """A stack [groups, inputs, outputs] whose dimension `dim`, 1 or 2, comes first in memory.
+
+    `values` is [inputs, groups, outputs] for 1, and [outputs, groups, inputs] for 2.
+    """
+
+    values: Float[Array, "first groups last"]
+    dim: int = eqx.field(static=True)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    def axes(self, declared: Axes) -> Mapping[str, Axes]:
+        """Return the declared axes in the order of `values`."""
+        names = [*declared.names]
+        return {"values": Axes(Role.PART, (), (names.pop(self.dim), *names), ())}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[groups, inputs, outputs]."""
+        first, groups, last = self.values.shape
+        return (groups, first, last) if self.dim == 1 else (groups, last, first)
+
+    def whole(self, dtype: DTypeLike) -> Float[Array, "groups inputs outputs"]:
+        """Return the stack."""
+        return jnp.moveaxis(self.values, 0, self.dim).astype(dtype)
+
+    def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
+        """Return the matrix of a group. XLA makes its transposition a part of the product that reads it."""
+        return self._turned(lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False))
+
+    def add(self, group: Int[Array, ""], part: Float[Array, "inputs outputs"]) -> "Gathered":
+        """Return the stack with `part` added to the matrix of a group."""
+        mine = lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False)
+        values = lax.dynamic_update_index_in_dim(self.values, mine + self._turned(part), group, 1)
+        return Gathered(values, self.dim)
+
+    def _turned(self, matrix: Array) -> Array:
+        return matrix if self.dim == 1 else matrix.T
+
+
+def is_gathered(x: Any) -> bool:
+    """Return whether `x` is a `Gathered`."""
+    return isinstance(x, Gathered)
+
+
+def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Array | Gathered:
+    """Return what `matrix_of` reads: `weights` itself, or the array that another container stands for."""
+    return weights if isinstance(weights, Gathered) else plain(weights, dtype)
+
+
+def matrix_of(stack: Array | Gathered, group: Int[Array, ""]) -> Float[Array, "..."]:
+    """Return the matrix (or the bias) of a group."""
+    return (
+        stack.matrix(group) if isinstance(stack, Gathered) else lax.dynamic_index_in_dim(stack, group, keepdims=False)
+    )
+
+
+def add_to_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array) -> Array | Gathered:
+    """Return the stack with `part` added to the matrix (or the bias) of a group."""
+    if isinstance(stack, Gathered):
+        return stack.add(group, part)
+    return lax.dynamic_update_index_in_dim(stack, matrix_of(stack, group) + part, group, 0)
