@@ -302,7 +302,7 @@ class Execution:
             if first is not None:
                 x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
             whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype)
-            return whole if first is None else Gathered(whole, first)
+            return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
 
         arrays, rest = eqx.partition(module, eqx.is_array)
         gathered = jax.tree.map(leaf, arrays, axes_of(arrays))

@@ -28,11 +28,7 @@ class Gathered(Stored):
 
     values: Float[Array, "first groups last"]
     dim: int = eqx.field(static=True)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the values."""
-        return self.values.dtype
+    dtype: np.dtype = eqx.field(static=True)
 
     def axes(self, declared: Axes) -> Mapping[str, Axes]:
         """Return the declared axes in the order of `values`."""
@@ -57,7 +53,7 @@ class Gathered(Stored):
         """Return the stack with `part` added to the matrix of a group."""
         mine = lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False)
         values = lax.dynamic_update_index_in_dim(self.values, mine + self._turned(part), group, 1)
-        return Gathered(values, self.dim)
+        return Gathered(values=values, dim=self.dim, dtype=self.dtype)
 
     def _turned(self, matrix: Array) -> Array:
         return matrix if self.dim == 1 else matrix.T

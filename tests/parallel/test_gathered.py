@@ -12,7 +12,7 @@ from moezoo.kernels.permute import plan
 from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
 from moezoo.nn.swiglu import SWIGLU
-from moezoo.parallel.gathered import Gathered, add_to_matrix, matrix_of
+from moezoo.parallel.gathered import Gathered, matrix_of
 from moezoo.parallel.traces import equations
 
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -20,18 +20,17 @@ STACK = jax.random.normal(KEYS[0], (3, 4, 5))
 
 
 def moved(stack: jax.Array, dim: int) -> Gathered:
-    return Gathered(jnp.moveaxis(stack, dim, 0), dim)
+    return Gathered(values=jnp.moveaxis(stack, dim, 0), dim=dim, dtype=stack.dtype)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_it_stands_for_the_stack(dim):
     gathered, part = moved(STACK, dim), jnp.arange(20.0).reshape(4, 5)
     assert gathered.shape == STACK.shape
-    assert gathered.dtype == STACK.dtype
     np.testing.assert_array_equal(gathered.whole(jnp.float32), STACK)
     for group in range(3):
         np.testing.assert_array_equal(matrix_of(gathered, jnp.int32(group)), STACK[group])
-        more = add_to_matrix(gathered, jnp.int32(group), part)
+        more = gathered.add(jnp.int32(group), part)
         np.testing.assert_array_equal(more.whole(jnp.float32), STACK.at[group].add(part))
 
 
