@@ -94,6 +94,11 @@ class _RecordingBlock(eqx.Module):
     path: str = eqx.field(static=True)
     paths: _Paths = eqx.field(static=True)
 
+    @property
+    def attention(self) -> Any:
+        """The attention of the block, of which the loop reads the rotary positions."""
+        return self.block.attention
+
     def __call__(self, *arguments: Any) -> LayerOutput:
         out, records = _call_recording(self.block, self.path, self.paths)(*arguments)
         return LayerOutput(out.x, None, records)

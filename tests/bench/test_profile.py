@@ -81,7 +81,7 @@ def test_profile_of_a_step():
     """On eight devices: every part of a step has a row, and rows add up to the step."""
     small = "model.layers=1 model.embed=32 model.expert_mlp=32 model.vocab=32 seq_len=16 mesh=ep8 dispatch=ring"
     rows = profile_step(small.split(), seconds=0.01, samples=2, log=lambda _: None)
-    parts = {"attention", "router", "dispatch", "experts", "combine", "loss", "optimizer", "collectives", "copies"}
+    parts = {"attention", "router", "dispatch", "experts", "loss", "optimizer", "collectives", "copies"}
     assert parts <= {row["name"] for row in rows}
     assert sum(row["ms"] for row in rows) == pytest.approx(rows[0]["step_ms"], rel=1e-3)
     for row in rows:
