@@ -33,7 +33,7 @@ from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.gathered import add_to_matrix, is_gathered, matrix_of
 from moezoo.parallel.kernels import Keep
 
-SIZES = (512, 384, 320, 256, 192, 160, 128, 96, 64, 32)
+SIZES = (256, 192, 128, 96, 64, 32)
 
 Mask = Bool[Array, " block"] | None
 # (carry, first row of the block, rows in the block, which of them count or None for all) -> carry
