@@ -158,17 +158,20 @@ def run_layers(
     """
     kept, sums = [], {}
     for number, stack in enumerate(stacks):
+        learns = cache is None and keep is None
 
         def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-            return execution.whole(block)(x, own, execution, past)
+            return block(x, own, execution, past)
 
-        if cache is None and keep is None:
-            run = execution.checkpoint(run)
+        if learns:
+            run = execution.checkpoint(lambda x, block, own, past: execution.whole(block)(x, own, execution, past))
 
-        def step(carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run) -> Any:
+        def step(
+            carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run, stacked: Any = stack.blocks
+        ) -> Any:
             (x, held), (blocks, numbers, index) = carry, scanned
             held, collected = list(held), []
-            for kind, block in enumerate(blocks):
+            for kind, block in enumerate(execution.layer(stacked, index) if blocks is None else blocks):
                 own, past = context, None
                 if numbers is not None:
                     own = own._replace(numbers=numbers[kind])
@@ -186,8 +189,9 @@ def run_layers(
             return (x, tuple(held)), tuple(collected)
 
         held = () if cache is None else cache.kept[number]
-        index = None if cache is None else jnp.arange(stack.count)
-        (x, held), collected = jax.lax.scan(step, (x, held), (stack.blocks, _by_kind(stack), index))
+        # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
+        blocks, index = (stack.blocks, None) if learns else (None, jnp.arange(stack.count))
+        (x, held), collected = jax.lax.scan(step, (x, held), (blocks, _by_kind(stack), index))
         kept.append(collected if cache is None else held)
         if cache is None and keep is None:
             sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}

@@ -15,13 +15,14 @@ from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
 from moezoo.kernels.grouped_matmul.backend import Activation, Backend
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
+from moezoo.parallel.stacked import InStack
 from moezoo.parallel.stored import Stored, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
 # A new backend is a file, and a name here and in `Implementation`.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "blocked": Backend(blocked.multiply, blocked.outer),
+    "blocked": Backend(blocked.multiply, blocked.outer, in_stack=True),
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
 assert set(BACKENDS) == set(get_args(Implementation))
@@ -87,14 +88,14 @@ def grouped_matmul(
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
-    weights = plain(weights, rows.dtype)
-    # A gradient must vary exactly as its operand. All three are made to vary alike first; the transpose of that cast is
+    weights = weights if isinstance(weights, InStack) else plain(weights, rows.dtype)
+    operands = (rows, weights, group_sizes)
+    alike = jax.tree.leaves(operands)
+    # A gradient must vary exactly as its operand. All of them are made to vary alike first; the transpose of that cast is
     # the sum over devices that a replicated operand needs.
     result = _product(
         choice,
-        vary_like(rows, weights, group_sizes),
-        vary_like(weights, rows, group_sizes),
-        vary_like(group_sizes, rows, weights),
+        *jax.tree.map(lambda x: vary_like(x, *alike), operands),
     )
     # Rematerialisation saves the result of a loop only under a name.
     return checkpoint_name(result, GROUPED_MATMUL)
@@ -163,7 +164,13 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(choice, rows, weights, group_sizes):
-    return run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 1), rows, weights, group_sizes)
+    def multiply(name: str) -> Callable[..., Array]:
+        one = BACKENDS[name]
+        return lambda rows, weights, sizes: one.multiply(
+            rows, weights if one.in_stack else plain(weights, rows.dtype), sizes, 1
+        )
+
+    return run(choice, multiply, rows, weights, group_sizes)
 
 
 def _forward(choice, rows, weights, group_sizes):

@@ -65,9 +65,11 @@ class Backend(NamedTuple):
         outer: The product for each group.
         gated: A kernel for `gated`; None to compose it of products.
         runs_on: Return whether the backend can be traced and run for a target.
+        in_stack: Whether `multiply` takes an `InStack` too, and copies only the matrices that it uses.
     """
 
     multiply: Multiply
     outer: Outer
     gated: Gated | None = None
     runs_on: RunsOn = anywhere
+    in_stack: bool = False

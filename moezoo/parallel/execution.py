@@ -25,6 +25,7 @@ from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.kernels import ANY_BACKEND, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
+from moezoo.parallel.stacked import InStack
 
 # The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
@@ -287,15 +288,28 @@ class Execution:
         in their own dtypes.
         """
 
-        def leaf(x: jax.Array, axes: Axes) -> jax.Array:
-            placement = self.placement(axes)
-            dtype = x.dtype if axes.role is Role.PART else self.dtype
-            if axes.role is Role.BUFFER:
-                dtype = jnp.promote_types(x.dtype, jnp.float32)
-            return gather_weight(x, placement.gathered, self.summed_axes(placement), dtype, self.reduce_dtype)
-
         arrays, rest = eqx.partition(module, eqx.is_array)
-        return eqx.combine(jax.tree.map(leaf, arrays, axes_of(arrays)), rest)
+        return eqx.combine(jax.tree.map(self._whole, arrays, axes_of(arrays)), rest)
+
+    def _whole(self, x: jax.Array, axes: Axes) -> jax.Array:
+        placement = self.placement(axes)
+        dtype = x.dtype if axes.role is Role.PART else self.dtype
+        if axes.role is Role.BUFFER:
+            dtype = jnp.promote_types(x.dtype, jnp.float32)
+        return gather_weight(x, placement.gathered, self.summed_axes(placement), dtype, self.reduce_dtype)
+
+    def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
+        """Return layer `index` of stacked blocks as `whole` does, for a forward pass without gradients.
+
+        Matrices that are not gathered stay in their stack until a product reads them.
+        """
+
+        def leaf(x: jax.Array, axes: Axes) -> Any:
+            if axes.role is Role.WEIGHT and not any(self.placement(axes).gathered):
+                return InStack(x, index, jnp.dtype(self.dtype))
+            return self._whole(jax.lax.dynamic_index_in_dim(x, index, keepdims=False), axes)
+
+        return jax.tree.map(leaf, blocks, axes_of(blocks))
 
     def vary_parameters(self, module: PyTree) -> PyTree:
         """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.
