@@ -30,9 +30,7 @@ def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequen
     return ("chunked",) if target.platform == "cpu" and chunked.suits(queries, keys) else ("reference",)
 
 
-def chosen_backend(
-    target: Target, queries: int, keys: int, names: tuple[str, ...] = (), *, kv_heads: int = 1
-) -> str:
+def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = (), *, kv_heads: int = 1) -> str:
     """Return the name of the backend for these numbers of queries, keys and key heads per row on `target`.
 
     It is the first of `names`, or of the kernel's own order, that runs there.

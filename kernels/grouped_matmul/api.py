@@ -91,8 +91,8 @@ def grouped_matmul(
     weights = weights if isinstance(weights, InStack) else plain(weights, rows.dtype)
     operands = (rows, weights, group_sizes)
     alike = jax.tree.leaves(operands)
-    # A gradient must vary exactly as its operand. All of them are made to vary alike first; the transpose of that cast is
-    # the sum over devices that a replicated operand needs.
+    # A gradient must vary exactly as its operand. All are made to vary alike first; the transpose of that cast is the
+    # sum over devices that a replicated operand needs.
     result = _product(
         choice,
         *jax.tree.map(lambda x: vary_like(x, *alike), operands),

@@ -65,10 +65,8 @@ class InStack(Stored):
             return jnp.stack([times_matrix(row, matrices, (layer,), self.dtype) for row in rows]).astype(dtype)
 
         operands = (rows, matrices, self.layer)
-        if rows.shape[0] > FEW_ROWS or size % _TERMS:
-            y = whole(*operands)
-        else:
-            y = on_cpu(few, whole, *operands)
+        is_few = rows.shape[0] <= FEW_ROWS and size % _TERMS == 0
+        y = on_cpu(few, whole, *operands) if is_few else whole(*operands)
         return y.reshape(*x.shape[: x.ndim - inputs], *outputs)
 
 
