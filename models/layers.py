@@ -148,6 +148,8 @@ def run_layers(
 ) -> LayersOutput:
     """Run all layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
+    With a `cache` or `keep` nothing is differentiated, and weights stay in their stack (`Execution.layer`).
+
     | use | `cache`, `keep` | returns |
     |---|---|---|
     | training | neither | routing sums; layers are rematerialised by `execution.remat` |

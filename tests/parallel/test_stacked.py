@@ -1,0 +1,57 @@
+"""Weights that are read in the stack of all layers, against the same layer as an array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moezoo.kernels.grouped_matmul import few
+from moezoo.nn.linear import project
+from moezoo.nn.swiglu import SWIGLU
+from moezoo.parallel.stacked import FEW_ROWS, InStack
+
+LAYERS, LAYER = 3, 2
+
+
+def random_array(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def in_stack(seed, shape, dtype=jnp.float32):
+    """Return a layer in its stack, and the same layer as an array."""
+    stack = random_array(seed, (LAYERS, *shape), dtype)
+    return InStack(stack, jnp.int32(LAYER), np.dtype(dtype)), stack[LAYER]
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("shape", [(4, 8, 24), (5, 3, 24)])  # 32 inputs are cut into parts, 15 are not
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)])
+def test_product(rows, shape, dtype, error):
+    weight, array = in_stack(0, shape, dtype)
+    x = random_array(1, (rows, *shape[:2]), dtype)
+    found = jax.jit(lambda x, w: project(x, w, inputs=2))(x, weight)
+    assert found.dtype == dtype
+    wanted = np.tensordot(np.asarray(x, np.float64), np.asarray(array, np.float64), 2)
+    # Sums of tens of terms, rounded to the dtype once.
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=error * abs(wanted).max())
+
+
+def test_a_product_with_one_row_copies_no_matrix():
+    weight, array = in_stack(0, (256, 1024))
+    compiled = jax.jit(lambda x, w: project(x, w)).lower(jnp.ones((1, 256)), weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < array.nbytes / 8
+
+
+def test_experts_row_by_row():
+    """Experts without rows are skipped; rows after the last group are zero and may hold anything."""
+    sizes = np.array([2, 0, 3, 1], np.int32)
+    (gate, g), (up, u), (down, d) = (in_stack(i, s) for i, s in enumerate([(4, 16, 32), (4, 16, 32), (4, 32, 16)]))
+    rows = random_array(3, (8, 16)).at[6:].set(jnp.nan)
+    assert few.suits(8, gate, up, down)
+    assert not few.suits(8, g, u, d)
+    run = jax.jit(lambda rows, sizes: few.mlp(rows, gate, up, down, sizes, activation=SWIGLU))
+    found = run(rows, jnp.asarray(sizes))
+    for row, expert in enumerate(np.repeat(np.arange(4), sizes)):
+        wanted = SWIGLU(rows[row] @ g[expert], rows[row] @ u[expert]) @ d[expert]
+        np.testing.assert_allclose(found[row], wanted, rtol=0, atol=1e-5 * float(abs(wanted).max()))
+    np.testing.assert_array_equal(found[6:], 0)
