@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference
+from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference
 from moezoo.kernels.grouped_matmul.backend import Activation, Backend
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
-from moezoo.parallel.stacked import InStack
+from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Stored, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
@@ -45,6 +45,11 @@ def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
 def _choose(implementation: str | KernelOrder | None) -> Choice:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
     return choose("grouped_matmul", runs_on, implementation, _own_order)
+
+
+def _is_open(implementation: str | KernelOrder | None) -> bool:
+    """Return whether no backend is named."""
+    return implementation is None or (isinstance(implementation, KernelOrder) and not implementation.names)
 
 
 def grouped_matmul(
@@ -93,10 +98,10 @@ def grouped_matmul(
     alike = jax.tree.leaves(operands)
     # A gradient must vary exactly as its operand. All are made to vary alike first; the transpose of that cast is the
     # sum over devices that a replicated operand needs.
-    result = _product(
-        choice,
-        *jax.tree.map(lambda x: vary_like(x, *alike), operands),
-    )
+    operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
+    product = functools.partial(_product, choice)
+    is_few = _is_open(implementation) and few.suits(rows.shape[0], weights)
+    result = on_cpu(few.multiply, product, *operands) if is_few else product(*operands)
     # Rematerialisation saves the result of a loop only under a name.
     return checkpoint_name(result, GROUPED_MATMUL)
 

@@ -5,13 +5,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moezoo.kernels.grouped_matmul import few, gated, grouped_matmul
+from moezoo.kernels.grouped_matmul import gated, grouped_matmul
 from moezoo.nn.activation import Activation
 from moezoo.nn.linear import normal
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.kernels import KernelOrder
-from moezoo.parallel.stacked import on_cpu
 
 
 class Experts(eqx.Module):
@@ -55,16 +54,5 @@ class Experts(eqx.Module):
             group_sizes: int32, the number of rows of each expert. Rows after their sum are unused; their result is 0.
             implementation: backends of the grouped products, in the order in which they are tried; None: the default.
         """
-
-        def grouped(rows: Array, experts: Experts, group_sizes: Array) -> Array:
-            gate, up, down, activation = experts.gate, experts.up, experts.down, experts.activation
-            inner = gated(rows, gate, up, group_sizes, activation=activation, implementation=implementation)
-            return grouped_matmul(inner, down, group_sizes, implementation=implementation)
-
-        def row_by_row(rows: Array, experts: Experts, group_sizes: Array) -> Array:
-            gate, up, down, activation = experts.gate, experts.up, experts.down, experts.activation
-            return few.mlp(rows, gate, up, down, group_sizes, activation=activation)
-
-        if few.suits(rows.shape[0], self.gate, self.up, self.down):
-            return on_cpu(row_by_row, grouped, rows, self, group_sizes)
-        return grouped(rows, self, group_sizes)
+        inner = gated(rows, self.gate, self.up, group_sizes, activation=self.activation, implementation=implementation)
+        return grouped_matmul(inner, self.down, group_sizes, implementation=implementation)

@@ -22,7 +22,7 @@ from moezoo.parallel.stored import Stored
 # With more rows, copying the matrix and multiplying it once takes less time on a CPU than reading it for each row.
 FEW_ROWS = 4
 # The products that are summed in one pass over a matrix.
-_TERMS = 16
+TERMS = 16
 
 
 class InStack(Stored):
@@ -65,7 +65,7 @@ class InStack(Stored):
             return jnp.stack([times_matrix(row, matrices, (layer,), self.dtype) for row in rows]).astype(dtype)
 
         operands = (rows, matrices, self.layer)
-        is_few = rows.shape[0] <= FEW_ROWS and size % _TERMS == 0
+        is_few = rows.shape[0] <= FEW_ROWS and size % TERMS == 0
         y = on_cpu(few, whole, *operands) if is_few else whole(*operands)
         return y.reshape(*x.shape[: x.ndim - inputs], *outputs)
 
@@ -92,7 +92,7 @@ def times_matrix(
     rows; as a product with ones it is not fused with the slices, which would undo all this.
     """
     inputs, outputs = stack.shape[-2:]
-    part = inputs // _TERMS
+    part = inputs // TERMS
     wide, total = row.astype(jnp.float32), jnp.zeros((), jnp.float32)
     for first in range(0, inputs, part):
         sizes = (1,) * len(at) + (part, outputs)

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moezoo.kernels.grouped_matmul import few
+from moezoo.kernels.grouped_matmul import few, grouped_matmul
 from moezoo.nn.linear import project
-from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.stacked import FEW_ROWS, InStack
 
 LAYERS, LAYER = 3, 2
@@ -42,16 +41,16 @@ def test_a_product_with_one_row_copies_no_matrix():
     assert compiled.memory_analysis().temp_size_in_bytes < array.nbytes / 8
 
 
-def test_experts_row_by_row():
-    """Experts without rows are skipped; rows after the last group are zero and may hold anything."""
+@pytest.mark.parametrize("inputs", [32, 15])  # row by row, and in blocks
+def test_grouped_product(inputs):
+    """Groups without rows are skipped; rows after the last group are zero and may hold anything."""
     sizes = np.array([2, 0, 3, 1], np.int32)
-    (gate, g), (up, u), (down, d) = (in_stack(i, s) for i, s in enumerate([(4, 16, 32), (4, 16, 32), (4, 32, 16)]))
-    rows = random_array(3, (8, 16)).at[6:].set(jnp.nan)
-    assert few.suits(8, gate, up, down)
-    assert not few.suits(8, g, u, d)
-    run = jax.jit(lambda rows, sizes: few.mlp(rows, gate, up, down, sizes, activation=SWIGLU))
-    found = run(rows, jnp.asarray(sizes))
-    for row, expert in enumerate(np.repeat(np.arange(4), sizes)):
-        wanted = SWIGLU(rows[row] @ g[expert], rows[row] @ u[expert]) @ d[expert]
-        np.testing.assert_allclose(found[row], wanted, rtol=0, atol=1e-5 * float(abs(wanted).max()))
+    weight, array = in_stack(0, (4, inputs, 16))
+    rows = random_array(3, (8, inputs)).at[6:].set(jnp.nan)
+    assert few.suits(8, weight) == (inputs == 32)
+    assert not few.suits(8, array)
+    found = jax.jit(grouped_matmul)(rows, weight, jnp.asarray(sizes))
+    for row, group in enumerate(np.repeat(np.arange(4), sizes)):
+        wanted = np.asarray(rows[row], np.float64) @ np.asarray(array[group], np.float64)
+        np.testing.assert_allclose(found[row], wanted, rtol=0, atol=1e-5 * abs(wanted).max())
     np.testing.assert_array_equal(found[6:], 0)
