@@ -162,11 +162,11 @@ def run_layers(
     for number, stack in enumerate(stacks):
         learns = cache is None and keep is None
 
-        def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-            return block(x, own, execution, past)
+        def run(x: Array, block: Any, own: Context, past: Any, learns: bool = learns) -> LayerOutput:
+            return (execution.whole(block) if learns else block)(x, own, execution, past)
 
         if learns:
-            run = execution.checkpoint(lambda x, block, own, past: execution.whole(block)(x, own, execution, past))
+            run = execution.checkpoint(run)
 
         def step(
             carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run, stacked: Any = stack.blocks
