@@ -306,7 +306,7 @@ class Execution:
 
         def leaf(x: jax.Array, axes: Axes) -> Any:
             if axes.role is Role.WEIGHT and not any(self.placement(axes).gathered):
-                return InStack(x, index, jnp.dtype(self.dtype))
+                return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
             return self._whole(jax.lax.dynamic_index_in_dim(x, index, keepdims=False), axes)
 
         return jax.tree.map(leaf, blocks, axes_of(blocks))

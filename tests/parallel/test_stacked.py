@@ -19,7 +19,7 @@ def random_array(seed, shape, dtype=jnp.float32):
 def in_stack(seed, shape, dtype=jnp.float32):
     """Return a layer in its stack, and the same layer as an array."""
     stack = random_array(seed, (LAYERS, *shape), dtype)
-    return InStack(stack, jnp.int32(LAYER), np.dtype(dtype)), stack[LAYER]
+    return InStack(stack=stack, layer=jnp.int32(LAYER), dtype=np.dtype(dtype)), stack[LAYER]
 
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
@@ -38,7 +38,9 @@ def test_product(rows, shape, dtype, error):
 def test_a_product_with_one_row_copies_no_matrix():
     weight, array = in_stack(0, (256, 1024))
     compiled = jax.jit(lambda x, w: project(x, w)).lower(jnp.ones((1, 256)), weight).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < array.nbytes / 8
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < array.nbytes / 8
 
 
 @pytest.mark.parametrize("inputs", [32, 15])  # row by row, and in blocks
