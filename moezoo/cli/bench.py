@@ -270,10 +270,10 @@ def _attention(options: argparse.Namespace) -> list[Any]:
     from moezoo.bench import attention
     from moezoo.parallel.mesh import start
 
-    heads, dims = (_numbers(name, getattr(options, name), 2, _DEFAULTS[name]) for name in ("heads", "dims"))
+    (kv, group), (q, v) = (_numbers(name, getattr(options, name), 2, _DEFAULTS[name]) for name in ("heads", "dims"))
     on_cpu = start()[0].platform == "cpu" and not options.absent
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
-    sizes = attention.Sizes(*heads, *dims, options.documents, options.window, dtype)
+    sizes = attention.Sizes(kv, group, q, v, options.documents, options.window, dtype)
     lengths = options.tokens or attention.LENGTHS
     if options.absent:
         return list(attention.compile_attention(options.absent, lengths, sizes, _log))
