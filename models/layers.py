@@ -148,6 +148,8 @@ def run_layers(
 ) -> LayersOutput:
     """Run all layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
+    With a `cache` or `keep` nothing is differentiated, and weights stay in their stack (`Execution.layer`).
+
     | use | `cache`, `keep` | returns |
     |---|---|---|
     | training | neither | routing sums; layers are rematerialised by `execution.remat` |
@@ -158,11 +160,12 @@ def run_layers(
     """
     kept, sums = [], {}
     for number, stack in enumerate(stacks):
+        learns = cache is None and keep is None
 
-        def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-            return execution.whole(block)(x, own, execution, past)
+        def run(x: Array, block: Any, own: Context, past: Any, learns: bool = learns) -> LayerOutput:
+            return (execution.whole(block) if learns else block)(x, own, execution, past)
 
-        if cache is None and keep is None:
+        if learns:
             run = execution.checkpoint(run)
 
         # Sines of positions are computed once, neither again in the backward pass nor, by a compiler, for each head.
@@ -171,11 +174,16 @@ def run_layers(
             shared = [context._replace(turn=block.attention.rotary.turn(context)) for block in stack.blocks]
 
         def step(
-            carry: tuple[Array, Any], scanned: Any, number: int = number, run: Any = run, shared: Any = shared
+            carry: tuple[Array, Any],
+            scanned: Any,
+            number: int = number,
+            run: Any = run,
+            shared: Any = shared,
+            stacked: Any = stack.blocks,
         ) -> Any:
             (x, held), (blocks, numbers, index) = carry, scanned
             held, collected = list(held), []
-            for kind, block in enumerate(blocks):
+            for kind, block in enumerate(execution.layer(stacked, index) if blocks is None else blocks):
                 own, past = shared[kind], None
                 if numbers is not None:
                     own = own._replace(numbers=numbers[kind])
@@ -193,8 +201,9 @@ def run_layers(
             return (x, tuple(held)), tuple(collected)
 
         held = () if cache is None else cache.kept[number]
-        index = None if cache is None else jnp.arange(stack.count)
-        (x, held), collected = jax.lax.scan(step, (x, held), (stack.blocks, _by_kind(stack), index))
+        # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
+        blocks, index = (stack.blocks, None) if learns else (None, jnp.arange(stack.count))
+        (x, held), collected = jax.lax.scan(step, (x, held), (blocks, _by_kind(stack), index))
         kept.append(collected if cache is None else held)
         if cache is None and keep is None:
             sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}

@@ -7,37 +7,43 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention import chunked, reference
+from moezoo.kernels.attention import chunked, one_query, reference
 from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Place
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 
-Implementation = Literal["reference", "chunked"]
+Implementation = Literal["reference", "chunked", "one_query"]
 # A new backend is a file, and a name here and in `Implementation`.
-BACKENDS: dict[str, Backend] = {"reference": Backend(reference.attend), "chunked": Backend(chunked.attend)}
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(reference.attend),
+    "chunked": Backend(chunked.attend),
+    "one_query": Backend(one_query.attend),
+}
 assert set(BACKENDS) == set(get_args(Implementation))
 
 
-def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
-    # The loops of `chunked` over small blocks have not been timed on accelerators.
+def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequence[str]:
+    # The others have not been timed on accelerators.
+    if target.platform == "cpu" and one_query.suits(queries, kv_heads):
+        return ("one_query",)
     return ("chunked",) if target.platform == "cpu" and chunked.suits(queries, keys) else ("reference",)
 
 
-def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = ()) -> str:
-    """Return the name of the backend for these numbers of queries and keys per row on `target`.
+def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = (), *, kv_heads: int = 1) -> str:
+    """Return the name of the backend for these numbers of queries, keys and key heads per row on `target`.
 
     It is the first of `names`, or of the kernel's own order, that runs there.
 
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), queries, keys)[0][1]
+    return _choose(KernelOrder(names, target), queries, keys, kv_heads)[0][1]
 
 
-def _choose(implementation: str | KernelOrder | None, queries: int, keys: int) -> Choice:
+def _choose(implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int) -> Choice:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
-    return choose("attention", runs_on, implementation, lambda target: _own_order(target, queries, keys))
+    return choose("attention", runs_on, implementation, lambda target: _own_order(target, queries, keys, kv_heads))
 
 
 def attend(
@@ -65,6 +71,7 @@ def attend(
     | backend | how | memory for scores |
     |---|---|---|
     | `reference` | all keys of up to 512 queries; naive | queries x keys |
+    | `one_query` | plain products over all key heads at once; the default for one query on CPUs | queries x keys |
     | `chunked` | an online softmax over blocks; the default on CPUs, except for small work | one pair of blocks |
 
     Args:
@@ -85,7 +92,7 @@ def attend(
     Raises:
         UserError: The backend does not exist or does not run here.
     """
-    choice = _choose(implementation, q.shape[1], k.shape[1])
+    choice = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
 
     def backend(name: str) -> Callable[..., Attended]:
         return lambda *operands: BACKENDS[name].attend(*operands, scale=scale, window=window)

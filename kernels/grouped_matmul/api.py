@@ -11,20 +11,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import blocked, ragged_dot, reference, routed
+from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference, routed
 from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.gathered import by_matrix
 from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, choose, run
-from moezoo.parallel.stored import Stored, plain
+from moezoo.parallel.stacked import InStack, on_cpu
+from moezoo.parallel.stored import Stored, by_matrix, plain
 
 Implementation = Literal["reference", "blocked", "ragged_dot"]
 # A new backend is a file, and a name here and in `Implementation`.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp),
+    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
 assert set(BACKENDS) == set(get_args(Implementation))
@@ -47,6 +47,11 @@ def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
 def _choose(implementation: str | KernelOrder | None) -> Choice:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
     return choose("grouped_matmul", runs_on, implementation, _own_order)
+
+
+def _is_open(implementation: str | KernelOrder | None) -> bool:
+    """Return whether no backend is named."""
+    return implementation is None or (isinstance(implementation, KernelOrder) and not implementation.names)
 
 
 def grouped_matmul(
@@ -90,15 +95,15 @@ def grouped_matmul(
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
-    weights = plain(weights, rows.dtype)
-    # A gradient must vary exactly as its operand. All three are made to vary alike first; the transpose of that cast is
-    # the sum over devices that a replicated operand needs.
-    result = _product(
-        choice,
-        vary_like(rows, weights, group_sizes),
-        vary_like(weights, rows, group_sizes),
-        vary_like(group_sizes, rows, weights),
-    )
+    weights = weights if isinstance(weights, InStack) else plain(weights, rows.dtype)
+    operands = (rows, weights, group_sizes)
+    alike = jax.tree.leaves(operands)
+    # A gradient must vary exactly as its operand. All are made to vary alike first; the transpose of that cast is the
+    # sum over devices that a replicated operand needs.
+    operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
+    product = functools.partial(_product, choice)
+    is_few = _is_open(implementation) and few.suits(rows.shape[0], weights)
+    result = on_cpu(few.multiply, product, *operands) if is_few else product(*operands)
     # Rematerialisation saves the result of a loop only under a name.
     return checkpoint_name(result, GROUPED_MATMUL)
 
@@ -192,7 +197,8 @@ def routed_mlp(
     """
     choice = _choose(implementation)
     composed = functools.partial(_routed_mlp, activation=activation)
-    if not any(BACKENDS[name].routed_mlp for _, name in choice):
+    are_few = _is_open(implementation) and all(few.suits(plan.source.shape[0], w) for w in (gate, up, down))
+    if are_few or not any(BACKENDS[name].routed_mlp for _, name in choice):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
@@ -231,7 +237,13 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(choice, rows, weights, group_sizes):
-    return run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 1), rows, weights, group_sizes)
+    def multiply(name: str) -> Callable[..., Array]:
+        one = BACKENDS[name]
+        return lambda rows, weights, sizes: one.multiply(
+            rows, weights if one.in_stack else plain(weights, rows.dtype), sizes, 1
+        )
+
+    return run(choice, multiply, rows, weights, group_sizes)
 
 
 def _forward(choice, rows, weights, group_sizes):

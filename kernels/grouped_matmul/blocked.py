@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.parallel.collectives import vary_like
+from moezoo.parallel.stacked import InStack
 
 BLOCKS = (256, 128, 32)
 
@@ -73,7 +74,7 @@ def _dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: 
 
 def multiply(
     rows: Float[Array, "rows a"],
-    weights: Float[Array, "groups inputs outputs"],
+    weights: Float[Array, "groups inputs outputs"] | InStack,
     group_sizes: Int[Array, " groups"],
     contract: Literal[1, 2],
 ) -> Float[Array, "rows b"]:
@@ -85,7 +86,8 @@ def multiply(
 
     def group(i: Int[Array, ""], result: Array) -> Array:
         g = order[i]
-        weight = lax.dynamic_index_in_dim(weights, g, keepdims=False)
+        in_stack = isinstance(weights, InStack)
+        weight = weights.matrix(g) if in_stack else lax.dynamic_index_in_dim(weights, g, keepdims=False)
 
         def step(result: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
             x = lax.dynamic_slice_in_dim(rows, first, block)

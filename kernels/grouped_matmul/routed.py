@@ -30,8 +30,9 @@ from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
 from moezoo.kernels.permute import sum_rows
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.gathered import add_to_matrix, is_gathered, matrix_of
+from moezoo.parallel.gathered import add_to_matrix
 from moezoo.parallel.kernels import Keep
+from moezoo.parallel.stored import is_matrices, matrix_of
 
 SIZES = (256, 192, 128, 96, 64, 32)
 
@@ -57,7 +58,7 @@ def _over_groups(
     def group(i: Int[Array, ""], carry: Any) -> Any:
         g = order[i]
         start, stop = ends[g] - plan.group_sizes[g], ends[g]
-        step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_gathered))
+        step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_matrices))
         count = (stop - start) // sizes[-1]
         first = start + count * sizes[-1]
 
@@ -180,7 +181,7 @@ def _run_backward(activation, keep, residuals, cotangent):
                 _dot(x, a, 0, 0), _dot(x, b, 0, 0), _dot(inner, back, 0, 0), *map(_column_sum, (a, b))
             )
             add = lambda stack, part: add_to_matrix(stack, group, part)  # noqa: E731
-            sums = jax.tree.map(add, sums, _as(sums, parts), is_leaf=is_gathered)
+            sums = jax.tree.map(add, sums, _as(sums, parts), is_leaf=is_matrices)
             by_x = _dot(a, mine.gate, 1, 1) + _dot(b, mine.up, 1, 1)
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 

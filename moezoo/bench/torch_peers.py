@@ -1,6 +1,6 @@
 """PyTorch's grouped product and transformers' Mixtral block on the same numbers, if the libraries are installed.
 
-No other module of the benchmarks imports them.
+Besides this module, only `moezoo.bench.generate` imports them.
 """
 
 import importlib.util

@@ -25,6 +25,7 @@ PARTS = {
     "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
     "layouts": ("layouts", "models", "settings", "updates", "json", "out"),
     "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
+    "generate": ("calls", "models", "seconds", "samples", "json", "out"),
     "compile": ("shapes", "absent", "dtype"),
 }
 _SUMMARIES = (
@@ -35,6 +36,7 @@ _SUMMARIES = (
     "strategies       the first updates of one run, by every dispatch strategy on several meshes",
     "layouts          the first updates of one run, under every rule set and by every dispatch strategy",
     "attention        backends of attention by length: time and temporary memory",
+    "generate         greedy generation next to transformers",
     "compile          kernels compiled for devices that this machine does not have",
 )
 # A training step in one word each: overrides of `moezoo.compose`.
@@ -62,6 +64,15 @@ NARROW = (
     "model.rope_dim=16 model.value_dim=32 model.mlp=684 model.expert_mlp=88 model.init_std=0.02 execution.dtype=float32"
 )
 MODELS = {"mixtral": "mixtral", "deepseek": "deepseek", "narrow": NARROW}
+# Models of about 100 million parameters, for `generate`.
+_WIDE = "model.vocab=8192 model.embed=512 model.layers=8 model.heads=8 model.max_length=4096"
+GENERATED = {
+    "mixtral_115m": f"mixtral {_WIDE} model.kv_heads=4 model.head_dim=64 model.expert_mlp=1024",
+    "deepseek_115m": f"deepseek {_WIDE} model.q_lora=256 model.kv_lora=128 model.nope_dim=64 model.rope_dim=32 "
+    "model.value_dim=64 model.mlp=2048 model.expert_mlp=256 model.experts=32",
+}
+CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
+_COUNTS = {2: "two", 3: "three"}
 # The defaults of options; each part chooses the default of any other option.
 _DEFAULTS = {
     "routing": ["uniform", "zipf"],
@@ -71,6 +82,7 @@ _DEFAULTS = {
     "mesh": list(MESHES),
     "layouts": list(LAYOUTS),
     "models": list(MODELS),
+    "calls": list(CALLS),
     "settings": "",
     "updates": 20,
     "heads": "2x2",
@@ -106,9 +118,10 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "kernels": "grouped_matmul, moe_layer and compile",
         "train_step": "train_step",
         "strategies": "strategies",
-        "layouts": "layouts",
+        "layouts": "layouts (models: generate too)",
         "trained": "strategies and layouts",
         "attention": "attention",
+        "generate": "generate",
         "results": "results, of all parts except compile",
     }
     sections = {name: parser.add_argument_group(title) for name, title in titles.items()}
@@ -133,7 +146,10 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     several("layouts", "layouts", "OVERRIDES", 'rules, strategy and mesh: "rules=ep_as_dp dispatch=ragged mesh=ep8" '
             "(default: every rule set and every strategy, on three meshes)")  # fmt: skip
     several("layouts", "models", "NAME", 'presets, with overrides if needed: "olmoe model.layers=2"; narrow: a narrow '
-            f"deepseek_v2_lite (default: {', '.join(MODELS)})")  # fmt: skip
+            f"deepseek_v2_lite (default: {', '.join(MODELS)}; of generate: {', '.join(GENERATED)})")  # fmt: skip
+    several(
+        "generate", "calls", "SHAPE", "rows x prompt tokens x new tokens of a call (default: " + ", ".join(CALLS) + ")"
+    )
     add("trained", "settings", "OVERRIDES", "overrides of all configurations that are compared")
     add("trained", "updates", "N", "updates of the parameters (default: 20)", type=int)
     several("attention", "tokens", "N", "tokens per row (default: powers of 2 from 128 to 16384); a batch has one row, "
@@ -157,6 +173,8 @@ def _take(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if name not in ("part", "overrides", *taken) and value is not None:
             raise UserError(f"--{name} is no option of {options.part}, which takes {_list(taken)}")
+    if options.part == "generate" and options.models is None:
+        options.models = list(GENERATED)
     for name, default in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -262,21 +280,30 @@ def _attention(options: argparse.Namespace) -> list[Any]:
     from moezoo.bench import attention
     from moezoo.parallel.mesh import start
 
-    heads, dims = (_two_numbers(name, getattr(options, name)) for name in ("heads", "dims"))
+    (kv, group), (q, v) = (_numbers(name, getattr(options, name), 2, _DEFAULTS[name]) for name in ("heads", "dims"))
     on_cpu = start()[0].platform == "cpu" and not options.absent
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
-    sizes = attention.Sizes(*heads, *dims, options.documents, options.window, dtype)
+    sizes = attention.Sizes(kv, group, q, v, options.documents, options.window, dtype)
     lengths = options.tokens or attention.LENGTHS
     if options.absent:
         return list(attention.compile_attention(options.absent, lengths, sizes, _log))
     return list(attention.compare_attention(lengths, sizes, options.seconds, options.samples, _log))
 
 
-def _two_numbers(name: str, text: str) -> tuple[int, int]:
+def _generate(options: argparse.Namespace) -> Iterator[Any]:
+    from moezoo.bench.generate import Shape, compare_generation
+
+    shapes = [Shape(*_numbers("calls", text, 3, CALLS[0])) for text in options.calls]
+    names: list[str] = options.models
+    models = {name: (MODELS | GENERATED).get(name, name) for name in names}
+    yield from compare_generation(models, shapes, options.seconds, options.samples, _log)
+
+
+def _numbers(name: str, text: str, count: int, example: str) -> list[int]:
     numbers = text.split("x")
-    if len(numbers) != 2 or not all(n.isdecimal() and int(n) for n in numbers):
-        raise UserError(f"--{name} {text}: must be two numbers more than 0, such as {_DEFAULTS[name]}")
-    return int(numbers[0]), int(numbers[1])
+    if len(numbers) != count or not all(n.isdecimal() and int(n) for n in numbers):
+        raise UserError(f"--{name} {text}: must be {_COUNTS[count]} numbers more than 0, such as {example}")
+    return [int(n) for n in numbers]
 
 
 def _names(options: argparse.Namespace, otherwise: str) -> list[str]:
@@ -333,7 +360,7 @@ class _Bench(Command):
             self._measure(options)
 
     def _measure(self, options: argparse.Namespace) -> None:
-        from moezoo.bench import attention, layouts, profile, results, strategies
+        from moezoo.bench import attention, generate, layouts, profile, results, strategies
 
         if options.part == "compile":
             _compile(options)
@@ -353,6 +380,9 @@ class _Bench(Command):
                 options.dispatch, options.mesh, options.settings, options.updates, _log
             )
             _report(rows, options, strategies.print_table, strategies.picture)
+        elif options.part == "generate":
+            rows = list(_generate(options))
+            _report(rows, options, generate.print_table, generate.picture)
         elif options.part == "layouts":
             names: list[str] = options.models
             models = {name: MODELS.get(name, name) for name in names}

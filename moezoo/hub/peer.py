@@ -1,6 +1,6 @@
 """Run transformers' model of a Hugging Face folder and record the input and output of its modules.
 
-Only this module and `moezoo.bench.torch_peers` import PyTorch and transformers.
+Only this module, `moezoo.bench.torch_peers` and `moezoo.bench.generate` import PyTorch and transformers.
 """
 
 import importlib.util
@@ -25,8 +25,10 @@ def require_peers() -> None:
         raise UserError(f'not installed: {", ".join(missing)}; run pip install -e ".[peers]"')
 
 
-def load_peer(folder: Path) -> Any:
+def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager") -> Any:
     """Load a folder with transformers, in float32 on the CPU. Nothing is downloaded and no code from the folder runs.
+
+    `attention` and `experts` name transformers' implementations.
 
     Raises `UserError` if transformers cannot load the folder, or finds no value for one of its weights.
     """
@@ -37,8 +39,8 @@ def load_peer(folder: Path) -> Any:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="float32",
-                attn_implementation="eager",
-                experts_implementation="eager",
+                attn_implementation=attention,
+                experts_implementation=experts,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,

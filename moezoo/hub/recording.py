@@ -21,6 +21,7 @@ from moezoo.nn.base import FeedForwardOutput
 from moezoo.nn.positions import make_context
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.stored import Stored
 
 
 class ModuleRecord(NamedTuple):
@@ -109,7 +110,7 @@ def _wrap(module: Any, path: str, records: dict[str, tuple[Any, Any]]) -> Any:
     inside = {
         name: child
         for name, child in vars(module).items()
-        if isinstance(child, eqx.Module) and not isinstance(child, Experts)
+        if isinstance(child, eqx.Module) and not isinstance(child, Experts | Stored)
     }
     if inside:
         children = [_wrap(child, f"{path}.{name}", records) for name, child in inside.items()]

@@ -16,6 +16,7 @@ from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
 from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
+from moezoo.parallel.stored import plain
 
 # How experts are chosen: by the router, or, to measure speed, at random or in turn, whatever the router has learned.
 RoutedBy = Literal["learned", "random", "balanced"]
@@ -178,7 +179,7 @@ class Router(eqx.Module):
         """Return random scores. They differ by layer, and by device where tokens differ."""
         key = jax.random.key(0)
         # Four weights identify the layer; one alone, rounded to bfloat16, may be the same in another layer.
-        for weight in jax.tree.leaves(self.weight)[0].reshape(-1)[:4].astype(jnp.float32):
+        for weight in plain(self.weight, jnp.float32).reshape(-1)[:4].astype(jnp.float32):
             key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(weight, jnp.uint32))
         if axes := tuple(sorted(varying_axes(scores))):
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))

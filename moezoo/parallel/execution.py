@@ -22,10 +22,12 @@ from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
-from moezoo.parallel.gathered import Gathered, is_gathered
+from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
+from moezoo.parallel.stacked import InStack
+from moezoo.parallel.stored import is_matrices
 
 # The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
@@ -293,20 +295,33 @@ class Execution:
         in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`.
         """
 
-        def leaf(x: jax.Array, axes: Axes) -> jax.Array | Gathered:
-            placement = self.placement(axes)
-            dtype = x.dtype if axes.role is Role.PART else self.dtype
-            if axes.role is Role.BUFFER:
-                dtype = jnp.promote_types(x.dtype, jnp.float32)
-            dims, first = placement.gathered, placement.gathered_first
-            if first is not None:
-                x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
-            whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype)
-            return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
-
         arrays, rest = eqx.partition(module, eqx.is_array)
-        gathered = jax.tree.map(leaf, arrays, axes_of(arrays))
-        return eqx.combine(gathered, rest, is_leaf=is_gathered)
+        gathered = jax.tree.map(self._whole, arrays, axes_of(arrays))
+        return eqx.combine(gathered, rest, is_leaf=is_matrices)
+
+    def _whole(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
+        placement = self.placement(axes)
+        dtype = x.dtype if axes.role is Role.PART else self.dtype
+        if axes.role is Role.BUFFER:
+            dtype = jnp.promote_types(x.dtype, jnp.float32)
+        dims, first = placement.gathered, placement.gathered_first
+        if first is not None:
+            x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
+        whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype)
+        return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
+
+    def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
+        """Return layer `index` of stacked blocks as `whole` does, for a forward pass without gradients.
+
+        Matrices that are not gathered stay in their stack until a product reads them.
+        """
+
+        def leaf(x: jax.Array, axes: Axes) -> Any:
+            if axes.role is Role.WEIGHT and not any(self.placement(axes).gathered):
+                return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
+            return self._whole(jax.lax.dynamic_index_in_dim(x, index, keepdims=False), axes)
+
+        return jax.tree.map(leaf, blocks, axes_of(blocks))
 
     def vary_parameters(self, module: PyTree) -> PyTree:
         """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.

@@ -7,7 +7,6 @@ anyway, so they can be read in any order.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.roles import Axes, Role
-from moezoo.parallel.stored import Stored, plain
+from moezoo.parallel.stored import Matrices, matrix_of
 
 
-class Gathered(Stored):
+class Gathered(Matrices):
     """A stack [groups, inputs, outputs] whose dimension `dim`, 1 or 2, comes first in memory.
 
     `values` is [inputs, groups, outputs] for 1, and [outputs, groups, inputs] for 2.
@@ -57,23 +56,6 @@ class Gathered(Stored):
 
     def _turned(self, matrix: Array) -> Array:
         return matrix if self.dim == 1 else matrix.T
-
-
-def is_gathered(x: Any) -> bool:
-    """Return whether `x` is a `Gathered`."""
-    return isinstance(x, Gathered)
-
-
-def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Array | Gathered:
-    """Return what `matrix_of` reads: `weights` itself, or the array that another container stands for."""
-    return weights if isinstance(weights, Gathered) else plain(weights, dtype)
-
-
-def matrix_of(stack: Array | Gathered, group: Int[Array, ""]) -> Float[Array, "..."]:
-    """Return the matrix (or the bias) of a group."""
-    return (
-        stack.matrix(group) if isinstance(stack, Gathered) else lax.dynamic_index_in_dim(stack, group, keepdims=False)
-    )
 
 
 def add_to_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array) -> Array | Gathered:

@@ -2,12 +2,14 @@
 
 import abc
 from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.collectives import unsaved
 from moezoo.parallel.roles import Axes
@@ -67,6 +69,31 @@ class Stored(eqx.Module):
             dtype: The dtype of the result.
         """
         return jnp.tensordot(x, plain(self, x.dtype), inputs, preferred_element_type=dtype)
+
+
+class Matrices(Stored):
+    """The base class of containers of stacked matrices that kernels read one by one."""
+
+    @abc.abstractmethod
+    def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
+        """Return the matrix of a group, in `dtype`."""
+
+
+def is_matrices(x: Any) -> bool:
+    """Return whether `x` is a `Matrices`."""
+    return isinstance(x, Matrices)
+
+
+def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Array | Matrices:
+    """Return what `matrix_of` reads: `weights` itself, or the array that another container stands for."""
+    return weights if isinstance(weights, Matrices) else plain(weights, dtype)
+
+
+def matrix_of(stack: Array | Matrices, group: Int[Array, ""]) -> Float[Array, "..."]:
+    """Return the matrix (or the bias) of a group."""
+    if isinstance(stack, Matrices):
+        return stack.matrix(group)
+    return lax.dynamic_index_in_dim(stack, group, keepdims=False)
 
 
 def plain(weight: Float[Array, "..."] | Stored, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -27,3 +27,20 @@ def test_peers_are_timed(capsys, part, implementations):
     assert {row["implementation"] for row in rows} == implementations | {"matmul", "batched matmul"}
     assert {row["pass"] for row in rows} == {"forward", "backward", "both"}
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_generation_is_timed_next_to_transformers(capsys):
+    """The same tokens, by both; what a token reads does not depend on who reads it."""
+    words = "mixtral model.vocab=40 model.embed=32 model.layers=2 model.expert_mlp=16"
+    options = ["--models", words, "--calls", "2x5x3", "--seconds", "0.001", "--samples", "1", "--json"]
+    with pytest.raises(SystemExit) as caught:
+        execute(COMMAND, ["generate", *options], "moezoo bench")
+    assert not caught.value.code
+    ours, theirs = json.loads(capsys.readouterr().out)
+    assert (ours["implementation"], theirs["implementation"]) == ("moezoo", "transformers")
+    assert ours["same_tokens"]
+    assert ours["ratio"] == pytest.approx(theirs["ms"] / ours["ms"], rel=0.01)
+    assert theirs["ratio"] == 1
+    # Two layers of attention (4 query and 2 key heads of 32), norms, router and 4 experts; final norm, unembedding.
+    layer = 32 * 32 * (4 + 2 + 2 + 4) + 2 * 32 + 32 * 8 + 4 * 3 * 32 * 16
+    assert ours["read_bytes"] == theirs["read_bytes"] == 4 * (2 * layer + 32 + 32 * 40)

@@ -355,4 +355,10 @@ def test_lowers_for_every_platform(implementation):
 
 def test_small_work_is_not_cut_into_blocks():
     chosen = functools.partial(chosen_backend, Target("cpu"))
-    assert [chosen(1, 16384), chosen(32, 32), chosen(128, 128), chosen(16, 4096)] == ["reference"] * 2 + ["chunked"] * 2
+    assert [chosen(32, 32), chosen(128, 128), chosen(16, 4096)] == ["reference", "chunked", "chunked"]
+
+
+def test_one_query_reads_keys_in_their_order_unless_heads_are_many():
+    chosen = functools.partial(chosen_backend, keys=16384, queries=1)
+    assert [chosen(Target("cpu"), kv_heads=heads) for heads in (1, 16, 17)] == ["one_query"] * 2 + ["reference"]
+    assert chosen(Target("cuda")) == "reference"

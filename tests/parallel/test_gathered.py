@@ -12,7 +12,8 @@ from moezoo.kernels.permute import plan
 from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
 from moezoo.nn.swiglu import SWIGLU
-from moezoo.parallel.gathered import Gathered, matrix_of
+from moezoo.parallel.gathered import Gathered
+from moezoo.parallel.stored import matrix_of
 from moezoo.parallel.traces import equations
 
 KEYS = jax.random.split(jax.random.key(0), 8)

@@ -1,0 +1,102 @@
+"""Weights of one layer that stay in the stack of all layers until a product reads them.
+
+A forward pass without gradients, such as one more token of generation, reads each weight once. XLA copies a slice of a
+stack before a matrix product, so a loop over layers would copy every layer first, experts that no token uses included.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.parallel.collectives import vary_like
+from moezoo.parallel.roles import Axes
+from moezoo.parallel.stored import Matrices
+
+# With more rows, copying the matrix and multiplying it once takes less time on a CPU than reading it for each row.
+FEW_ROWS = 4
+# The products that are summed in one pass over a matrix.
+TERMS = 16
+
+
+class InStack(Matrices):
+    """The weights of layer `layer` in an array [layers, ...], in `dtype`. Forward passes only."""
+
+    stack: Float[Array, "layers ..."]
+    layer: Int[Array, ""]
+    dtype: np.dtype = eqx.field(static=True)
+
+    def axes(self, declared: Axes) -> Mapping[str, Axes]:
+        """Return nothing: layers are taken out of a stack after it is laid out."""
+        del declared
+        return {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one layer."""
+        return self.stack.shape[1:]
+
+    def whole(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return a copy of the layer."""
+        return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False).astype(self.dtype).astype(dtype)
+
+    def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
+        """Return a copy of one of the layer's matrices."""
+        sizes = (1, 1, *self.shape[1:])
+        return lax.dynamic_slice(self.stack, (self.layer, group, 0, 0), sizes)[0, 0].astype(self.dtype)
+
+    def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Multiply as the contract says. A few rows read the stack itself where programs run on a CPU."""
+        outputs, size = self.shape[inputs:], int(np.prod(self.shape[:inputs]))
+        rows = x.reshape(-1, size)
+        matrices = self.stack.reshape(self.stack.shape[0], size, -1)
+
+        def whole(rows: Array, matrices: Array, layer: Array) -> Array:
+            matrix = lax.dynamic_index_in_dim(matrices, layer, keepdims=False).astype(self.dtype)
+            return jnp.matmul(rows, matrix, preferred_element_type=dtype)
+
+        def few(rows: Array, matrices: Array, layer: Array) -> Array:
+            return jnp.stack([times_matrix(row, matrices, (layer,), self.dtype) for row in rows]).astype(dtype)
+
+        operands = (rows, matrices, self.layer)
+        is_few = rows.shape[0] <= FEW_ROWS and size % TERMS == 0
+        y = on_cpu(few, whole, *operands) if is_few else whole(*operands)
+        return y.reshape(*x.shape[: x.ndim - inputs], *outputs)
+
+
+def on_cpu(function: Any, otherwise: Any, *operands: PyTree) -> Any:
+    """Call `function` in programs for a CPU and `otherwise` in others; both return the same."""
+    arrays = jax.tree.leaves(operands)
+    return lax.platform_dependent(
+        *jax.tree.map(lambda x: vary_like(x, *arrays), operands), cpu=function, default=otherwise
+    )
+
+
+def times_matrix(
+    row: Float[Array, " inputs"],
+    stack: Float[Array, "... inputs outputs"],
+    at: tuple[Int[Array, ""], ...],
+    dtype: DTypeLike,
+) -> Float[Array, " outputs"]:
+    """Return the product of a vector and the matrix `at` these indices of a stack, in float32, without a copy.
+
+    The number of inputs is divisible by 16. The matrix is cut into 16 parts of rows; each number of the sum of the
+    parts, times their inputs, is elementwise. XLA:CPU fuses elementwise work with the slices that it reads, uses all
+    cores for it, and so reads the matrix once, at the speed of memory. What is left is a sum over a sixteenth of the
+    rows; as a product with ones it is not fused with the slices, which would undo all this.
+    """
+    inputs, outputs = stack.shape[-2:]
+    part = inputs // TERMS
+    wide, total = row.astype(jnp.float32), jnp.zeros((), jnp.float32)
+    for first in range(0, inputs, part):
+        sizes = (1,) * len(at) + (part, outputs)
+        matrix = lax.dynamic_slice(stack, (*at, first, 0), sizes).reshape(part, outputs)
+        term = wide[first : first + part, None] * matrix.astype(dtype).astype(jnp.float32)
+        total = term if first == 0 else total + term
+    return jnp.ones((part,), jnp.float32) @ total
