@@ -9,12 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.stacked import TERMS, InStack, times_matrix
+from moezoo.parallel.stored import Stored
 
 # With more rows per group, blocks take less time: they copy a matrix once and multiply it fast.
 ROWS_PER_GROUP = 4
 
 
-def suits(rows: int, weights: Array | InStack) -> bool:
+def suits(rows: int, weights: Array | Stored) -> bool:
     """Return whether this way is the fastest on a CPU."""
     return isinstance(weights, InStack) and weights.shape[1] % TERMS == 0 and rows <= ROWS_PER_GROUP * weights.shape[0]
 

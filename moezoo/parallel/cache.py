@@ -25,7 +25,7 @@ def refuse_unordered(devices: int) -> bool:
     With jax 0.10, a program for several CPU devices that is loaded from a folder has lost the order of its collectives:
     XLA restores every loop, branch and call as if its collectives had nothing to do with those outside. Two of these
     that do not depend on each other then run at once, devices pair different collectives, and the program computes
-    wrong numbers or waits forever (seen in training steps of every strategy). jax 0.12 keeps the order.
+    wrong numbers or waits forever (seen in training steps of `ring` and `ragged`). jax 0.12 keeps the order.
     """
     if devices == 1 or not jax.__version__.startswith("0.10."):
         return False

@@ -14,6 +14,7 @@ from moezoo.bench.compiling import compile_all
 from moezoo.bench.shapes import ACCELERATOR
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
+from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig, model_shapes
 from moezoo.moe.dispatch import Ragged
 from moezoo.parallel.absent import ABSENT, absent_devices
@@ -51,7 +52,8 @@ def test_no_row_is_copied_for_every_expert(kind):
     """No array of a forward and backward pass has that size, and temporaries stay below the stated bound."""
     for result in compile_all([kind], ["L1", "S2"], jnp.bfloat16):
         shape = ACCELERATOR[result.name]
-        weights, rows = shape.experts * shape.embed * shape.mlp, shape.rows * max(shape.embed, shape.mlp)
+        weights = shape.experts * shape.embed * shape.mlp
+        rows = (shape.rows + SIZES[0]) * max(shape.embed, shape.mlp)  # the last block may reach beyond all rows
         assert largest_array(result.text) <= max(weights, rows), result[:3]
         # In float32: gradients and products before they are rounded, and a layer's activations.
         bound = {"grouped_matmul": weights + rows, "moe_layer": 3 * weights + 6 * rows}[result.part]

@@ -114,7 +114,7 @@ def test_whole_casts_weights_and_never_buffers():
         assert whole.whole.dtype == jnp.bfloat16
         assert whole.buffer.dtype == jnp.float32
         assert {varying_axes(x) for x in jax.tree.leaves(execution.vary_parameters(stored))} == {frozenset({"fsdp"})}
-        return whole.experts
+        return whole.experts.whole("bfloat16")
 
     assert jax.eval_shape(on_mesh(local, execution), layer()).shape == (8, 8, 8)
 
@@ -151,7 +151,7 @@ def operations(remat):
         out_specs=(layout, (execution.specs(layer()), layout)),
     )
     names = {
-        ("all_gather", (2, 8, 8)): "gathered weights",
+        ("all_gather", (8, 2, 8)): "gathered weights",  # the gathered dimension comes first
         ("all_gather", (8, 6)): "gathered weights",
         ("all_gather", (8, 8)): "gathered tokens",
     }
