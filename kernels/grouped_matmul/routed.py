@@ -180,8 +180,8 @@ def _run_backward(activation, keep, residuals, cotangent):
             parts = ExpertWeights(
                 _dot(x, a, 0, 0), _dot(x, b, 0, 0), _dot(inner, back, 0, 0), *map(_column_sum, (a, b))
             )
-            add = lambda stack, part: add_to_matrix(stack, group, part)  # noqa: E731
-            sums = jax.tree.map(add, sums, _as(sums, parts), is_leaf=is_matrices)
+            parts = _as(sums, parts)
+            sums = jax.tree.map(lambda s, part: add_to_matrix(s, group, part), sums, parts, is_leaf=is_matrices)
             by_x = _dot(a, mine.gate, 1, 1) + _dot(b, mine.up, 1, 1)
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 
