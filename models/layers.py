@@ -154,7 +154,7 @@ def run_layers(
     |---|---|---|
     | training | neither | routing sums; layers are rematerialised by `execution.remat` |
     | reading a prompt, recording modules | `keep` | in `kept`, what `keep` returns for each layer |
-    | reading one more token | `cache` | in `kept`, the cache with this token written |
+    | reading one more token | `cache` | in `kept`, what later tokens need of it (`Cache.append`) |
 
     Naive equivalent: `for block in blocks: x = block(x, context, execution).x`.
     """
@@ -174,37 +174,35 @@ def run_layers(
             shared = [context._replace(turn=block.attention.rotary.turn(context)) for block in stack.blocks]
 
         def step(
-            carry: tuple[Array, Any],
+            x: Array,
             scanned: Any,
             number: int = number,
             run: Any = run,
             shared: Any = shared,
+            learns: bool = learns,
             stacked: Any = stack.blocks,
         ) -> Any:
-            (x, held), (blocks, numbers, index) = carry, scanned
-            held, collected = list(held), []
+            blocks, numbers, index = scanned
+            collected = []
             for kind, block in enumerate(execution.layer(stacked, index) if blocks is None else blocks):
                 own, past = shared[kind], None
                 if numbers is not None:
                     own = own._replace(numbers=numbers[kind])
                 if cache is not None:
-                    past, keys = cache.past(number, kind, held[kind], index)
+                    past, keys = cache.past(number, kind, index)
                     own = own._replace(keys=keys)
                 out = run(x, block, own, past)
                 x = out.x
-                if cache is not None:
-                    held[kind] = out.kept.kept
-                elif keep is not None:
-                    collected.append(keep(block, out.kept))
-                else:
+                if learns:
                     collected.append(out.sums)
-            return (x, tuple(held)), tuple(collected)
+                else:
+                    collected.append(out.kept if keep is None else keep(block, out.kept))
+            return x, tuple(collected)
 
-        held = () if cache is None else cache.kept[number]
         # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
         blocks, index = (stack.blocks, None) if learns else (None, jnp.arange(stack.count))
-        (x, held), collected = jax.lax.scan(step, (x, held), (blocks, _by_kind(stack), index))
-        kept.append(collected if cache is None else held)
+        x, collected = jax.lax.scan(step, x, (blocks, _by_kind(stack), index))
+        kept.append(collected)
         if cache is None and keep is None:
             sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}
     if cache is not None or keep is not None:

@@ -47,7 +47,7 @@ def attend(
     weights = jax.nn.softmax(masked)
     sums = jnp.einsum("bqns,bsi->bqni", weights.astype(v.dtype), flat_values)
     sums = rearrange(sums, "b q (l g) (k h) -> b q l g k h", l=heads, k=heads)
-    result = (sums * own.reshape(1, 1, heads, 1, heads, 1)).sum(4).astype(v.dtype)
+    result = jnp.stack([sums[:, :, head, :, head] for head in range(heads)], axis=2).astype(v.dtype)
     logsumexp = rearrange(jax.nn.logsumexp(masked, axis=-1), "b q (k g) -> b q k g", g=group)
     some = seen.any(-1)[:, :, None, None]
     return Attended(jnp.where(some[..., None], result, 0), jnp.where(some, logsumexp, NOTHING))

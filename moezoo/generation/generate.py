@@ -69,7 +69,7 @@ def decode(
     cache = cache.add_key(at)
     context = Context(at, at)
     x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, cache)
-    return Advanced(model.head(x, execution)[:, 0], Cache(kept, cache.keys, cache.column + 1))
+    return Advanced(model.head(x, execution)[:, 0], cache.append(kept))
 
 
 def generate(

@@ -123,7 +123,7 @@ class Attention(SelfAttention):
             attend = context_parallel(execution).attend
             y = attend(q, kept, None, expand, context.places, scoring, execution.sequence_group)
         else:
-            (k, v), kept = past.append(kept)
+            k, v = past.with_token(kept)
             y = attend_whole(q, k, v, context.places, scoring)
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
         return AttentionOutput(y if self.out_bias is None else y + self.out_bias[None, None], kept)

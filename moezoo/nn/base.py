@@ -13,7 +13,7 @@ from moezoo.parallel.execution import Execution
 
 
 class AttentionOutput(NamedTuple):
-    """The result `y`; `kept`, what later tokens need of these tokens, or with a past the updated `Past`."""
+    """The result `y`; `kept`, what later tokens need of these tokens."""
 
     y: Float[Array, "batch seq embed"]
     kept: PyTree

@@ -14,26 +14,27 @@ from moezoo.parallel.context_parallel import Place
 
 
 class Past(NamedTuple):
-    """The cache as one layer sees it.
+    """The cache as one layer sees it: what index `layer` of arrays [layer, batch, slots, ...] holds.
 
-    `kept` has arrays [layer, batch, slots, ...] of all layers of the stack, so a token is written in place: at index
-    `layer`, in slot `slot`.
+    The next token belongs in slot `slot`.
     """
 
     kept: PyTree
     layer: Int[Array, ""]
     slot: Int[Array, ""]
 
-    def append(self, fresh: PyTree) -> tuple[PyTree, "Past"]:
-        """Write a token's `fresh` [batch, 1, ...]. Return this layer's arrays [batch, slots, ...] and the new past."""
+    def with_token(self, fresh: PyTree) -> PyTree:
+        """Return the layer's arrays [batch, slots, ...] with a token's `fresh` [batch, 1, ...] in its slot.
 
-        def write(kept: Array, one: Array) -> Array:
-            start = (self.layer, 0, self.slot, *(0,) * (one.ndim - 2))
-            return lax.dynamic_update_slice(kept, one[None].astype(kept.dtype), start)
+        The cache itself stays as it is: if every layer wrote into it, XLA would copy all of it for every layer.
+        """
 
-        kept = jax.tree.map(write, self.kept, fresh)
-        mine = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.layer, keepdims=False), kept)
-        return mine, self._replace(kept=kept)
+        def one(kept: Array, token: Array) -> Array:
+            mine = lax.dynamic_index_in_dim(kept, self.layer, keepdims=False)
+            here = lax.broadcasted_iota(jnp.int32, (1, kept.shape[2], *(1,) * (kept.ndim - 3)), 1) == self.slot
+            return jnp.where(here, token.astype(kept.dtype), mine)
+
+        return jax.tree.map(one, self.kept, fresh)
 
 
 class Cache(NamedTuple):
@@ -59,10 +60,19 @@ class Cache(NamedTuple):
 
         return self._replace(keys={slots: write(slots, keys) for slots, keys in self.keys.items()})
 
-    def past(self, stack: int, kind: int, kept: PyTree, layer: Int[Array, ""]) -> tuple[Past, Place]:
-        """Return the past of one layer and the places of its slots. `kept`: what its stack keeps so far."""
-        slots = jax.tree.leaves(self.kept[stack][kind])[0].shape[2]
+    def past(self, stack: int, kind: int, layer: Int[Array, ""]) -> tuple[Past, Place]:
+        """Return the past of one layer and the places of its slots."""
+        kept = self.kept[stack][kind]
+        slots = jax.tree.leaves(kept)[0].shape[2]
         return Past(kept, layer, self.column % slots), self.keys[slots]
+
+    def append(self, fresh: tuple[tuple[PyTree, ...], ...]) -> "Cache":
+        """Return the cache with token `column` in it; `fresh[stack][kind]` has arrays [layer, batch, 1, ...]."""
+
+        def write(kept: Array, token: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(kept, token.astype(kept.dtype), self.column % kept.shape[2], 2)
+
+        return self._replace(kept=jax.tree.map(write, self.kept, fresh), column=self.column + 1)
 
 
 def fit(columns: Array, slots: int, *, dim: int) -> Array:

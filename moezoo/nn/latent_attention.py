@@ -124,8 +124,7 @@ class LatentAttention(SelfAttention):
             attend = context_parallel(execution).attend
             y = attend(q, kept, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
         else:
-            latents, kept = past.append(kept)
-            y = self._attend_to_latents(plain, turned, latents, context.places, scoring)
+            y = self._attend_to_latents(plain, turned, past.with_token(kept), context.places, scoring)
         return AttentionOutput(project(y, self.out, inputs=2), kept)
 
     def count_slots(self, length: int) -> int:
