@@ -38,7 +38,7 @@ from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
 from moezoo.parallel.stored import is_matrices, matrix_of
 
-SIZES = (512, 288, 192, 144, 96, 48)
+SIZES = (512, 288, 192, 144, 80, 40)
 
 Mask = Bool[Array, " block"]
 # (carry, first row of the block, rows in the block, which of them count, whether it surely is the group's first block)
