@@ -1,14 +1,17 @@
 """Experts as one, the portable kernel of `routed_mlp`: all that happens to a block of rows is one step of a loop.
 
 A step gathers the tokens of a block, multiplies them by gate and up, applies the activation, and multiplies by down.
-The backward pass does the same in a second loop, and adds to the gradients of the group's matrices in place. No array
-holds permuted tokens or cotangents, and no step touches a row that holds no assignment.
+The backward pass does the same in a second loop, which also sums the gradients of the group's matrices in place. No
+array holds permuted tokens or cotangents, and no step is made of rows that hold no assignment only.
 
 As in `moezoo.kernels.grouped_matmul.blocked`, a product in a loop is one call of a fast matrix product on a CPU:
 
 - A group's matrices are sliced once per group.
 - A group's rows are cut into blocks of `SIZES[0]`, and what remains runs as one block of the smallest size that holds
-  it: two small products take longer than one of both.
+  it: two small products take longer than one of both. Sizes are a little more than powers of two, since that is how
+  many rows a group has on average.
+- The block of what remains runs first. Its products become the gradients of the group's matrices, which the others add
+  to. So a group of one small block never reads them.
 - The last block of a group may reach into the rows of the next, which overwrites them, or beyond all rows: buffers are
   longer by one block. What a block writes there is never read.
 
@@ -24,21 +27,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
 from moezoo.kernels.permute import sum_rows
-from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
+from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.gathered import add_to_matrix
+from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
 from moezoo.parallel.stored import is_matrices, matrix_of
 
-SIZES = (256, 192, 128, 96, 64, 32)
+SIZES = (512, 288, 192, 144, 80, 40)
 
-Mask = Bool[Array, " block"] | None
-# (carry, first row of the block, rows in the block, which of them count or None for all) -> carry
-Step = Callable[[Any, Int[Array, ""], int, Mask], Any]
+Mask = Bool[Array, " block"]
+# (carry, first row of the block, rows in the block, which of them count, whether it surely is the group's first block)
+# -> carry
+Step = Callable[[Any, Int[Array, ""], int, Mask, bool], Any]
 
 
 def _sizes(rows: int) -> list[int]:
@@ -53,34 +58,31 @@ def _over_groups(
     ends = jnp.cumsum(plan.group_sizes)
     used = plan.group_sizes > 0
     order = jnp.argsort(~used, stable=True).astype(jnp.int32)
-    sizes = _sizes(plan.source.shape[0])
+    *rests, largest = _sizes(plan.source.shape[0])
 
     def group(i: Int[Array, ""], carry: Any) -> Any:
         g = order[i]
         start, stop = ends[g] - plan.group_sizes[g], ends[g]
         step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_matrices))
-        count = (stop - start) // sizes[-1]
-        first = start + count * sizes[-1]
-
-        def whole(i: Int[Array, ""], carry: Any) -> Any:
-            return step(carry, start + i * sizes[-1], sizes[-1], None)
-
-        carry = _repeat(count, whole, carry)
-        below = 0
-        for size in sizes:
+        # As many of the largest blocks as leave no more than the next smaller size holds.
+        count = (stop - start + largest - max(rests, default=0) - 1) // largest
+        first, below = start + count * largest, 0
+        for size in rests:
             # A loop of no or one step: unlike a branch, it surely updates its carry in place.
-            fits = (stop - first > below) & (stop - first <= size)
-            carry = _repeat(fits.astype(jnp.int32), functools.partial(_rest, first, stop, size, step), carry)
+            fits = ((stop - first > below) & (stop - first <= size)).astype(jnp.int32)
+            carry = _repeat(fits, functools.partial(_block, first, stop, size, step, True), carry)
             below = size
-        return carry
+        return _repeat(count, functools.partial(_block, start, stop, largest, step, False), carry)
 
     return _repeat(used.sum(dtype=jnp.int32), group, carry)
 
 
-def _rest(first: Int[Array, ""], stop: Int[Array, ""], size: int, step: Step, i: Int[Array, ""], carry: Any) -> Any:
-    # `i` is 0; but for it, XLA would compute the step before the loop, whether the loop runs or not.
-    first = first + i * size
-    return step(carry, first, size, first + lax.iota(jnp.int32, size) < stop)
+def _block(
+    start: Int[Array, ""], stop: Int[Array, ""], size: int, step: Step, begins: bool, i: Int[Array, ""], carry: Any
+) -> Any:
+    # XLA computes before a loop what does not depend on `i`, whether the loop runs or not.
+    first = start + i * size
+    return step(carry, first, size, first + lax.iota(jnp.int32, size) < stop, begins)
 
 
 def _repeat(count: Int[Array, ""], body: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
@@ -100,10 +102,13 @@ def _write(x: Array, part: Array, first: Int[Array, ""]) -> Array:
     return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), first, 0)
 
 
-def _read(tokens: Float[Array, "tokens embed"], index: Int[Array, " block"], mask: Mask) -> Float[Array, "block embed"]:
-    """Return the tokens of a block, zeros in rows that do not count."""
-    x = jnp.take(tokens, index, axis=0, mode="clip")
-    return x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
+def _read(tokens: Float[Array, "tokens embed"], index: Int[Array, " block"]) -> Float[Array, "block embed"]:
+    return jnp.take(tokens, index, axis=0, mode="clip")
+
+
+def _counting(x: Float[Array, "block embed"], mask: Mask) -> Float[Array, "block embed"]:
+    """Return `x` with zeros in rows that do not count. (Times zero would keep a NaN.)"""
+    return jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
 
 
 def _products(x: Float[Array, "block embed"], weights: ExpertWeights) -> list[Float[Array, "block mlp"]]:
@@ -118,9 +123,14 @@ def _longer(x: Array) -> Array:
     return jnp.pad(x, ((0, _sizes(x.shape[0])[-1]), *((0, 0) for _ in x.shape[1:])))
 
 
-def _empty(plan: Plan, *shape: int, dtype: jnp.dtype) -> Array:
+def _zeros(plan: Plan, number: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return zeros. XLA makes equal zeros once and copies them for each loop; another `number` makes others."""
+    return jnp.broadcast_to(jnp.minimum(plan.group_sizes[0] + number, 0).astype(dtype), shape)
+
+
+def _rows(plan: Plan, number: int, *shape: int, dtype: DTypeLike) -> Array:
     rows = plan.source.shape[0]
-    return vary_like(jnp.zeros((rows + _sizes(rows)[-1], *shape), dtype), plan.source)
+    return _zeros(plan, number, (rows + _sizes(rows)[-1], *shape), dtype)
 
 
 def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
@@ -135,8 +145,9 @@ def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Acti
     def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
         del group
 
-        def step(carry: list[Array], first: Int[Array, ""], size: int, mask: Mask) -> list[Array]:
-            products = _products(_read(tokens, _slice(index, first, size), mask), mine)
+        def step(carry: list[Array], first: Int[Array, ""], size: int, mask: Mask, begins: bool) -> list[Array]:
+            del mask, begins
+            products = _products(_read(tokens, _slice(index, first, size)), mine)
             result = _dot(activation(*products), mine.down, 1, 0)
             return [_write(x, part, first) for x, part in zip(carry, (result, *products), strict=False)]
 
@@ -144,7 +155,7 @@ def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Acti
 
     width, embed = weights.down.shape[1:]
     kept = (width, width) if keep == "products" else ()
-    carry = [_empty(plan, n, dtype=tokens.dtype) for n in (embed, *kept)]
+    carry = [_rows(plan, number, n, dtype=tokens.dtype) for number, n in enumerate((embed, *kept))]
     return _over_groups(plan, weights, step_of, carry)
 
 
@@ -167,11 +178,12 @@ def _run_backward(activation, keep, residuals, cotangent):
     gate_of = _longer(jnp.take(gates.reshape(-1), plan.source, mode="fill", fill_value=0))
 
     def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
-        def step(carry: tuple, first: Int[Array, ""], size: int, mask: Mask) -> tuple:
+        def step(carry: tuple, first: Int[Array, ""], size: int, mask: Mask, begins: bool) -> tuple:
             by_rows, by_gates, sums = carry
             at = _slice(index, first, size)
-            x, back, gate = _read(tokens, at, mask), _read(cotangent, at, mask), _slice(gate_of, first, size)[:, None]
-            products = [_slice(y, first, size) for y in kept] if kept else _products(x, mine)
+            x, back = (_counting(_read(y, at), mask) for y in (tokens, cotangent))
+            gate = _slice(gate_of, first, size)[:, None]
+            products = [_counting(_slice(y, first, size), mask) for y in kept] or _products(x, mine)
             inner, pull = jax.vjp(activation, *products)
             by_inner = _dot(back, mine.down, 1, 1)
             by_gate = (inner.astype(jnp.float32) * by_inner).sum(1)
@@ -181,17 +193,18 @@ def _run_backward(activation, keep, residuals, cotangent):
                 _dot(x, a, 0, 0), _dot(x, b, 0, 0), _dot(inner, back, 0, 0), *map(_column_sum, (a, b))
             )
             parts = _as(sums, parts)
-            sums = jax.tree.map(lambda s, part: add_to_matrix(s, group, part), sums, parts, is_leaf=is_matrices)
+            put = functools.partial(put_matrix, group=group, add=not begins)
+            sums = jax.tree.map(lambda s, part: put(s, part=part), sums, parts, is_leaf=is_matrices)
             by_x = _dot(a, mine.gate, 1, 1) + _dot(b, mine.up, 1, 1)
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 
         return step
 
-    zeros = jax.tree.map(lambda w: vary_like(jnp.zeros(w.shape, jnp.float32), w), weights)
+    leaves, tree = jax.tree.flatten(weights)
     carry = (
-        _empty(plan, tokens.shape[1], dtype=tokens.dtype),
-        _empty(plan, dtype=jnp.dtype(jnp.float32)),
-        zeros,
+        _rows(plan, 3, tokens.shape[1], dtype=tokens.dtype),
+        _rows(plan, 4, dtype=jnp.float32),
+        tree.unflatten([_zeros(plan, 5 + i, w.shape, jnp.float32) for i, w in enumerate(leaves)]),
     )
     by_rows, by_gates, sums = _over_groups(plan, weights, step_of, carry)
     row = _row_of(plan, by_rows)

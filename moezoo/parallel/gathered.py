@@ -48,18 +48,20 @@ class Gathered(Matrices):
         """Return the matrix of a group. XLA makes its transposition a part of the product that reads it."""
         return self._turned(lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False))
 
-    def add(self, group: Int[Array, ""], part: Float[Array, "inputs outputs"]) -> "Gathered":
-        """Return the stack with `part` added to the matrix of a group."""
-        mine = lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False)
-        values = lax.dynamic_update_index_in_dim(self.values, mine + self._turned(part), group, 1)
+    def put(self, group: Int[Array, ""], part: Float[Array, "inputs outputs"], add: bool) -> "Gathered":
+        """Return the stack with `part` written over the matrix of a group, or added to it."""
+        part = self._turned(part)
+        if add:
+            part = lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False) + part
+        values = lax.dynamic_update_index_in_dim(self.values, part, group, 1)
         return Gathered(values=values, dim=self.dim, dtype=self.dtype)
 
     def _turned(self, matrix: Array) -> Array:
         return matrix if self.dim == 1 else matrix.T
 
 
-def add_to_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array) -> Array | Gathered:
-    """Return the stack with `part` added to the matrix (or the bias) of a group."""
+def put_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array, add: bool) -> Array | Gathered:
+    """Return the stack with `part` written over the matrix (or the bias) of a group, or added to it."""
     if isinstance(stack, Gathered):
-        return stack.add(group, part)
-    return lax.dynamic_update_index_in_dim(stack, matrix_of(stack, group) + part, group, 0)
+        return stack.put(group, part, add)
+    return lax.dynamic_update_index_in_dim(stack, matrix_of(stack, group) + part if add else part, group, 0)

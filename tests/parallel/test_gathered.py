@@ -31,8 +31,9 @@ def test_it_stands_for_the_stack(dim):
     np.testing.assert_array_equal(gathered.whole(jnp.float32), STACK)
     for group in range(3):
         np.testing.assert_array_equal(matrix_of(gathered, jnp.int32(group)), STACK[group])
-        more = gathered.add(jnp.int32(group), part)
+        more, other = (gathered.put(jnp.int32(group), part, add) for add in (True, False))
         np.testing.assert_array_equal(more.whole(jnp.float32), STACK.at[group].add(part))
+        np.testing.assert_array_equal(other.whole(jnp.float32), STACK.at[group].set(part))
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])
