@@ -11,8 +11,9 @@ from moezoo.errors import UserError
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 # Options of glibc's mallopt, from <malloc.h>: M_TRIM_THRESHOLD (never give back the end of a heap), M_MMAP_MAX (no
-# mapping for a single large block, which is given back when it is freed).
-_KEEP = {-1: -1, -4: 0}
+# mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
+# thread's heap, a heap that becomes empty is given back).
+_KEEP = {-1: -1, -4: 0, -2: 1 << 26}
 
 
 def host_memory() -> int:

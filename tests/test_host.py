@@ -66,7 +66,7 @@ def test_freed_memory_is_kept_unless_the_environment_sets_malloc(monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.dynamic_sort=2")
     keep_freed_memory()
-    assert calls == {-1: -1, -4: 0}  # M_TRIM_THRESHOLD, M_MMAP_MAX in <malloc.h>
+    assert calls == {-1: -1, -4: 0, -2: 2**26}  # M_TRIM_THRESHOLD, M_MMAP_MAX, M_TOP_PAD in <malloc.h>
     calls.clear()
     with monkeypatch.context() as changed:
         changed.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
