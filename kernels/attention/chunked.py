@@ -77,6 +77,7 @@ def _attend(window, q, k, v, queries, keys):
     return _forward(window, q, k, v, queries, keys)[0]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(window, q, k, v, queries, keys):
     past, steps = _plan((q,), k, v, queries, keys, window)
 
@@ -105,6 +106,7 @@ def _forward(window, q, k, v, queries, keys):
     return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward(window, residuals, cotangent):
     q, k, v, queries, keys, result, highest, total = residuals
     parts = q, result, cotangent.result, cotangent.logsumexp[..., None], highest, 1 / total
@@ -223,7 +225,7 @@ def _up_to(one: Place, other: Place) -> Bool[Array, "batch queries keys"]:
 
 
 def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
-    return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(x.order[i], carry), carry)
+    return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(_take(x.order, i), carry), carry)
 
 
 def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) -> tuple[Array, Array]:
@@ -243,11 +245,11 @@ def _dot(x: Block, y: Block, x_dim: int, y_dim: int) -> Block:
 
 
 def _take(tree: PyTree, j: Int[Array, ""]) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), tree)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False, allow_negative_indices=False), tree)
 
 
 def _add(x: Array, j: Int[Array, ""], part: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, _take(x, j) + part, j, 0)
+    return lax.dynamic_update_index_in_dim(x, _take(x, j) + part, j, 0, allow_negative_indices=False)
 
 
 def _zeros(shape: tuple[int, ...], like: Array) -> Array:

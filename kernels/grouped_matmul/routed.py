@@ -93,11 +93,11 @@ def _dot(x: Float[Array, "a b"], y: Float[Array, "c d"], x_dim: int, y_dim: int)
 
 
 def _slice(x: Array, first: Int[Array, ""], size: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, first, size)
+    return lax.dynamic_slice_in_dim(x, first, size, allow_negative_indices=False)
 
 
 def _write(x: Array, part: Array, first: Int[Array, ""]) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), first, 0)
+    return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), first, 0, allow_negative_indices=False)
 
 
 def _read(tokens: Float[Array, "tokens embed"], index: Int[Array, " block"], mask: Mask) -> Float[Array, "block embed"]:
@@ -128,6 +128,7 @@ def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
     return jnp.where(plan.row < plan.source.shape[0], plan.row, rows.shape[0])
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "keep"))
 def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Activation, *, keep: Keep) -> list[Array]:
     """Return the results of all rows, and their products with gate and up if they are kept."""
     index = _longer(plan.source // plan.row.shape[1])
@@ -160,6 +161,7 @@ def _run_forward(activation, keep, tokens, gates, plan, weights):
     return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(activation, keep, residuals, cotangent):
     del keep
     tokens, gates, plan, weights, kept = residuals
