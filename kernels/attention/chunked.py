@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from moezoo.kernels.attention.base import NOTHING, Attended, Place
+from moezoo.kernels.once import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # The most tokens per block: for up to `_SHORT` tokens, and for more.
@@ -74,10 +75,9 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(window, q, k, v, queries, keys):
-    return _forward(window, q, k, v, queries, keys)[0]
+    return traced_once(_forward, BLOCKS, (window,), q, k, v, queries, keys)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _forward(window, q, k, v, queries, keys):
     past, steps = _plan((q,), k, v, queries, keys, window)
 
@@ -106,7 +106,6 @@ def _forward(window, q, k, v, queries, keys):
     return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _backward(window, residuals, cotangent):
     q, k, v, queries, keys, result, highest, total = residuals
     parts = q, result, cotangent.result, cotangent.logsumexp[..., None], highest, 1 / total
@@ -143,7 +142,10 @@ def _backward(window, residuals, cotangent):
     return _join(by_q, q), by_k, by_v, None, None
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(
+    lambda window, *operands: traced_once(_forward, BLOCKS, (window,), *operands),
+    lambda window, *operands: traced_once(_backward, BLOCKS, (window,), *operands),
+)
 
 
 def _plan(

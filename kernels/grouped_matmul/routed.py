@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
+from moezoo.kernels.once import traced_once
 from moezoo.kernels.permute import sum_rows
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
@@ -128,8 +129,7 @@ def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
     return jnp.where(plan.row < plan.source.shape[0], plan.row, rows.shape[0])
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "keep"))
-def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Activation, *, keep: Keep) -> list[Array]:
+def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weights: ExpertWeights) -> list[Array]:
     """Return the results of all rows, and their products with gate and up if they are kept."""
     index = _longer(plan.source // plan.row.shape[1])
 
@@ -151,17 +151,16 @@ def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Acti
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(activation, keep, tokens, gates, plan, weights):
-    (results,) = _forward(tokens, plan, weights, activation, keep="inputs")
+    (results,) = traced_once(_forward, SIZES, (activation, "inputs"), tokens, plan, weights)
     return sum_rows(results, _row_of(plan, results), gates)
 
 
 def _run_forward(activation, keep, tokens, gates, plan, weights):
-    results, *products = _forward(tokens, plan, weights, activation, keep=keep)
+    results, *products = traced_once(_forward, SIZES, (activation, keep), tokens, plan, weights)
     products = [checkpoint_name(x, GROUPED_MATMUL) for x in products]
     return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(activation, keep, residuals, cotangent):
     del keep
     tokens, gates, plan, weights, kept = residuals
@@ -210,7 +209,9 @@ def _as(like: ExpertWeights, parts: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*(None if x is None else part for x, part in zip(like, parts, strict=True)))  # pyright: ignore
 
 
-_run.defvjp(_run_forward, _run_backward)
+_run.defvjp(
+    _run_forward, lambda activation, keep, *operands: traced_once(_run_backward, SIZES, (activation, keep), *operands)
+)
 
 
 def routed_mlp(

@@ -46,12 +46,16 @@ class Gathered(Matrices):
 
     def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
         """Return the matrix of a group. XLA makes its transposition a part of the product that reads it."""
-        return self._turned(lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False, allow_negative_indices=False))
+        return self._turned(
+            lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False, allow_negative_indices=False)
+        )
 
     def add(self, group: Int[Array, ""], part: Float[Array, "inputs outputs"]) -> "Gathered":
         """Return the stack with `part` added to the matrix of a group."""
         mine = lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False, allow_negative_indices=False)
-        values = lax.dynamic_update_index_in_dim(self.values, mine + self._turned(part), group, 1, allow_negative_indices=False)
+        values = lax.dynamic_update_index_in_dim(
+            self.values, mine + self._turned(part), group, 1, allow_negative_indices=False
+        )
         return Gathered(values=values, dim=self.dim, dtype=self.dtype)
 
     def _turned(self, matrix: Array) -> Array:
@@ -62,4 +66,6 @@ def add_to_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array) -
     """Return the stack with `part` added to the matrix (or the bias) of a group."""
     if isinstance(stack, Gathered):
         return stack.add(group, part)
-    return lax.dynamic_update_index_in_dim(stack, matrix_of(stack, group) + part, group, 0, allow_negative_indices=False)
+    return lax.dynamic_update_index_in_dim(
+        stack, matrix_of(stack, group) + part, group, 0, allow_negative_indices=False
+    )
