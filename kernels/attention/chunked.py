@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from moezoo.kernels.attention.base import NOTHING, Attended, Place
+from moezoo.kernels.once import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # The most tokens per block: for up to `_SHORT` tokens, and for more.
@@ -74,7 +75,7 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(window, q, k, v, queries, keys):
-    return _forward(window, q, k, v, queries, keys)[0]
+    return traced_once(_forward, BLOCKS, (window,), q, k, v, queries, keys)[0]
 
 
 def _forward(window, q, k, v, queries, keys):
@@ -141,7 +142,10 @@ def _backward(window, residuals, cotangent):
     return _join(by_q, q), by_k, by_v, None, None
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(
+    lambda window, *operands: traced_once(_forward, BLOCKS, (window,), *operands),
+    lambda window, *operands: traced_once(_backward, BLOCKS, (window,), *operands),
+)
 
 
 def _plan(
@@ -223,7 +227,7 @@ def _up_to(one: Place, other: Place) -> Bool[Array, "batch queries keys"]:
 
 
 def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
-    return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(x.order[i], carry), carry)
+    return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(_take(x.order, i), carry), carry)
 
 
 def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) -> tuple[Array, Array]:
@@ -243,11 +247,11 @@ def _dot(x: Block, y: Block, x_dim: int, y_dim: int) -> Block:
 
 
 def _take(tree: PyTree, j: Int[Array, ""]) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), tree)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False, allow_negative_indices=False), tree)
 
 
 def _add(x: Array, j: Int[Array, ""], part: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, _take(x, j) + part, j, 0)
+    return lax.dynamic_update_index_in_dim(x, _take(x, j) + part, j, 0, allow_negative_indices=False)
 
 
 def _zeros(shape: tuple[int, ...], like: Array) -> Array:

@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
+from moezoo.kernels.once import traced_once
 from moezoo.kernels.permute import sum_rows
 from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
@@ -95,11 +96,11 @@ def _dot(x: Float[Array, "a b"], y: Float[Array, "c d"], x_dim: int, y_dim: int)
 
 
 def _slice(x: Array, first: Int[Array, ""], size: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, first, size)
+    return lax.dynamic_slice_in_dim(x, first, size, allow_negative_indices=False)
 
 
 def _write(x: Array, part: Array, first: Int[Array, ""]) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), first, 0)
+    return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), first, 0, allow_negative_indices=False)
 
 
 def _read(tokens: Float[Array, "tokens embed"], index: Int[Array, " block"]) -> Float[Array, "block embed"]:
@@ -138,7 +139,7 @@ def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
     return jnp.where(plan.row < plan.source.shape[0], plan.row, rows.shape[0])
 
 
-def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Activation, *, keep: Keep) -> list[Array]:
+def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weights: ExpertWeights) -> list[Array]:
     """Return the results of all rows, and their products with gate and up if they are kept."""
     index = _longer(plan.source // plan.row.shape[1])
 
@@ -161,12 +162,12 @@ def _forward(tokens: Array, plan: Plan, weights: ExpertWeights, activation: Acti
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(activation, keep, tokens, gates, plan, weights):
-    (results,) = _forward(tokens, plan, weights, activation, keep="inputs")
+    (results,) = traced_once(_forward, SIZES, (activation, "inputs"), tokens, plan, weights)
     return sum_rows(results, _row_of(plan, results), gates)
 
 
 def _run_forward(activation, keep, tokens, gates, plan, weights):
-    results, *products = _forward(tokens, plan, weights, activation, keep=keep)
+    results, *products = traced_once(_forward, SIZES, (activation, keep), tokens, plan, weights)
     products = [checkpoint_name(x, GROUPED_MATMUL) for x in products]
     return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
 
@@ -221,7 +222,9 @@ def _as(like: ExpertWeights, parts: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*(None if x is None else part for x, part in zip(like, parts, strict=True)))  # pyright: ignore
 
 
-_run.defvjp(_run_forward, _run_backward)
+_run.defvjp(
+    _run_forward, lambda activation, keep, *operands: traced_once(_run_backward, SIZES, (activation, keep), *operands)
+)
 
 
 def routed_mlp(

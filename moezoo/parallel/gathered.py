@@ -46,15 +46,18 @@ class Gathered(Matrices):
 
     def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
         """Return the matrix of a group. XLA makes its transposition a part of the product that reads it."""
-        return self._turned(lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False))
+        return self._turned(self._stored(group))
 
     def put(self, group: Int[Array, ""], part: Float[Array, "inputs outputs"], add: bool) -> "Gathered":
         """Return the stack with `part` written over the matrix of a group, or added to it."""
         part = self._turned(part)
         if add:
-            part = lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False) + part
-        values = lax.dynamic_update_index_in_dim(self.values, part, group, 1)
+            part = self._stored(group) + part
+        values = lax.dynamic_update_index_in_dim(self.values, part, group, 1, allow_negative_indices=False)
         return Gathered(values=values, dim=self.dim, dtype=self.dtype)
+
+    def _stored(self, group: Int[Array, ""]) -> Array:
+        return lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False, allow_negative_indices=False)
 
     def _turned(self, matrix: Array) -> Array:
         return matrix if self.dim == 1 else matrix.T
@@ -64,4 +67,5 @@ def put_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array, add:
     """Return the stack with `part` written over the matrix (or the bias) of a group, or added to it."""
     if isinstance(stack, Gathered):
         return stack.put(group, part, add)
-    return lax.dynamic_update_index_in_dim(stack, matrix_of(stack, group) + part if add else part, group, 0)
+    part = matrix_of(stack, group) + part if add else part
+    return lax.dynamic_update_index_in_dim(stack, part, group, 0, allow_negative_indices=False)

@@ -93,7 +93,7 @@ def matrix_of(stack: Array | Matrices, group: Int[Array, ""]) -> Float[Array, ".
     """Return the matrix (or the bias) of a group."""
     if isinstance(stack, Matrices):
         return stack.matrix(group)
-    return lax.dynamic_index_in_dim(stack, group, keepdims=False)
+    return lax.dynamic_index_in_dim(stack, group, keepdims=False, allow_negative_indices=False)
 
 
 def plain(weight: Float[Array, "..."] | Stored, dtype: DTypeLike) -> Float[Array, "..."]:

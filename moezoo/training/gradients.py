@@ -39,11 +39,12 @@ def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[
     Every value counts once: a leaf is the same on all devices along axes that it is not stored over, so only the first
     of these devices counts it.
     """
-    total = vary(jnp.zeros(()), axes)
+    total = none = vary(jnp.zeros(()), axes)
+    first = {axis: lax.axis_index(axis) == 0 for axis in axes}
     for gradient, placement in _with_placements(gradients, placements):
-        first = jnp.array(True)
+        squares = vary(lax.reduce_sum(lax.square(gradient.astype(jnp.float32)), range(gradient.ndim)), axes)
         for axis in axes:
             if axis not in placement.mesh_axes:
-                first &= lax.axis_index(axis) == 0
-        total += jnp.where(first, jnp.sum(gradient.astype(jnp.float32) ** 2), 0)
+                squares = lax.select(vary(first[axis], axes), squares, none)
+        total += squares
     return jnp.sqrt(psum(total, axes))

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from moezoo.config.settings import GuardSettings
+from moezoo.parallel.collectives import vary_like
 
 # A running mean keeps half of its weight for 34 steps. No step is skipped as a spike before 20 were accepted.
 _DECAY, _SEEN = 0.98, 20
@@ -62,4 +64,4 @@ class Guard(NamedTuple):
 @jax.named_scope("optimizer")
 def select(accepted: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     """Return `new` if the step is accepted, otherwise `old` unchanged to the bit."""
-    return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
+    return jax.tree.map(lambda a, b: lax.select(vary_like(accepted, a, b), vary_like(a, b), vary_like(b, a)), new, old)

@@ -1,0 +1,24 @@
+"""Trace a kernel's passes once for all layers with operands of the same types."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def traced_once(function: Callable, reads: Hashable, static: tuple[Hashable, ...], *operands: Any) -> Any:
+    """Return `function(*static, *operands)`.
+
+    JAX traces a function with its own gradient when it is called, and again when it is differentiated. The body of a
+    `jax.jit` is kept instead, until a static argument or a type changes.
+
+    Args:
+        function: One pass of a kernel.
+        reads: The numbers that it reads from its module; others give another trace.
+        static: Its arguments that are not arrays.
+        operands: Its trees of arrays.
+    """
+    del reads
+    return function(*static, *operands)
