@@ -9,7 +9,7 @@
 | `MB read` | the weights that one more token of every row reads at most: its experts, and all that is no embedding |
 | `floor` | milliseconds for reading as many bytes once |
 | `ratio` | transformers' milliseconds divided by these |
-| `same` | rows with the same tokens as transformers'; a tie of two experts within rounding ends the agreement of a row |
+| `same` | rows with transformers' tokens; two experts that tie within rounding can end that for a row |
 """
 
 import importlib.util
