@@ -68,7 +68,7 @@ MODELS = {"mixtral": "mixtral", "deepseek": "deepseek", "narrow": NARROW}
 _WIDE = "model.vocab=8192 model.embed=512 model.layers=8 model.heads=8 model.max_length=4096"
 GENERATED = {
     "mixtral_115m": f"mixtral {_WIDE} model.kv_heads=4 model.head_dim=64 model.expert_mlp=1024",
-    "deepseek_115m": f"deepseek {_WIDE} model.q_lora=256 model.kv_lora=128 model.nope_dim=64 model.rope_dim=32 "
+    "deepseek_109m": f"deepseek {_WIDE} model.q_lora=256 model.kv_lora=128 model.nope_dim=64 model.rope_dim=32 "
     "model.value_dim=64 model.mlp=2048 model.expert_mlp=256 model.experts=32",
 }
 CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
