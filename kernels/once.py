@@ -11,13 +11,13 @@ import jax
 def traced_once(function: Callable, reads: Hashable, static: tuple[Hashable, ...], *operands: Any) -> Any:
     """Return `function(*static, *operands)`.
 
-    JAX traces a function with its own gradient when it is called, and again when it is differentiated. The body of a
-    `jax.jit` is kept instead, until a static argument or a type changes.
+    JAX traces a function with its own gradient when it is called, and again when it is differentiated. But it keeps the
+    trace of a `jax.jit` for each combination of static arguments and types.
 
     Args:
         function: One pass of a kernel.
         reads: The numbers that it reads from its module; others give another trace.
-        static: Its arguments that are not arrays.
+        static: Its arguments that are not arrays. They are hashable and have no state; JAX keeps them alive.
         operands: Its trees of arrays.
     """
     del reads

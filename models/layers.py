@@ -159,10 +159,10 @@ def run_layers(
     Naive equivalent: `for block in blocks: x = block(x, context, execution).x`.
     """
     kept, sums = [], {}
+    learns = cache is None and keep is None
     for number, stack in enumerate(stacks):
-        learns = cache is None and keep is None
 
-        def run(x: Array, block: Any, own: Context, past: Any, learns: bool = learns) -> LayerOutput:
+        def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
             return (execution.whole(block) if learns else block)(x, own, execution, past)
 
         if learns:
@@ -179,7 +179,6 @@ def run_layers(
             number: int = number,
             run: Any = run,
             shared: Any = shared,
-            learns: bool = learns,
             stacked: Any = stack.blocks,
         ) -> Any:
             blocks, numbers, index = scanned
@@ -203,11 +202,9 @@ def run_layers(
         blocks, index = (stack.blocks, None) if learns else (None, jnp.arange(stack.count))
         x, collected = jax.lax.scan(step, x, (blocks, _by_kind(stack), index))
         kept.append(collected)
-        if cache is None and keep is None:
+        if learns:
             sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}
-    if cache is not None or keep is not None:
-        return LayersOutput(x, tuple(kept), None)
-    return LayersOutput(x, (), _in_order(sums, stacks))
+    return LayersOutput(x, (), _in_order(sums, stacks)) if learns else LayersOutput(x, tuple(kept), None)
 
 
 def _by_kind(stack: Stack) -> list[LayerNumbers] | None:

@@ -75,7 +75,7 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(window, q, k, v, queries, keys):
-    return traced_once(_forward, BLOCKS, (window,), q, k, v, queries, keys)[0]
+    return traced_once(_forward, (BLOCKS, _SHORT), (window,), q, k, v, queries, keys)[0]
 
 
 def _forward(window, q, k, v, queries, keys):
@@ -143,8 +143,8 @@ def _backward(window, residuals, cotangent):
 
 
 _attend.defvjp(
-    lambda window, *operands: traced_once(_forward, BLOCKS, (window,), *operands),
-    lambda window, *operands: traced_once(_backward, BLOCKS, (window,), *operands),
+    lambda window, *operands: traced_once(_forward, (BLOCKS, _SHORT), (window,), *operands),
+    lambda window, *operands: traced_once(_backward, (BLOCKS, _SHORT), (window,), *operands),
 )
 
 

@@ -197,6 +197,7 @@ def routed_mlp(
     """
     choice = _choose(implementation)
     composed = functools.partial(_routed_mlp, activation=activation)
+    # On accelerators these rows take the composed path too; no backend there has a `routed_mlp`.
     are_few = _is_open(implementation) and all(few.suits(plan.source.shape[0], w) for w in (gate, up, down))
     if are_few or not any(BACKENDS[name].routed_mlp for _, name in choice):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.stacked import InStack
+from moezoo.parallel.stored import matrix_of
 
 BLOCKS = (256, 128, 32)
 
@@ -86,8 +87,7 @@ def multiply(
 
     def group(i: Int[Array, ""], result: Array) -> Array:
         g = order[i]
-        in_stack = isinstance(weights, InStack)
-        weight = weights.matrix(g) if in_stack else lax.dynamic_index_in_dim(weights, g, keepdims=False)
+        weight = matrix_of(weights, g)
 
         def step(result: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
             x = lax.dynamic_slice_in_dim(rows, first, block)

@@ -1,4 +1,4 @@
-"""The product for so few rows that reading the matrices takes the time: row by row, without copying a matrix.
+"""The product for so few rows that most of the time goes into reading matrices: row by row, without copying a matrix.
 
 Rows are sorted by group, so the later rows of a group find its matrix in the CPU's cache. Forward passes only.
 """
@@ -11,7 +11,7 @@ from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.stacked import TERMS, InStack, times_matrix
 from moezoo.parallel.stored import Stored
 
-# With more rows per group, blocks take less time: they copy a matrix once and multiply it fast.
+# With room for more rows per group than this, blocks take less time: they copy a matrix once and multiply it fast.
 ROWS_PER_GROUP = 4
 
 

@@ -3,16 +3,17 @@
 | column | meaning |
 |---|---|
 | `ms`, `spread` | milliseconds per call: median and interquartile range of the samples |
-| `per token` | milliseconds per new token of every row, from calls that differ only in their new tokens |
-| `prompt` | the rest of `ms` |
+| `per token` | milliseconds per new token of every row, next to a shorter call of the same program; empty if none |
+| `prompt` | milliseconds up to the first new token |
 | `first s` | seconds of the first call, which compiles |
-| `MB read` | the weights that one more token of every row reads at most: its experts, and all that is no embedding |
+| `MB read` | the weights that one more token reads at most: no embedding, and as many experts as the rows can choose |
 | `floor` | milliseconds for reading as many bytes once |
 | `ratio` | transformers' milliseconds divided by these |
 | `same` | rows with transformers' tokens; two experts that tie within rounding can end that for a row |
 """
 
 import importlib.util
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,8 @@ from rich.table import Table
 
 from moezoo.bench.timing import Call, measure
 from moezoo.config.compose import compose
-from moezoo.generation.generate import generate
+from moezoo.errors import UserError
+from moezoo.generation.generate import generate, round_up
 from moezoo.hub.folders import save_pretrained
 from moezoo.hub.peer import load_peer
 from moezoo.models import build_model
@@ -36,8 +38,6 @@ from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import start
 
 OURS, THEIRS = "moezoo", "transformers"
-# Calls that differ by so many new tokens at most share a program.
-_FEWER = 15
 
 
 class Shape(NamedTuple):
@@ -58,8 +58,8 @@ class GenerateRow(TypedDict):
     implementation: str
     ms: float
     ms_spread: float
-    ms_per_token: float
-    ms_prompt: float
+    ms_per_token: float | None
+    ms_prompt: float | None
     first_seconds: float
     read_bytes: int
     ms_floor: float
@@ -73,6 +73,12 @@ def compare_generation(
 ) -> Iterator[GenerateRow]:
     """Time greedy calls of random models of all `models` (name -> overrides) in all shapes, in float32."""
     configs = {name: compose(f"model={words.split()[0]}", *words.split()[1:]) for name, words in models.items()}
+    for (name, cfg), shape in itertools.product(configs.items(), shapes):
+        if shape.prompt + shape.new > cfg.model.max_length:
+            raise UserError(
+                f"--calls {'x'.join(map(str, shape))}: {shape.prompt + shape.new} tokens exceed "
+                f"model.max_length={cfg.model.max_length} of {name}; choose fewer tokens"
+            )
     start(1)
     for name, cfg in configs.items():
         log(f"{name}: making the model")
@@ -99,28 +105,30 @@ def _compare(name: str, model: Any, theirs: Any, shape: Shape, seconds: float, s
     run: dict[str, Callable[[int], np.ndarray]] = {OURS: lambda new: generate(model, ids, max_new_tokens=new)}
     if theirs is not None:
         run[THEIRS] = lambda new: _continue(theirs, ids, new)
+    jax.clear_caches()
     first, tokens = {}, {}
     for who, call in run.items():
         began = time.perf_counter()
         tokens[who] = call(shape.new)
         first[who] = time.perf_counter() - began
-    fewer = min(_FEWER, shape.new - 1)
+    short = next(new for new in range(1, shape.new + 1) if round_up(new) == round_up(shape.new))
     read = _read_bytes(model, shape.rows)
     calls: dict[str, Call] = {"floor": _reading(read)}
     for who, call in run.items():
         calls[who] = lambda call=call: call(shape.new)
-        calls[f"{who} short"] = lambda call=call: call(shape.new - fewer)
+        calls[f"{who} short"] = lambda call=call: call(short)
     taken = measure(calls, seconds=seconds, samples=samples)
     for who in run:
-        each = (taken[who].ms - taken[f"{who} short"].ms) / max(fewer, 1)
+        difference = taken[who].ms - taken[f"{who} short"].ms
+        each = difference / (shape.new - short) if short < shape.new else None
         yield {
             "model": name,
             **shape._asdict(),
             "implementation": who,
             "ms": round(taken[who].ms, 3),
             "ms_spread": round(taken[who].spread, 3),
-            "ms_per_token": round(each, 3),
-            "ms_prompt": round(taken[who].ms - shape.new * each, 3),
+            "ms_per_token": None if each is None else round(each, 3),
+            "ms_prompt": None if each is None else round(taken[who].ms - (shape.new - 1) * each, 3),
             "first_seconds": round(first[who], 3),
             "read_bytes": read,
             "ms_floor": round(taken["floor"].ms, 3),
@@ -168,8 +176,8 @@ def print_table(rows: Sequence[GenerateRow], console: Console) -> None:
                     f"{row['rows']} x {row['prompt']} + {row['new']}",
                     row["implementation"],
                     f"{row['ms']:.1f} ± {row['ms_spread']:.1f}",
-                    f"{row['ms_per_token']:.2f}",
-                    f"{row['ms_prompt']:.1f}",
+                    "" if row["ms_per_token"] is None else f"{row['ms_per_token']:.2f}",
+                    "" if row["ms_prompt"] is None else f"{row['ms_prompt']:.1f}",
                     f"{row['first_seconds']:.2f}",
                     f"{row['read_bytes'] / 1e6:.0f}",
                     f"{row['ms_floor']:.2f}",

@@ -191,7 +191,7 @@ def _check(options: argparse.Namespace) -> None:
     _check_known("--dtype", [options.dtype] if options.dtype else [], ("float32", "bfloat16"))
     _check_known("--shapes", options.shapes or [], (*SHAPES, "laptop", "accelerator"))
     for name in ("seconds", "samples", "updates", "documents", "window"):
-        if (given := getattr(options, name)) is not None and given <= 0:
+        if (given := getattr(options, name)) is not None and not 0 < given < float("inf"):
             raise UserError(f"--{name} {given}: must be more than 0")
     if options.tokens and min(options.tokens) <= 0:
         raise UserError(f"--tokens {min(options.tokens)}: must be more than 0")
@@ -293,10 +293,21 @@ def _attention(options: argparse.Namespace) -> list[Any]:
 def _generate(options: argparse.Namespace) -> Iterator[Any]:
     from moezoo.bench.generate import Shape, compare_generation
 
-    shapes = [Shape(*_numbers("calls", text, 3, CALLS[0])) for text in options.calls]
-    names: list[str] = options.models
-    models = {name: (MODELS | GENERATED).get(name, name) for name in names}
+    shapes = list(dict.fromkeys(Shape(*_numbers("calls", text, 3, CALLS[0])) for text in options.calls))
+    models = _models(options.models)
+    for name in models:
+        if other := [word for word in name.split()[1:] if not word.startswith("model.")]:
+            raise UserError(f"--models {name}: {other[0]} does not belong to the model; write model.KEY=VALUE")
     yield from compare_generation(models, shapes, options.seconds, options.samples, _log)
+
+
+def _models(names: list[str]) -> dict[str, str]:
+    """Return each name with the overrides that its first word stands for."""
+    if empty := [name for name in names if not name.strip()]:
+        raise UserError(f"--models {empty[0]!r}: must be a model, such as {next(iter(MODELS))}")
+    words = {name: name.split() for name in names}
+    known = MODELS | GENERATED
+    return {name: " ".join([known.get(first, first), *rest]) for name, (first, *rest) in words.items()}
 
 
 def _numbers(name: str, text: str, count: int, example: str) -> list[int]:
@@ -384,8 +395,7 @@ class _Bench(Command):
             rows = list(_generate(options))
             _report(rows, options, generate.print_table, generate.picture)
         elif options.part == "layouts":
-            names: list[str] = options.models
-            models = {name: MODELS.get(name, name) for name in names}
+            models = _models(options.models)
             rows = layouts.compare_layouts(options.layouts, models, options.settings, options.updates, _log)
             _report(rows, options, layouts.print_table, layouts.picture)
         else:

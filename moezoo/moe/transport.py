@@ -159,7 +159,7 @@ def _emulate_collect(most: int, axes: MeshAxes, rows: Array, route: Route) -> Ar
 
 
 def _place(first: Int[Array, " p"], size: Int[Array, " p"], count: int, most: int) -> Int[Array, " count"]:
-    """Return the row of the pieces that each of `count` rows is, P x `most` for none; piece i begins at `first[i]`."""
+    """Return the index of each of `count` rows in the pieces, P x `most` for none; piece i begins at `first[i]`."""
     row = jnp.arange(count, dtype=jnp.int32)[:, None] - first[None]  # [count, P]
     inside = (row >= 0) & (row < size[None])
     place = jnp.where(inside, jnp.arange(len(first), dtype=jnp.int32)[None] * most + row, 0).sum(1)

@@ -27,7 +27,7 @@ from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Tar
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.stacked import InStack
-from moezoo.parallel.stored import is_matrices
+from moezoo.parallel.stored import Stored, is_matrices
 
 # The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
@@ -311,17 +311,19 @@ class Execution:
         return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
 
     def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
-        """Return layer `index` of stacked blocks as `whole` does, for a forward pass without gradients.
+        """Return layer `index` of stacked blocks, for a forward pass without gradients.
 
-        Matrices that are not gathered stay in their stack until a product reads them.
+        Each array is as `whole` returns it, except that a weight that is not gathered is an `InStack`. The arrays of a
+        container are sliced, since its methods expect arrays.
         """
 
-        def leaf(x: jax.Array, axes: Axes) -> Any:
-            if axes.role is Role.WEIGHT and not any(self.placement(axes).gathered):
+        def field(x: Any, axes: Any) -> Any:
+            if isinstance(axes, Axes) and axes.role is Role.WEIGHT and not any(self.placement(axes).gathered):
                 return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
-            return self._whole(jax.lax.dynamic_index_in_dim(x, index, keepdims=False), axes)
+            sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
+            return jax.tree.map(self._whole, sliced, axes)
 
-        return jax.tree.map(leaf, blocks, axes_of(blocks))
+        return jax.tree.map(field, blocks, axes_of(blocks), is_leaf=lambda x: isinstance(x, Stored))
 
     def vary_parameters(self, module: PyTree) -> PyTree:
         """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.

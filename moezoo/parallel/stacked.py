@@ -52,7 +52,7 @@ class InStack(Matrices):
         return lax.dynamic_slice(self.stack, (self.layer, group, 0, 0), sizes)[0, 0].astype(self.dtype)
 
     def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
-        """Multiply as the contract says. A few rows read the stack itself where programs run on a CPU."""
+        """See `Stored.product`. Each of a few rows reads the stack itself where programs run on a CPU."""
         outputs, size = self.shape[inputs:], int(np.prod(self.shape[:inputs]))
         rows = x.reshape(-1, size)
         matrices = self.stack.reshape(self.stack.shape[0], size, -1)
@@ -86,10 +86,11 @@ def times_matrix(
 ) -> Float[Array, " outputs"]:
     """Return the product of a vector and the matrix `at` these indices of a stack, in float32, without a copy.
 
-    The number of inputs is divisible by 16. The matrix is cut into 16 parts of rows; each number of the sum of the
-    parts, times their inputs, is elementwise. XLA:CPU fuses elementwise work with the slices that it reads, uses all
-    cores for it, and so reads the matrix once, at the speed of memory. What is left is a sum over a sixteenth of the
-    rows; as a product with ones it is not fused with the slices, which would undo all this.
+    The number of inputs is divisible by 16. The rows of the matrix are cut into 16 parts of equal size. Each part is
+    multiplied by its inputs and added to the others, number by number. XLA:CPU fuses such elementwise work with the
+    slices that it reads, uses all cores for it, and so reads the matrix once, at the speed of memory. What remains is a
+    sum over the rows of one part. It is a product with ones, because XLA would fuse a sum with the slices and run all
+    of it slowly.
     """
     inputs, outputs = stack.shape[-2:]
     part = inputs // TERMS

@@ -115,7 +115,7 @@ class Checkpoints:
             error, self._error = self._error, None
             have = steps(self.folder)
             last = f"the last complete one is step {max(have)}" if have else "there is no earlier one"
-            raise UserError(f"{self.folder}: a checkpoint could not be written ({_shorten(error)}); {last}") from None
+            raise UserError(f"{self.folder}: a checkpoint could not be written ({_shorten(error)}); {last}") from error
 
     def _finish(self, step: int, unfinished: Path, about: Mapping[str, Any]) -> None:
         try:

@@ -198,6 +198,18 @@ def test_attention(capsys):
         (["train_step", "--shapes", "L1"], "--shapes is no option of train_step, which takes --steps"),
         (["train_step", "--steps", "mesh=epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
         (["attention", "--heads", "2"], "--heads 2: must be two numbers more than 0, such as 2x2"),
+        (["moe_layer", "--seconds", "nan"], "--seconds nan: must be more than 0"),
+        (["generate", "--calls", "1x2"], "--calls 1x2: must be three numbers more than 0, such as 1x32x64"),
+        (
+            ["generate", "--calls", "1x4000x200"],
+            "--calls 1x4000x200: 4200 tokens exceed model.max_length=4096",
+        ),
+        (["generate", "--models", ""], "--models '': must be a model, such as mixtral"),
+        (
+            ["generate", "--models", "mixtral_115m mesh=ep8"],
+            "mesh=ep8 does not belong to the model",
+        ),
+        (["generate", "--models", "mixtral_115m model.embd=3"], "model.embd"),
         (["attention", "--tokens", "0"], "--tokens 0: must be more than 0"),
         (["attention", "--window", "0"], "--window 0: must be more than 0"),
         (["attention", "--shapes", "L1"], "--shapes is no option of attention, which takes --tokens"),

@@ -1,13 +1,20 @@
 """Weights that are read in the stack of all layers, against the same layer as an array."""
 
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from moezoo.kernels.grouped_matmul import few, grouped_matmul
 from moezoo.nn.linear import project
+from moezoo.parallel.axes import Axes, Role, Weight
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.stacked import FEW_ROWS, InStack
+from moezoo.parallel.stored import Stored
 
 LAYERS, LAYER = 3, 2
 
@@ -56,3 +63,37 @@ def test_grouped_product(inputs):
         wanted = np.asarray(rows[row], np.float64) @ np.asarray(array[group], np.float64)
         np.testing.assert_allclose(found[row], wanted, rtol=0, atol=1e-5 * abs(wanted).max())
     np.testing.assert_array_equal(found[6:], 0)
+
+
+class Product(Stored):
+    """The product of two matrices, both trained."""
+
+    left: jax.Array
+    right: jax.Array
+    dtype: np.dtype = eqx.field(static=True)
+
+    def axes(self, declared):
+        left, right = (declared.inputs, ("rank",)), (("rank",), declared.outputs)
+        return {name: Axes(Role.WEIGHT, declared.stacked, *pair) for name, pair in (("left", left), ("right", right))}
+
+    @property
+    def shape(self):
+        return (*self.left.shape[:-1], self.right.shape[-1])
+
+    def whole(self, dtype):
+        return (self.left @ self.right).astype(dtype)
+
+
+class Pair(eqx.Module):
+    array: Weight[Array, "embed -> mlp"]
+    stored: Weight[Array, "embed -> mlp"]
+
+
+def test_a_container_in_a_stack_has_arrays_of_its_layer():
+    """Its methods expect arrays; a weight next to it stays in the stack."""
+    left, right = random_array(0, (LAYERS, 4, 2)), random_array(1, (LAYERS, 2, 6))
+    product: Any = Product(left=left, right=right, dtype=np.dtype("float32"))
+    pair = Pair(random_array(2, (LAYERS, 4, 6)), product)
+    found = Execution().layer(pair, jnp.int32(LAYER))
+    assert isinstance(found.array, InStack)
+    np.testing.assert_allclose(found.stored.whole(jnp.float32), left[LAYER] @ right[LAYER], rtol=1e-6)

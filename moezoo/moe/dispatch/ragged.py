@@ -28,7 +28,7 @@ from moezoo.parallel.traffic import Moves
 class Ragged(Dispatch):
     """Sort assignments by expert, send every device the rows for its experts, and receive the results.
 
-    Each way moves K (P-1)/P d numbers per token: less than `ring` where P is larger than K.
+    Each way moves K (P-1)/P d numbers per token (gates are 1/d of that): less than `ring` where P is larger than K.
 
     Args:
         buffer_factor: R as a multiple of T K, the assignments of one device. None: R = P T min(K, E/P), which is always
@@ -58,9 +58,9 @@ class Ragged(Dispatch):
         """Send the token and the gate of each assignment to the device of its expert; sort received rows by expert."""
         expert_ids, gates = assignment
         sort = plan(expert_ids, 0, group.num_experts)
-        none = jnp.zeros((), jnp.int32)
+        no_drops = jnp.zeros((), jnp.int32)
         if not group.axes:
-            return Dispatched(tokens, gates, sort, none, None)
+            return Dispatched(tokens, gates, sort, no_drops, None)
         count, k = gates.shape
         room, most = self.rows(count, k, group), count * min(k, group.num_local)
         # [P, E]: the rows that each device has for each expert. Every size and offset of the transfer follows from it.
@@ -72,7 +72,7 @@ class Ragged(Dispatch):
             send(tokens, of_tokens, room, most, group.axes),
             send(gates.reshape(-1, 1), of_gates, room, most, group.axes),
             plan(expert, 0, group.num_local),
-            lost if self.can_drop(count, k, group) else none,
+            lost if self.can_drop(count, k, group) else no_drops,
             of_tokens,
         )
 

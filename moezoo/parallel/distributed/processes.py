@@ -160,7 +160,7 @@ def outlast_lost_process(error: Exception, settings: Distributed) -> None:
     detects the death after `settings.heartbeat_seconds` of silence and ends this process; then this function does not
     return. It returns immediately for errors that no collective raises, and after the wait if all processes are alive.
     """
-    if isinstance(error, jax.errors.JaxRuntimeError) and several():
+    if isinstance(error.__cause__ or error, jax.errors.JaxRuntimeError) and several():
         _all_leave(settings.heartbeat_seconds + _LEAVING_SECONDS)
 
 
