@@ -15,8 +15,8 @@ from moezoo.parallel.traces import count_collectives, equations
 OVER = ("expert",)
 EXCHANGED = {
     "capacity": {("all_to_all", OVER): 2},
-    # Counts of rows; rows, gates, and results.
-    "ragged": {("all_gather", OVER): 1, ("ragged_all_to_all", OVER): 3},
+    # Counts of rows, rows, and results.
+    "ragged": {("all_gather", OVER): 1, ("ragged_all_to_all", OVER): 2},
     # Tokens and routing; sums.
     "ring": {("all_gather", OVER): 2, ("reduce_scatter", OVER): 1},
     "gather": {("all_gather", OVER): 3},

@@ -1,27 +1,32 @@
 """`ragged`: only routed rows move, each to the device of its expert and back.
 
-Naive equivalent: send x[t] and its gate to the device of each of its K experts, run the expert there, send the result
-times the gate back. Stages, with R = P T min(K, E/P), or less with `buffer_factor`:
+Naive equivalent: send x[t] to the device of each of its K experts, run the expert there, send the result back.
+Stages, with R = P T min(K, E/P), or less with `buffer_factor`:
 
     tokens [T, d] -> rows [T K, d], sorted by expert  --ragged_all_to_all-->  received [R, d], by sender, then expert
     received [R, d] -> rows [R, d], by expert -> results [R, d] -> results [R, d], by sender: the experts do all three
     results [R, d]  --ragged_all_to_all-->  results [T K, d] -> sums [T, d]
 
-Gates [T K] travel as the rows do. The sizes of all pieces come from one small all-gather: counts [P, E], the rows per
-sender and expert.
+The sizes of all pieces come from one small all-gather: counts [P, E], the rows per sender and expert.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moezoo.kernels.permute import plan
-from moezoo.moe.transport import Route, Transfer, collect, send
+from moezoo.kernels.permute import Plan, permute, plan, unpermute
+from moezoo.moe.transport import Transfer, exchange
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
 from moezoo.parallel.traffic import Moves
+
+
+class _State(NamedTuple):
+    sort: Plan  # sorts the assignments of this device by expert
+    gates: Float[Array, "tokens k"]
+    transfer: Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,11 @@ class Ragged(Dispatch):
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "buffer_factor"
 
+    @property
+    def uses_results(self) -> bool:
+        """True: gates stay on the device of the token."""
+        return True
+
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return R: T K on one device; in a group the rows that can arrive, or the bound of `buffer_factor`."""
         if not group.axes:
@@ -47,66 +57,70 @@ class Ragged(Dispatch):
         return group.room(tokens, k, self.buffer_factor)
 
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return counts, rows, gates and results. Rematerialisation does not repeat the exchange of results."""
+        """Return counts and both exchanges. Rematerialisation repeats all: gradients need received rows and results."""
         rows = min(sizes.tokens * min(sizes.k, group.num_experts), self.rows(sizes.tokens, sizes.k, group))
         counts = group.move("all_gather", group.num_experts, jnp.int32)
         once = group.move("ragged_all_to_all", rows * sizes.embed, sizes.dtype)
-        gates = group.move("ragged_all_to_all", rows, jnp.float32)
-        return Moves((counts, once, gates, once), (counts, once, gates), (once, gates, once))
+        return Moves((counts, once, once), (counts, once, once), (once, once))
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
-        """Send the token and the gate of each assignment to the device of its expert; sort received rows by expert."""
+        """Send the token of each assignment to the device of its expert, and sort the received rows by expert."""
         expert_ids, gates = assignment
         sort = plan(expert_ids, 0, group.num_experts)
         no_drops = jnp.zeros((), jnp.int32)
         if not group.axes:
             return Dispatched(tokens, gates, sort, no_drops, None)
         count, k = gates.shape
-        room, most = self.rows(count, k, group), count * min(k, group.num_local)
+        room = self.rows(count, k, group)
         # [P, E]: the rows that each device has for each expert. Every size and offset of the transfer follows from it.
         counts = lax.all_gather(sort.group_sizes, group.axes)
-        transfer, expert, lost = _transfer(counts, group, room, most)
-        of_tokens = Route(sort.source // k, sort.row, transfer)
-        of_gates = Route(sort.source, sort.row.reshape(-1, 1), transfer)
+        transfer, sizes, lost = _transfer(counts, group, room)
+        most = count * min(k, group.num_local)
+        received = exchange(permute(tokens, sort), transfer, room, most, group.axes)
+        there = plan(_expert_of_row(sizes, room), 0, group.num_local)
         return Dispatched(
-            send(tokens, of_tokens, room, most, group.axes),
-            send(gates.reshape(-1, 1), of_gates, room, most, group.axes),
-            plan(expert, 0, group.num_local),
+            received,
+            jnp.ones((room, 1), jnp.float32),
+            there,
             lost if self.can_drop(count, k, group) else no_drops,
-            of_tokens,
+            _State(sort, gates, transfer),
         )
 
     def combine(
-        self, sums: Float[Array, "there embed"], state: Route | None, group: ExpertGroup
+        self, sums: Float[Array, "there embed"], state: _State | None, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
         """Return results to the devices of their tokens, and sum the results of each token."""
         if state is None:
             return sums
-        count, k = state.row.shape
-        return collect(sums, state, count * min(k, group.num_local), group.axes)
+        (count, k), sent = state.gates.shape, state.sort.source.shape[0]
+        rows = exchange(sums, state.transfer.back(), sent, count * min(k, group.num_local), group.axes)
+        return unpermute(rows, state.gates, state.sort)
 
 
 def _transfer(
-    counts: Int[Array, "senders experts"], group: ExpertGroup, room: int, most: int
-) -> tuple[Transfer, Int[Array, "room 1"], Int[Array, ""]]:
-    """Return the transfer, the expert of each received row (E/P for unused rows), and the number of rows without room.
+    counts: Int[Array, "senders experts"], group: ExpertGroup, room: int
+) -> tuple[Transfer, Int[Array, "senders local_experts"], Int[Array, ""]]:
+    """Return the transfer, the rows that each sender has for each expert here, and the number of rows without room.
 
-    Rows are ordered by sender, then by expert. With room for `most` rows of every sender, each sender has its own part
-    of the room. Otherwise there are no gaps, and rows without room are the last ones.
+    Rows without room are the last ones, so the places of the other rows do not depend on them.
     """
     wanted = counts.reshape(group.size, group.size, group.num_local)  # [sender, receiver, expert there]
     sizes = wanted.sum(2)
-    start = jnp.cumsum(sizes, axis=1) - sizes
-    if room == group.size * most:
-        before = jnp.broadcast_to(jnp.arange(group.size, dtype=jnp.int32)[:, None] * most, sizes.shape)
-    else:
-        before = jnp.cumsum(sizes, axis=0) - sizes  # rows from earlier senders
+    before = jnp.cumsum(sizes, axis=0) - sizes  # rows from earlier senders
     fitting = jnp.clip(room - before, 0, sizes)
-    me = group.index()
-    ends = before[:, me, None] + jnp.cumsum(wanted[:, me], axis=1)  # [sender, expert here]
-    row = jnp.arange(room, dtype=jnp.int32)
-    piece = jnp.searchsorted((ends - wanted[:, me]).reshape(-1), row, side="right", method="compare_all") - 1
-    expert = jnp.where(row < jnp.take(ends.reshape(-1), piece, mode="clip"), piece % group.num_local, group.num_local)
+    start = jnp.cumsum(sizes, axis=1) - sizes
     # A sender without rows still names a valid row, because the collective may read the offset.
     transfer = Transfer(start, fitting, jnp.minimum(before, room))
-    return transfer, expert.astype(jnp.int32)[:, None], (sizes - fitting)[:, me].sum()
+    me = group.index()
+    return transfer, wanted[:, me], (sizes - fitting)[:, me].sum()
+
+
+def _expert_of_row(sizes: Int[Array, "senders local_experts"], room: int) -> Int[Array, "room 1"]:
+    """Return the local expert of each received row, E/P for unused rows. Rows are ordered by sender, then by expert.
+
+    `sizes` may count more rows than there is room for.
+    """
+    local = sizes.shape[1]
+    ends = jnp.cumsum(sizes.reshape(-1))
+    piece = jnp.searchsorted(ends, jnp.arange(room, dtype=jnp.int32), side="right", method="compare_all")
+    return jnp.where(piece < ends.size, piece % local, local).astype(jnp.int32)[:, None]
