@@ -33,7 +33,7 @@ class _State(NamedTuple):
 class Ragged(Dispatch):
     """Sort assignments by expert, send every device the rows for its experts, and receive the results.
 
-    Each way moves K (P-1)/P d numbers per token (gates are 1/d of that): less than `ring` where P is larger than K.
+    Each way moves K (P-1)/P d numbers per token: less than `ring` where P is larger than K.
 
     Args:
         buffer_factor: R as a multiple of T K, the assignments of one device. None: R = P T min(K, E/P), which is always
