@@ -123,7 +123,9 @@ def _compare(name: str, model: Any, theirs: Any, shape: Shape, seconds: float, s
         each = difference / (shape.new - short) if short < shape.new else None
         yield {
             "model": name,
-            **shape._asdict(),
+            "rows": shape.rows,
+            "prompt": shape.prompt,
+            "new": shape.new,
             "implementation": who,
             "ms": round(taken[who].ms, 3),
             "ms_spread": round(taken[who].spread, 3),
@@ -135,7 +137,7 @@ def _compare(name: str, model: Any, theirs: Any, shape: Shape, seconds: float, s
             "ratio": round(taken[THEIRS].ms / taken[who].ms, 3) if theirs is not None else None,
             "same_rows": int((tokens[who] == tokens[THEIRS]).all(1).sum()) if theirs is not None else None,
             "device": jax.devices()[0].device_kind,
-        }  # type: ignore[typeddict-item]
+        }
 
 
 def _continue(model: Any, ids: np.ndarray, new: int) -> np.ndarray:
