@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,6 +26,7 @@ from moezoo.moe.dispatch import Dispatch, DispatchChoice, Gather, Sizes
 from moezoo.moe.dispatch.layer import layer_moves, layer_rows
 from moezoo.moe.mixture import MoE
 from moezoo.nn.context_parallel import context_parallel
+from moezoo.optim import Optimizer
 from moezoo.parallel.axes import Stack, trainable_mask
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
@@ -107,6 +109,9 @@ def communication(
     add("loss", "outside", [_move("psum", execution.token_axes, 1, jnp.int32, execution)], 1)
     add("gradient_sums", "outside", _gradient_sums(model, mask, execution), 1)
     add("gradient_norm", "outside", [_move("psum", execution.live_axes, 1, jnp.float32, execution)], 1)
+    optimizer = Optimizer(config.optimizer, config.schedule, config.steps, execution.placements(model))
+    for move, times in optimizer.work(eqx.filter(model, mask), execution.ways).moves:
+        add("optimizer/orthogonalise", "outside", [move], times)
     return table
 
 

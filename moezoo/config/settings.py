@@ -43,7 +43,7 @@ class ExecutionSettings:
     """How the model runs, except mesh, rules and dispatch.
 
     - `dtype`: dtype in which layers compute; weights are cast to it before they are gathered.
-    - `param_dtype`: dtype of stored parameters and moments.
+    - `param_dtype`: dtype of stored parameters.
     - `reduce_dtype`: dtype in which gradients are summed over devices.
     - `remat`: what a layer keeps for its backward pass: `full` its input, `offload` its input in host memory, `dots`
       also the results of matrix products, `none` everything except gathered weights.

@@ -1,13 +1,14 @@
 """Update rules and learning-rate schedules, one file each, and the `Optimizer` that applies them to a model."""
 
 from moezoo.optim.adamw import AdamW as AdamW
+from moezoo.optim.base import Group as Group
 from moezoo.optim.base import Schedule as Schedule
 from moezoo.optim.base import UpdateRule as UpdateRule
 from moezoo.optim.constant import Constant as Constant
 from moezoo.optim.cosine import Cosine as Cosine
-from moezoo.optim.optimizer import Group as Group
+from moezoo.optim.muon import Muon as Muon
 from moezoo.optim.optimizer import Optimizer as Optimizer
 from moezoo.optim.sgd import SGD as SGD
 
-UPDATE_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "sgd": SGD}
+UPDATE_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD}
 SCHEDULES: dict[str, type[Schedule]] = {"constant": Constant, "cosine": Cosine}

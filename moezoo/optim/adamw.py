@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 from jaxtyping import PyTree
 
 from moezoo.convert import NotNegative, Positive, Range
-from moezoo.optim.base import UpdateRule
+from moezoo.optim.base import UpdateRule, decaying
+from moezoo.optim.moments import MomentDType, kept_in
 
 if TYPE_CHECKING:
     import optax
@@ -14,20 +15,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(UpdateRule):
-    """Adam with decoupled weight decay. Only weights decay; scales, biases and embeddings do not."""
+    """Adam with decoupled weight decay. Only weights decay; scales, biases and embeddings do not.
+
+    Both moments are kept in `moment_dtype`; updates are computed in float32.
+    """
 
     learning_rate: float = 3e-3
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
     epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.1
+    moment_dtype: MomentDType = "float32"
     clip_norm: float | None = 1.0
 
-    def transform(self, decays: PyTree) -> "optax.GradientTransformation":
+    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
         """Return Adam's transformation, followed by the decay."""
         import optax
 
-        return optax.chain(
+        adam = optax.chain(
             optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
-            optax.add_decayed_weights(self.weight_decay, decays),
+            optax.add_decayed_weights(self.weight_decay, decaying(placements)),
         )
+        return kept_in(self.moment_dtype, adam)

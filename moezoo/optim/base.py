@@ -1,16 +1,41 @@
 """The contracts of the configuration groups `optimizer` and `schedule`; each entry is a frozen dataclass."""
 
 import abc
+import dataclasses
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.convert import Count, Positive, check_fields
 from moezoo.errors import UserError
+from moezoo.parallel.axes import Role
+from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.traffic import Move
 
 if TYPE_CHECKING:
     import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What an update computes and moves, on each device.
+
+    Attributes:
+        flops: FLOPs of its matrix products.
+        moves: Its collectives, each with the number of times that it runs.
+        lines: What the summary of a run says about them.
+    """
+
+    flops: int = 0
+    moves: tuple[tuple[Move, int], ...] = ()
+    lines: tuple[str, ...] = ()
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.moves + other.moves, self.lines + other.lines)
 
 
 class UpdateRule(abc.ABC):
@@ -28,11 +53,50 @@ class UpdateRule(abc.ABC):
         check_fields("optimizer", self)
 
     @abc.abstractmethod
-    def transform(self, decays: PyTree) -> "optax.GradientTransformation":
+    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
         """Return the optax transformation from gradients to updates at rate 1.
 
-        It must be elementwise, because each device updates its own shards. `decays` is true at leaves that may decay.
+        It runs inside the `shard_map` of the step, on each device's part of every array. Where it is not elementwise it
+        needs the other parts: `placements` tell how each array is split. `work` then states the collectives.
+
+        Args:
+            placements: The `Placement` of each array, in the tree of the parameters.
         """
+
+    def assign(self, placements: PyTree) -> PyTree:
+        """Return the `Group` of each leaf of `placements`. By default this rule updates all of them."""
+        group = Group("all", self)
+        return jax.tree.map(lambda _: group, placements)
+
+    def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
+        """Return the collectives of one update, and the FLOPs of its matrix products. By default there are none.
+
+        Args:
+            placements: as in `transform`.
+            parameters: the arrays or their shapes, whole.
+            ways: returns the number of devices along mesh axes.
+        """
+        del placements, parameters, ways
+        return Work()
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Leaves that `rule` updates at `rate_factor` times the scheduled rate; `name` is their key in the state."""
+
+    name: str
+    rule: UpdateRule
+    rate_factor: float = 1.0
+
+
+def short_name(path: str) -> str:
+    """Return a path without the numbers of stacks and blocks: "attention.query"."""
+    return re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "", path).removeprefix(".")
+
+
+def decaying(placements: PyTree) -> PyTree:
+    """Return which arrays weight decay applies to: weights, but no scales, biases or embeddings."""
+    return jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, placements)
 
 
 class Schedule(abc.ABC):

@@ -1,6 +1,5 @@
 """Apply update rules and a schedule to one model's parameters, each device to its own shards."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,22 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.optim.base import Schedule, UpdateRule
-from moezoo.parallel.axes import Role
+from moezoo.optim.base import Group, Schedule, UpdateRule, Work, short_name
+from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import EVERYWHERE, Placement
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Leaves that `rule` updates at `rate_factor` times the scheduled rate; `name` is their key in the state."""
-
-    name: str
-    rule: UpdateRule
-    rate_factor: float = 1.0
-
-
 class Optimizer:
-    """Optax transformations for one model. Every update is elementwise, so each device updates its own shards.
+    """Optax transformations for one model. Each device updates its own part of every array.
 
     The state maps each group's name to the state of its transformation, which has no entries for other leaves.
     """
@@ -43,25 +33,27 @@ class Optimizer:
             rule: its peak rate and clip norm hold for all groups. The norm is taken over all leaves.
             schedule: the learning rate over time.
             steps: the number of updates in the run.
-            placements: one `Placement` per leaf; leaves of role weight may decay.
+            placements: one `Placement` per leaf.
             group_of: returns the group of a leaf, given its path, such as ".embedding.weight", and its placement. By
-                default one group has all leaves, updated by `rule`.
+                default `rule.assign` does.
 
         Raises:
-            UserError: A run of `steps` would end before the schedule's warm-up.
+            UserError: A run of `steps` would end before the schedule's warm-up, or as `rule.assign` raises.
             ValueError: Two different groups have the same name.
         """
         self.rule, self.schedule, self.steps = rule, schedule, steps
         schedule.count_warmup(steps)  # raise here rather than while tracing
-        assign = group_of or (lambda path, placement: Group("all", rule))
-        self._groups = jax.tree_util.tree_map_with_path(
-            lambda path, p: assign(jax.tree_util.keystr(path), p), placements
-        )
+        self._placements = placements
+        if group_of is None:
+            self._groups = rule.assign(placements)
+        else:
+            self._groups = jax.tree_util.tree_map_with_path(
+                lambda path, p: group_of(jax.tree_util.keystr(path), p), placements
+            )
         groups = dict.fromkeys(jax.tree.leaves(self._groups))
         if len({group.name for group in groups}) < len(groups):
             raise ValueError(f"different groups have the same name: {', '.join(map(str, groups))}")
-        decays = jax.tree.map(lambda placement: placement.axes.role is Role.WEIGHT, placements)
-        self._transforms = {group: group.rule.transform(self._part(group, decays)) for group in groups}
+        self._transforms = {group: group.rule.transform(self._part(group, placements)) for group in groups}
 
     def _part(self, group: Group, tree: PyTree) -> PyTree:
         """Return `tree` with None for leaves of other groups."""
@@ -87,6 +79,21 @@ class Optimizer:
             for group, transform in self._transforms.items()
         }
 
+    def work(self, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
+        """Return the matrix products and collectives of an update, beside clipping; arguments as `UpdateRule.work`."""
+        parts = ((g.rule, self._part(g, self._placements), self._part(g, parameters)) for g in self._transforms)
+        return sum((rule.work(placed, part, ways) for rule, placed, part in parts), Work())
+
+    def names(self, parameters: PyTree) -> dict[str, list[str]]:
+        """Return the short names of the parameters that each group has."""
+        found: dict[str, list[str]] = {}
+        for group in self._transforms:
+            leaves = jax.tree_util.tree_leaves_with_path(self._part(group, parameters))
+            names = dict.fromkeys(short_name(jax.tree_util.keystr(path)) for path, _ in leaves)
+            if names:
+                found[group.name] = list(names)
+        return found
+
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the learning rate of update number `step` (from 0)."""
         return self.schedule.rate(self.rule.learning_rate, step, self.steps)
@@ -107,5 +114,7 @@ class Optimizer:
                 )
             group_rate = rate * group.rate_factor
             updates.append(jax.tree.map(lambda u, r=group_rate: r * u.astype(jnp.float32), update))
-        parameters = jax.tree.map(lambda p, u: p - u.astype(p.dtype), parameters, eqx.combine(*updates))
+        parameters = jax.tree.map(
+            lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), parameters, eqx.combine(*updates)
+        )
         return parameters, new_state

@@ -18,9 +18,9 @@ class SGD(UpdateRule):
     learning_rate: float = 0.1
     clip_norm: float | None = None
 
-    def transform(self, decays: PyTree) -> "optax.GradientTransformation":
+    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
         """Return the identity: updates are the gradients."""
         import optax
 
-        del decays
+        del placements
         return optax.identity()

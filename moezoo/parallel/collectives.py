@@ -93,14 +93,19 @@ def gather(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
     return x
 
 
+def own_block(x: Array, axes: MeshAxes, dim: int) -> Array:
+    """Return this device's block of a whole `x` that is cut over the devices along `axes` in dimension `dim`."""
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=dim)
+
+
 def _scatter(cotangent: Array, axes: MeshAxes, dim: int, tokens: MeshAxes) -> Array:
     """Apply the transpose of `gather`."""
     for split, part in split_by_tokens(axes, tokens):
         if split:
             cotangent = lax.psum_scatter(cotangent, part, scatter_dimension=dim, tiled=True)
         else:
-            size = cotangent.shape[dim] // lax.axis_size(part)
-            cotangent = lax.dynamic_slice_in_dim(cotangent, lax.axis_index(part) * size, size, axis=dim)
+            cotangent = own_block(cotangent, part, dim)
     return cotangent
 
 

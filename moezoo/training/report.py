@@ -22,6 +22,7 @@ from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models.choice import Compared, compare
+from moezoo.optim import UPDATE_RULES
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
@@ -146,6 +147,22 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
     ]
 
 
+def optimizer_lines(cfg: TrainConfig, execution: Execution, step: Step) -> list[str]:
+    """List what updates each trained parameter, and what orthogonalising takes, if it is done."""
+    trained = eqx.filter(step.arguments[0].model, step.trained)
+    groups = step.optimizer.names(trained)
+    rule = next(name for name, kind in UPDATE_RULES.items() if type(cfg.optimizer) is kind)
+    if len(groups) == 1:
+        return [f"{rule}: all parameters"]
+    work = step.optimizer.work(trained, execution.ways)
+    moved = sum(times * move.received_bytes for move, times in work.moves)
+    return [
+        *(f"{name}: {', '.join(names)}" for name, names in groups.items()),
+        *work.lines,
+        f"orthogonalising takes {work.flops / 1e9:.3g} GFLOP and receives {_bytes(moved)} per device and step",
+    ]
+
+
 def summarize(
     cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
 ) -> list[tuple[str, str]]:
@@ -180,11 +197,13 @@ def summarize(
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
     rows += [
+        *(("optimizer", line) for line in optimizer_lines(cfg, execution, step)),
         ("kernels", kernels_line(execution, cfg.seq_len)),
         (
             "memory",
-            f"per device: parameters and optimizer {_bytes(local_bytes(state, placements))}, gradients "
-            f"{_bytes(gradients)}; activations not counted",
+            f"per device: parameters {_bytes(local_bytes(model, placements.model))}, optimizer "
+            f"{_bytes(local_bytes(state.optimizer, placements.optimizer))}, gradients {_bytes(gradients)}; "
+            "activations not counted",
         ),
         *(("traffic", line) for line in traffic_lines(collective_traffic(step.traced.jaxpr))),
         (

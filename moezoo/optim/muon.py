@@ -1,0 +1,151 @@
+"""Muon (Jordan et al., 2024): orthogonalised momentum for matrices, and AdamW for everything else.
+
+For one matrix with gradient g (already clipped), momentum m and rate r:
+
+    m <- 0.95 m + g
+    p <- p - r (0.2 sqrt(max(inputs, outputs)) orthogonalise(g + 0.95 m) + weight_decay p)
+
+The Newton-Schulz steps are in `moezoo.optim.newton_schulz`. The scale gives updates about the root mean square of those
+of AdamW, so both parts take the same rate and decay (Liu et al., 2025, arXiv:2502.16982, section 2.2).
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from moezoo.convert import NotNegative, Positive, Range, show
+from moezoo.errors import UserError, nearest
+from moezoo.optim.adamw import AdamW
+from moezoo.optim.base import Group, UpdateRule, Work, short_name
+from moezoo.optim.matrices import Route, orthogonalised, routes, work
+from moezoo.optim.moments import MomentDType
+from moezoo.parallel.axes import Role
+from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.placement import Placement
+
+if TYPE_CHECKING:
+    import optax
+
+
+class MuonState(NamedTuple):
+    """The momentum of each matrix, laid out as the matrix."""
+
+    momentum: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(UpdateRule):
+    """Orthogonalised momentum for the weights of layers, one matrix per layer and expert; AdamW for other parameters.
+
+    - `momentum`: decay of the momentum; the update looks ahead by it (Nesterov).
+    - `weight_decay`: of weights, in both parts; times the rate, not times the scale.
+    - `per_head`: queries, keys and values have one matrix per head. Up-projections of latents always do.
+    - `orthogonal_dtype`: what matrices travel and are multiplied in to be orthogonalised.
+    - `moment_dtype`: what the momentum, and the moments of AdamW, are kept in.
+    - `muon`, `adamw`: patterns of paths, such as "*.attention.out", that override which part updates a parameter; `*`
+      stands for any text. By default AdamW has embeddings, the head, routers, scales, biases and parts of containers.
+    - `beta1`, `beta2`, `epsilon`: of AdamW.
+    """
+
+    learning_rate: float = 3e-3
+    momentum: Annotated[float, Range(at_least=0, below=1)] = 0.95
+    weight_decay: NotNegative = 0.1
+    per_head: bool = False
+    orthogonal_dtype: Literal["float32", "bfloat16"] = "float32"
+    moment_dtype: MomentDType = "float32"
+    muon: tuple[str, ...] = ()
+    adamw: tuple[str, ...] = ()
+    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
+    epsilon: Positive = 1e-8
+    clip_norm: float | None = 1.0
+
+    def assign(self, placements: PyTree) -> PyTree:
+        """Return the group of each leaf, `muon` or `adamw`.
+
+        Raises:
+            UserError: A pattern matches nothing, both lists match a path, or `muon` matches what is no weight.
+        """
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(AdamW)}
+        muon, adamw = Group("muon", self), Group("adamw", AdamW(**shared))
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(placements)]
+        chosen = {name: _matching(f"optimizer.{name}", getattr(self, name), paths) for name in ("muon", "adamw")}
+        if both := sorted(chosen["muon"] & chosen["adamw"]):
+            raise UserError(f"optimizer.muon and optimizer.adamw both match {both[0]}; leave it to one of them")
+
+        def leaf(path: Any, placement: Placement) -> Group:
+            name, axes = jax.tree_util.keystr(path), placement.axes
+            if name in chosen["muon"] and axes.role is not Role.WEIGHT:
+                raise UserError(
+                    f"optimizer.muon={show(self.muon)} matches {name}, which has role {axes.role.value} and no matrix; "
+                    "choose weights only"
+                )
+            by_default = axes.role is Role.WEIGHT and not {"vocab", "router"} & set(axes.names)
+            return muon if name in chosen["muon"] or (by_default and name not in chosen["adamw"]) else adamw
+
+        return jax.tree_util.tree_map_with_path(leaf, placements)
+
+    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
+        """Return the update of matrices; its collectives are those of `moezoo.optim.matrices`."""
+        import optax
+
+        def init(parameters: PyTree) -> MuonState:
+            return MuonState(jax.tree.map(lambda p: jnp.zeros_like(p, self.moment_dtype), parameters))
+
+        def update(gradients: PyTree, state: MuonState, parameters: PyTree) -> tuple[PyTree, MuonState]:
+            momentum = jax.tree.map(
+                lambda g, m: (_wide(g) + self.momentum * _wide(m)).astype(m.dtype), gradients, state.momentum
+            )
+            directions = orthogonalised(
+                placements,
+                lambda g, m: _wide(g) + self.momentum * _wide(m),
+                (gradients, momentum),
+                self.orthogonal_dtype,
+                self.per_head,
+            )
+            updates = jax.tree.map(lambda d, p: d + self.weight_decay * _wide(p), directions, parameters)
+            return updates, MuonState(momentum)
+
+        return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  (optax's names differ)
+
+    def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
+        """Return what orthogonalising takes; a line for each way in which matrices become whole."""
+        found = list(routes(placements, parameters, self.per_head, ways))
+        total = work(found, self.orthogonal_dtype)
+        return dataclasses.replace(total, lines=tuple(_lines(found)))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _lines(found: list[Route]) -> list[str]:
+    """Describe each way in which matrices become whole, with the arrays that take it."""
+    arrays: dict[str, list[str]] = {}
+    for route in found:
+        ways = [f"{_WORDS[stage.collective]} over {' '.join(stage.axes)}" for stage in route.stages]
+        words = ", then ".join(ways) if ways else "whole on each device, nothing moves"
+        names = arrays.setdefault(words, [])
+        for path in route.paths:
+            if (name := short_name(path)) not in names:
+                names.append(name)
+    return [f"orthogonalised {words}: {', '.join(names)}" for words, names in arrays.items()]
+
+
+_WORDS = {"all_gather": "after one gather per matrix", "all_to_all": "by all-to-alls of whole matrices"}
+
+
+def _matching(key: str, patterns: tuple[str, ...], paths: list[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+        here = {path for path in paths if expression.fullmatch(path)}
+        if not here:
+            raise UserError(f"{key}: {show(pattern)} matches no parameter; {nearest(pattern, paths)}")
+        found |= here
+    return found

@@ -1,0 +1,262 @@
+"""Muon against plain loops over layers, experts and heads; its collectives; which part updates which parameter."""
+
+import dataclasses
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cover import MESHES, model, rules
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moezoo
+from moezoo.optim import AdamW, Constant, Muon, Optimizer
+from moezoo.optim.newton_schulz import orthogonalise
+from moezoo.parallel.axes import trainable_mask
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import Row, Traffic, TrafficTable
+
+RATE, DECAY, UPDATES = 0.1, 0.3, 3
+RULE = Muon(learning_rate=RATE, weight_decay=DECAY, clip_norm=None, epsilon=1e-2)
+# Names of the dimensions of each array that Muon updates, without `layer`: m numbers matrices, i inputs, o outputs.
+# Down-projections of latents, attention's output and MLPs are whole matrices, up-projections have one per head.
+_DIMS = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_down": "io", "kv_down": "io"}
+_DIMS |= {"query_up": "imo", "key_up": "imo", "value_up": "imo", "gate": "io", "up": "io", "down": "io"}
+_PER_HEAD = _DIMS | dict.fromkeys(("query", "key", "value"), "imo")
+
+
+def newton_schulz(matrix: np.ndarray) -> np.ndarray:
+    """Return the orthogonalised matrix by the published steps, in the dtype of `matrix`."""
+    x = matrix / (np.linalg.norm(matrix) + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ (a @ x)
+    return x
+
+
+def directions(path: str, mix: np.ndarray, dims: dict[str, str]) -> np.ndarray:
+    """Return the scaled, orthogonalised matrices of an array, one by one."""
+    letters = dims[path.rpartition(".")[2]]
+    letters = "m" * (mix.ndim - len(letters)) + letters  # layers, then experts
+    order = [i for letter in "mio" for i, found in enumerate(letters) if found == letter]
+    sizes = {letter: int(np.prod([mix.shape[i] for i, found in enumerate(letters) if found == letter])) for letter in "mio"}
+    matrices = mix.transpose(order).reshape(sizes["m"], sizes["i"], sizes["o"])
+    done = [0.2 * max(sizes["i"], sizes["o"]) ** 0.5 * newton_schulz(matrix) for matrix in matrices]
+    return np.stack(done).reshape([mix.shape[i] for i in order]).transpose(np.argsort(order))
+
+
+def gradients(tree: Any, number: int) -> Any:
+    """Return random gradients; the experts that get no token have none."""
+    rng = np.random.default_rng(number)
+
+    def leaf(path: Any, x: Any) -> np.ndarray:
+        g = rng.normal(size=x.shape).astype(np.float32)
+        if "experts" in jax.tree_util.keystr(path):
+            g[:, 1] = 0
+        return g
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def by_loops(parameters: Any, dims: dict[str, str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return parameters that Muon updates after some updates, and their last update relative to the rate."""
+    values = {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(parameters)}
+    last: dict[str, np.ndarray] = {}
+    momentum = {name: np.zeros_like(x) for name, x in values.items()}
+    for number in range(UPDATES):
+        given = {jax.tree_util.keystr(p): g for p, g in jax.tree_util.tree_leaves_with_path(gradients(parameters, number))}
+        for name, g in given.items():
+            if not muons(name):
+                continue
+            momentum[name] = np.float32(0.95) * momentum[name] + g
+            direction = directions(name, g + np.float32(0.95) * momentum[name], dims)
+            last[name] = direction + DECAY * values[name]
+            values[name] = values[name] - RATE * last[name]
+    return {name: values[name] for name in last}, last
+
+
+def muons(path: str) -> bool:
+    """Return whether Muon updates a parameter: the matrices of attention, MLPs and experts."""
+    inner = re.search(r"\.(attention|feed_forward)\.(?!router)", path) is not None
+    return inner and not path.endswith((".scale", "_bias"))
+
+
+class Updated:
+    """The parameters after updates on a mesh, by the optimiser inside `shard_map`, and the traffic of one update."""
+
+    def __init__(self, rule: Muon, family: str, mesh: str, layout: str):
+        execution = moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules()[layout])
+        start = model(family)
+        placements = execution.placements(start)
+        self.parameters = eqx.filter(start, trainable_mask(start))
+        kept = eqx.filter(placements, trainable_mask(start))
+        optimizer = Optimizer(rule, Constant(), UPDATES, placements)
+        specs = jax.tree.map(lambda p: p.spec, kept)
+        states = jax.tree.map(lambda p: p.spec, optimizer.placements(self.parameters, kept))
+
+        def update(parameters: Any, state: Any, gradient: Any) -> Any:
+            return optimizer.update(gradient, state, parameters, jnp.float32(RATE), jnp.float32(1))
+
+        mapped = jax.jit(
+            jax.shard_map(
+                update, mesh=execution.mesh, in_specs=(specs, states, specs), out_specs=(specs, states)
+            )
+        )
+        self.work = optimizer.work(self.parameters, execution.ways)
+        parameters, state = self.parameters, optimizer.init(self.parameters)
+        self.traffic = collective_traffic(mapped.trace(parameters, state, parameters).jaxpr)
+        for number in range(UPDATES):
+            self.before = parameters
+            parameters, state = mapped(parameters, state, gradients(self.parameters, number))
+        self.after, self.state = parameters, state
+
+    def check(self, dims: dict[str, str]) -> None:
+        """Assert that the loops give the same last update of each matrix."""
+        _, wanted = by_loops(self.parameters, dims)
+        after, before = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (self.after, self.before))
+        found = {
+            name: (np.asarray(before[path], np.float64) - np.asarray(after[path], np.float64)) / RATE
+            for path in before
+            if muons(name := jax.tree_util.keystr(path))
+        }
+        assert found.keys() == wanted.keys()
+        for name, update in wanted.items():
+            assert abs(found[name] - update).max() < TOLERANCE * abs(update).max(), name
+
+
+# Orthogonalising enlarges roundings by up to 3.4445^5 = 485 where singular values are small. A random matrix of at
+# most 24 x 40 has them down to about 1/100 of its Frobenius norm, so roundings of 6e-8 grow to about 3e-6.
+TOLERANCE = 1e-5
+LAYOUTS = (
+    ("mixtral", "single", "fsdp_ep"),
+    ("mixtral", "fsdp8", "fsdp_ep"),
+    ("deepseek", "fsdp2_ep4", "fsdp_ep"),
+    ("deepseek", "fsdp2_ep4", "shard_exp_on_fsdp"),
+    ("qwen3_moe", "fsdp2_ep2_context2", "cp_as_ep"),
+    ("olmoe", "data2_fsdp2_ep2", "ep_as_dp"),
+    ("qwen3_moe_periodic", "ep8", "ep_as_cp"),
+)
+
+
+@pytest.mark.parametrize(("family", "mesh", "layout"), LAYOUTS)
+def test_updates_are_those_of_loops_over_matrices(family, mesh, layout):
+    per_head = family == "qwen3_moe"
+    done = Updated(dataclasses.replace(RULE, per_head=per_head), family, mesh, layout)
+    done.check(_PER_HEAD if per_head else _DIMS)
+    formula = TrafficTable()
+    for move, times in done.work.moves:
+        formula.add(
+            Row("orthogonalise", "outside", move.collective, move.axes), Traffic(times, times * move.received_bytes)
+        )
+    assert done.traffic == formula
+    if layout == "shard_exp_on_fsdp":  # experts are whole, so nothing moves over fsdp alone
+        assert all(set(row.axes) == {"fsdp", "expert"} for row in done.traffic)
+    assert bool(done.traffic) == (mesh != "single")
+
+
+def test_an_expert_without_tokens_moves_by_momentum_and_decay_alone():
+    """Without any gradient, an expert's momentum stays zero and only decay moves it."""
+    done = Updated(RULE, "mixtral", "fsdp8", "fsdp_ep")
+    for tree in ("gate", "up", "down"):
+        before, after = (
+            np.asarray(getattr(t.stacks[0].blocks[0].feed_forward.experts, tree))[:, 1] for t in (done.before, done.after)
+        )
+        np.testing.assert_allclose(after, before * (1 - RATE * DECAY), rtol=2e-7)
+
+
+def test_optax_is_a_second_witness():
+    """optax averages momentum with a bias correction. Its first update has the same direction: both are those of g."""
+    g = jnp.asarray(np.random.default_rng(0).normal(size=(16, 40)), jnp.float32)
+    witness = optax.contrib.muon(1.0, ns_coeffs=(3.4445, -4.7750, 2.0315), consistent_rms=0.2, weight_decay=0.0)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        update, _ = witness.update({"w": g}, witness.init({"w": g}), {"w": g})
+    wanted = directions("w", np.asarray(g), {"w": "io"})
+    np.testing.assert_allclose(-update["w"], wanted, atol=TOLERANCE * abs(wanted).max())
+
+
+@given(st.integers(0, 1000), st.floats(-2.6, 0.0))
+def test_singular_values_end_near_one(seed, smallest):
+    """Values above 1/500 of the Frobenius norm come out between 0.5 and 1.3."""
+    rng = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(rng.normal(size=(n, 8)))[0] for n in (8, 24))
+    values = np.geomspace(1, 10**smallest, 8)
+    values = values / np.linalg.norm(values)
+    x = (left * values) @ right.T
+    done = np.linalg.svd(_compiled(jnp.asarray(x[None], jnp.float32))[0], compute_uv=False)
+    wanted = values > 1 / 500
+    assert (done[: wanted.sum()] > 0.5).all() or not wanted.any()
+    assert done.max() < 1.3
+    assert not np.asarray(_compiled(jnp.zeros((1, 8, 24)))).any()
+
+
+_compiled = jax.jit(orthogonalise)
+
+
+def test_bfloat16_orthogonalises_roughly():
+    """bfloat16 rounds by 1/256, and five steps of three products each add up: about one part in ten of the largest."""
+    x = np.random.default_rng(0).normal(size=(2, 8, 24)).astype(np.float32)
+    exact = np.stack([newton_schulz(matrix) for matrix in x])
+    found = np.asarray(orthogonalise(jnp.asarray(x, jnp.bfloat16)), np.float32)
+    assert 0 < abs(found - exact).max() < 0.1 * abs(exact).max()
+
+
+def _groups(rule: Muon, family: str = "deepseek") -> dict[str, str]:
+    start = model(family)
+    tree = rule.assign(moezoo.Execution().placements(start))
+    return {jax.tree_util.keystr(path): group.name for path, group in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_matrices_of_layers_are_muons_by_default():
+    found = _groups(RULE)
+    assert {path for path, name in found.items() if name == "muon"} == {path for path in found if muons(path)}
+
+
+def test_patterns_choose_the_other_part():
+    found = _groups(dataclasses.replace(RULE, muon=("*.router.weight", ".unembedding.weight"), adamw=("*.kv_down",)))
+    assert all(name == "muon" for path, name in found.items() if path.endswith(("router.weight", "unembedding.weight")))
+    assert all(name == "adamw" for path, name in found.items() if path.endswith(".kv_down"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"adamw": ("*.querry",)}, ["optimizer.adamw", "*.querry", "no parameter"]),
+        ({"muon": (".embedding.weight",)}, ["optimizer.muon", ".embedding.weight", "embedding"]),
+        ({"muon": ("*.out",), "adamw": ("*.attention.out",)}, ["both", ".attention.out"]),
+    ],
+)
+def test_refuses_patterns_that_choose_nothing_or_no_matrix(changes, words):
+    with pytest.raises(moezoo.UserError) as caught:
+        _groups(dataclasses.replace(RULE, **changes))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("rule", [AdamW(moment_dtype="bfloat16"), Muon(moment_dtype="bfloat16")])
+def test_moments_are_kept_in_bfloat16(rule):
+    """The first update differs only by the rounding of moments, 1/256, times a rate of 0.1 and a few units."""
+    parameters = {"w": jnp.ones((4, 6)), "b": jnp.ones(4)}
+    axes = {"w": _placement("WEIGHT", ("embed",), ("mlp",)), "b": _placement("BIAS", ("embed",), ())}
+    changed = {}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = Optimizer(dataclasses.replace(rule, moment_dtype=dtype), Constant(), UPDATES, axes)
+        state = optimizer.init(parameters)
+        rng = np.random.default_rng(0)
+        given = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), parameters)
+        changed[dtype], state = jax.jit(optimizer.update)(given, state, parameters, jnp.float32(0.1), jnp.float32(1))
+        kept = {x.dtype.name for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
+        assert kept == {dtype}
+    for one, other in zip(*map(jax.tree.leaves, changed.values()), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-3)
+
+
+def _placement(role: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
+    from moezoo.parallel.axes import Axes, Role
+    from moezoo.parallel.placement import Placement
+
+    none = ((),) * len(inputs + outputs)
+    return Placement(Axes(Role[role], (), inputs, outputs), none, none, 1)
