@@ -1,5 +1,7 @@
 import dataclasses
+import functools
 import itertools
+import operator
 
 import pytest
 
@@ -25,7 +27,16 @@ def test_yaml_agrees_with_the_defaults_of_the_dataclass(group):
         assert mapping.pop(tag) == option
         # A laptop-sized model has the defaults of its dataclass; the other entries list every key, with help.
         assert set(mapping) == (set() if group == "model" else {field.name for field in dataclasses.fields(kind)})
-        assert convert(kind, mapping, group) == kind()
+        assert convert(kind, resolved(mapping, read_yaml(CONF / "train.yaml")), group) == kind()
+
+
+def resolved(part, mapping):
+    """Return an entry with the values in `mapping` of the keys that it refers to, as in ${execution.dtype}."""
+    if isinstance(part, dict):
+        return {key: resolved(value, mapping) for key, value in part.items()}
+    if isinstance(part, str) and part.startswith("${"):
+        return functools.reduce(operator.getitem, part[2:-1].split("."), mapping)
+    return part
 
 
 def test_train_yaml_agrees_with_the_settings():
@@ -44,6 +55,7 @@ def test_every_entry_of_every_group_composes():
         for group, name in chosen.items():
             path = CONF / group / f"{name}.yaml"
             entry = {key: value for key, value in read_yaml(path).items() if key != "defaults"}
+            entry = resolved(entry, mapping)
             assert holds(mapping, entry if path.read_text().startswith(PACKAGE) else {group: entry})
 
 

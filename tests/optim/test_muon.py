@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 import pytest
 from cover import MESHES, model, rules
 from hypothesis import given
@@ -23,31 +24,6 @@ from moezoo.parallel.traffic import Row, Traffic, TrafficTable
 
 RATE, DECAY, UPDATES = 0.1, 0.3, 3
 RULE = Muon(learning_rate=RATE, weight_decay=DECAY, clip_norm=None, epsilon=1e-2)
-# Names of the dimensions of each array that Muon updates, without `layer`: m numbers matrices, i inputs, o outputs.
-# Down-projections of latents, attention's output and MLPs are whole matrices, up-projections have one per head.
-_DIMS = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_down": "io", "kv_down": "io"}
-_DIMS |= {"query_up": "imo", "key_up": "imo", "value_up": "imo", "gate": "io", "up": "io", "down": "io"}
-_PER_HEAD = _DIMS | dict.fromkeys(("query", "key", "value"), "imo")
-
-
-def newton_schulz(matrix: np.ndarray) -> np.ndarray:
-    """Return the orthogonalised matrix by the published steps, in the dtype of `matrix`."""
-    x = matrix / (np.linalg.norm(matrix) + 1e-7)
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ (a @ x)
-    return x
-
-
-def directions(path: str, mix: np.ndarray, dims: dict[str, str]) -> np.ndarray:
-    """Return the scaled, orthogonalised matrices of an array, one by one."""
-    letters = dims[path.rpartition(".")[2]]
-    letters = "m" * (mix.ndim - len(letters)) + letters  # layers, then experts
-    order = [i for letter in "mio" for i, found in enumerate(letters) if found == letter]
-    sizes = {letter: int(np.prod([mix.shape[i] for i, found in enumerate(letters) if found == letter])) for letter in "mio"}
-    matrices = mix.transpose(order).reshape(sizes["m"], sizes["i"], sizes["o"])
-    done = [0.2 * max(sizes["i"], sizes["o"]) ** 0.5 * newton_schulz(matrix) for matrix in matrices]
-    return np.stack(done).reshape([mix.shape[i] for i in order]).transpose(np.argsort(order))
 
 
 def gradients(tree: Any, number: int) -> Any:
@@ -63,21 +39,28 @@ def gradients(tree: Any, number: int) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def by_loops(parameters: Any, dims: dict[str, str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return parameters that Muon updates after some updates, and their last update relative to the rate."""
-    values = {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(parameters)}
+def direction(path: str, mix: np.ndarray, per_head: bool) -> np.ndarray:
+    """Return the oracle's direction for an array of the model, in float64."""
+    return oracle.muon_direction(path.rpartition(".")[2], mix.astype(np.float64), per_head)
+
+
+def by_loops(parameters: Any, per_head: bool) -> dict[str, np.ndarray]:
+    """Return the last of some updates of every array that Muon updates, relative to the rate."""
+    values = {path: np.asarray(x, np.float64) for path, x in by_path(parameters).items() if muons(path)}
     last: dict[str, np.ndarray] = {}
-    momentum = {name: np.zeros_like(x) for name, x in values.items()}
+    momentum = {path: np.zeros_like(x) for path, x in values.items()}
     for number in range(UPDATES):
-        given = {jax.tree_util.keystr(p): g for p, g in jax.tree_util.tree_leaves_with_path(gradients(parameters, number))}
-        for name, g in given.items():
-            if not muons(name):
-                continue
-            momentum[name] = np.float32(0.95) * momentum[name] + g
-            direction = directions(name, g + np.float32(0.95) * momentum[name], dims)
-            last[name] = direction + DECAY * values[name]
-            values[name] = values[name] - RATE * last[name]
-    return {name: values[name] for name in last}, last
+        given = by_path(gradients(parameters, number))
+        for path in values:
+            momentum[path] = 0.95 * momentum[path] + given[path]
+            last[path] = direction(path, given[path] + 0.95 * momentum[path], per_head) + DECAY * values[path]
+            values[path] = values[path] - RATE * last[path]
+    return last
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def muons(path: str) -> bool:
@@ -103,9 +86,7 @@ class Updated:
             return optimizer.update(gradient, state, parameters, jnp.float32(RATE), jnp.float32(1))
 
         mapped = jax.jit(
-            jax.shard_map(
-                update, mesh=execution.mesh, in_specs=(specs, states, specs), out_specs=(specs, states)
-            )
+            jax.shard_map(update, mesh=execution.mesh, in_specs=(specs, states, specs), out_specs=(specs, states))
         )
         self.work = optimizer.work(self.parameters, execution.ways)
         parameters, state = self.parameters, optimizer.init(self.parameters)
@@ -115,18 +96,13 @@ class Updated:
             parameters, state = mapped(parameters, state, gradients(self.parameters, number))
         self.after, self.state = parameters, state
 
-    def check(self, dims: dict[str, str]) -> None:
+    def check(self, per_head: bool) -> None:
         """Assert that the loops give the same last update of each matrix."""
-        _, wanted = by_loops(self.parameters, dims)
-        after, before = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (self.after, self.before))
-        found = {
-            name: (np.asarray(before[path], np.float64) - np.asarray(after[path], np.float64)) / RATE
-            for path in before
-            if muons(name := jax.tree_util.keystr(path))
-        }
-        assert found.keys() == wanted.keys()
-        for name, update in wanted.items():
-            assert abs(found[name] - update).max() < TOLERANCE * abs(update).max(), name
+        wanted, before, after = by_loops(self.parameters, per_head), by_path(self.before), by_path(self.after)
+        assert wanted.keys() == {path for path in before if muons(path)}
+        for path, update in wanted.items():
+            found = (np.asarray(before[path], np.float64) - np.asarray(after[path], np.float64)) / RATE
+            assert abs(found - update).max() < TOLERANCE * abs(update).max(), path
 
 
 # Orthogonalising enlarges roundings by up to 3.4445^5 = 485 where singular values are small. A random matrix of at
@@ -147,7 +123,7 @@ LAYOUTS = (
 def test_updates_are_those_of_loops_over_matrices(family, mesh, layout):
     per_head = family == "qwen3_moe"
     done = Updated(dataclasses.replace(RULE, per_head=per_head), family, mesh, layout)
-    done.check(_PER_HEAD if per_head else _DIMS)
+    done.check(per_head)
     formula = TrafficTable()
     for move, times in done.work.moves:
         formula.add(
@@ -164,7 +140,8 @@ def test_an_expert_without_tokens_moves_by_momentum_and_decay_alone():
     done = Updated(RULE, "mixtral", "fsdp8", "fsdp_ep")
     for tree in ("gate", "up", "down"):
         before, after = (
-            np.asarray(getattr(t.stacks[0].blocks[0].feed_forward.experts, tree))[:, 1] for t in (done.before, done.after)
+            np.asarray(getattr(t.stacks[0].blocks[0].feed_forward.experts, tree))[:, 1]
+            for t in (done.before, done.after)
         )
         np.testing.assert_allclose(after, before * (1 - RATE * DECAY), rtol=2e-7)
 
@@ -175,8 +152,8 @@ def test_optax_is_a_second_witness():
     witness = optax.contrib.muon(1.0, ns_coeffs=(3.4445, -4.7750, 2.0315), consistent_rms=0.2, weight_decay=0.0)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         update, _ = witness.update({"w": g}, witness.init({"w": g}), {"w": g})
-    wanted = directions("w", np.asarray(g), {"w": "io"})
-    np.testing.assert_allclose(-update["w"], wanted, atol=TOLERANCE * abs(wanted).max())
+    wanted, (found,) = direction(".gate", np.asarray(g), per_head=False), jax.tree.leaves(update)
+    np.testing.assert_allclose(-found, wanted, atol=TOLERANCE * abs(wanted).max())
 
 
 @given(st.integers(0, 1000), st.floats(-2.6, 0.0))
@@ -200,7 +177,7 @@ _compiled = jax.jit(orthogonalise)
 def test_bfloat16_orthogonalises_roughly():
     """bfloat16 rounds by 1/256, and five steps of three products each add up: about one part in ten of the largest."""
     x = np.random.default_rng(0).normal(size=(2, 8, 24)).astype(np.float32)
-    exact = np.stack([newton_schulz(matrix) for matrix in x])
+    exact = np.stack([oracle.orthogonalise(matrix) for matrix in x])
     found = np.asarray(orthogonalise(jnp.asarray(x, jnp.bfloat16)), np.float32)
     assert 0 < abs(found - exact).max() < 0.1 * abs(exact).max()
 
@@ -208,7 +185,7 @@ def test_bfloat16_orthogonalises_roughly():
 def _groups(rule: Muon, family: str = "deepseek") -> dict[str, str]:
     start = model(family)
     tree = rule.assign(moezoo.Execution().placements(start))
-    return {jax.tree_util.keystr(path): group.name for path, group in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path: group.name for path, group in by_path(tree).items()}
 
 
 def test_matrices_of_layers_are_muons_by_default():
@@ -236,6 +213,16 @@ def test_refuses_patterns_that_choose_nothing_or_no_matrix(changes, words):
     assert all(word in str(caught.value) for word in words)
 
 
+def test_matrices_are_orthogonalised_in_the_dtype_of_layers_unless_set():
+    for words, dtype in (([], "float32"), (["model=mixtral_8x7b"], "bfloat16")):
+        rule = moezoo.compose("optimizer=muon", *words).optimizer
+        assert isinstance(rule, Muon)
+        assert rule.orthogonal_dtype == dtype
+    rule = moezoo.compose("optimizer=muon", "model=mixtral_8x7b", "optimizer.orthogonal_dtype=float32").optimizer
+    assert isinstance(rule, Muon)
+    assert rule.orthogonal_dtype == "float32"
+
+
 @pytest.mark.parametrize("rule", [AdamW(moment_dtype="bfloat16"), Muon(moment_dtype="bfloat16")])
 def test_moments_are_kept_in_bfloat16(rule):
     """The first update differs only by the rounding of moments, 1/256, times a rate of 0.1 and a few units."""
@@ -245,8 +232,7 @@ def test_moments_are_kept_in_bfloat16(rule):
     for dtype in ("float32", "bfloat16"):
         optimizer = Optimizer(dataclasses.replace(rule, moment_dtype=dtype), Constant(), UPDATES, axes)
         state = optimizer.init(parameters)
-        rng = np.random.default_rng(0)
-        given = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), parameters)
+        given = gradients(parameters, 0)
         changed[dtype], state = jax.jit(optimizer.update)(given, state, parameters, jnp.float32(0.1), jnp.float32(1))
         kept = {x.dtype.name for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
         assert kept == {dtype}

@@ -352,3 +352,60 @@ class AdamW:
             decay = 0 if name == "embedding" or name.endswith(("norm", "bias")) else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new
+
+
+# What Muon orthogonalises, by the oracle's names: i and o number inputs and outputs, m numbers matrices of their own.
+# Dimensions before these number layers, and experts where the array has them.
+_MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_down": "io", "kv_down": "io"}
+_MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
+_MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
+
+
+def orthogonalise(matrix: np.ndarray) -> np.ndarray:
+    """Return five Newton-Schulz steps (Jordan et al., 2024)."""
+    x = matrix / (np.linalg.norm(matrix) + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
+
+
+def muon_direction(name: str, mix: np.ndarray, per_head: bool) -> np.ndarray:
+    """Return the orthogonalised matrices of an array, one by one, times 0.2 sqrt(max(inputs, outputs))."""
+    letters = "imo" if per_head and name in ("query", "key", "value") else _MATRICES[name]
+    letters = "m" * (mix.ndim - len(letters)) + letters
+    order = [dim for letter in "mio" for dim, found in enumerate(letters) if found == letter]
+    shape = [mix.shape[dim] for dim in order]
+    inputs, outputs = (
+        math.prod(size for size, x in zip(mix.shape, letters, strict=True) if x == side) for side in "io"
+    )
+    result = np.empty((math.prod(shape) // (inputs * outputs), inputs, outputs))
+    for i, matrix in enumerate(mix.transpose(order).reshape(result.shape)):
+        result[i] = 0.2 * math.sqrt(max(inputs, outputs)) * orthogonalise(matrix)
+    return result.reshape(shape).transpose(np.argsort(order))
+
+
+@dataclass
+class Muon:
+    """Muon (Jordan et al., 2024; Liu et al., 2025) for the matrices of layers, and `adamw` for the rest."""
+
+    momentum: float
+    per_head: bool
+    adamw: AdamW
+    buffers: Parameters
+
+    def update(self, parameters: Parameters, outcome: Outcome, rate: float) -> Parameters:
+        """Return the new parameters, and keep the new moments in this object."""
+        new, adamw = self.adamw.update(parameters, outcome, rate), self.adamw
+        clip = min(1.0, adamw.clip_norm / outcome.gradient_norm)
+        for name in self.buffers:
+            g = outcome.gradients[name] * clip
+            self.buffers[name] = self.momentum * self.buffers[name] + g
+            direction = muon_direction(name, g + self.momentum * self.buffers[name], self.per_head)
+            new[name] = parameters[name] - rate * (direction + adamw.weight_decay * parameters[name])
+        return new
+
+
+def muon_names(parameters: Parameters) -> list[str]:
+    """Return the names of the arrays that Muon updates by default."""
+    return [name for name in parameters if name in _MATRICES]

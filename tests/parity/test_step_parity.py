@@ -29,8 +29,9 @@ from running import STEPS, CompiledStep, expected, oracle_family, parameters_of,
 from table import write_section
 
 from moezoo.analysis.cost import communication
-from moezoo.optim import AdamW, Cosine, Optimizer
+from moezoo.optim import AdamW, Cosine, Muon, Optimizer
 from moezoo.parallel.axes import trainable_mask
+from moezoo.parallel.traces import collective_traffic
 
 # float32 rounds by up to 6e-8 of a number. A gradient here is the result of about forty operations in a row, with sums
 # of a few hundred terms at most. Together they round by about 1e-6 of an array's largest value; the tolerance is ten
@@ -247,6 +248,48 @@ def test_adamw(case):
         assert worst_error(parameters_of(family, adam.nu), oracle_adamw.second) < TOLERANCE
         assert worst_error(parameters_of(family, compiled.state.model), parameters) < TOLERANCE
     assert min(norms) < 2.5 < max(norms)  # some steps clip and some do not
+
+
+# Orthogonalising enlarges the rounding of gradients by up to 3.4445^5 = 485 where singular values are small: 485 times
+# 1e-6 of an array's largest value.
+MUON_TOLERANCE = 5e-4
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gather", "single", "fsdp_ep", "full", 1, "batch"),
+        Case("ring", "fsdp8", "fsdp_ep", "full", 2, "batch", "olmoe"),
+        Case("ring", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 1, "batch", "deepseek"),
+        Case("ragged", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek"),
+        Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "batch", "qwen3_moe"),
+        Case("capacity", "data2_fsdp2_ep2", "ep_as_dp", "full", 1, "batch", "deepseek_v2"),
+    ],
+    ids=str,
+)
+def test_muon(case):
+    """As `test_adamw`, with queries, keys and values by head where attention is grouped; and the step's collectives."""
+    family, per_head = case.family, case.family == "qwen3_moe"
+    peak = 0.015 if family in ("qwen3_moe", "olmoe") else 0.02  # rates with which no choice of experts becomes a tie
+    rule = Muon(peak, per_head=per_head, beta1=0.8, beta2=0.9, epsilon=1e-2, weight_decay=0.5, clip_norm=2.5)
+    optimizer = Optimizer(rule, Cosine(warmup_steps=1), STEPS, case.execution.placements(model(family)))
+    compiled = CompiledStep(case, optimizer)
+    traffic = collective_traffic(compiled.step.traced.jaxpr)
+    assert traffic.outline(2) == communication(replace(case.settings, optimizer=rule))
+
+    settings, parameters = oracle_family(family, "batch"), parameters_of(family, model(family))
+    zeros = {name: np.zeros_like(p) for name, p in parameters.items()}
+    adamw = oracle.AdamW(0.8, 0.9, 1e-2, 0.5, 2.5, dict(zeros), dict(zeros))
+    wanted = oracle.Muon(0.95, per_head, adamw, {name: zeros[name] for name in oracle.muon_names(parameters)})
+    for number in range(STEPS):
+        outcome = oracle.differentiate(parameters, batch(number), case.microbatches, settings)
+        settings = settings.after_step(outcome.load)
+        parameters = wanted.update(parameters, outcome, oracle.cosine_rate(peak, 1, STEPS, 0.1, number))
+        metrics = compiled(number)
+        assert float(metrics.loss) == pytest.approx(outcome.loss, rel=MUON_TOLERANCE)
+        assert float(metrics.gradient_norm) == pytest.approx(outcome.gradient_norm, rel=MUON_TOLERANCE)
+        np.testing.assert_array_equal(metrics.load, outcome.load)
+        assert worst_error(parameters_of(family, compiled.state.model), parameters) < MUON_TOLERANCE
 
 
 def thinned_product() -> list[Case]:
