@@ -151,7 +151,8 @@ def optimizer_lines(cfg: TrainConfig, execution: Execution, step: Step) -> list[
     """List what updates each trained parameter, and what orthogonalising takes, if it is done."""
     trained = eqx.filter(step.arguments[0].model, step.trained)
     groups = step.optimizer.names(trained)
-    rule = next(name for name, kind in UPDATE_RULES.items() if type(cfg.optimizer) is kind)
+    kind = type(cfg.optimizer)
+    rule = next((name for name, known in UPDATE_RULES.items() if known is kind), kind.__name__)
     if len(groups) == 1:
         return [f"{rule}: all parameters"]
     work = step.optimizer.work(trained, execution.ways)
