@@ -22,7 +22,6 @@ from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models.choice import Compared, compare
-from moezoo.optim import UPDATE_RULES
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
@@ -147,14 +146,12 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
     ]
 
 
-def optimizer_lines(cfg: TrainConfig, execution: Execution, step: Step) -> list[str]:
-    """List what updates each trained parameter, and what orthogonalising takes, if it is done."""
+def optimizer_lines(execution: Execution, step: Step) -> list[str]:
+    """List what updates which parameters, and what orthogonalising takes, where several rules do."""
     trained = eqx.filter(step.arguments[0].model, step.trained)
     groups = step.optimizer.names(trained)
-    kind = type(cfg.optimizer)
-    rule = next((name for name, known in UPDATE_RULES.items() if known is kind), kind.__name__)
     if len(groups) == 1:
-        return [f"{rule}: all parameters"]
+        return []
     work = step.optimizer.work(trained, execution.ways)
     moved = sum(times * move.received_bytes for move, times in work.moves)
     return [
@@ -198,13 +195,13 @@ def summarize(
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
     rows += [
-        *(("optimizer", line) for line in optimizer_lines(cfg, execution, step)),
+        *(("optimizer", line) for line in optimizer_lines(execution, step)),
         ("kernels", kernels_line(execution, cfg.seq_len)),
         (
             "memory",
             f"per device: parameters {_bytes(local_bytes(model, placements.model))}, optimizer "
-            f"{_bytes(local_bytes(state.optimizer, placements.optimizer))}, gradients {_bytes(gradients)}; "
-            "activations not counted",
+            f"{_bytes(local_bytes(state.optimizer, placements.optimizer))}, gradients {_bytes(gradients)}, plus "
+            "activations",
         ),
         *(("traffic", line) for line in traffic_lines(collective_traffic(step.traced.jaxpr))),
         (
