@@ -3,7 +3,8 @@
 Measures: whole training steps on the same batches, alternately.
 Against: the first layout, and the first one on the same mesh; all start from the same parameters.
 Columns: see `LayoutRow`. In the table, `tokens/s` are per device, `speed` is `speed_on_mesh`, `MB` with the names of
-mesh axes is `received_bytes` (axes with less than 5 kB are left out), and `peak MB` is `peak_bytes`.
+mesh axes is `received_bytes` (axes with less than 5 kB are left out), and `peak MB` is `peak_bytes`. Where an optimiser
+orthogonalises, `GFLOP` is `step_flops`, and columns `ortho` are `orthogonal_flops` and `orthogonal_bytes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moezoo.analysis.cost import communication
+from moezoo.bench.train_step import model_flops
 from moezoo.bench.turns import Results, Running, Turns, overrides
 from moezoo.config.overrides import defaults
 from moezoo.parallel.mesh import AXES
@@ -28,23 +30,31 @@ class LayoutRow(Results):
         model: the model as it was named.
         rules: the words that choose the rule set.
         strategy: the words that choose the strategy.
+        optimizer: the words that choose the optimiser, of the layout or of the settings.
         mesh: the mesh axes of more than one device, and their sizes.
         tokens_per_second_per_device: tokens of a batch per median update, divided by the number of devices.
         speed: the first layout's seconds divided by those of this one, the median over updates.
         speed_on_mesh: the same for the first layout on this mesh.
         received_bytes: bytes per device and update that collectives bring, by `moezoo.analysis.cost`, for each set of
             mesh axes that collectives run over together.
+        step_flops: FLOPs of the model per device and update, by `moezoo.bench.train_step.model_flops`.
+        orthogonal_flops, orthogonal_bytes: FLOPs per device and update of orthogonalising matrices, which `step_flops`
+            leaves out; and the bytes that it receives, which `received_bytes` includes.
     """
 
     model: str
     rules: str
     strategy: str
+    optimizer: str
     mesh: str
     settings: str
     tokens_per_second_per_device: float
     speed: float
     speed_on_mesh: float
     received_bytes: dict[str, int]
+    step_flops: float
+    orthogonal_flops: int
+    orthogonal_bytes: int
 
 
 def compare_layouts(
@@ -89,6 +99,7 @@ def _row(model: str, layout: str, settings: str, done: Running, first: Running, 
         "model": model,
         "rules": _words(layout, "rules"),
         "strategy": _words(layout, "dispatch"),
+        "optimizer": _words(f"{settings} {layout}", "optimizer"),
         "mesh": " ".join(f"{axis}={size}" for axis, size in done.cfg.mesh.sizes.items() if size > 1) or "one device",
         "settings": settings,
         **done.results(),
@@ -96,11 +107,14 @@ def _row(model: str, layout: str, settings: str, done: Running, first: Running, 
         "speed": _speed(done, first),
         "speed_on_mesh": _speed(done, on_mesh),
         "received_bytes": received,
+        "step_flops": model_flops(done.cfg) / done.cfg.mesh.devices,
+        "orthogonal_flops": done.update_work.flops,
+        "orthogonal_bytes": done.update_work.received_bytes,
     }
 
 
 def _words(layout: str, group: str) -> str:
-    """Return the words of a layout that choose and set a group; the name of its default if there are none."""
+    """Return those of the words that choose and set a group; the name of its default if there are none."""
     words = [word for word in layout.split() if word.partition("=")[0].partition(".")[0] == group]
     return " ".join(word.removeprefix(f"{group}=") for word in words) or defaults()[group]
 
@@ -117,9 +131,12 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
         # The statistics of routing have axes of their own and few bytes.
         axes = [name for name in _axes(here) if max(row["received_bytes"].get(name, 0) for row in here) >= 5e3]
         drops = ["dropped"] * any(row["dropped"] for row in here)
+        optimizers = ["optimizer"] * (len({row["optimizer"] for row in here}) > 1)
+        orthogonal = any(row["orthogonal_flops"] for row in here)
         table = Table(
-            *("rules", "strategy", "loss", "perplexity", *drops, "tokens/s", "speed"),
+            *("rules", "strategy", *optimizers, "loss", "perplexity", *drops, "tokens/s", "speed"),
             *("MB\n" + name.replace(" ", "\n") for name in axes),
+            *("GFLOP", "ortho\nGFLOP", "ortho\nMB") * orthogonal,
             "peak\nMB",
             title=f"{model} on {mesh} {here[0]['settings']}".strip() + f", {here[0]['updates']} updates",
             caption=None
@@ -129,22 +146,29 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
             box=box.SIMPLE,
             collapse_padding=True,
         )
-        for column in table.columns[2:]:
+        for column in table.columns[2 + len(optimizers) :]:
             column.justify, column.no_wrap = "right", True
         for row in here:
             peak = row["peak_bytes"]
             table.add_row(
                 row["rules"],
                 row["strategy"],
+                *(row["optimizer"] for _ in optimizers),
                 f"{row['loss']:.6f}",
                 f"{row['perplexity']:.3f}",
                 *(f"{row['dropped']:.1%}" for _ in drops),
                 f"{row['tokens_per_second_per_device']:,.0f}",
                 f"{row['speed_on_mesh']:.2f}",
                 *(f"{row['received_bytes'].get(name, 0) / 1e6:.2f}" for name in axes),
+                *_orthogonal(row) * orthogonal,
                 "" if peak is None else f"{peak / 1e6:.1f}",
             )
         console.print(table)
+
+
+def _orthogonal(row: LayoutRow) -> tuple[str, ...]:
+    flops = (f"{number / 1e9:.2f}" for number in (row["step_flops"], row["orthogonal_flops"]))
+    return (*flops, f"{row['orthogonal_bytes'] / 1e6:.2f}")
 
 
 def _axes(rows: Sequence[LayoutRow]) -> list[str]:
@@ -168,7 +192,10 @@ def picture(rows: Sequence[LayoutRow], path: Path) -> None:
         ]
         speed.barh(at, [row["tokens_per_second_per_device"] for row in here], color="0.45")
         _stack(traffic, at, here, axes)
-        speed.set_yticks(at, [f"{row['mesh']}  {row['rules']}, {row['strategy']}" for row in here], fontsize=7)
+        names = [f"{row['mesh']}  {row['rules']}, {row['strategy']}" for row in here]
+        if len({row["optimizer"] for row in here}) > 1:
+            names = [f"{name}, {row['optimizer']}" for name, row in zip(names, here, strict=True)]
+        speed.set_yticks(at, names, fontsize=7)
         speed.set_xlabel(f"{model}: tokens/s per device", fontsize=8)
         traffic.set_xlabel("MB received per device and update", fontsize=8)
         for panel in (speed, traffic):

@@ -33,8 +33,7 @@ def train_steps(
 ) -> Iterator[Measurement]:
     """Time the steps of all `settings` alternately; each is a string of overrides.
 
-    FLOPs of a step are those of the model: 6 per token and active parameter in a product, plus those of attention over
-    the keys that a query sees. FLOPs of rematerialisation do not count.
+    FLOPs of a step are those of `model_flops`.
     """
     configs = {words: compose(*words.split(), *([f"execution.dtype={dtype}"] if dtype else [])) for words in settings}
     start(max(cfg.mesh.devices for cfg in configs.values()))
@@ -52,7 +51,7 @@ def train_steps(
         product = jax.jit(jnp.matmul).lower(x, w).compile()
         calls[MATMUL] = partial(_wait, product, x, w)
         timings = measure(calls, seconds=seconds, samples=samples)
-        flops = {words: _flops(cfg) for words, cfg in same.items()} | {MATMUL: 2.0 * t * k * d * f}
+        flops = {words: model_flops(cfg) for words, cfg in same.items()} | {MATMUL: 2.0 * t * k * d * f}
         for who, timing in timings.items():
             yield make_measurement(
                 part="train_step",
@@ -78,7 +77,11 @@ def _sizes(cfg: TrainConfig) -> tuple[int, int, int, int, int]:
     return cfg.batch_size * cfg.seq_len, m.embed, m.expert_mlp, m.experts, m.experts_per_token
 
 
-def _flops(cfg: TrainConfig) -> float:
+def model_flops(cfg: TrainConfig) -> float:
+    """Return the FLOPs of the model in a step, over all devices: those of rematerialisation do not count.
+
+    They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
+    """
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
     _, active = count_parameters(model_shapes(m), m.experts_per_token)
     window = min(cfg.seq_len, m.window or cfg.seq_len)

@@ -62,6 +62,7 @@ class Running:
         self._compiled = self._step.compile()
         self._state = jax.block_until_ready(build_state(cfg, self.execution, self._step))
         self._peak = peak_bytes(self._compiled)
+        self.update_work = self._step.update_work
         self._loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
         self._seconds: list[float] = []
 

@@ -10,6 +10,7 @@ T counts the tokens of one micro-step over all devices. With `over="sequence"` i
 batch, and the loss is averaged over rows. Padding is never counted.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -58,7 +59,43 @@ class Routing(NamedTuple):
     z_loss: Float[Array, " layer"]
 
 
-def _balance(counts: Array, probabilities: Array, tokens: Array, k: int) -> Array:
+class Balance(NamedTuple):
+    """How evenly a step's assignments use the experts: five float32 numbers for any number of layers and experts.
+
+    | field | meaning |
+    |---|---|
+    | `mean_entropy`, `lowest_entropy` | of the layers' `entropy` / log(experts); 1 when balanced |
+    | `mean_violation`, `max_violation` | of the layers' `max_violation`; 0 when balanced |
+    | `experts_in_use` | share of the experts of all layers that have an assignment |
+
+    A layer of one expert has entropy 1. Without any token the entropies and `experts_in_use` are 0, and violations -1.
+    """
+
+    mean_entropy: Float[Array, ""]
+    lowest_entropy: Float[Array, ""]
+    mean_violation: Float[Array, ""]
+    max_violation: Float[Array, ""]
+    experts_in_use: Float[Array, ""]
+
+
+def balance_of(load: Int[Array, "layer experts"]) -> Balance:
+    """Return the figures of a step from its assignments per layer and expert."""
+    entropy, violation = _evenness(load)
+    experts = load.shape[1]
+    entropy = entropy / math.log(experts) if experts > 1 else (load.sum(1) > 0).astype(jnp.float32)
+    in_use = (load > 0).mean(dtype=jnp.float32)
+    return Balance(entropy.mean(), entropy.min(), violation.mean(), violation.max(), in_use)
+
+
+def _evenness(load: Array) -> tuple[Array, Array]:
+    """Return the entropy of each layer's load, in nats, and largest load / mean load - 1; without tokens 0 and -1."""
+    mean = jnp.maximum(load.sum(1), 1).astype(jnp.float32) / load.shape[1]
+    share = load.astype(jnp.float32) / (mean * load.shape[1])[:, None]
+    entropy = -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(1)
+    return entropy, load.max(1).astype(jnp.float32) / mean - 1
+
+
+def _balance_loss(counts: Array, probabilities: Array, tokens: Array, k: int) -> Array:
     """Return E * sum_e f_e P_e over the last dimension; 0 without tokens."""
     total = jnp.maximum(tokens, 1).astype(jnp.float32)[..., None]
     share = jax.lax.stop_gradient(counts.astype(jnp.float32)) / (k * total)
@@ -75,20 +112,19 @@ def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes,
     if config.over == "sequence":
         # f * P is not linear in the tokens, so the sums of split rows are added before they are multiplied.
         sums = psum_tree(sums, sequence_axes)
-        by_row = _balance(sums.counts, sums.probabilities, sums.tokens, k=k)
+        by_row = _balance_loss(sums.counts, sums.probabilities, sums.tokens, k=k)
         local = (by_row.sum(1), (sums.tokens > 0).sum(1, dtype=jnp.int32), sums.counts.sum(1), sums.tokens.sum(1))
         (balance, rows, load, tokens), z, dropped = psum_tree((local, sums.z, sums.dropped), batch_axes)
         balance = balance / jnp.maximum(rows, 1).astype(jnp.float32)
     else:
         local = (sums.counts.sum(1), sums.probabilities.sum(1), sums.tokens.sum(1), sums.z, sums.dropped)
         load, probabilities, tokens, z, dropped = psum_tree(local, batch_axes + sequence_axes)
-        balance = _balance(load, probabilities, tokens, k=k)
-    mean = jnp.maximum(load.sum(1), 1).astype(jnp.float32) / load.shape[1]
-    share = load.astype(jnp.float32) / (mean * load.shape[1])[:, None]
+        balance = _balance_loss(load, probabilities, tokens, k=k)
+    entropy, violation = _evenness(load)
     return Routing(
         load=load,
-        entropy=-jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(1),
-        max_violation=load.max(1).astype(jnp.float32) / mean - 1,
+        entropy=entropy,
+        max_violation=violation,
         dropped=dropped,
         load_balance_loss=config.load_balance * balance,
         z_loss=config.z_loss * z / jnp.maximum(tokens, 1).astype(jnp.float32),

@@ -4,6 +4,7 @@ from moezoo.optim.adamw import AdamW as AdamW
 from moezoo.optim.base import Group as Group
 from moezoo.optim.base import Schedule as Schedule
 from moezoo.optim.base import UpdateRule as UpdateRule
+from moezoo.optim.base import Work as Work
 from moezoo.optim.constant import Constant as Constant
 from moezoo.optim.cosine import Cosine as Cosine
 from moezoo.optim.muon import Muon as Muon

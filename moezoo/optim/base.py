@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import jax
@@ -27,12 +27,17 @@ class Work:
     Attributes:
         flops: FLOPs of its matrix products.
         moves: Its collectives, each with the number of times that it runs.
-        lines: What the summary of a run says about them.
+        lines: Which parameters it has, for the summary of a run; more than one if it treats them differently.
     """
 
     flops: int = 0
     moves: tuple[tuple[Move, int], ...] = ()
     lines: tuple[str, ...] = ()
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that a device receives by all collectives."""
+        return sum(times * move.received_bytes for move, times in self.moves)
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.moves + other.moves, self.lines + other.lines)
@@ -89,9 +94,17 @@ class Group:
     rate_factor: float = 1.0
 
 
-def short_name(path: str) -> str:
-    """Return a path without the numbers of stacks and blocks: "attention.query"."""
-    return re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "", path).removeprefix(".")
+def short_names(paths: Iterable[str]) -> str:
+    """Return the paths without the numbers of stacks and blocks, and each beginning once: "attention.{query, out}"."""
+    ends: dict[str, dict[str, None]] = {}
+    for path in paths:
+        name = re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "", path).removeprefix(".")
+        start, dot, end = re.sub(r"\.(weight|scale)$", "", name).rpartition(".")
+        ends.setdefault(start + dot, {})[end] = None
+    return ", ".join(
+        start + (f"{{{', '.join(found)}}}" if start and len(found) > 1 else ", ".join(found))
+        for start, found in ends.items()
+    )
 
 
 def decaying(placements: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from moezoo.convert import NotNegative, Positive, Range, show
 from moezoo.errors import UserError, nearest
 from moezoo.optim.adamw import AdamW
-from moezoo.optim.base import Group, UpdateRule, Work, short_name
+from moezoo.optim.base import Group, UpdateRule, Work, short_names
 from moezoo.optim.matrices import Route, orthogonalised, routes, work
 from moezoo.optim.moments import MomentDType
 from moezoo.parallel.axes import Role
@@ -114,7 +114,7 @@ class Muon(UpdateRule):
         return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  (optax's names differ)
 
     def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return what orthogonalising takes; a line for each way in which matrices become whole."""
+        """Return what orthogonalising takes; a line for each way in which matrices become whole, with their names."""
         found = list(routes(placements, parameters, self.per_head, ways))
         total = work(found, self.orthogonal_dtype)
         return dataclasses.replace(total, lines=tuple(_lines(found)))
@@ -125,19 +125,15 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _lines(found: list[Route]) -> list[str]:
-    """Describe each way in which matrices become whole, with the arrays that take it."""
-    arrays: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for route in found:
         ways = [f"{_WORDS[stage.collective]} over {' '.join(stage.axes)}" for stage in route.stages]
-        words = ", then ".join(ways) if ways else "whole on each device, nothing moves"
-        names = arrays.setdefault(words, [])
-        for path in route.paths:
-            if (name := short_name(path)) not in names:
-                names.append(name)
-    return [f"orthogonalised {words}: {', '.join(names)}" for words, names in arrays.items()]
+        words = ", then ".join(ways) if ways else "matrices whole on each device, nothing moves"
+        paths.setdefault(words, []).extend(route.paths)
+    return [f"{words}: {short_names(names)}" for words, names in paths.items()]
 
 
-_WORDS = {"all_gather": "after one gather per matrix", "all_to_all": "by all-to-alls of whole matrices"}
+_WORDS = {"all_gather": "whole matrices by one gather each", "all_to_all": "whole matrices by all-to-alls"}
 
 
 def _matching(key: str, patterns: tuple[str, ...], paths: list[str]) -> set[str]:

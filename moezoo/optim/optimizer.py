@@ -1,5 +1,6 @@
 """Apply update rules and a schedule to one model's parameters, each device to its own shards."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.optim.base import Group, Schedule, UpdateRule, Work, short_name
+from moezoo.optim.base import Group, Schedule, UpdateRule, Work, short_names
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import EVERYWHERE, Placement
 
@@ -80,19 +81,18 @@ class Optimizer:
         }
 
     def work(self, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return the matrix products and collectives of an update, beside clipping; arguments as `UpdateRule.work`."""
-        parts = ((g.rule, self._part(g, self._placements), self._part(g, parameters)) for g in self._transforms)
-        return sum((rule.work(placed, part, ways) for rule, placed, part in parts), Work())
+        """Return the matrix products and collectives of an update, beside clipping; arguments as `UpdateRule.work`.
 
-    def names(self, parameters: PyTree) -> dict[str, list[str]]:
-        """Return the short names of the parameters that each group has."""
-        found: dict[str, list[str]] = {}
+        Its lines name the parameters of each group.
+        """
+        total = Work()
         for group in self._transforms:
-            leaves = jax.tree_util.tree_leaves_with_path(self._part(group, parameters))
-            names = dict.fromkeys(short_name(jax.tree_util.keystr(path)) for path, _ in leaves)
-            if names:
-                found[group.name] = list(names)
-        return found
+            part = self._part(group, parameters)
+            found = group.rule.work(self._part(group, self._placements), part, ways)
+            paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(part)]
+            lines = found.lines or ((short_names(paths),) if paths else ())
+            total += dataclasses.replace(found, lines=tuple(f"{group.name}: {line}" for line in lines))
+        return total
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the learning rate of update number `step` (from 0)."""

@@ -165,7 +165,7 @@ def _row(step: int, metrics: Metrics, tokens_per_second: float, evaluation: Eval
         "tokens_per_second": tokens_per_second,
         "grad_norm": float(values.gradient_norm),
         "learning_rate": float(values.learning_rate),
-        "max_violation": float(values.max_violation),
+        **{name: float(value) for name, value in values.balance._asdict().items()},
         "dropped": int(values.dropped.sum()),
         "skipped": int(values.skipped),
     }

@@ -78,6 +78,52 @@ def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None)
     return figure
 
 
+def routing_picture(history: list[MetricsRow], path: Path) -> None:
+    """Write the picture that `draw_routing` returns to a PNG file."""
+    _save(draw_routing(history), path)
+
+
+def draw_routing(history: list[MetricsRow]) -> Any:
+    """Draw how evenly experts are used by step, and return the matplotlib figure.
+
+    Above: entropy and the share of experts in use, both 1 when balanced; below: violation, 0 when balanced. Rows of
+    metrics.jsonl without these keys, which older versions wrote, leave a gap.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5.2), layout="constrained")
+    panels = figure.subplots(2, sharex=True)
+    steps = [row["step"] for row in history]
+    marker = "" if len(steps) >= _LEAST_SMOOTHED else "."
+    for axes, curves in zip(
+        panels,
+        (
+            (
+                ("mean_entropy", "entropy, mean of layers", "tab:blue", "-"),
+                ("lowest_entropy", "entropy, lowest layer", "tab:blue", ":"),
+                ("experts_in_use", "share of experts in use", "tab:green", "-"),
+            ),
+            (
+                ("mean_violation", "violation, mean of layers", "tab:red", "-"),
+                ("max_violation", "violation, largest layer", "tab:red", ":"),
+            ),
+        ),
+        strict=True,
+    ):
+        for key, label, color, style in curves:
+            values = [np.nan if row.get(key) is None else row[key] for row in history]
+            axes.plot(steps, values, color=color, ls=style, marker=marker, ms=9, label=label)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    panels[0].set_ylim(-0.02, 1.05)
+    panels[0].set_ylabel("1 is balanced")
+    panels[1].set_ylim(bottom=0)
+    panels[1].set_ylabel("largest load / mean load - 1")
+    _mark_integers(panels[1].xaxis)
+    panels[1].set_xlabel("training step")
+    return figure
+
+
 def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
     """Draw the load of every expert, relative to the mean load of its layer.
 

@@ -146,18 +146,15 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
     ]
 
 
-def optimizer_lines(execution: Execution, step: Step) -> list[str]:
+def optimizer_lines(step: Step) -> list[str]:
     """List what updates which parameters, and what orthogonalising takes, where several rules do."""
-    trained = eqx.filter(step.arguments[0].model, step.trained)
-    groups = step.optimizer.names(trained)
-    if len(groups) == 1:
+    work = step.update_work
+    if len(work.lines) == 1:
         return []
-    work = step.optimizer.work(trained, execution.ways)
-    moved = sum(times * move.received_bytes for move, times in work.moves)
     return [
-        *(f"{name}: {', '.join(names)}" for name, names in groups.items()),
         *work.lines,
-        f"orthogonalising takes {work.flops / 1e9:.3g} GFLOP and receives {_bytes(moved)} per device and step",
+        f"orthogonalising takes {work.flops / 1e9:.3g} GFLOP and receives {_bytes(work.received_bytes)} per device and "
+        "step",
     ]
 
 
@@ -195,7 +192,7 @@ def summarize(
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
     rows += [
-        *(("optimizer", line) for line in optimizer_lines(execution, step)),
+        *(("optimizer", line) for line in optimizer_lines(step)),
         ("kernels", kernels_line(execution, cfg.seq_len)),
         (
             "memory",
@@ -258,7 +255,8 @@ def print_results(evaluation: Evaluation, baseline: float | None, sample: Sample
     for name, what in (
         ("metrics.jsonl", "one row per logged step"),
         ("loss.png", "loss by step"),
-        ("expert_load.png", "how evenly experts are used"),
+        ("routing.png", "how evenly experts are used, by step"),
+        ("expert_load.png", "how evenly experts are used, by layer and expert"),
         ("checkpoints", "all that resume=FOLDER needs"),
         ("config.yaml", "the complete configuration"),
         (HELD_OUT_FILE, "names of the validation documents"),
@@ -331,17 +329,27 @@ class Progress:
                 self._warn(row, assignments)
         if "val_loss" in row:
             text += f"  validation {row['val_loss']:.4f}"
-        text += f"  {row['tokens_per_second']:,.0f} tokens/s"
+        routing = _routing(row)
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], description=text)
+            # On a second line: with all of it on one, a terminal of 80 columns has no place for the bar.
+            self._bar.update(self._task, completed=row["step"], description=f"{text}  {speed}\n{routing}")
         else:
-            self._print(f"step {row['step']}/{self._steps}  {text}  {_duration(seconds_left)} left")
+            self._print(f"step {row['step']}/{self._steps}  {text}  {routing}  {speed}  {_duration(seconds_left)} left")
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
             self._bar.console.print(line)
         elif not self._quiet:
             print(line, flush=True)
+
+
+def _routing(row: MetricsRow) -> str:
+    """Tell how evenly experts are used: means over layers, each before the layer that is farthest from balance."""
+    return (
+        f"entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  "
+        f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  used {row['experts_in_use']:.0%}"
+    )
 
 
 def _show_cursor() -> None:

@@ -26,8 +26,8 @@ from moezoo.config.settings import GuardSettings
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
-from moezoo.moe.routing import Routing
-from moezoo.optim import Optimizer
+from moezoo.moe.routing import Balance, Routing, balance_of
+from moezoo.optim import Optimizer, Work
 from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
@@ -53,7 +53,7 @@ class Metrics(NamedTuple):
     - `load_balance_loss`, `z_loss`: with their coefficients, the mean over micro-steps;
     - `gradient_norm`: before clipping;
     - `learning_rate`: as used in this step;
-    - `max_violation`, `dropped`, `load`: as in docs/numbers.md;
+    - `balance`, `dropped`, `load`: how evenly experts are used; assignments lost, and made, over all micro-steps;
     - `skipped`, `skipped_in_a_row`: steps skipped in the run so far, and since the last accepted one.
     """
 
@@ -62,7 +62,7 @@ class Metrics(NamedTuple):
     z_loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
-    max_violation: Float[Array, ""]
+    balance: Balance
     dropped: Int[Array, " layer"]
     load: Int[Array, "layer experts"]
     skipped: Int[Array, ""]
@@ -186,6 +186,11 @@ class Step:
             (self.state_shardings, self.batch_shardings),
         )
 
+    @property
+    def update_work(self) -> Work:
+        """The matrix products and collectives of an update on each device, beside the norm."""
+        return self.optimizer.work(eqx.filter(self.arguments[0].model, self.trained), self._execution.ways)
+
     def begin(self, model: LanguageModel) -> State:
         """Return the first state of a fresh model; call it under `jax.eval_shape` or `jax.jit`, as `build_state`."""
         return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
@@ -203,15 +208,13 @@ class Step:
         with jax.named_scope("optimizer"):
             parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
         micro_steps = batch.tokens.shape[0]
-        load = sums.load.astype(jnp.float32)
         metrics = Metrics(
             loss=loss,
             load_balance_loss=sums.load_balance_loss / micro_steps,
             z_loss=sums.z_loss / micro_steps,
             gradient_norm=norm,
             learning_rate=rate,
-            # The maximum avoids a division by zero in a step without tokens, and changes no other step.
-            max_violation=(load.max(1) / (jnp.maximum(load.sum(1), 1) / load.shape[1])).max() - 1,
+            balance=balance_of(sums.load),
             dropped=sums.dropped,
             load=sums.load,
             skipped=guard.skipped,

@@ -24,7 +24,7 @@ from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, choose, opened
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsRow, read_metrics
-from moezoo.training.pictures import load_picture, loss_picture
+from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.resume import list_changes, read_batch_count
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
@@ -133,6 +133,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
     if distributed.is_first():
         with writing_to("run_dir", folder):
             loss_picture(log.history, folder / "loss.png", unit=source.unit, baseline=prepared.baseline)
+            routing_picture(log.history, folder / "routing.png")
             if loop.loads:
                 steps_shown = f"last {len(loop.loads)} logged steps"
                 load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=steps_shown)

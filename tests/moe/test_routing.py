@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
-from moezoo.moe.routing import LayerSums, RoutingConfig, reduce_routing
+from moezoo.moe.routing import LayerSums, RoutingConfig, balance_of, reduce_routing
 from moezoo.parallel.collectives import psum_tree
 from moezoo.parallel.traces import count_collectives
 
@@ -225,6 +225,37 @@ def test_the_same_on_any_mesh(name, over):
     by_row = over == "sequence"
     reductions = count_collectives(jax.make_jaxpr(mapped)(*arguments))
     assert reductions.total() == 5 + by_row + 5 * (by_row and bool(sequence_axes)), reductions
+
+
+LOADS = st.tuples(st.integers(1, 3), st.integers(1, 5)).flatmap(
+    lambda shape: st.lists(
+        st.lists(st.sampled_from([0, 0, 1, 2, 7, 2**20]), min_size=shape[1], max_size=shape[1]),
+        min_size=shape[0],
+        max_size=shape[0],
+    )
+)
+
+
+@settings(max_examples=60)
+@given(LOADS)
+@example([[3], [1]])  # one expert
+@example([[0], [2]])
+@example([[0, 0], [1, 3]])  # a layer without tokens
+@example([[4, 4, 4, 4], [16, 0, 0, 0]])
+def test_balance_of_a_step_equals_a_loop(load):
+    """Entropies relative to the largest possible, violations, and the share of experts with an assignment."""
+    entropies, violations, used = [], [], []
+    for row in load:
+        shares = [n / max(sum(row), 1) for n in row]
+        entropy = -sum(p * np.log(p) for p in shares if p)
+        entropies.append(entropy / np.log(len(row)) if len(row) > 1 else float(sum(row) > 0))
+        violations.append(max(shares) * len(row) - 1)
+        used += [n > 0 for n in row]
+    wanted = (np.mean(entropies), min(entropies), np.mean(violations), max(violations), np.mean(used))
+    found = balance_of(jnp.asarray(load, jnp.int32))
+    assert all(x.shape == () and x.dtype == jnp.float32 for x in found)
+    # Violation subtracts 1 from a number up to the number of experts.
+    np.testing.assert_allclose(found, wanted, rtol=PRECISION, atol=5 * PRECISION)
 
 
 WHOLE = st.lists(st.integers(0, 2**24 - 1), min_size=8, max_size=8)

@@ -11,11 +11,12 @@ A `Case` has these columns:
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
 | family | `mixtral` `deepseek` `qwen3_moe` `olmoe` |
+| optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
 
-`product()` has every combination of the first seven columns whose rules fit the mesh. `cover()` is a small part of it:
+`product()` has every combination of all columns but chunks whose rules fit the mesh. `cover()` is a small part of it:
 a pairwise cover, in which any two values that are together in some case of the product are together in some case of the
-cover. The suite runs the cover. With `-m full` it traces the whole product and runs an eighth of it.
+cover. The suite runs the cover. With `-m full` it traces the whole product and runs a part of it.
 """
 
 import functools
@@ -35,6 +36,7 @@ from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
 from moezoo.parallel.rules import live
 
 Balance = Literal["batch", "sequence"]
@@ -163,6 +165,17 @@ MESHES = {
 }
 
 
+# With a small epsilon the first update of AdamW is the sign of the gradient, which rounding decides where the gradient
+# is almost zero. With 1e-2 the update is a smooth function of the gradient.
+_ADAM: dict[str, Any] = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-2, "weight_decay": 0.5, "clip_norm": 2.5}
+# With these rates no choice of experts becomes a tie in three steps.
+OPTIMIZERS: dict[str, tuple[UpdateRule, Schedule]] = {
+    "sgd": (SGD(0.1), Constant()),
+    "adamw": (AdamW(0.02, **_ADAM), Cosine(warmup_steps=1, final_ratio=0.1)),
+    "muon": (Muon(0.01, **_ADAM), Cosine(warmup_steps=1, final_ratio=0.1)),
+}
+
+
 @functools.cache
 def rules() -> dict[str, moezoo.Rules]:
     """Return the layouts: those that moezoo ships, one that a user may write, and one for a single extra case."""
@@ -225,6 +238,7 @@ class Case:
     microbatches: int
     balance: Balance
     family: Family = "mixtral"
+    optimizer: str = "sgd"
     chunks: int = 1
 
     def __str__(self) -> str:
@@ -242,6 +256,12 @@ class Case:
         return moezoo.Execution(mesh, layout, strategy, remat=self.remat, kernels=kernels)  # type: ignore[arg-type]
 
     @property
+    def rule(self) -> UpdateRule:
+        """The update rule. Under Muon, queries, keys and values of Qwen3-MoE have one matrix per head."""
+        rule = OPTIMIZERS[self.optimizer][0]
+        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family == "qwen3_moe" else rule
+
+    @property
     def settings(self) -> TrainConfig:
         """The case as a training configuration, the input of the formula for its traffic."""
         return replace(
@@ -250,6 +270,7 @@ class Case:
             mesh=MESHES[self.mesh],
             rules=rules()[self.rules],
             dispatch=self.execution.dispatch,
+            optimizer=self.rule,
             batch_size=ROWS,
             seq_len=LENGTH,
             execution=ExecutionSettings(remat=self.remat, microbatches=self.microbatches),  # type: ignore[arg-type]
@@ -272,6 +293,7 @@ def product() -> tuple[Case, ...]:
         (1, 2),
         ("batch", "sequence"),
         FAMILIES,
+        OPTIMIZERS,
     )
     return tuple(Case(*v) for v in values if fits(v[1], v[2]))
 

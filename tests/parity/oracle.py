@@ -126,9 +126,19 @@ class Outcome:
         return math.sqrt(sum(float((g**2).sum()) for g in self.gradients.values()))
 
     @property
-    def max_violation(self) -> float:
-        """The largest load divided by the mean load, minus 1, in the layer where this is largest."""
-        return max(float(row.max() / row.mean()) - 1 for row in self.load)
+    def balance(self) -> dict[str, float]:
+        """How evenly experts are used: entropy relative to its largest value, violation of balance, and use."""
+        shares = [[n / sum(row) for n in row.tolist()] for row in self.load]
+        entropies = [-sum(p * math.log(p) for p in row if p) / math.log(len(row)) for row in shares]
+        violations = [max(row) * len(row) - 1 for row in shares]
+        used = [p > 0 for row in shares for p in row]
+        return {
+            "mean_entropy": sum(entropies) / len(entropies),
+            "lowest_entropy": min(entropies),
+            "mean_violation": sum(violations) / len(violations),
+            "max_violation": max(violations),
+            "experts_in_use": sum(used) / len(used),
+        }
 
 
 class TapedParameters:
@@ -324,6 +334,18 @@ def cosine_rate(peak: float, warmup: int, steps: int, final_ratio: float, step: 
     return peak * (final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
+class SGD:
+    """Plain gradient descent."""
+
+    def update(self, parameters: Parameters, outcome: Outcome, rate: float) -> Parameters:
+        """Return the new parameters."""
+        return sgd(parameters, outcome.gradients, rate)
+
+    def moments(self) -> Parameters:
+        """Return nothing: there is no state."""
+        return {}
+
+
 @dataclass
 class AdamW:
     """AdamW (Loshchilov and Hutter, 2019, algorithm 2), applied to a gradient whose global norm is clipped first."""
@@ -352,6 +374,11 @@ class AdamW:
             decay = 0 if name == "embedding" or name.endswith(("norm", "bias")) else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new
+
+    def moments(self) -> Parameters:
+        """Return both moments of every array."""
+        orders = {"1": self.first, "2": self.second}
+        return {f"{name} {order}": x for order, arrays in orders.items() for name, x in arrays.items()}
 
 
 # What Muon orthogonalises, by the oracle's names: i and o number inputs and outputs, m numbers matrices of their own.
@@ -404,6 +431,11 @@ class Muon:
             direction = muon_direction(name, g + self.momentum * self.buffers[name], self.per_head)
             new[name] = parameters[name] - rate * (direction + adamw.weight_decay * parameters[name])
         return new
+
+    def moments(self) -> Parameters:
+        """Return the momentum of matrices, and both moments of other arrays."""
+        rest = {key: x for key, x in self.adamw.moments().items() if key.split()[0] not in self.buffers}
+        return rest | {f"{name} 1": x for name, x in self.buffers.items()}
 
 
 def muon_names(parameters: Parameters) -> list[str]:

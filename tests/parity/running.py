@@ -3,6 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,60 +12,76 @@ import oracle_deepseek
 import oracle_grouped
 import pytest
 from compiled import Budget, budget_of
-from cover import LENGTH, ROWS, Balance, Case, Family, batch, config, model
+from cover import LENGTH, OPTIMIZERS, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, with_experts
 from oracle_rope import Rope
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
-from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.step import Metrics, State, Step
 
-STEPS, RATE = 3, 0.1
+STEPS = 3
+RATE = OPTIMIZERS["sgd"][0].learning_rate
 
 
 class Observed(NamedTuple):
     """What `run_case` returns of the tested step.
 
-    `metrics` and `gradients` have an entry for each step. `parameters` and `bias` (the choice biases) are those after
-    the last step. `traffic` is that of the traced step, and `budget` that of the traced and the compiled step.
+    `metrics` and `gradients` have an entry for each step. `parameters`, `moments` and `bias` (the choice biases) are
+    those after the last step. `traffic` is that of the traced step, `budget` that of the traced and the compiled one.
     """
 
     metrics: list[Metrics]
     gradients: list[oracle.Parameters]
     parameters: oracle.Parameters
+    moments: oracle.Parameters
     bias: np.ndarray | None
     traffic: TrafficTable
     budget: Budget
 
 
 class Expected(NamedTuple):
-    """The outcomes of the oracle's steps, and its parameters and family (with the choice bias) after the last."""
+    """The oracle's steps and rates; after the last, its parameters, moments and family (with the choice bias)."""
 
     outcomes: list[oracle.Outcome]
+    rates: list[float]
     parameters: oracle.Parameters
+    moments: oracle.Parameters
     family: oracle.Family
 
 
+class Recorded(NamedTuple):
+    """The last gradient, and the state of the optimiser."""
+
+    gradients: Any
+    optimizer: Any
+
+
 class GradientRecorder(Optimizer):
-    """Gradient descent whose state is the last gradient: a test reads from it what the step passed to its optimiser."""
+    """An optimiser whose state also has the last gradient: a test reads from it what the step passed to `update`."""
+
+    def __init__(self, *args: Any):
+        """Take the arguments of `Optimizer`."""
+        super().__init__(*args)
+        self._recorded = Optimizer(*args)
 
     def init(self, parameters: Any) -> Any:
-        """Return zeros, in the place of a gradient."""
-        return jax.tree.map(jnp.zeros_like, parameters)
+        """Return zeros in the place of a gradient, and the optimiser's state."""
+        return Recorded(jax.tree.map(jnp.zeros_like, parameters), self._recorded.init(parameters))
 
     def placements(self, parameters: Any, placements: Any) -> Any:
-        """Return the placements of the parameters, which are also those of their gradients."""
-        return placements
+        """Return the placements of the parameters, which are also those of their gradients, and of the state."""
+        return Recorded(placements, self._recorded.placements(parameters, placements))
 
     def update(self, gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any) -> tuple[Any, Any]:
-        """Return the parameters after plain gradient descent, and the gradient as the new state."""
-        parameters, _ = super().update(gradients, super().init(parameters), parameters, rate, norm)
-        return parameters, gradients
+        """Return the new parameters, and the gradient and the new state."""
+        parameters, new = self._recorded.update(gradients, state.optimizer, parameters, rate, norm)
+        return parameters, Recorded(gradients, new)
 
 
 def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
@@ -89,7 +106,7 @@ class CompiledStep:
 
         Args:
             case: how the step runs.
-            optimizer: `GradientRecorder` by default.
+            optimizer: `GradientRecorder` with the case's rule by default.
             start: the model before the first step; the case's own by default.
             trained: which arrays are trained, a function of the path; `Step`'s default if None.
             execution: how the step runs, if not as `case.execution`.
@@ -99,7 +116,9 @@ class CompiledStep:
         start = model(case.family, case.balance) if start is None else start
         self._micro_steps, self._start, self._rows = case.microbatches, start, rows
         placements = execution.placements(start)
-        self._optimizer = optimizer or GradientRecorder(SGD(RATE), Constant(), STEPS, placements)
+        if optimizer is None:
+            optimizer = GradientRecorder(case.rule, OPTIMIZERS[case.optimizer][1], STEPS, placements)
+        self._optimizer = optimizer
         self.step = Step(start, self._optimizer, execution, batch_shapes(case.microbatches, rows), trained=trained)
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
@@ -113,6 +132,11 @@ class CompiledStep:
         fresh = jax.device_put(jax.tree.map(np.asarray, self._start), shardings.model)
         rest = jax.jit(lambda m: self.step.begin(m)[1:], out_shardings=tuple(shardings[1:]))
         return State(fresh, *rest(fresh))
+
+    @property
+    def gradients(self) -> Any:
+        """The gradient of the last step, where `GradientRecorder` kept it."""
+        return self.state.optimizer.gradients
 
     def batch(self, number: int) -> Batch:
         """Return the batch of step `number` on the devices, cut into micro-steps."""
@@ -130,16 +154,30 @@ def parameters_of(family: Family, model: Any) -> oracle.Parameters:
     return (oracle_deepseek if family.startswith("deepseek") else oracle_grouped).parameters_of(model)
 
 
+def moments_of(case: Case, state: Any, like: Any) -> oracle.Parameters:
+    """Return the moments of an optimiser's state by the oracle's names; `like` is a model."""
+    if case.optimizer == "sgd":
+        return {}
+    adam = state["adamw" if case.optimizer == "muon" else "all"][0]
+    first = eqx.combine(adam.mu, state["muon"].momentum) if case.optimizer == "muon" else adam.mu
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    by_name = {
+        order: parameters_of(case.family, eqx.combine(tree, zeros)) for order, tree in (("1", first), ("2", adam.nu))
+    }
+    return {f"{name} {order}": x for order, arrays in by_name.items() for name, x in arrays.items()}
+
+
 def run_case(case: Case) -> Observed:
-    """Run `STEPS` steps of gradient descent as the case says."""
+    """Run `STEPS` steps as the case says."""
     compiled, metrics, gradients = CompiledStep(case), [], []
     for number in range(STEPS):
         metrics.append(compiled(number))
-        gradients.append(parameters_of(case.family, compiled.state.optimizer))
+        gradients.append(parameters_of(case.family, compiled.gradients))
     after: Any = compiled.state.model
     traffic = collective_traffic(compiled.step.traced.jaxpr)
     parameters, bias = parameters_of(case.family, after), oracle_deepseek.bias_of(after)
-    return Observed(metrics, gradients, parameters, bias, traffic, budget_of(compiled.step, compiled.compiled))
+    moments = moments_of(case, compiled.state.optimizer.optimizer, after)
+    return Observed(metrics, gradients, parameters, moments, bias, traffic, budget_of(compiled.step, compiled.compiled))
 
 
 def _rope(base: float, y: Any, *, interleaved: bool = False) -> Rope:
@@ -191,18 +229,35 @@ def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None)
 
 
 @functools.cache
-def expected(family: Family, balance: Balance, micro_steps: int) -> Expected:
-    """Return the oracle's `STEPS` steps of gradient descent, which depend on no mesh, strategy, rules or remat."""
-    settings, parameters, outcomes = oracle_family(family, balance), parameters_of(family, model(family, balance)), []
+def expected(family: Family, balance: Balance, micro_steps: int, optimizer: str = "sgd") -> Expected:
+    """Return the oracle's `STEPS` steps, which depend on no mesh, strategy, rules or remat."""
+    settings, parameters = oracle_family(family, balance), parameters_of(family, model(family, balance))
+    rule, outcomes, rates = oracle_optimizer(optimizer, family, parameters), [], []
     for number in range(STEPS):
         outcomes.append(oracle.differentiate(parameters, batch(number), micro_steps, settings))
-        parameters = oracle.sgd(parameters, outcomes[-1].gradients, RATE)
+        peak = OPTIMIZERS[optimizer][0].learning_rate
+        rates.append(peak if optimizer == "sgd" else oracle.cosine_rate(peak, 1, STEPS, 0.1, number))
+        parameters = rule.update(parameters, outcomes[-1], rates[-1])
         settings = settings.after_step(outcomes[-1].load)
-    return Expected(outcomes, parameters, settings)
+    return Expected(outcomes, rates, parameters, rule.moments(), settings)
+
+
+def oracle_optimizer(optimizer: str, family: Family, parameters: oracle.Parameters) -> Any:
+    """Return the oracle's optimiser with the settings of `OPTIMIZERS`, and moments of zero."""
+    rule: Any = OPTIMIZERS[optimizer][0]
+    if isinstance(rule, SGD):
+        return oracle.SGD()
+    zeros = {name: np.zeros_like(p) for name, p in parameters.items()}
+    constants = (rule.beta1, rule.beta2, rule.epsilon, rule.weight_decay, rule.clip_norm)
+    adamw = oracle.AdamW(*constants, dict(zeros), dict(zeros))
+    if not isinstance(rule, Muon):
+        return adamw
+    buffers = {name: zeros[name] for name in oracle.muon_names(parameters)}
+    return oracle.Muon(rule.momentum, family == "qwen3_moe", adamw, buffers)
 
 
 def worst_error(found: oracle.Parameters, wanted: oracle.Parameters) -> float:
     """Return the largest difference in any array, relative to the largest absolute value of that array."""
     assert set(found) == set(wanted)
     assert all(np.isfinite(x).all() for x in found.values())
-    return max(float(abs(found[name] - w).max() / abs(w).max()) for name, w in wanted.items())
+    return max((float(abs(found[name] - w).max() / abs(w).max()) for name, w in wanted.items()), default=0.0)

@@ -41,7 +41,7 @@ CASES = [
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "dots", 2, "batch", "deepseek"),
     Case("ragged", "ep8", "replicated", "none", 2, "batch", "deepseek"),
-    Case("capacity", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 2, "batch", "deepseek", 2),
+    Case("capacity", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 2, "batch", "deepseek", chunks=2),
     Case("dense", "data2_fsdp2_ep2", "router_on_data", "none", 2, "batch", "deepseek"),
 ]
 
@@ -96,7 +96,7 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
 def steps_of(run: CompiledStep) -> list[tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Return metrics, gradients and parameters of each step."""
     run.state = run.begin()
-    return [(run(i), by_path(run.state.optimizer), by_path(run.state.model)) for i in range(STEPS)]
+    return [(run(i), by_path(run.gradients), by_path(run.state.model)) for i in range(STEPS)]
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def test_on_the_cover(case):
 def step_from_start(run: CompiledStep, number: int) -> tuple[Any, dict[str, np.ndarray]]:
     """Return metrics and gradients of batch `number` at the initial parameters."""
     run.state = run.begin()
-    return run(number), by_path(run.state.optimizer)
+    return run(number), by_path(run.gradients)
 
 
 def axes_by_path(tree: Any) -> dict[str, Axes]:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from refusals import refused
 
 import moezoo
@@ -47,16 +48,18 @@ TINY = "model.vocab=40 model.embed=16 model.layers=2 model.dense_layers=1 model.
 TINY += " model.nope_dim=6 model.rope_dim=4 model.value_dim=5 model.mlp=20 model.expert_mlp=12 model.experts=8"
 
 
-def state_shapes(rules: str, mesh: str) -> State:
+def state_shapes(optimizer: str, rules: str, mesh: str) -> State:
     """Return the state of a tiny DeepSeek, as shapes in their layouts."""
-    cfg = moezoo.compose("model=deepseek", *TINY.split(), "batch_size=8", "seq_len=8", f"rules={rules}", *mesh.split())
+    settings = (*TINY.split(), "batch_size=8", "seq_len=8", f"rules={rules}", *mesh.split())
+    cfg = moezoo.compose("model=deepseek", f"optimizer={optimizer}", *settings)
     return build_step(cfg, moezoo.execution(cfg)).arguments[0]
 
 
-def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
+@pytest.mark.parametrize("optimizer", groups()["optimizer"])
+def test_a_checkpoint_of_any_layout_loads_in_every_other(optimizer, tmp_path):
     """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different."""
     rng = np.random.default_rng(0)
-    layouts = {rules: state_shapes(rules, mesh) for rules, mesh in MESHES.items()}
+    layouts = {rules: state_shapes(optimizer, rules, mesh) for rules, mesh in MESHES.items()}
     first = layouts["fsdp_ep"]
     values = jax.tree.map(lambda x: rng.permutation(x.size).reshape(x.shape).astype(x.dtype), first)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=len(MESHES))
@@ -65,7 +68,7 @@ def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
         checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
-    layouts["another mesh"] = state_shapes("shard_exp_on_fsdp", "mesh.fsdp=2 mesh.expert=2")
+    layouts["another mesh"] = state_shapes(optimizer, "shard_exp_on_fsdp", "mesh.fsdp=2 mesh.expert=2")
     for number, other in enumerate(MESHES, start=1):
         about = read_about(checkpoints.folder, number)
         for layout, target in layouts.items():

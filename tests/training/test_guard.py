@@ -20,8 +20,11 @@ from moezoo.training.guard import Guard
 
 @pytest.fixture(scope="module")
 def started(tiny_deepseek) -> tuple[Any, Any, Any, Any]:
-    """A step with a choice bias and micro-steps, compiled; a batch; and a function that makes a fresh state."""
-    cfg = moezoo.compose(*tiny_deepseek, "steps=12")
+    """A step with a choice bias and micro-steps, compiled; a batch; and a function that makes a fresh state.
+
+    Muon's state has momenta of matrices and both moments of AdamW.
+    """
+    cfg = moezoo.compose(*tiny_deepseek, "steps=12", "optimizer=muon")
     execution = build_execution(cfg)
     step = build_step(cfg, execution)
     rng = np.random.default_rng(0)

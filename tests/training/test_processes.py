@@ -99,7 +99,7 @@ def test_two_processes_train_as_one(start, one, tiny, tmp_path):
     assert out[1] == []
     assert sum(line.startswith("step ") for line in out[0]) == 8
     names = {path.name for path in (tmp_path / "two").iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "expert_load.png", "checkpoints"}
+    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "routing.png", "expert_load.png", "checkpoints"}
     assert "distributed:\n  name: none" in (tmp_path / "two" / "config.yaml").read_text()
     two = read_rows(tmp_path / "two")
     assert_near(two, read_rows(one.folder))

@@ -5,7 +5,14 @@ import pytest
 
 import moezoo
 from moezoo.config.build import build_execution
-from moezoo.training.pictures import draw_losses, load_picture, loss_picture, moving_average
+from moezoo.training.pictures import (
+    draw_losses,
+    draw_routing,
+    load_picture,
+    loss_picture,
+    moving_average,
+    routing_picture,
+)
 from moezoo.training.report import kernels_line
 
 
@@ -42,6 +49,22 @@ def test_loss_picture(tmp_path, count, smoothed):
     assert any("trigram" in label and "1.500" in label for label in labels)
     loss_picture(history(count), tmp_path / "loss.png", unit="token", baseline=None)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_routing_picture(tmp_path, count):
+    """A curve of each figure, with a gap where rows of an older version have none."""
+    keys = ("mean_entropy", "lowest_entropy", "experts_in_use", "mean_violation", "max_violation")
+    rows = history(count)
+    for i, row in enumerate(rows[1:]):
+        row |= {key: i + j / 8 for j, key in enumerate(keys)}
+    curves = [line for axes in draw_routing(rows).axes for line in axes.get_lines()]
+    for j, (key, line) in enumerate(zip(keys, curves, strict=True)):
+        values = np.asarray(line.get_ydata())
+        assert np.isnan(values[0])
+        np.testing.assert_array_equal(values[1:], [i + j / 8 for i in range(count - 1)], key)
+    routing_picture(rows, tmp_path / "routing.png")
+    assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("experts", [8, 64])

@@ -43,17 +43,19 @@ def run(printed):
 
 
 def summary_of(lines):
-    """The lines before the first step; they fit on a screen."""
+    """The lines before the first step; they fit on a screen, next to the parts of an optimiser that has several."""
     summary = lines[: next(i for i, line in enumerate(lines) if line.startswith("step "))]
-    assert len(summary) <= 22
-    assert max(map(len, summary)) <= 100
+    parts = [line for line in summary if "muon: " in line or "adamw: " in line or "orthogonalising" in line]
+    others = [line for line in summary if line not in parts]
+    assert len(others) <= 22
+    assert max(map(len, others)) <= 100
     return summary
 
 
 def test_writes_its_files(run):
     names = {p.name for p in run.folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "expert_load.png", "checkpoints"}
-    for picture in ("loss.png", "expert_load.png"):
+    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "routing.png", "expert_load.png", "checkpoints"}
+    for picture in ("loss.png", "routing.png", "expert_load.png"):
         assert (run.folder / picture).read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in (run.folder / "checkpoints").iterdir()} == {"10", "12"}
 
@@ -79,7 +81,8 @@ def test_metrics_rows(run):
     assert rows == run.history
     assert [row["step"] for row in rows] == list(range(1, 13))
     wanted = {"step", "loss", "load_balance_loss", "z_loss", "tokens_per_second", "grad_norm", "learning_rate"}
-    wanted |= {"max_violation", "dropped", "skipped"}
+    wanted |= {"mean_entropy", "lowest_entropy", "mean_violation", "max_violation", "experts_in_use"}
+    wanted |= {"dropped", "skipped"}
     for row in rows:
         assert set(row) == wanted | ({"val_loss"} if row["step"] in (8, 12) else set())
     assert abs(rows[0]["loss"] - np.log(32)) < 0.1  # a fresh model predicts a uniform distribution
@@ -88,6 +91,17 @@ def test_metrics_rows(run):
     assert rows[0]["learning_rate"] == pytest.approx(0.005)  # half of the warm-up of two steps
     assert rows[1]["learning_rate"] == pytest.approx(0.01)
     assert all(row["dropped"] == 0 for row in rows)
+    assert all(0 < row["lowest_entropy"] <= row["mean_entropy"] <= 1 for row in rows)
+    assert all(0 < row["mean_violation"] <= row["max_violation"] for row in rows)
+    assert all(0 < row["experts_in_use"] <= 1 for row in rows)
+
+
+def test_progress_shows_how_evenly_experts_are_used(run, printed):
+    line = next(line for line in printed[1] if line.startswith("step 12/12"))
+    row = run.history[-1]
+    assert f"  entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  " in line
+    assert f"  violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  " in line
+    assert f"  used {row['experts_in_use']:.0%}  " in line
 
 
 def test_sample_continues_the_prompt(run):
@@ -189,9 +203,11 @@ def test_bfloat16_compute_learns_too(tiny):
 def test_deepseek_learns_and_resumes_to_the_bit(tiny_deepseek, tmp_path):
     """The choice bias is moved by counts of all micro-steps, saved and loaded; data are read by micro-batches.
 
+    Muon's state has momenta of matrices and both moments of AdamW.
+
     The resumed part evaluates at step 10 too: an evaluation moves neither the bias nor anything else.
     """
-    settings = ("steps=12", "eval_every=0", "checkpoint_every=9", f"run_dir={tmp_path}/a")
+    settings = ("optimizer=muon", "steps=12", "eval_every=0", "checkpoint_every=9", f"run_dir={tmp_path}/a")
     run, lines = train_and_print(*tiny_deepseek, *settings)
     summary_of(lines)
     assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
