@@ -30,7 +30,7 @@ class LayoutRow(Results):
         model: the model as it was named.
         rules: the words that choose the rule set.
         strategy: the words that choose the strategy.
-        optimizer: the words that choose the optimiser, of the layout or of the settings.
+        optimizer: the words that choose the optimiser, of the model, the layout or the settings.
         mesh: the mesh axes of more than one device, and their sizes.
         tokens_per_second_per_device: tokens of a batch per median update, divided by the number of devices.
         speed: the first layout's seconds divided by those of this one, the median over updates.
@@ -86,11 +86,14 @@ def compare_layouts(
         running = turns.train(updates, log)
         first_on_mesh = {one.cfg.mesh: one for one in reversed(running)}
         for layout, one in zip(layouts, running, strict=True):
-            rows.append(_row(model, layout, settings, one, running[0], first_on_mesh[one.cfg.mesh]))
+            words = " ".join((*overrides("model", models[model]), layout, settings))
+            rows.append(_row(model, layout, words, settings, one, running[0], first_on_mesh[one.cfg.mesh]))
     return rows
 
 
-def _row(model: str, layout: str, settings: str, done: Running, first: Running, on_mesh: Running) -> LayoutRow:
+def _row(
+    model: str, layout: str, words: str, settings: str, done: Running, first: Running, on_mesh: Running
+) -> LayoutRow:
     received: dict[str, int] = {}
     for (axes,), traffic in communication(done.cfg).by("axes").items():
         name = " ".join(sorted(axes, key=AXES.index))
@@ -99,7 +102,7 @@ def _row(model: str, layout: str, settings: str, done: Running, first: Running, 
         "model": model,
         "rules": _words(layout, "rules"),
         "strategy": _words(layout, "dispatch"),
-        "optimizer": _words(f"{settings} {layout}", "optimizer"),
+        "optimizer": _words(words, "optimizer"),
         "mesh": " ".join(f"{axis}={size}" for axis, size in done.cfg.mesh.sizes.items() if size > 1) or "one device",
         "settings": settings,
         **done.results(),
@@ -113,10 +116,11 @@ def _row(model: str, layout: str, settings: str, done: Running, first: Running, 
     }
 
 
-def _words(layout: str, group: str) -> str:
+def _words(words: str, group: str) -> str:
     """Return those of the words that choose and set a group; the name of its default if there are none."""
-    words = [word for word in layout.split() if word.partition("=")[0].partition(".")[0] == group]
-    return " ".join(word.removeprefix(f"{group}=") for word in words) or defaults()[group]
+    options = [word for word in words.split() if word.startswith(f"{group}.")]
+    chosen = [word.removeprefix(f"{group}=") for word in words.split() if word.startswith(f"{group}=")]
+    return " ".join([*(chosen or [defaults()[group]]), *options])
 
 
 def _speed(done: Running, reference: Running) -> float:
@@ -128,10 +132,11 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
     for model, mesh in dict.fromkeys((row["model"], row["mesh"]) for row in rows):
         here = [row for row in rows if (row["model"], row["mesh"]) == (model, mesh)]
         first = next(row for row in rows if row["model"] == model)
+        optimizers = ["optimizer"] * (len({row["optimizer"] for row in rows}) > 1)
+        first_name = " ".join(str(first[key]) for key in ("rules", "strategy", *optimizers))
         # The statistics of routing have axes of their own and few bytes.
         axes = [name for name in _axes(here) if max(row["received_bytes"].get(name, 0) for row in here) >= 5e3]
         drops = ["dropped"] * any(row["dropped"] for row in here)
-        optimizers = ["optimizer"] * (len({row["optimizer"] for row in here}) > 1)
         orthogonal = any(row["orthogonal_flops"] for row in here)
         table = Table(
             *("rules", "strategy", *optimizers, "loss", "perplexity", *drops, "tokens/s", "speed"),
@@ -142,11 +147,14 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
             caption=None
             if here[0] is first
             else f"{here[0]['speed']:.2f} is the first layout's speed on {mesh}, "
-            f"divided by that of {first['rules']} {first['strategy']} on {first['mesh']}",
+            f"divided by that of {first_name} on {first['mesh']}",
             box=box.SIMPLE,
             collapse_padding=True,
         )
-        for column in table.columns[2 + len(optimizers) :]:
+        words, figures = table.columns[: 2 + len(optimizers)], table.columns[2 + len(optimizers) :]
+        for column in words:
+            column.overflow = "fold"
+        for column in figures:
             column.justify, column.no_wrap = "right", True
         for row in here:
             peak = row["peak_bytes"]

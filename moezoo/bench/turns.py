@@ -124,8 +124,10 @@ class Turns:
 
     def __init__(self, entries: Sequence[tuple[str, Sequence[str]]], settings: Sequence[str], groups: dict[str, str]):
         for word in settings:
-            if (group := word.split("=")[0]) in groups:
-                raise UserError(f"--settings {word}: holds for all that is compared; name it in {groups[group]}")
+            if (key := word.split("=")[0]) in groups:
+                raise UserError(f"--settings {word}: holds for all that is compared; name it in {groups[key]}")
+            if twice := [name for name, own in entries if key in (other.split("=")[0] for other in own)]:
+                raise UserError(f"--settings {word}: {key} is also set for {twice[0]}; set it in one place")
         self._names = [name for name, _ in entries]
         self._configs = [compose(*overrides, *settings) for _, overrides in entries]
         start(max(cfg.mesh.devices for cfg in self._configs))

@@ -91,7 +91,7 @@ def _evenness(load: Array) -> tuple[Array, Array]:
     """Return the entropy of each layer's load, in nats, and largest load / mean load - 1; without tokens 0 and -1."""
     mean = jnp.maximum(load.sum(1), 1).astype(jnp.float32) / load.shape[1]
     share = load.astype(jnp.float32) / (mean * load.shape[1])[:, None]
-    entropy = -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(1)
+    entropy = 0 - jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(1)  # not -0.0
     return entropy, load.max(1).astype(jnp.float32) / mean - 1
 
 

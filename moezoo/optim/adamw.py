@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from moezoo.convert import NotNegative, Positive, Range
 from moezoo.optim.base import UpdateRule, decaying
-from moezoo.optim.moments import MomentDType, kept_in
+from moezoo.optim.moments import MomentDType, check_decays, kept_in
 
 if TYPE_CHECKING:
     import optax
@@ -27,6 +27,10 @@ class AdamW(UpdateRule):
     weight_decay: NotNegative = 0.1
     moment_dtype: MomentDType = "float32"
     clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_decays(self.moment_dtype, beta1=self.beta1, beta2=self.beta2)
 
     def transform(self, placements: PyTree) -> "optax.GradientTransformation":
         """Return Adam's transformation, followed by the decay."""

@@ -23,7 +23,7 @@ from moezoo.errors import UserError, nearest
 from moezoo.optim.adamw import AdamW
 from moezoo.optim.base import Group, UpdateRule, Work, short_names
 from moezoo.optim.matrices import Route, orthogonalised, routes, work
-from moezoo.optim.moments import MomentDType
+from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import Placement
@@ -64,6 +64,10 @@ class Muon(UpdateRule):
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
     epsilon: Positive = 1e-8
     clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_decays(self.moment_dtype, momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
 
     def assign(self, placements: PyTree) -> PyTree:
         """Return the group of each leaf, `muon` or `adamw`.
@@ -139,9 +143,21 @@ _WORDS = {"all_gather": "whole matrices by one gather each", "all_to_all": "whol
 def _matching(key: str, patterns: tuple[str, ...], paths: list[str]) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
-        expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
-        here = {path for path in paths if expression.fullmatch(path)}
+        here = _matches(pattern, paths)
         if not here:
-            raise UserError(f"{key}: {show(pattern)} matches no parameter; {nearest(pattern, paths)}")
+            wider = (f"*{pattern.lstrip('*')}", f"*{pattern.strip('*')}*")
+            fitting = next((each for each in wider if _matches(each, paths)), None)
+            advice = f"write {show(fitting)}" if fitting else nearest(pattern, dict.fromkeys(map(_pattern, paths)))
+            raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {advice}")
         found |= here
     return found
+
+
+def _matches(pattern: str, paths: list[str]) -> set[str]:
+    expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+    return {path for path in paths if expression.fullmatch(path)}
+
+
+def _pattern(path: str) -> str:
+    """Return the pattern that matches a parameter in the blocks of all stacks: "*.attention.out"."""
+    return re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "*", path)

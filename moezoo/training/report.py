@@ -348,7 +348,7 @@ def _routing(row: MetricsRow) -> str:
     """Tell how evenly experts are used: means over layers, each before the layer that is farthest from balance."""
     return (
         f"entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  "
-        f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  used {row['experts_in_use']:.0%}"
+        f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  used {int(100 * row['experts_in_use'])}%"
     )
 
 

@@ -240,6 +240,10 @@ def test_attention(capsys):
             ["strategies", "--mesh", "single", "--settings", "model.vocab=64"],
             "data=python_stdlib has 256 byte values but",
         ),
+        (
+            ["layouts", "--layouts", "optimizer.learning_rate=1e-3", "--settings", "optimizer.learning_rate=1e-2"],
+            "optimizer.learning_rate=1e-2: optimizer.learning_rate is also set for optimizer.learning_rate=1e-3",
+        ),
         (["layouts", "--layouts", "ring"], "ring: expected KEY=VALUE, found no '='; write dispatch=ring"),
         (["layouts", "--layouts", "rules=fsdp_epp"], "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?"),
         (["layouts", "--models", "mixtral", "mixtrel"], "model=mixtrel: no such model; did you mean 'mixtral'?"),

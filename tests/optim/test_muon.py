@@ -14,6 +14,7 @@ import pytest
 from cover import MESHES, model, rules
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import moezoo
 from moezoo.optim import AdamW, Constant, Muon, Optimizer
@@ -31,7 +32,8 @@ def gradients(tree: Any, number: int) -> Any:
     rng = np.random.default_rng(number)
 
     def leaf(path: Any, x: Any) -> np.ndarray:
-        g = rng.normal(size=x.shape).astype(np.float32)
+        # Small, so that another epsilon shows in the norm that it is added to.
+        g = 1e-3 * rng.normal(size=x.shape).astype(np.float32)
         if "experts" in jax.tree_util.keystr(path):
             g[:, 1] = 0
         return g
@@ -202,7 +204,7 @@ def test_patterns_choose_the_other_part():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"adamw": ("*.querry",)}, ["optimizer.adamw", "*.querry", "no parameter"]),
+        ({"adamw": ("*.querry",)}, ["optimizer.adamw", "*.querry", "no whole path", "*.attention.query"]),
         ({"muon": (".embedding.weight",)}, ["optimizer.muon", ".embedding.weight", "embedding"]),
         ({"muon": ("*.out",), "adamw": ("*.attention.out",)}, ["both", ".attention.out"]),
     ],
@@ -221,6 +223,16 @@ def test_matrices_are_orthogonalised_in_the_dtype_of_layers_unless_set():
     rule = moezoo.compose("optimizer=muon", "model=mixtral_8x7b", "optimizer.orthogonal_dtype=float32").optimizer
     assert isinstance(rule, Muon)
     assert rule.orthogonal_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"), [(AdamW, {"beta2": 0.999}), (Muon, {"momentum": 0.995}), (Muon, {"beta1": 0.999})]
+)
+def test_moments_in_bfloat16_need_decays_that_they_can_follow(rule, changes):
+    rule(**changes)
+    ((key, value),) = changes.items()
+    with refused(f"optimizer.{key}={value}", "bfloat16", "at most 0.99"):
+        rule(moment_dtype="bfloat16", **changes)
 
 
 @pytest.mark.parametrize("rule", [AdamW(moment_dtype="bfloat16"), Muon(moment_dtype="bfloat16")])

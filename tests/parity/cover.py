@@ -16,7 +16,7 @@ A `Case` has these columns:
 
 `product()` has every combination of all columns but chunks whose rules fit the mesh. `cover()` is a small part of it:
 a pairwise cover, in which any two values that are together in some case of the product are together in some case of the
-cover. The suite runs the cover. With `-m full` it traces the whole product and runs a part of it.
+cover. The suite runs the cover. With `-m full` it traces the product and runs a part of it.
 """
 
 import functools

@@ -101,7 +101,7 @@ def test_progress_shows_how_evenly_experts_are_used(run, printed):
     row = run.history[-1]
     assert f"  entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  " in line
     assert f"  violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  " in line
-    assert f"  used {row['experts_in_use']:.0%}  " in line
+    assert f"  used {int(100 * row['experts_in_use'])}%  " in line
 
 
 def test_sample_continues_the_prompt(run):
