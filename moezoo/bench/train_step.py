@@ -100,7 +100,7 @@ def prepare_step(cfg: TrainConfig) -> tuple[Call, jax.stages.Compiled]:
     tokens = rng.integers(0, cfg.model.vocab, (*shape[:2], cfg.seq_len + 1)).astype(np.int32)
     positions = np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), shape)
     whole = Batch(tokens[..., :-1], tokens[..., 1:], np.ones(shape, np.int32), positions)
-    batch = jax.device_put(whole, step.batch_shardings)
+    batch = step.feed()(whole)
     state: list[State] = [build_state(cfg, execution, step)]
 
     def call() -> Any:

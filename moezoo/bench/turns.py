@@ -20,7 +20,6 @@ from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
 from moezoo.parallel.mesh import start
 from moezoo.training.build import build_state, build_step
-from moezoo.training.feed import Feed
 
 # The first updates are not timed, because only they allocate memory.
 _WARM_UP = 2
@@ -58,7 +57,7 @@ class Running:
         # The execution has resolved a mesh axis of -1.
         self.cfg = cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **self.execution.sizes))
         self._step = build_step(cfg, self.execution)
-        self._feed = Feed(self._step.batch_shardings.tokens, self._step.arguments[1].tokens.shape)
+        self._feed = self._step.feed()
         self._compiled = self._step.compile()
         self._state = jax.block_until_ready(build_state(cfg, self.execution, self._step))
         self._peak = peak_bytes(self._compiled)

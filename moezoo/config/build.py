@@ -64,6 +64,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         reduce_dtype=cfg.execution.reduce_dtype,
         remat=cfg.execution.remat,
         context_parallel=CONTEXT_PARALLEL[cfg.execution.context_parallel](),
+        sequence_order=cfg.execution.sequence_order or ("contiguous" if cfg.model.window else "balanced"),
         kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
         routing=cfg.execution.routing,
     )
@@ -122,6 +123,7 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
         )
     micro_steps = cfg.execution.microbatches
     check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
+    execution.token_order(cfg.seq_len)
     if (tokens := cfg.batch_size * cfg.seq_len) >= 2**31:
         raise UserError(
             f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} makes {tokens} tokens per step, and they are counted "

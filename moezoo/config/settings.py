@@ -19,6 +19,7 @@ from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.execution import DType, check_dtype
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.rules import Rules
+from moezoo.parallel.sequence_order import SequenceOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ExecutionSettings:
       also the results of matrix products, `none` everything except gathered weights.
     - `microbatches`: number of micro-steps per step; their gradients are summed.
     - `context_parallel`: how queries meet keys of other devices where the rules split the sequence.
+    - `sequence_order`: the order of tokens there, as in `moezoo.parallel.sequence_order`; with None, `balanced`, except
+      where every layer has a window.
     - `grouped_matmul`, `attention`: backends of these kernels in the order in which they are tried; with None, the
       target and the sizes decide.
     - `routing`: `learned` by the router; `random` or `balanced`, to measure speed.
@@ -60,6 +63,7 @@ class ExecutionSettings:
     remat: Literal["full", "offload", "dots", "none"] = "full"
     microbatches: Size = 1
     context_parallel: Literal["gather"] = "gather"
+    sequence_order: SequenceOrder | None = None
     grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None
     attention: tuple[AttentionBackend, ...] | None = None
     routing: Literal["learned", "random", "balanced"] = "learned"

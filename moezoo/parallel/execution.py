@@ -11,6 +11,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
@@ -26,6 +27,7 @@ from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
+from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
 from moezoo.parallel.stacked import InStack
 from moezoo.parallel.stored import Stored, is_matrices
 
@@ -65,6 +67,8 @@ class Execution:
         remat: What a layer keeps for its backward pass.
         context_parallel: How queries meet keys of other devices where the sequence is split; None to gather what tokens
             keep.
+        sequence_order: The order of tokens in batches whose sequences are split: `contiguous`, or `balanced` as in
+            `moezoo.parallel.sequence_order`. A `Feed` applies it; a call of the model takes tokens in any order.
         kernels: The backends of each kernel; the choices left open follow from the mesh's devices.
         routing: Whether the router chooses experts.
         rows_over: The mesh axes that split the batch, in place of those in the rules; sequences are then whole. Set by
@@ -83,6 +87,7 @@ class Execution:
     reduce_dtype: DTypeLike = jnp.float32
     remat: Remat = "full"
     context_parallel: ContextParallel | None = None
+    sequence_order: SequenceOrder = "contiguous"
     kernels: Kernels = ANY_BACKEND
     routing: RoutingChoice = "learned"
     rows_over: tuple[str, ...] | None = None
@@ -169,6 +174,17 @@ class Execution:
     def tokens_spec(self) -> PartitionSpec:
         """The layout of an array [batch, seq, ...]."""
         return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
+
+    def token_order(self, length: int) -> np.ndarray:
+        """Return the index of each token in the order in which devices get sequences of `length` tokens.
+
+        Raises:
+            UserError: The order does not divide `length`.
+        """
+        devices = self.ways(self.sequence_axes)
+        return (
+            balanced_order(length, devices) if devices > 1 and self.sequence_order == "balanced" else np.arange(length)
+        )
 
     @property
     def exact(self) -> "Execution":

@@ -62,7 +62,11 @@ class Evaluator:
         execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
         assert execution.mesh is not None
         self._source, self._cfg = source, cfg
-        self._feed = Feed(NamedSharding(execution.mesh, execution.tokens_spec), (cfg.batch_size, cfg.seq_len))
+        self._feed = Feed(
+            NamedSharding(execution.mesh, execution.tokens_spec),
+            (cfg.batch_size, cfg.seq_len),
+            execution.token_order(cfg.seq_len),
+        )
         self.sums = make_sums(model, execution)
 
     def __call__(self, model: LanguageModel) -> Evaluation:

@@ -14,11 +14,11 @@ class Feed:
     """Puts batches [..., batch, seq] onto devices, laid out by `sharding`.
 
     `rows` are the indices of the rows that this process needs, in ascending order. Rows are always read whole, even if
-    devices split the sequence.
+    devices split the sequence; `order` is the order in which devices get their tokens (`Execution.token_order`).
     """
 
-    def __init__(self, sharding: Sharding, shape: tuple[int, ...]):
-        self._sharding, self._shape = sharding, shape
+    def __init__(self, sharding: Sharding, shape: tuple[int, ...], order: Integer[np.ndarray, " seq"]):
+        self._sharding, self._shape, self._order = sharding, shape, order
         here = [index[-2] for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
         self.rows: Integer[np.ndarray, " rows"] = np.unique(
             np.concatenate([np.arange(shape[-2])[rows] for rows in here])
@@ -30,7 +30,7 @@ class Feed:
         def to_devices(x: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
                 wanted = np.arange(self._shape[-2])[index[-2]]
-                return x[(*index[:-2], np.searchsorted(self.rows, wanted), slice(None))][..., index[-1]]
+                return x[(*index[:-2], np.searchsorted(self.rows, wanted), slice(None))][..., self._order[index[-1]]]
 
             return jax.make_array_from_callback(self._shape, self._sharding, part)
 

@@ -32,6 +32,7 @@ from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.placement import EVERYWHERE
+from moezoo.training.feed import Feed
 from moezoo.training.gradients import global_norm, reduce_gradients
 from moezoo.training.guard import Guard, select
 from moezoo.training.loss import losses
@@ -131,7 +132,8 @@ class Step:
     """The training step of one model, mesh and batch shape.
 
     `run = step.compile()` compiles it; `state, metrics = run(state, batch)` runs it and donates `state`. The arguments
-    must be laid out by `state_shardings` and `batch_shardings`; `check_shardings` refuses others.
+    must be laid out by `state_shardings` and `batch_shardings`; `check_shardings` refuses others. `feed()` makes such
+    batches, with tokens in the order of the execution.
     """
 
     def __init__(
@@ -185,6 +187,11 @@ class Step:
             (state, batch),
             (self.state_shardings, self.batch_shardings),
         )
+
+    def feed(self) -> Feed:
+        """Return what puts batches onto the devices of the step."""
+        shape = self.arguments[1].tokens.shape
+        return Feed(self.batch_shardings.tokens, shape, self._execution.token_order(shape[-1]))
 
     @property
     def update_work(self) -> Work:

@@ -19,7 +19,6 @@ from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, find, read_about, restore, steps
 from moezoo.training.evaluate import Evaluation
-from moezoo.training.feed import Feed
 from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, choose, opened
 from moezoo.training.loop import Loop
@@ -116,7 +115,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
     """Run every step, and write what the run leaves."""
     execution, source, step, (folder, log) = prepared.execution, prepared.source, prepared.step, run
     supervisor.report_progress(str(folder))
-    feed = Feed(step.batch_shardings.tokens, step.arguments[1].tokens.shape)
+    feed = step.feed()
     micro = cfg.batch_size // cfg.execution.microbatches
     batches = train_batches(
         source, seq_len=cfg.seq_len, batch_size=micro, seed=cfg.seed, rows=feed.rows, start=prepared.batches_read

@@ -112,7 +112,7 @@ def test_a_process_reads_the_rows_of_its_devices(spec, devices, monkeypatch):
     here = {jax.devices()[i]: all_there[i] for i in devices}
     with monkeypatch.context() as patch:
         patch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: here)
-        feed = Feed(sharding, shape)
+        feed = Feed(sharding, shape, np.arange(6))
     wanted = sorted({row for index in here.values() for row in range(8)[index[1]]})
     assert feed.rows.tolist() == wanted
 

@@ -21,6 +21,7 @@ cover. The suite runs the cover. With `-m full` it traces the product and runs a
 
 import functools
 import itertools
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -253,7 +254,14 @@ class Case:
         kernels = moezoo.Kernels(attention=("chunked",) if self.microbatches == 2 else ("reference",))
         mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact
         layout = rules()[self.rules]
-        return moezoo.Execution(mesh, layout, strategy, remat=self.remat, kernels=kernels)  # type: ignore[arg-type]
+        options: Any = {"remat": self.remat, "kernels": kernels, "sequence_order": self.order}
+        return moezoo.Execution(mesh, layout, strategy, **options)
+
+    @property
+    def order(self) -> str:
+        """The order of tokens: balanced, except where there are not two for each device."""
+        shards = math.prod(MESHES[self.mesh].sizes[axis] for axis in rules()[self.rules].sequence)
+        return "contiguous" if LENGTH % (2 * shards) else "balanced"
 
     @property
     def rule(self) -> UpdateRule:
@@ -273,7 +281,11 @@ class Case:
             optimizer=self.rule,
             batch_size=ROWS,
             seq_len=LENGTH,
-            execution=ExecutionSettings(remat=self.remat, microbatches=self.microbatches),  # type: ignore[arg-type]
+            execution=ExecutionSettings(
+                remat=self.remat,  # type: ignore[arg-type]
+                microbatches=self.microbatches,
+                sequence_order=self.order,  # type: ignore[arg-type]
+            ),
         )
 
 

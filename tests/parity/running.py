@@ -141,7 +141,7 @@ class CompiledStep:
     def batch(self, number: int) -> Batch:
         """Return the batch of step `number` on the devices, cut into micro-steps."""
         cut = {name: x[: self._rows].reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
-        return jax.device_put(Batch(**cut), self.step.batch_shardings)
+        return self.step.feed()(Batch(**cut))
 
     def __call__(self, number: int) -> Metrics:
         """Run step `number` from the present state, keep the new state, and return the metrics."""

@@ -63,7 +63,7 @@ def on_devices(case: Case, types: str) -> tuple[Any, Batch]:
     """Return the model of a case and a batch in their layouts."""
     how = execution(case, types)
     assert how.mesh is not None
-    feed = Feed(NamedSharding(how.mesh, how.tokens_spec), (ROWS, LENGTH))
+    feed = Feed(NamedSharding(how.mesh, how.tokens_spec), (ROWS, LENGTH), how.token_order(LENGTH))
     return moezoo.place(model(case.family), how), feed(Batch(**batch(0)))
 
 

@@ -85,7 +85,11 @@ def compare(setup: Setup) -> Agreement:
     placed = moezoo.place(model(setup.family), execution)
     evaluator = Evaluator(placed, *unused_source(), execution)
     assert execution.mesh is not None
-    feed = Feed(jax.sharding.NamedSharding(execution.mesh, execution.tokens_spec), batch(0)["tokens"].shape)
+    feed = Feed(
+        jax.sharding.NamedSharding(execution.mesh, execution.tokens_spec),
+        batch(0)["tokens"].shape,
+        execution.token_order(LENGTH),
+    )
     on_devices = feed(Batch(**batch(0)))
     nats, tokens, dropped = jax.device_get(evaluator.sums(placed, on_devices))
     assert dropped == 0

@@ -20,7 +20,6 @@ from moezoo.moe.dispatch import Gather
 from moezoo.optim import Cosine
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, steps
-from moezoo.training.feed import Feed
 from moezoo.training.files import making
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics
@@ -154,7 +153,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch, 
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     step = build_step(cfg, execution)
     state = build_state(cfg, execution, step)
-    feed = Feed(step.batch_shardings.tokens, step.arguments[1].tokens.shape)
+    feed = step.feed()
     log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / "checkpoints", cfg.checkpoint_keep)
     minutes = iter(range(100))
     loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=lambda: 60.0 * next(minutes))
