@@ -1,14 +1,14 @@
 """`attend`: its contract, and the choice of a backend."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.kernels.attention import chunked, one_query, reference
-from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Place
+from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Place, Softmax
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
@@ -16,8 +16,8 @@ from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
 Implementation = Literal["reference", "chunked", "one_query"]
 # A new backend is a file, and a name here and in `Implementation`.
 BACKENDS: dict[str, Backend] = {
-    "reference": Backend(reference.attend),
-    "chunked": Backend(chunked.attend),
+    "reference": Backend(reference.attend, reference.part, reference.part_gradients),
+    "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients),
     "one_query": Backend(one_query.attend),
 }
 assert set(BACKENDS) == set(get_args(Implementation))
@@ -106,3 +106,63 @@ def attend(
         # Backends must vary alike. The transpose of the cast sums the gradients of a replicated operand.
         attended = run(choice, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
     return attended if sinks is None else add_sinks(attended, sinks)
+
+
+def attend_part(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    *,
+    queries: Place,
+    keys: Place,
+    window: int | None,
+    implementation: str | KernelOrder | None = None,
+) -> Softmax:
+    """Attend to a part of the keys, for a caller that has a gradient rule of its own and joins the parts.
+
+    Scores are q . k: the caller has scaled the queries. All arrays vary over the same mesh axes, and no dimension is
+    empty. `moezoo.kernels.attention.partial.join_softmax` joins parts; other arguments are those of `attend`.
+    """
+    return _run_part(lambda b: b.part, (q, k, v, queries, keys), window, implementation)
+
+
+def part_gradients(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    whole: Softmax,
+    back: Float[Array, "batch queries kv_heads group value_dim"],
+    *,
+    queries: Place,
+    keys: Place,
+    window: int | None,
+    implementation: str | KernelOrder | None = None,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients by q, k and v that go through a part of the keys, in the dtypes of q, k and v.
+
+    Args:
+        q: As in `attend_part`.
+        k: The keys of this part.
+        v: The values of this part.
+        whole: The softmax over all parts.
+        back: The gradient by its result.
+        queries: The places of queries.
+        keys: The places of the keys of this part.
+        window: As in `attend`.
+        implementation: As in `attend`.
+    """
+    return _run_part(lambda b: b.part_gradients, (q, k, v, queries, keys, whole, back), window, implementation)
+
+
+def _run_part(
+    function_of: Callable[[Backend], Any], operands: tuple, window: int | None, implementation: str | KernelOrder | None
+) -> Any:
+    q, k = operands[:2]
+    choice = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
+
+    def backend(name: str) -> Callable[..., Any]:
+        # A backend that has no parts is one for few queries, where the naive one does.
+        function = function_of(BACKENDS[name]) or function_of(BACKENDS["reference"])
+        return lambda *operands: function(*operands, window=window)
+
+    return run(choice, backend, *operands)

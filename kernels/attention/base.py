@@ -1,4 +1,4 @@
-"""The contract of a backend of `attend`, and what it returns."""
+"""The contract of a backend of attention, and what it returns."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,6 +9,9 @@ from moezoo.parallel.kernels import RunsOn, anywhere
 
 # The log-sum-exp of a query that sees no key: finite, so that no gradient is NaN.
 NOTHING = -1e30
+# The largest score of a query that sees no key: below every score and above `NOTHING`, the score of unseen keys. So
+# exp(score - highest) is 0 for unseen keys.
+FLOOR = NOTHING / 2
 
 
 class Attended(NamedTuple):
@@ -42,13 +45,66 @@ class Attend(Protocol):
     ) -> Attended: ...
 
 
+class Softmax(NamedTuple):
+    """What attention over some keys gives for each query, from which results over more keys follow.
+
+    Attributes:
+        result: The averages over these keys, float32 or the dtype of the values; 0 for a query that sees none.
+        highest: The largest score, float32; `FLOOR` for a query that sees no key.
+        total: The sum of exp(score - `highest`), float32; any number above 0 for a query that sees no key.
+    """
+
+    result: Float[Array, "batch queries kv_heads group value_dim"]
+    highest: Float[Array, "batch queries kv_heads group"]
+    total: Float[Array, "batch queries kv_heads group"]
+
+
+class AttendPart(Protocol):
+    """Attend to a part of the keys, without a gradient of its own. The queries have been scaled."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch queries kv_heads group head_dim"],
+        k: Float[Array, "batch keys kv_heads head_dim"],
+        v: Float[Array, "batch keys kv_heads value_dim"],
+        queries: Place,
+        keys: Place,
+        *,
+        window: int | None,
+    ) -> Softmax: ...
+
+
+class PartGradients(Protocol):
+    """Return the gradients by q, k and v that go through a part of the keys, in their dtypes.
+
+    `whole` is the softmax over all keys, and `back` the gradient by its result, in the dtype of the values.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "batch queries kv_heads group head_dim"],
+        k: Float[Array, "batch keys kv_heads head_dim"],
+        v: Float[Array, "batch keys kv_heads value_dim"],
+        queries: Place,
+        keys: Place,
+        whole: Softmax,
+        back: Float[Array, "batch queries kv_heads group value_dim"],
+        *,
+        window: int | None,
+    ) -> tuple[Array, Array, Array]: ...
+
+
 class Backend(NamedTuple):
     """A backend.
 
     Attributes:
         attend: The function.
+        part: Attention over a part of the keys; None if the backend has none.
+        part_gradients: Its gradients.
         runs_on: Return whether the backend can be traced and run for a target.
     """
 
     attend: Attend
+    part: AttendPart | None = None
+    part_gradients: PartGradients | None = None
     runs_on: RunsOn = anywhere

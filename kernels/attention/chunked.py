@@ -22,16 +22,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.kernels.attention.base import NOTHING, Attended, Place
+from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Place, Softmax
 from moezoo.kernels.once import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # The most tokens per block: for up to `_SHORT` tokens, and for more.
 BLOCKS = (64, 128)
 _SHORT = 512
-# The initial value of a query's largest score: below every score, above `NOTHING`, the score of unseen keys. It makes
-# the weights of unseen keys zero, also for a query that sees no key.
-_FLOOR = NOTHING / 2
 _LAST = jnp.iinfo(jnp.int32).max
 
 Block = Float[Array, "_ _ _"]  # heads, rows, dim; the rows of queries are the tokens of each query head
@@ -79,6 +76,46 @@ def _attend(window, q, k, v, queries, keys):
 
 
 def _forward(window, q, k, v, queries, keys):
+    # Named where the backward pass uses them: if a policy saves them, no loop runs twice.
+    softmax = _softmax(window, q, k, v, queries, keys)
+    result, highest, total = (checkpoint_name(x, ATTENTION) for x in softmax)
+    logsumexp = jnp.where(highest > FLOOR, highest + jnp.log(total), NOTHING)[..., 0]
+    # Keep two numbers, not the log-sum-exp: for large scores it is too rounded to give weights that sum to one.
+    return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
+
+
+def part(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    queries: Place,
+    keys: Place,
+    *,
+    window: int | None,
+) -> Softmax:
+    """Attend to a part of the keys, block after block."""
+    result, highest, total = traced_once(_softmax, (BLOCKS, _SHORT), (window,), q, k, v, queries, keys)
+    return Softmax(result, highest[..., 0], total[..., 0])
+
+
+def part_gradients(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    queries: Place,
+    keys: Place,
+    whole: Softmax,
+    back: Float[Array, "batch queries kv_heads group value_dim"],
+    *,
+    window: int | None,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients that go through a part of the keys, block after block."""
+    residuals = (q, k, v, queries, keys, whole.result, whole.highest[..., None], whole.total[..., None])
+    cotangent = Attended(back, jnp.zeros_like(whole.total))
+    return traced_once(_backward, (BLOCKS, _SHORT), (window,), residuals, cotangent)[:3]
+
+
+def _softmax(window, q, k, v, queries, keys):
     past, steps = _plan((q,), k, v, queries, keys, window)
 
     def step(_: None, x: _Step) -> tuple[None, tuple[Block, Block, Block]]:
@@ -94,16 +131,12 @@ def _forward(window, q, k, v, queries, keys):
             return higher, total, sums * fade + _dot(weights.astype(v.dtype), block.value, 2, 1)
 
         zeros = _zeros((*q.shape[:2], 1), q)
-        highest, total, sums = _visit_all(x, visit, (zeros + _FLOOR, zeros, _zeros((*q.shape[:2], v.shape[3]), q)))
+        highest, total, sums = _visit_all(x, visit, (zeros + FLOOR, zeros, _zeros((*q.shape[:2], v.shape[3]), q)))
         total = jnp.where(total > 0, total, 1)
         return None, ((sums / total).astype(v.dtype), highest, total)
 
     _, parts = lax.scan(step, None, steps)
-    # Named where the backward pass uses them: if a policy saves them, no loop runs twice.
-    result, highest, total = (checkpoint_name(_join(x, q), ATTENTION) for x in parts)
-    logsumexp = jnp.where(highest > _FLOOR, highest + jnp.log(total), NOTHING)[..., 0]
-    # Keep two numbers, not the log-sum-exp: for large scores it is too rounded to give weights that sum to one.
-    return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
+    return tuple(_join(x, q) for x in parts)
 
 
 def _backward(window, residuals, cotangent):

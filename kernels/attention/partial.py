@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention.base import Attended
+from moezoo.kernels.attention.base import Attended, Softmax
 
 
 def join(one: Attended, other: Attended) -> Attended:
@@ -22,3 +22,16 @@ def _scaled(part: Attended, total: Array) -> Array:
     """Return a part's share of a softmax over more keys."""
     share = jnp.exp(part.logsumexp - total)[..., None]
     return (part.result.astype(jnp.float32) * share).astype(part.result.dtype)
+
+
+def join_softmax(one: Softmax, other: Softmax) -> Softmax:
+    """Return the softmax of the same queries over the keys of both parts, which must be disjoint; in float32.
+
+    Unlike the log-sum-exp of `join`, the two numbers per query lose nothing where scores are large.
+    """
+    highest = jnp.maximum(one.highest, other.highest)
+    totals = [part.total * jnp.exp(part.highest - highest) for part in (one, other)]
+    total = totals[0] + totals[1]
+    shares = [(each / total)[..., None] for each in totals]
+    results = [part.result.astype(jnp.float32) * share for part, share in zip((one, other), shares, strict=True)]
+    return Softmax(results[0] + results[1], highest, total)

@@ -1,13 +1,16 @@
 """The naive backend: all scores of up to `QUERY_CHUNK` queries, and their softmax."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
-from moezoo.kernels.attention.base import NOTHING, Attended, Place
-from moezoo.parallel.collectives import ATTENTION
+from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Place, Softmax
+from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # Bounds the memory for scores to [batch, heads, QUERY_CHUNK, keys].
 QUERY_CHUNK = 512
@@ -25,39 +28,107 @@ def attend(
     window: int | None,
 ) -> Attended:
     """Attend chunk by chunk of queries, each over all keys."""
-    length = q.shape[1]
+
+    def one(_: None, chunk: tuple[Array, Place]) -> tuple[None, Attended]:
+        return None, _attend(*chunk, k, v, keys, scale, window)
+
+    # Named, so that policies of rematerialisation may save both results.
+    return Attended(*(checkpoint_name(x, ATTENTION) for x in _in_chunks(one, None, (q, queries))[1]))
+
+
+def _in_chunks(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, queries: PyTree) -> tuple[Any, Any]:
+    """Return the last carry and the results of `step` on chunks of `queries`, arrays [batch, queries, ...].
+
+    The last chunk is padded with zeros.
+    """
+    length = jax.tree.leaves(queries)[0].shape[1]
     if length <= QUERY_CHUNK:
-        return _named(_attend(q, queries, k, v, keys, scale, window))
+        return step(carry, queries)
     pad = -length % QUERY_CHUNK
 
-    def chunks(x: Array) -> Array:
+    def cut(x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
         return rearrange(padded, "b (n c) ... -> n b c ...", c=QUERY_CHUNK)
 
-    @jax.checkpoint  # scores are recomputed in the backward pass
-    def one(chunk: tuple[Array, Place]) -> Attended:
-        return _attend(*chunk, k, v, keys, scale, window)
-
-    parts = jax.lax.map(one, (chunks(q), Place(*map(chunks, queries))))
-    return _named(Attended(*(rearrange(x, "n b c ... -> b (n c) ...")[:, :length] for x in parts)))
-
-
-def _named(attended: Attended) -> Attended:
-    """Give both results the checkpoint name under which policies of rematerialisation may save them."""
-    return Attended(*(checkpoint_name(x, ATTENTION) for x in attended))
+    # Scores are recomputed in the backward pass.
+    carry, parts = jax.lax.scan(jax.checkpoint(step), carry, jax.tree.map(cut, queries))
+    return carry, jax.tree.map(lambda x: rearrange(x, "n b c ... -> b (n c) ...")[:, :length], parts)
 
 
 def _attend(
     q: Array, queries: Place, k: Array, v: Array, keys: Place, scale: float | Array, window: int | None
 ) -> Attended:
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
-    distance = queries.position[:, :, None] - keys.position[:, None, :]
-    seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    masked = jnp.where(seen[:, None, None], scores, _MASKED)
+    masked, seen = _scores(q, queries, k, keys, scale, window)
     weights = jax.nn.softmax(masked)
     result = jnp.einsum("bkgqs,bskh->bqkgh", weights.astype(v.dtype), v)
     logsumexp = rearrange(jax.nn.logsumexp(masked, axis=-1), "b k g q -> b q k g")
     some = seen.any(-1)[:, :, None, None]
     return Attended(jnp.where(some[..., None], result, 0), jnp.where(some, logsumexp, NOTHING))
+
+
+def _scores(
+    q: Array, queries: Place, k: Array, keys: Place, scale: float | Array, window: int | None
+) -> tuple[Array, Array]:
+    """Return scores [batch, kv_heads, group, queries, keys], `_MASKED` for unseen keys; and which are seen."""
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
+    distance = queries.position[:, :, None] - keys.position[:, None, :]
+    seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    return jnp.where(seen[:, None, None], scores, _MASKED), seen
+
+
+def part(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    queries: Place,
+    keys: Place,
+    *,
+    window: int | None,
+) -> Softmax:
+    """Attend to a part of the keys, chunk by chunk of queries."""
+
+    def one(_: None, chunk: tuple[Array, Place]) -> tuple[None, Softmax]:
+        scores, _ = _scores(*chunk, k, keys, 1.0, window)
+        highest = jnp.maximum(scores.max(-1), FLOOR)
+        weights = jnp.exp(scores - highest[..., None])
+        total = weights.sum(-1)
+        total = jnp.where(total > 0, total, 1)
+        result = jnp.einsum("bkgqs,bskh->bqkgh", (weights / total[..., None]).astype(v.dtype), v)
+        return None, Softmax(result, *(rearrange(x, "b k g q -> b q k g") for x in (highest, total)))
+
+    return _in_chunks(one, None, (q, queries))[1]
+
+
+def part_gradients(
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    queries: Place,
+    keys: Place,
+    whole: Softmax,
+    back: Float[Array, "batch queries kv_heads group value_dim"],
+    *,
+    window: int | None,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients that go through a part of the keys, chunk by chunk of queries."""
+    wide = {"preferred_element_type": jnp.float32}
+
+    def one(sums: tuple[Array, Array], chunk: tuple[Array, Place, Softmax, Array]) -> tuple[tuple[Array, Array], Array]:
+        q, queries, whole, back = chunk
+        scores, _ = _scores(q, queries, k, keys, 1.0, window)
+        highest, total = (rearrange(x, "b q k g -> b k g q 1") for x in whole[1:])
+        weights = jnp.exp(scores - highest) / jnp.where(total > 0, total, 1)  # 0 in the padding of a chunk
+        through_result = (back.astype(jnp.float32) * whole.result.astype(jnp.float32)).sum(-1)
+        less = rearrange(through_result, "b q k g -> b k g q 1")
+        by_score = weights * (jnp.einsum("bqkgh,bskh->bkgqs", back, v, **wide) - less)
+        by_score, weights = by_score.astype(q.dtype), weights.astype(v.dtype)
+        by_k = jnp.einsum("bkgqs,bqkgh->bskh", by_score, q, **wide)
+        by_v = jnp.einsum("bkgqs,bqkgh->bskh", weights, back, **wide)
+        by_q = jnp.einsum("bkgqs,bskh->bqkgh", by_score, k, **wide).astype(q.dtype)
+        return (sums[0] + by_k, sums[1] + by_v), by_q
+
+    zeros = tuple(vary_like(jnp.zeros(x.shape, jnp.float32), x) for x in (k, v))
+    (by_k, by_v), by_q = _in_chunks(one, zeros, (q, queries, whole, back))
+    return by_q, by_k.astype(k.dtype), by_v.astype(v.dtype)

@@ -98,7 +98,8 @@ def communication(
         for block in stack.blocks:
             numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
             kept_moves = attention.exchanges(numbers, execution.dtype, group)
-            both("layers/attention", kept_moves, stack.count, recomputed=not kept, learns=learns)
+            again = not kept and (config.execution.remat != "dots" or attention.repeats_with_dots)
+            both("layers/attention", kept_moves, stack.count, recomputed=again, learns=learns)
             if block.moe is not None:
                 routing_layers += stack.count
                 rows_there = _experts(block.moe, rows * length, execution)

@@ -62,7 +62,7 @@ class ExecutionSettings:
     reduce_dtype: DType = "float32"
     remat: Literal["full", "offload", "dots", "none"] = "full"
     microbatches: Size = 1
-    context_parallel: Literal["gather"] = "gather"
+    context_parallel: Literal["gather", "ring"] = "gather"
     sequence_order: SequenceOrder | None = None
     grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None
     attention: tuple[AttentionBackend, ...] | None = None

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import attend
+from moezoo.nn.ring import Ring
 from moezoo.parallel.collectives import gather, gather_tokens
 from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
 from moezoo.parallel.execution import Execution
@@ -46,7 +47,7 @@ class GatherKept(ContextParallel):
         return Moves(there, there, tuple(move.back() for move in there))
 
 
-CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept}
+CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept, "ring": Ring}
 
 
 def context_parallel(execution: Execution) -> ContextParallel:

@@ -14,7 +14,7 @@ Devices exchange `kept`, which may be much smaller than the keys and values made
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
@@ -84,7 +84,12 @@ class ContextParallel(abc.ABC):
     An implementation is a frozen dataclass; its fields are its options. All methods except the two that describe
     exchanges run inside `jax.shard_map(check_vma=True)`, or without a mesh. Arrays of tokens vary over
     `group.token_axes`, and so do the results.
+
+    `repeats_with_dots`: whether the collectives of `attend` run again in the backward pass with `remat=dots`. They do
+    not where the results that a policy saves make them needless.
     """
+
+    repeats_with_dots: ClassVar[bool] = True
 
     @abc.abstractmethod
     def places(self, queries: Place, group: SequenceGroup) -> Places:

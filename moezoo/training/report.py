@@ -185,7 +185,8 @@ def summarize(
             "rules",
             f"{execution.rules.name}: batch {_split(execution.batch_axes)}; "
             f"each sequence {_split(execution.sequence_axes)}"
-            + f", {execution.sequence_order} order" * bool(execution.sequence_axes),
+            + f", {execution.sequence_order} order"
+            * bool(execution.sequence_axes),
         ),
         *(("weights", line) for line in layout_lines(placements.model)),
         *(("dispatch", line) for line in dispatch_lines(cfg, execution, model.stacks)),

@@ -15,6 +15,7 @@ from moezoo.nn.attention import Attention
 from moezoo.nn.context_parallel import GatherKept, context_parallel
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
+from moezoo.nn.ring import Ring
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import ContextParallel, Place, Places
 from moezoo.parallel.execution import Execution
@@ -77,7 +78,7 @@ def on_one_device(name):
     return jax.jit(functools.partial(layer_and_gradients, Execution()))(LAYERS[name], *inputs())
 
 
-@pytest.mark.parametrize("value", [GatherKept(), PassAround()], ids=["gather", "pass around"])
+@pytest.mark.parametrize("value", [GatherKept(), Ring(), PassAround()], ids=["gather", "ring", "pass around"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_split_sequence_changes_nothing(name, value):
     """The output, and gradients by the input and every weight, also those that make keys from latents."""

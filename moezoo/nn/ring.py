@@ -1,0 +1,197 @@
+"""Context parallelism that passes what tokens keep from device to device (Liu et al., 2023, arXiv:2310.01889).
+
+With n devices, `kept` makes n - 1 hops along the ring. Each hop is sent off before attention works on what is already
+there, so the two can overlap. The backward pass rotates `kept` again: nothing but a device's own `kept` is stored. A
+second ring carries the gradients by `kept`, in float32: each device adds its share to what passes, and the last hop
+takes the sum home. What a device adds to its own stays there.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from moezoo.kernels.attention import FLOOR, Softmax, attend_part, join_softmax, part_gradients
+from moezoo.parallel.collectives import ATTENTION, gather, vary_like
+from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
+from moezoo.parallel.kernels import KernelOrder
+from moezoo.parallel.traffic import Move, Moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(ContextParallel):
+    """Attend to the tokens of one device at a time, while those of the next are on their way."""
+
+    repeats_with_dots: ClassVar[bool] = False
+
+    def places(self, queries: Place, group: SequenceGroup) -> Places:
+        """All-gather positions and segments, two integers per token."""
+        return Places(queries, Place(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries)))
+
+    def attend(
+        self,
+        q: Array,
+        kept: PyTree,
+        weights: PyTree,
+        expand: Expand,
+        places: Places,
+        scoring: Scoring,
+        group: SequenceGroup,
+    ) -> Array:
+        """Join the parts in float32, with the sinks once."""
+        scale, window, sinks, order = scoring
+        q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+        learned, rest = eqx.partition(weights, eqx.is_inexact_array)
+        operands = (q, kept, learned, rest, places, sinks)
+        alike = jax.tree.leaves(operands)
+        operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
+        return _attend(_Options(expand, group, window, order), *operands)
+
+    def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
+        """Return the all-gathers of positions and segments."""
+        return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
+
+    def exchanges(self, numbers: tuple[int, ...], dtype: DTypeLike, group: SequenceGroup) -> Moves:
+        """Return n - 1 hops of each array and of its gradient; with n > 2, one more of the array in the backward pass.
+
+        The additional hop is that of the last turn of a loop, whose result is not used.
+        """
+        hops = group.size - 1
+        there, sums = (
+            tuple(Move("ppermute", group.axes, group.size, each, kind) for each in numbers)
+            for kind in (dtype, jnp.float32)
+        )
+        return Moves(there * hops, there * hops, there * (hops + (hops > 1)) + sums * hops)
+
+
+class _Options(NamedTuple):
+    """What is known when the program is traced."""
+
+    expand: Expand
+    group: SequenceGroup
+    window: int | None
+    order: KernelOrder
+
+
+class _Inputs(NamedTuple):
+    """What both passes need. `learned` and `rest` are the weights with and without a gradient."""
+
+    q: Array
+    kept: PyTree
+    learned: PyTree
+    rest: PyTree
+    places: Places
+    sinks: Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: _Options, *inputs: Any) -> Array:
+    return _forward(options, *inputs)[0]
+
+
+def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
+    inputs, hops = _Inputs(*operands), options.group.size - 1
+
+    def part(kept: PyTree, hop: Any) -> Softmax:
+        keys, values = options.expand(eqx.combine(inputs.learned, inputs.rest), kept)
+        return attend_part(inputs.q, keys, values, **_places(options, inputs, hop))
+
+    def step(carry: tuple[PyTree, Softmax], hop: Any) -> tuple[tuple[PyTree, Softmax], None]:
+        kept, before = carry
+        arriving = _send(kept, options)
+        return (arriving, join_softmax(before, part(kept, hop))), None
+
+    kept, whole = inputs.kept, _of_sinks(options, inputs)
+    if hops:
+        (kept, whole), _ = lax.scan(step, (kept, whole), jnp.arange(hops))
+    last = part(kept, hops)
+    whole = join_softmax(whole, last)
+    whole = whole._replace(result=whole.result.astype(last.result.dtype))
+    # Named, so that a policy of rematerialisation may save them: then no hop of the forward pass runs twice.
+    whole = Softmax(*(checkpoint_name(x, ATTENTION) for x in whole))
+    return whole.result, (inputs, whole)
+
+
+def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array) -> tuple:
+    inputs, whole = residuals
+    hops = options.group.size - 1
+
+    def gradients(kept: PyTree, hop: Any) -> tuple[Array, PyTree, PyTree]:
+        """Return the shares of this device in the gradients by q, `kept` and the weights, in float32."""
+        (keys, values), pull = jax.vjp(
+            lambda learned, kept: options.expand(eqx.combine(learned, inputs.rest), kept), inputs.learned, kept
+        )
+        by_q, *by_pair = part_gradients(inputs.q, keys, values, whole, back, **_places(options, inputs, hop))
+        by_weights, by_kept = pull(tuple(by_pair))
+        return jax.tree.map(lambda x: x.astype(jnp.float32), (by_q, by_kept, by_weights))
+
+    def step(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        kept, (by_q, passing, by_weights) = carry
+        arriving, passing = _send((kept, passing), options)
+        here = gradients(kept, hop)
+        return (arriving, _add((by_q, passing, by_weights), here)), None
+
+    kept = _send(inputs.kept, options) if hops else None
+    by_q, own, by_weights = gradients(inputs.kept, 0)
+    if hops:
+        arriving = _send(kept, options) if hops > 1 else kept
+        more_q, passing, more_weights = gradients(kept, 1)
+        carry = (arriving, (*_add((by_q,), (more_q,)), passing, _add(by_weights, more_weights)))
+        (_, (by_q, passing, by_weights)), _ = lax.scan(step, carry, jnp.arange(2, hops + 1))
+        own = _add(own, _send(passing, options))
+    by_sinks = None
+    if inputs.sinks is not None:
+        # The value of a sink is zero, so the gradient by its score is its weight times -(back . result).
+        weight = jnp.exp(inputs.sinks - whole.highest) / whole.total
+        through = (back.astype(jnp.float32) * whole.result.astype(jnp.float32)).sum(-1)
+        by_sinks = -(weight * through).sum((0, 1)).astype(inputs.sinks.dtype)
+    by_inputs = (by_q, own, by_weights)
+    like = (inputs.q, inputs.kept, inputs.learned)
+    by_q, own, by_weights = jax.tree.map(lambda x, y: x.astype(y.dtype), by_inputs, like)
+    return by_q, own, by_weights, None, None, by_sinks
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _places(options: _Options, inputs: _Inputs, hop: Any) -> dict[str, Any]:
+    """Return the options of a kernel for the keys that have made `hop` hops: those of the device so far back."""
+    group, keys = options.group, inputs.places.keys
+    if group.axes:
+        tokens = keys.position.shape[1] // group.size
+        start = (lax.axis_index(group.axes) - hop) % group.size * tokens
+        keys = Place(*(lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in keys))
+    places = {"queries": inputs.places.queries, "keys": keys}
+    return {**places, "window": options.window, "implementation": options.order}
+
+
+def _send(tree: PyTree, options: _Options) -> PyTree:
+    """Send every array to the next device along the ring."""
+    size = options.group.size
+    around = [(i, (i + 1) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, options.group.axes, around), tree)
+
+
+def _add(one: PyTree, other: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, one, other)
+
+
+def _of_sinks(options: _Options, inputs: _Inputs) -> Softmax:
+    """Return the softmax over the sinks alone, keys of value zero; without sinks that over no key."""
+    keys, values = jax.eval_shape(options.expand, eqx.combine(inputs.learned, inputs.rest), inputs.kept)
+    del keys
+    per_query = inputs.q.shape[:-1]
+    score = jnp.float32(FLOOR) if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
+    empty = Softmax(
+        jnp.zeros((*per_query, values.shape[-1]), jnp.float32),
+        jnp.broadcast_to(score, per_query),
+        jnp.ones(per_query, jnp.float32),
+    )
+    return Softmax(*(vary_like(x, inputs.q) for x in empty))
