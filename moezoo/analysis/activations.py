@@ -78,7 +78,11 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call) -> Iterator[Activa
             continue
         for name, axes, (_, _, *sizes), kind in _kept(block, cfg.model.embed, dtype, numbers):
             yield of_tokens(f"{name} kept by attention", axes, sizes, kind)
-            moves = context_parallel(execution).exchanges((math.prod(sizes),), kind, execution.sequence_group).forward
+            moves = (
+                context_parallel(execution)
+                .exchanges((math.prod(sizes),), kind, 1, None, execution.sequence_group)
+                .forward
+            )
             if execution.sequence_axes and "all_gather" in (move.collective for move in moves):
                 axes, whole = ("batch", "seq", *axes), (rows, call.length, *sizes)
                 yield _row(f"{name} gathered over the sequence", axes, split[:1], whole, kind, execution)

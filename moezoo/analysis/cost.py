@@ -97,7 +97,7 @@ def communication(
         both("layers/weights", weight_moves(stack, chosen, execution), stack.count, recomputed=True, learns=learns)
         for block in stack.blocks:
             numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
-            kept_moves = attention.exchanges(numbers, execution.dtype, group)
+            kept_moves = attention.exchanges(numbers, execution.dtype, length, config.model.window, group)
             again = not kept and (config.execution.remat != "dots" or attention.repeats_with_dots)
             both("layers/attention", kept_moves, stack.count, recomputed=again, learns=learns)
             if block.moe is not None:

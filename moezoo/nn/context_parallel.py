@@ -41,8 +41,11 @@ class GatherKept(ContextParallel):
         """Return the all-gathers of positions and segments."""
         return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
 
-    def exchanges(self, numbers: tuple[int, ...], dtype: DTypeLike, group: SequenceGroup) -> Moves:
+    def exchanges(
+        self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup
+    ) -> Moves:
         """Return the all-gathers of the arrays, and the reduce-scatters of their gradients."""
+        del tokens, window
         there = tuple(Move("all_gather", group.axes, group.size, each, dtype) for each in numbers)
         return Moves(there, there, tuple(move.back() for move in there))
 

@@ -1,9 +1,9 @@
 """Context parallelism that passes what tokens keep from device to device (Liu et al., 2023, arXiv:2310.01889).
 
-With n devices, `kept` makes n - 1 hops along the ring. Each hop is sent off before attention works on what is already
-there, so the two can overlap. The backward pass rotates `kept` again: nothing but a device's own `kept` is stored. A
-second ring carries the gradients by `kept`, in float32: each device adds its share to what passes, and the last hop
-takes the sum home. What a device adds to its own stays there.
+With n devices, `kept` makes n - 1 hops along the ring, or fewer if windows end before. Each hop is sent off before
+attention works on what is already there, so the two can overlap. The backward pass rotates `kept` again: nothing but a
+device's own `kept` is stored. A second ring carries the gradients by `kept`, in float32: each device adds its share to
+what passes, and the last hop takes the sum home. What a device adds to its own stays there.
 """
 
 import dataclasses
@@ -58,12 +58,14 @@ class Ring(ContextParallel):
         """Return the all-gathers of positions and segments."""
         return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
 
-    def exchanges(self, numbers: tuple[int, ...], dtype: DTypeLike, group: SequenceGroup) -> Moves:
-        """Return n - 1 hops of each array and of its gradient; with n > 2, one more of the array in the backward pass.
+    def exchanges(
+        self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup
+    ) -> Moves:
+        """Return the hops of each array and of its gradient.
 
-        The additional hop is that of the last turn of a loop, whose result is not used.
+        Where they are more than one, the backward pass sends an array once more: in the last turn of its loop.
         """
-        hops = group.size - 1
+        hops = _count_hops(group, tokens, window)
         there, sums = (
             tuple(Move("ppermute", group.axes, group.size, each, kind) for each in numbers)
             for kind in (dtype, jnp.float32)
@@ -97,7 +99,8 @@ def _attend(options: _Options, *inputs: Any) -> Array:
 
 
 def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
-    inputs, hops = _Inputs(*operands), options.group.size - 1
+    inputs = _Inputs(*operands)
+    hops = _count_hops(options.group, inputs.q.shape[1], options.window)
 
     def part(kept: PyTree, hop: Any) -> Softmax:
         keys, values = options.expand(eqx.combine(inputs.learned, inputs.rest), kept)
@@ -121,7 +124,7 @@ def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
 
 def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array) -> tuple:
     inputs, whole = residuals
-    hops = options.group.size - 1
+    hops = _count_hops(options.group, inputs.q.shape[1], options.window)
 
     def gradients(kept: PyTree, hop: Any) -> tuple[Array, PyTree, PyTree]:
         """Return the shares of this device in the gradients by q, `kept` and the weights, in float32."""
@@ -145,7 +148,7 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
         more_q, passing, more_weights = gradients(kept, 1)
         carry = (arriving, (*_add((by_q,), (more_q,)), passing, _add(by_weights, more_weights)))
         (_, (by_q, passing, by_weights)), _ = lax.scan(step, carry, jnp.arange(2, hops + 1))
-        own = _add(own, _send(passing, options))
+        own = _add(own, _send(passing, options, -hops))
     by_sinks = None
     if inputs.sinks is not None:
         # The value of a sink is zero, so the gradient by its score is its weight times -(back . result).
@@ -172,10 +175,19 @@ def _places(options: _Options, inputs: _Inputs, hop: Any) -> dict[str, Any]:
     return {**places, "window": options.window, "implementation": options.order}
 
 
-def _send(tree: PyTree, options: _Options) -> PyTree:
-    """Send every array to the next device along the ring."""
+def _count_hops(group: SequenceGroup, tokens: int, window: int | None) -> int:
+    """Return the number of hops, for `tokens` tokens of a sequence per device.
+
+    In contiguous order, what a window shows lies on the device itself and on the nearest before it.
+    """
+    hops = group.size - 1
+    return hops if window is None or group.order == "balanced" else min(hops, -(-(window - 1) // tokens))
+
+
+def _send(tree: PyTree, options: _Options, by: int = 1) -> PyTree:
+    """Send every array to the device that is `by` further along the ring."""
     size = options.group.size
-    around = [(i, (i + 1) % size) for i in range(size)]
+    around = [(i, (i + by) % size) for i in range(size)]
     return jax.tree.map(lambda x: lax.ppermute(x, options.group.axes, around), tree)
 
 

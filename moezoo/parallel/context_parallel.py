@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.kernels import KernelOrder
+from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.parallel.traffic import Moves
 
 
@@ -66,11 +67,13 @@ class SequenceGroup(NamedTuple):
         axes: The mesh axes that split the sequence; empty for one device.
         size: The number of devices along `axes`.
         token_axes: All mesh axes that split tokens: those that split the batch, then `axes`.
+        order: The order in which the tokens of a sequence lie on the devices.
     """
 
     axes: MeshAxes
     size: int
     token_axes: MeshAxes
+    order: SequenceOrder = "contiguous"
 
 
 # weights, kept [batch tokens ...] -> keys [batch tokens kv_heads head_dim], values [batch tokens kv_heads value_dim]
@@ -132,11 +135,15 @@ class ContextParallel(abc.ABC):
         """Return the collectives of `places`, for `tokens` tokens per device. `group` has more than one device."""
 
     @abc.abstractmethod
-    def exchanges(self, numbers: tuple[int, ...], dtype: DTypeLike, group: SequenceGroup) -> Moves:
+    def exchanges(
+        self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup
+    ) -> Moves:
         """Return the collectives of `attend` on a group of more than one device.
 
         Args:
             numbers: The numbers in each array of `kept`, per device.
             dtype: The dtype of the arrays of `kept`.
+            tokens: The tokens of a sequence on each device.
+            window: The number of tokens that a query sees; None for all.
             group: The devices that share sequences.
         """

@@ -213,7 +213,7 @@ class Execution:
     @property
     def sequence_group(self) -> SequenceGroup:
         """The devices that share sequences."""
-        return SequenceGroup(self.sequence_axes, self.ways(self.sequence_axes), self.token_axes)
+        return SequenceGroup(self.sequence_axes, self.ways(self.sequence_axes), self.token_axes, self.sequence_order)
 
     @functools.cached_property
     def target(self) -> Target | None:

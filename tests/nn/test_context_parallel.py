@@ -56,7 +56,7 @@ class PassAround(ContextParallel):
     def place_exchanges(self, tokens, group):
         raise NotImplementedError
 
-    def exchanges(self, numbers, dtype, group):
+    def exchanges(self, numbers, dtype, tokens, window, group):
         raise NotImplementedError
 
 
