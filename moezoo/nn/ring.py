@@ -152,7 +152,7 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
     by_sinks = None
     if inputs.sinks is not None:
         # The value of a sink is zero, so the gradient by its score is its weight times -(back . result).
-        weight = jnp.exp(inputs.sinks - whole.highest) / whole.total
+        weight = jnp.exp(inputs.sinks.astype(jnp.float32)[None, None] - whole.highest) / whole.total
         through = (back.astype(jnp.float32) * whole.result.astype(jnp.float32)).sum(-1)
         by_sinks = -(weight * through).sum((0, 1)).astype(inputs.sinks.dtype)
     by_inputs = (by_q, own, by_weights)

@@ -26,7 +26,11 @@ SLICES = [
     "model=deepseek_v2_lite mesh.fsdp=8 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 rules.batch=[data,fsdp]",
     "model=kimi_k2 mesh.data=2 mesh.fsdp=16 mesh.expert=16 dispatch=ragged dispatch.buffer_factor=0.9 "
     "execution.microbatches=2 rules.store.router=[data] rules.store.norm=[expert]",
-    "model=qwen3_235b_a22b mesh.fsdp=16 mesh.expert=16 dispatch=ring dispatch.chunks=3 model.attention_bias=all",
+    "model=qwen3_235b_a22b mesh.fsdp=16 mesh.expert=16 dispatch=ring dispatch.chunks=3 model.attention_bias=all "
+    "execution.remat=none",
+    "model=olmoe mesh.fsdp=4 mesh.context=4 dispatch=gather execution.context_parallel=ring execution.remat=dots",
+    "model=deepseek mesh.fsdp=2 mesh.expert=8 rules=ep_as_cp execution.context_parallel=ring",
+    "model=mixtral mesh.fsdp=2 mesh.context=8 model.window=600 execution.context_parallel=ring",
 ]
 
 

@@ -17,10 +17,12 @@ from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
 from moezoo.nn.ring import Ring
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import ContextParallel, Place, Places
+from moezoo.parallel.context_parallel import ContextParallel, Place, Places, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.rules import Rules
+from moezoo.parallel.sequence_order import balanced_order
+from moezoo.parallel.traces import collective_traffic
 
 BATCH, SEQ, EMBED = 2, 12, 6
 # Averages of values of order one under weights from scores of order ten: some 50 roundings to float32.
@@ -101,3 +103,88 @@ def test_a_split_sequence_changes_nothing(name, value):
 
 def test_the_default_gathers():
     assert context_parallel(Execution()) == GatherKept()
+
+
+# Sixteen tokens on four devices: two documents, cut at odd places, and a device with nothing but padding.
+DOCUMENTS = Place(
+    jnp.asarray([[*range(5), *range(6), *range(5)], list(range(16))], jnp.int32),
+    jnp.asarray([[1] * 5 + [2] * 6 + [0] * 5, [1] * 16], jnp.int32),
+)
+
+
+def expand_pair(weights, kept):
+    """Return the keys and values that tokens keep."""
+    del weights
+    return kept
+
+
+def ring_and_one_device(window, sinks=None, order="contiguous", scale=0.7):
+    """Return value and gradients by q, k, v and sinks of a ring of four and of one device; and the number of hops."""
+    rng = np.random.default_rng(1)
+    q, cotangent = rng.standard_normal((2, 2, 16, 2, 3, 4)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 16, 2, 4)).astype(np.float32)
+    cotangent = cotangent * (np.asarray(DOCUMENTS.segment) > 0)[:, :, None, None, None]
+    tokens = balanced_order(16, 4) if order == "balanced" else np.arange(16)
+    rules = Rules("mine", {}, {}, (), ("context",))
+    mesh = make_mesh(MeshShape(context=4))
+    execution = Execution(mesh=mesh, rules=rules, context_parallel=Ring(), sequence_order=order)
+    arrays = jax.tree.map(lambda x: x[:, tokens], (q, (k, v), DOCUMENTS, cotangent))
+
+    def run(group, q, kept, place, cotangent, sinks):
+        def attend_to(q, kept, sinks):
+            scoring = Scoring(scale, window, sinks)
+            return Ring().attend(q, kept, None, expand_pair, Ring().places(place, group), scoring, group)
+
+        value, pull = jax.vjp(attend_to, q, kept, sinks)
+        return value, *pull(cotangent)
+
+    split, whole = PartitionSpec(None, "context"), PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(run, execution.sequence_group),
+        mesh=mesh,
+        in_specs=(split, split, split, split, whole),
+        out_specs=(split, split, split, whole),
+    )
+    found = jax.jit(mapped)(*arrays, sinks)
+    hops = collective_traffic(jax.make_jaxpr(mapped)(*arrays, sinks)).by("collective")[("ppermute",)].count
+
+    def alone(q, kept, sinks):
+        places = {"queries": arrays[2], "keys": arrays[2]}
+        return attend(q, *kept, **places, scale=scale, window=window, sinks=sinks, implementation="reference").result
+
+    value, pull = jax.vjp(alone, *arrays[:2], sinks)
+    return found, (value, *pull(arrays[3])), hops
+
+
+def assert_near(found, wanted):
+    """All arrays are equal within the rounding to float32 of numbers as large as the largest of each."""
+    for result, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * max(1, np.abs(want).max()))
+
+
+@pytest.mark.parametrize(("window", "hops"), [(2, 1), (5, 1), (6, 2), (9, 2), (10, 3), (None, 3)])
+def test_windows_end_the_ring(window, hops):
+    """In contiguous order no hop brings only keys that no query sees; a device has four tokens."""
+    found, wanted, count = ring_and_one_device(window)
+    assert_near(found, wanted)
+    arrays = 2  # keys and values
+    assert count == arrays * (hops + hops + (hops > 1) + hops)  # forward; backward; gradients
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_any_order_of_tokens(window):
+    found, wanted, _ = ring_and_one_device(window, order="balanced")
+    assert_near(found, wanted)
+
+
+def test_sinks_count_once():
+    sinks = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3)), jnp.float32)
+    found, wanted, _ = ring_and_one_device(None, sinks)
+    assert_near(found, wanted)
+    assert np.abs(wanted[3]).min() > 0.1
+
+
+def test_weights_of_large_scores_sum_to_one():
+    """Scores of 1e7, where float32 has steps of 1: their log-sum-exp would be too rounded to join parts by."""
+    found, wanted, _ = ring_and_one_device(None, scale=3e6)
+    np.testing.assert_allclose(found[0], wanted[0], atol=PRECISION * 4)

@@ -12,6 +12,7 @@ A `Case` has these columns:
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
 | family | `mixtral` `deepseek` `qwen3_moe` `olmoe` |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
+| context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
 
 `product()` has every combination of all columns but chunks whose rules fit the mesh. `cover()` is a small part of it:
@@ -37,6 +38,7 @@ from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
 from moezoo.parallel.rules import live
 
@@ -228,6 +230,11 @@ def fits(mesh: str, layout: str) -> bool:
     return bool(same) and layout == min(same, key=rank)
 
 
+def shards(mesh: str, layout: str) -> int:
+    """Return the number of parts that a layout splits sequences into on a mesh."""
+    return math.prod(MESHES[mesh].sizes[axis] for axis in rules()[layout].sequence)
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to run the step; the columns are described at the top of this file."""
@@ -240,6 +247,7 @@ class Case:
     balance: Balance
     family: Family = "mixtral"
     optimizer: str = "sgd"
+    context_parallel: str = "gather"
     chunks: int = 1
 
     def __str__(self) -> str:
@@ -255,13 +263,13 @@ class Case:
         mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact
         layout = rules()[self.rules]
         options: Any = {"remat": self.remat, "kernels": kernels, "sequence_order": self.order}
+        options["context_parallel"] = CONTEXT_PARALLEL[self.context_parallel]()
         return moezoo.Execution(mesh, layout, strategy, **options)
 
     @property
     def order(self) -> str:
         """The order of tokens: balanced, except where there are not two for each device."""
-        shards = math.prod(MESHES[self.mesh].sizes[axis] for axis in rules()[self.rules].sequence)
-        return "contiguous" if LENGTH % (2 * shards) else "balanced"
+        return "contiguous" if LENGTH % (2 * shards(self.mesh, self.rules)) else "balanced"
 
     @property
     def rule(self) -> UpdateRule:
@@ -285,6 +293,7 @@ class Case:
                 remat=self.remat,  # type: ignore[arg-type]
                 microbatches=self.microbatches,
                 sequence_order=self.order,  # type: ignore[arg-type]
+                context_parallel=self.context_parallel,  # type: ignore[arg-type]
             ),
         )
 
@@ -306,8 +315,9 @@ def product() -> tuple[Case, ...]:
         ("batch", "sequence"),
         FAMILIES,
         OPTIMIZERS,
+        CONTEXT_PARALLEL,
     )
-    return tuple(Case(*v) for v in values if fits(v[1], v[2]))
+    return tuple(Case(*v) for v in values if fits(v[1], v[2]) and (v[8] == "gather" or shards(v[1], v[2]) > 1))
 
 
 def _pairs(case: Case) -> set[tuple[Any, ...]]:
@@ -324,13 +334,15 @@ def cover() -> tuple[Case, ...]:
     take the one whose rules and family have the fewest cases so far. Then, for each strategy, the first case on several
     devices that has one micro-step gets 3 chunks, which differ in length.
     """
-    pairs = {case: _pairs(case) for case in product()}
-    missing = set().union(*pairs.values())
+    numbers: dict[Any, int] = {}
+    # Sets of pairs as bits, since there are many cases.
+    pairs = {case: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case)) for case in product()}
+    missing = (1 << len(numbers)) - 1
     chosen: list[Case] = []
     while missing:
         cases_of = Counter(value for case in chosen for value in (case.rules, case.family))
-        best = max(pairs, key=lambda c: (len(pairs[c] & missing), -cases_of[c.rules] - cases_of[c.family]))
-        missing -= pairs[best]
+        best = max(pairs, key=lambda c: ((pairs[c] & missing).bit_count(), -cases_of[c.rules] - cases_of[c.family]))
+        missing &= ~pairs[best]
         chosen.append(best)
     for strategy in STRATEGIES:
         eligible = (c.strategy == strategy and c.microbatches == 1 and c.mesh != "single" for c in chosen)
@@ -340,10 +352,11 @@ def cover() -> tuple[Case, ...]:
 
 
 # Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
-# weights move; layers that alternate between an MLP and experts; a router that is split.
+# weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
+    Case("ragged", "fsdp2_ep4", "ep_as_cp", "full", 2, "sequence", "deepseek", "sgd", "ring"),
 )

@@ -235,7 +235,7 @@ def test_some_steps_clip_and_some_do_not():
 def thinned_product() -> list[Case]:
     """Return a part of the product: one case of each strategy, mesh, rule set, number of micro-steps and family.
 
-    Its values of remat, balance and optimizer alternate, so that each meets every value of the other columns.
+    Its values of the other columns alternate, so that each meets every value of these.
     """
     groups: dict[Any, list[Case]] = {}
     for case in product():
@@ -252,12 +252,22 @@ The training step of a tiny model on 8 virtual CPU devices in float32, compared 
 rows, tokens and chosen experts in float64. Each case is three updates. The table shows the largest relative error of
 any figure (loss, routing losses, gradient norm, use of experts), of any gradient, and of any parameter or moment after
 the last update; an array's error is relative to its largest value. All are below {TOLERANCE:g}, with Muon below
-{MUON_TOLERANCE:g}. Expert loads and choice biases are equal. Remat, balance and optimizer alternate: each value meets
-every strategy, mesh, rule set, family and number of micro-steps.
+{MUON_TOLERANCE:g}. Expert loads and choice biases are equal. Remat, balance, optimizer and context parallelism
+alternate: each value meets every strategy, mesh, rule set, family and number of micro-steps.
 """
-    settings = ("family", "strategy", "optimizer", "mesh", "rules", "remat", "micro-steps", "balance")
+    settings = ("family", "strategy", "optimizer", "context", "mesh", "rules", "remat", "micro-steps", "balance")
     cases = {
-        (c.family, c.strategy, c.optimizer, c.mesh, c.rules, c.remat, str(c.microbatches), c.balance): tuple(e)
+        (
+            c.family,
+            c.strategy,
+            c.optimizer,
+            c.context_parallel,
+            c.mesh,
+            c.rules,
+            c.remat,
+            str(c.microbatches),
+            c.balance,
+        ): tuple(e)
         for c, e in found.items()
     }
     write_section("Training", about, settings, Errors._fields, cases, by=("optimizer", "strategy"))

@@ -39,7 +39,7 @@ WEIGHTS += ("experts.gate", "experts.up", "shared.gate", "shared.down", "router.
 CASES = [
     Case("gather", "single", "fsdp_ep", "none", 2, "batch", "deepseek"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek"),
-    Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "dots", 2, "batch", "deepseek"),
+    Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "dots", 2, "batch", "deepseek", context_parallel="ring"),
     Case("ragged", "ep8", "replicated", "none", 2, "batch", "deepseek"),
     Case("capacity", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 2, "batch", "deepseek", chunks=2),
     Case("dense", "data2_fsdp2_ep2", "router_on_data", "none", 2, "batch", "deepseek"),
