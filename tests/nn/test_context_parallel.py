@@ -181,7 +181,7 @@ def test_sinks_count_once():
     sinks = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3)), jnp.float32)
     found, wanted, _ = ring_and_one_device(None, sinks)
     assert_near(found, wanted)
-    assert np.abs(wanted[3]).min() > 0.1
+    assert np.abs(wanted[3]).min() > 0.01
 
 
 def test_weights_of_large_scores_sum_to_one():
