@@ -32,7 +32,20 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 from programs import largest_array
 
-from moezoo.kernels.attention import Attended, Implementation, attend, chosen_backend, chunked, join, reference
+from moezoo.kernels.attention import (
+    FLOOR,
+    Attended,
+    Implementation,
+    Softmax,
+    attend,
+    attend_part,
+    chosen_backend,
+    chunked,
+    join,
+    join_softmax,
+    part_gradients,
+    reference,
+)
 from moezoo.kernels.attention.base import NOTHING, Place
 from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.kernels import PLATFORMS, Target
@@ -362,3 +375,44 @@ def test_one_query_reads_keys_in_their_order_unless_heads_are_many():
     chosen = functools.partial(chosen_backend, keys=16384, queries=1)
     assert [chosen(Target("cpu"), kv_heads=heads) for heads in (1, 16, 17)] == ["one_query"] * 2 + ["reference"]
     assert chosen(Target("cuda")) == "reference"
+
+
+@functools.cache
+def compiled_parts(implementation, case, first):
+    """Compile attention to the `first` keys and to the rest, joined, and the gradients that go through each."""
+
+    def run(q, k, v, queries, keys, back):
+        options = {"queries": queries, "window": case.window, "implementation": implementation}
+        parts = [tuple(x[:, rows] for x in (k, v, *keys)) for rows in (slice(first), slice(first, None))]
+        whole = Softmax(jnp.zeros(back.shape), jnp.full(q.shape[:-1], FLOOR), jnp.ones(q.shape[:-1]))
+        for k_, v_, *place in parts:
+            whole = join_softmax(whole, attend_part(q, k_, v_, keys=Place(*place), **options))
+        by_part = [part_gradients(q, k_, v_, whole, back, keys=Place(*place), **options) for k_, v_, *place in parts]
+        by_q, by_k, by_v = zip(*by_part, strict=True)
+        return whole, (sum(x.astype(jnp.float32) for x in by_q), *(jnp.concatenate(x, 1) for x in (by_k, by_v)))
+
+    (q, k, v, *_), cotangent = random_operands(case)
+    queries, keys = (Place(*jnp.zeros((2, BATCH, n), jnp.int32)) for n in case[:2])
+    with blocks_of(case.block):
+        return jax.jit(run).lower(q, k, v, queries, keys, cotangent.result).compile()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[4]], ids=str)
+def test_parts_of_the_keys_equal_a_loop_over_all(case):
+    """Results joined from two parts, of which queries may see none; and gradients by all keys, from both parts."""
+
+    @settings(max_examples=15)
+    @given(places=places(case.queries, case.keys), seed=st.integers(0, 9))
+    def compare(places: Any, seed: int):
+        operands, cotangent = random_operands(case, seed)
+        operands, back = operands._replace(scale=jnp.float32(1)), cotangent.result
+        wanted = loop(case.window, operands, *places, Attended(back, jnp.zeros_like(cotangent.logsumexp)))
+        for implementation in ("reference", "chunked"):
+            whole, by_operands = compiled_parts(implementation, case, 4)(*operands[:3], *places, back)
+            total = jnp.where(whole.highest > FLOOR, whole.highest + jnp.log(whole.total), NOTHING)
+            joined = Attended(whole.result.astype(case.dtype), total)
+            # There is no gradient by the scale: the caller has scaled the queries.
+            gradients = wanted[1]._replace(q=by_operands[0], k=by_operands[1], v=by_operands[2])
+            check((joined, gradients), wanted, case.dtype)
+
+    compare()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def expand_pair(weights, kept):
     return kept
 
 
-def ring_and_one_device(window, sinks=None, order="contiguous", scale=0.7):
+def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous", scale: float = 0.7) -> Any:
     """Return value and gradients by q, k, v and sinks of a ring of four and of one device; and the number of hops."""
     rng = np.random.default_rng(1)
     q, cotangent = rng.standard_normal((2, 2, 16, 2, 3, 4)).astype(np.float32)
