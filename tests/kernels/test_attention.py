@@ -378,7 +378,7 @@ def test_one_query_reads_keys_in_their_order_unless_heads_are_many():
 
 
 @functools.cache
-def compiled_parts(implementation, case, first):
+def compiled_parts(implementation: Any, case: Case, first: int) -> Any:
     """Compile attention to the `first` keys and to the rest, joined, and the gradients that go through each."""
 
     def run(q, k, v, queries, keys, back):
@@ -406,9 +406,10 @@ def test_parts_of_the_keys_equal_a_loop_over_all(case):
     def compare(places: Any, seed: int):
         operands, cotangent = random_operands(case, seed)
         operands, back = operands._replace(scale=jnp.float32(1)), cotangent.result
-        wanted = loop(case.window, operands, *places, Attended(back, jnp.zeros_like(cotangent.logsumexp)))
+        queries, keys = places
+        wanted = loop(case.window, operands, queries, keys, Attended(back, jnp.zeros_like(cotangent.logsumexp)))
         for implementation in ("reference", "chunked"):
-            whole, by_operands = compiled_parts(implementation, case, 4)(*operands[:3], *places, back)
+            whole, by_operands = compiled_parts(implementation, case, 4)(*operands[:3], queries, keys, back)
             total = jnp.where(whole.highest > FLOOR, whole.highest + jnp.log(whole.total), NOTHING)
             joined = Attended(whole.result.astype(case.dtype), total)
             # There is no gradient by the scale: the caller has scaled the queries.
