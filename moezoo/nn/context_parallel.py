@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import attend
-from moezoo.nn.ring import Ring
+from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.collectives import gather, gather_tokens
 from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
 from moezoo.parallel.execution import Execution
@@ -50,7 +50,7 @@ class GatherKept(ContextParallel):
         return Moves(there, there, tuple(move.back() for move in there))
 
 
-CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept, "ring": Ring}
+CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept, "ring": RotateKept}
 
 
 def context_parallel(execution: Execution) -> ContextParallel:

@@ -16,7 +16,7 @@ from moezoo.nn.attention import Attention
 from moezoo.nn.context_parallel import GatherKept, context_parallel
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
-from moezoo.nn.ring import Ring
+from moezoo.nn.ring_attention import RotateKept
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import ContextParallel, Place, Places, Scoring
 from moezoo.parallel.execution import Execution
@@ -81,7 +81,7 @@ def on_one_device(name):
     return jax.jit(functools.partial(layer_and_gradients, Execution()))(LAYERS[name], *inputs())
 
 
-@pytest.mark.parametrize("value", [GatherKept(), Ring(), PassAround()], ids=["gather", "ring", "pass around"])
+@pytest.mark.parametrize("value", [GatherKept(), RotateKept(), PassAround()], ids=["gather", "ring", "pass around"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_split_sequence_changes_nothing(name, value):
     """The output, and gradients by the input and every weight, also those that make keys from latents."""
@@ -128,13 +128,13 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
     tokens = balanced_order(16, 4) if order == "balanced" else np.arange(16)
     rules = Rules("mine", {}, {}, (), ("context",))
     mesh = make_mesh(MeshShape(context=4))
-    execution = Execution(mesh=mesh, rules=rules, context_parallel=Ring(), sequence_order=order)
+    execution = Execution(mesh=mesh, rules=rules, context_parallel=RotateKept(), sequence_order=order)
     arrays = jax.tree.map(lambda x: x[:, tokens], (q, (k, v), DOCUMENTS, cotangent))
 
     def run(group, q, kept, place, cotangent, sinks):
         def attend_to(q, kept, sinks):
             scoring = Scoring(scale, window, sinks)
-            return Ring().attend(q, kept, None, expand_pair, Ring().places(place, group), scoring, group)
+            return RotateKept().attend(q, kept, None, expand_pair, RotateKept().places(place, group), scoring, group)
 
         value, pull = jax.vjp(attend_to, q, kept, sinks)
         return value, *pull(cotangent)

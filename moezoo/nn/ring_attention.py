@@ -26,7 +26,7 @@ from moezoo.parallel.traffic import Move, Moves
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring(ContextParallel):
+class RotateKept(ContextParallel):
     """Attend to the tokens of one device at a time, while those of the next are on their way."""
 
     repeats_with_dots: ClassVar[bool] = False
