@@ -178,7 +178,8 @@ def _places(options: _Options, inputs: _Inputs, hop: Any) -> dict[str, Any]:
 def _count_hops(group: SequenceGroup, tokens: int, window: int | None) -> int:
     """Return the number of hops, for `tokens` tokens of a sequence per device.
 
-    In contiguous order, what a window shows lies on the device itself and on the nearest before it.
+    In contiguous order, what a window shows lies on the device itself and on the nearest before it: along the tokens of
+    a document, positions ascend by one.
     """
     hops = group.size - 1
     return hops if window is None or group.order == "balanced" else min(hops, -(-(window - 1) // tokens))
@@ -197,8 +198,7 @@ def _add(one: PyTree, other: PyTree) -> PyTree:
 
 def _of_sinks(options: _Options, inputs: _Inputs) -> Softmax:
     """Return the softmax over the sinks alone, keys of value zero; without sinks that over no key."""
-    keys, values = jax.eval_shape(options.expand, eqx.combine(inputs.learned, inputs.rest), inputs.kept)
-    del keys
+    _, values = jax.eval_shape(options.expand, eqx.combine(inputs.learned, inputs.rest), inputs.kept)
     per_query = inputs.q.shape[:-1]
     score = jnp.float32(FLOOR) if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
     empty = Softmax(
