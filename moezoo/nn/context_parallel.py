@@ -3,14 +3,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import attend
 from moezoo.nn.ring_attention import RotateKept
-from moezoo.parallel.collectives import gather, gather_tokens
-from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
+from moezoo.parallel.collectives import gather_tokens
+from moezoo.parallel.context_parallel import ContextParallel, Expand, Places, Scoring, SequenceGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traffic import Move, Moves
 
@@ -18,10 +17,6 @@ from moezoo.parallel.traffic import Move, Moves
 @dataclasses.dataclass(frozen=True)
 class GatherKept(ContextParallel):
     """All-gather what tokens keep, and expand it to keys and values on every device. Queries stay."""
-
-    def places(self, queries: Place, group: SequenceGroup) -> Places:
-        """All-gather positions and segments."""
-        return Places(queries, Place(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries)))
 
     def attend(
         self,
@@ -36,10 +31,6 @@ class GatherKept(ContextParallel):
         """All-gather each array of `kept`; gradients are reduce-scattered."""
         whole = jax.tree.map(lambda x: gather_tokens(x, group.axes, 1, tokens=group.token_axes), kept)
         return attend_whole(q, *expand(weights, whole), places, scoring)
-
-    def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
-        """Return the all-gathers of positions and segments."""
-        return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
 
     def exchanges(
         self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import FLOOR, Softmax, attend_part, join_softmax, part_gradients
-from moezoo.parallel.collectives import ATTENTION, gather, vary_like
+from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
 from moezoo.parallel.kernels import KernelOrder
 from moezoo.parallel.traffic import Move, Moves
@@ -30,10 +30,6 @@ class RotateKept(ContextParallel):
     """Attend to the tokens of one device at a time, while those of the next are on their way."""
 
     repeats_with_dots: ClassVar[bool] = False
-
-    def places(self, queries: Place, group: SequenceGroup) -> Places:
-        """All-gather positions and segments, two integers per token."""
-        return Places(queries, Place(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries)))
 
     def attend(
         self,
@@ -53,10 +49,6 @@ class RotateKept(ContextParallel):
         alike = jax.tree.leaves(operands)
         operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
         return _attend(_Options(expand, group, window, order), *operands)
-
-    def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
-        """Return the all-gathers of positions and segments."""
-        return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
 
     def exchanges(
         self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup

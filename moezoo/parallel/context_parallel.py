@@ -16,13 +16,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.collectives import MeshAxes, gather
 from moezoo.parallel.kernels import KernelOrder
 from moezoo.parallel.sequence_order import SequenceOrder
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.traffic import Move, Moves
 
 
 class Place(NamedTuple):
@@ -94,14 +95,16 @@ class ContextParallel(abc.ABC):
 
     repeats_with_dots: ClassVar[bool] = True
 
-    @abc.abstractmethod
     def places(self, queries: Place, group: SequenceGroup) -> Places:
         """Return the places that every layer passes to `attend`. Called once per forward pass.
+
+        By default the positions and segments of the whole sequence are all-gathered, two integers per token.
 
         Args:
             queries: The places of this device's tokens, [batch, tokens].
             group: The devices that share sequences.
         """
+        return Places(queries, Place(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries)))
 
     @abc.abstractmethod
     def attend(
@@ -130,9 +133,9 @@ class ContextParallel(abc.ABC):
             The attended values, in the dtype of the values.
         """
 
-    @abc.abstractmethod
     def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
         """Return the collectives of `places`, for `tokens` tokens per device. `group` has more than one device."""
+        return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
 
     @abc.abstractmethod
     def exchanges(

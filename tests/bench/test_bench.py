@@ -150,8 +150,7 @@ def test_layouts(capsys):
     assert [row["rules"] for row in rows] == ["fsdp_ep", "ep_as_cp"]
     assert [row["strategy"] for row in rows] == ["ring", "ring dispatch.chunks=2"]
     assert [row["mesh"] for row in rows] == ["fsdp=2 expert=4", "fsdp=4 expert=2"]
-    # Sums in another order, whose rounding two updates of Muon enlarge by up to 485.
-    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-5)  # six decimals; sums in another order
     # The third update is the only one that is timed. Figures are rounded.
     assert [row["speed"] for row in rows] == [1, pytest.approx(rows[0]["ms"] / rows[1]["ms"], abs=1e-3)]
     assert [row["speed_on_mesh"] for row in rows] == [1, 1]

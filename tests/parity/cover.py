@@ -280,6 +280,8 @@ class Case:
     @property
     def settings(self) -> TrainConfig:
         """The case as a training configuration, the input of the formula for its traffic."""
+        execution: Any = {"remat": self.remat, "microbatches": self.microbatches, "sequence_order": self.order}
+        execution["context_parallel"] = self.context_parallel
         return replace(
             _base(),
             model=config(self.family, self.balance),
@@ -289,12 +291,7 @@ class Case:
             optimizer=self.rule,
             batch_size=ROWS,
             seq_len=LENGTH,
-            execution=ExecutionSettings(
-                remat=self.remat,  # type: ignore[arg-type]
-                microbatches=self.microbatches,
-                sequence_order=self.order,  # type: ignore[arg-type]
-                context_parallel=self.context_parallel,  # type: ignore[arg-type]
-            ),
+            execution=ExecutionSettings(**execution),
         )
 
 
