@@ -31,6 +31,7 @@ class LayoutRow(Results):
         rules: the words that choose the rule set.
         strategy: the words that choose the strategy.
         optimizer: the words that choose the optimiser, of the model, the layout or the settings.
+        sequences: how the layout splits sequences: `gather` or `ring`, and the order of tokens; or `whole`.
         mesh: the mesh axes of more than one device, and their sizes.
         tokens_per_second_per_device: tokens of a batch per median update, divided by the number of devices.
         speed: the first layout's seconds divided by those of this one, the median over updates.
@@ -46,6 +47,7 @@ class LayoutRow(Results):
     rules: str
     strategy: str
     optimizer: str
+    sequences: str
     mesh: str
     settings: str
     tokens_per_second_per_device: float
@@ -103,6 +105,9 @@ def _row(
         "rules": _words(layout, "rules"),
         "strategy": _words(layout, "dispatch"),
         "optimizer": _words(words, "optimizer"),
+        "sequences": f"{done.cfg.execution.context_parallel} {done.execution.sequence_order}"
+        if done.execution.sequence_axes
+        else "whole",
         "mesh": " ".join(f"{axis}={size}" for axis, size in done.cfg.mesh.sizes.items() if size > 1) or "one device",
         "settings": settings,
         **done.results(),
@@ -132,14 +137,14 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
     for model, mesh in dict.fromkeys((row["model"], row["mesh"]) for row in rows):
         here = [row for row in rows if (row["model"], row["mesh"]) == (model, mesh)]
         first = next(row for row in rows if row["model"] == model)
-        optimizers = ["optimizer"] * (len({row["optimizer"] for row in rows}) > 1)
-        first_name = " ".join(str(first[key]) for key in ("rules", "strategy", *optimizers))
+        optional = [key for key in ("optimizer", "sequences") if len({row[key] for row in rows}) > 1]
+        first_name = " ".join(str(first[key]) for key in ("rules", "strategy", *optional))
         # The statistics of routing have axes of their own and few bytes.
         axes = [name for name in _axes(here) if max(row["received_bytes"].get(name, 0) for row in here) >= 5e3]
         drops = ["dropped"] * any(row["dropped"] for row in here)
         orthogonal = any(row["orthogonal_flops"] for row in here)
         table = Table(
-            *("rules", "strategy", *optimizers, "loss", "perplexity", *drops, "tokens/s", "speed"),
+            *("rules", "strategy", *optional, "loss", "perplexity", *drops, "tokens/s", "speed"),
             *("MB\n" + name.replace(" ", "\n") for name in axes),
             *("GFLOP", "ortho\nGFLOP", "ortho\nMB") * orthogonal,
             "peak\nMB",
@@ -151,7 +156,7 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
             box=box.SIMPLE,
             collapse_padding=True,
         )
-        words, figures = table.columns[: 2 + len(optimizers)], table.columns[2 + len(optimizers) :]
+        words, figures = table.columns[: 2 + len(optional)], table.columns[2 + len(optional) :]
         for column in words:
             column.overflow = "fold"
         for column in figures:
@@ -161,7 +166,7 @@ def print_table(rows: Sequence[LayoutRow], console: Console) -> None:
             table.add_row(
                 row["rules"],
                 row["strategy"],
-                *(row["optimizer"] for _ in optimizers),
+                *(row[key] for key in optional),
                 f"{row['loss']:.6f}",
                 f"{row['perplexity']:.3f}",
                 *(f"{row['dropped']:.1%}" for _ in drops),
@@ -201,8 +206,9 @@ def picture(rows: Sequence[LayoutRow], path: Path) -> None:
         speed.barh(at, [row["tokens_per_second_per_device"] for row in here], color="0.45")
         _stack(traffic, at, here, axes)
         names = [f"{row['mesh']}  {row['rules']}, {row['strategy']}" for row in here]
-        if len({row["optimizer"] for row in here}) > 1:
-            names = [f"{name}, {row['optimizer']}" for name, row in zip(names, here, strict=True)]
+        for key in ("optimizer", "sequences"):
+            if len({row[key] for row in here}) > 1:
+                names = [f"{name}, {row[key]}" for name, row in zip(names, here, strict=True)]
         speed.set_yticks(at, names, fontsize=7)
         speed.set_xlabel(f"{model}: tokens/s per device", fontsize=8)
         traffic.set_xlabel("MB received per device and update", fontsize=8)

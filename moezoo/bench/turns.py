@@ -133,9 +133,16 @@ class Turns:
         first = self._configs[0]
         for name, cfg in zip(self._names, self._configs, strict=True):
             build_execution(cfg)
-            for key in ("batch_size", "seq_len", "seed", "data", "model", "execution"):
+            for key in ("batch_size", "seq_len", "seed", "data", "model"):
                 if getattr(cfg, key) != getattr(first, key):
                     raise UserError(f"{name}: {key} must be the same for all; set it with --settings")
+            # How sequences are split is part of a layout.
+            own = {key: getattr(cfg.execution, key) for key in ("context_parallel", "sequence_order")}
+            if cfg.execution != dataclasses.replace(first.execution, **own):
+                raise UserError(
+                    f"{name}: execution must be the same for all, except context_parallel and sequence_order; set it "
+                    "with --settings"
+                )
         self._source = load(first.data, seq_len=first.seq_len, seed=first.seed, vocab=first.model.vocab)
 
     def train(self, updates: int, log: Callable[[str], None]) -> list[Running]:

@@ -143,8 +143,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     several("strategies", "dispatch", "NAME", 'strategies, with overrides if needed: "ring dispatch.chunks=2" '
             "(default: all)")  # fmt: skip
     several("strategies", "mesh", "NAME", f"meshes (default: {', '.join(MESHES)})")
-    several("layouts", "layouts", "OVERRIDES", 'rules, strategy, mesh, optimizer: "rules=ep_as_dp dispatch=ragged '
-            'mesh=ep8" ' "(default: every rule set and every strategy, on three meshes)")  # fmt: skip
+    several("layouts", "layouts", "OVERRIDES", 'rules, strategy, mesh, optimizer, execution.context_parallel, '
+            'execution.sequence_order: "rules=ep_as_dp dispatch=ragged mesh=ep8" (default: every rule set and every '
+            'strategy, on three meshes)')  # fmt: skip
     several("layouts", "models", "NAME", 'presets, with overrides if needed: "olmoe model.layers=2"; narrow: a narrow '
             f"deepseek_v2_lite (default: {', '.join(MODELS)}; of generate: {', '.join(GENERATED)})")  # fmt: skip
     several(

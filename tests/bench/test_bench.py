@@ -135,9 +135,11 @@ def test_strategies(capsys):
     assert ring["received_bytes"] > capacity["received_bytes"]
 
 
-def test_layouts(capsys):
+def test_layouts(capsys, monkeypatch):
     """Layouts agree after some updates on the same batches; speeds are relative, and bytes are those of the formula."""
-    chosen = ["rules=fsdp_ep mesh=fsdp2_ep4", "rules=ep_as_cp dispatch=ring dispatch.chunks=2 mesh=fsdp4_ep2"]
+    monkeypatch.setenv("COLUMNS", "160")  # so that no word of the table is cut
+    ring = "rules=ep_as_cp dispatch=ring dispatch.chunks=2 mesh=fsdp4_ep2 execution.context_parallel=ring"
+    chosen = ["rules=fsdp_ep mesh=fsdp2_ep4", ring]
     settings = f"{SMALL} {SYNTHETIC.replace('sgd', 'muon')}"
     options = ["--layouts", *chosen, "--models", "mixtral", "--settings", settings, "--updates", "3", "--out", "s"]
     code, out, err = bench(capsys, "layouts", *options)
@@ -149,6 +151,7 @@ def test_layouts(capsys):
     assert [row["model"] for row in rows] == ["mixtral"] * 2
     assert [row["rules"] for row in rows] == ["fsdp_ep", "ep_as_cp"]
     assert [row["strategy"] for row in rows] == ["ring", "ring dispatch.chunks=2"]
+    assert [row["sequences"] for row in rows] == ["whole", "ring balanced"]
     assert [row["mesh"] for row in rows] == ["fsdp=2 expert=4", "fsdp=4 expert=2"]
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-5)  # six decimals; sums in another order
     # The third update is the only one that is timed. Figures are rounded.

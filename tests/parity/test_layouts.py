@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import oracle
 import oracle_deepseek
+import pytest
 from cover import Case, batch, model
 from running import RATE, CompiledStep, oracle_family, parameters_of, worst_error
 
 import moezoo
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import AdamW, Cosine, Optimizer
 from moezoo.training.step import Metrics
 
@@ -20,10 +22,16 @@ MIXTRAL = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch")
 DEEPSEEK = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
 
 
-def execution(rules: str, strategy: str, **axes: Any) -> moezoo.Execution:
-    """Return an execution under shipped rules; it replaces that of a `Case`."""
+def execution(rules: str, strategy: str, context_parallel: str = "gather", **axes: Any) -> moezoo.Execution:
+    """Return an execution under shipped rules, which replaces that of a `Case`; with `ring` in balanced order."""
     mesh, layout = moezoo.make_mesh(moezoo.MeshShape(**axes)), moezoo.compose(f"rules={rules}").rules
-    return moezoo.Execution(mesh, layout, STRATEGIES[strategy]().exact)
+    return moezoo.Execution(
+        mesh,
+        layout,
+        STRATEGIES[strategy]().exact,
+        context_parallel=CONTEXT_PARALLEL[context_parallel](),
+        sequence_order="balanced" if context_parallel == "ring" else "contiguous",
+    )
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
@@ -85,9 +93,18 @@ def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
         np.testing.assert_array_equal(one, other)
 
 
-def test_two_sequences_on_eight_devices():
-    """`ep_as_cp` on fsdp 2 x expert 4, where each device has a quarter of one sequence, against the oracle."""
-    step = CompiledStep(DEEPSEEK, execution=execution("ep_as_cp", "ragged", fsdp=2, expert=4), rows=2)
+@pytest.mark.parametrize(
+    ("rules", "strategy", "context_parallel", "axes"),
+    [
+        ("ep_as_cp", "ragged", "gather", {"fsdp": 2, "expert": 4}),
+        ("ep_as_cp", "ring", "ring", {"fsdp": 2, "expert": 4}),
+        ("cp_as_ep", "ragged", "ring", {"fsdp": 2, "context": 4}),
+    ],
+)
+def test_two_sequences_on_eight_devices(rules, strategy, context_parallel, axes):
+    """Each device has a quarter of one sequence: against the oracle."""
+    how = execution(rules, strategy, context_parallel, **axes)
+    step = CompiledStep(DEEPSEEK, execution=how, rows=2)
     parameters, settings = parameters_of("deepseek", model("deepseek")), oracle_family("deepseek", "batch")
     for number in range(2):
         outcome = oracle.differentiate(parameters, {n: x[:2] for n, x in batch(number).items()}, 1, settings)
