@@ -326,7 +326,7 @@ def _names(options: argparse.Namespace, otherwise: str) -> list[str]:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 120)
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def _log(text: str) -> None:

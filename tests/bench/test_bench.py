@@ -135,9 +135,8 @@ def test_strategies(capsys):
     assert ring["received_bytes"] > capacity["received_bytes"]
 
 
-def test_layouts(capsys, monkeypatch):
+def test_layouts(capsys):
     """Layouts agree after some updates on the same batches; speeds are relative, and bytes are those of the formula."""
-    monkeypatch.setenv("COLUMNS", "160")  # so that no word of the table is cut
     ring = "rules=ep_as_cp dispatch=ring dispatch.chunks=2 mesh=fsdp4_ep2 execution.context_parallel=ring"
     chosen = ["rules=fsdp_ep mesh=fsdp2_ep4", ring]
     settings = f"{SMALL} {SYNTHETIC.replace('sgd', 'muon')}"
