@@ -26,7 +26,7 @@ PARTS = {
     "layouts": ("layouts", "models", "settings", "updates", "json", "out"),
     "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
     "generate": ("calls", "models", "seconds", "samples", "json", "out"),
-    "compile": ("shapes", "absent", "dtype"),
+    "compile": ("shapes", "steps", "absent", "dtype"),
 }
 _SUMMARIES = (
     "grouped_matmul   the grouped product alone, in all backends and alternatives",
@@ -37,7 +37,7 @@ _SUMMARIES = (
     "layouts          the first updates of one run, under every rule set and by every dispatch strategy",
     "attention        backends of attention by length: time and temporary memory",
     "generate         greedy generation next to transformers",
-    "compile          kernels compiled for devices that this machine does not have",
+    "compile          kernels, or training steps, compiled for devices that this machine does not have",
 )
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
@@ -116,7 +116,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     titles = {
         "measured": "all parts except strategies and layouts (profile: no --dtype)",
         "kernels": "grouped_matmul, moe_layer and compile",
-        "train_step": "train_step",
+        "train_step": "train_step and compile",
         "strategies": "strategies",
         "layouts": "layouts (models: generate too)",
         "trained": "strategies and layouts",
@@ -139,7 +139,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     several("kernels", "routing", "NAME", "uniform, zipf (default: both); not for compile")
     several("kernels", "passes", "NAME", "forward, backward, both (default: all three); not for compile")
     several("kernels", "only", "WORD", "implementations whose name contains one of these words; not for compile")
-    several("train_step", "steps", "OVERRIDES", f"configurations to compose (default: {', '.join(map(repr, STEPS))})")
+    several("train_step", "steps", "OVERRIDES", "configurations to compose (default: "
+            f"{', '.join(map(repr, STEPS))}; compile: kernels instead of steps)")  # fmt: skip
     several("strategies", "dispatch", "NAME", 'strategies, with overrides if needed: "ring dispatch.chunks=2" '
             "(default: all)")  # fmt: skip
     several("strategies", "mesh", "NAME", f"meshes (default: {', '.join(MESHES)})")
@@ -160,7 +161,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add("attention", "documents", "N", "documents per row (default: 1)", type=int)
     add("attention", "window", "N", "tokens that a query sees (default: all)", type=int)
     several("attention", "absent", "KIND", "compile for these devices instead of running; also for compile (default: "
-            "h200 v5p)")  # fmt: skip
+            "h200 v5p; with --steps also cpu: this machine)")  # fmt: skip
     sections["results"].add_argument("--json", action="store_const", const=True, help="print only the rows, as JSON")
     add("results", "out", "FOLDER", "where rows and picture go (default: a new folder in runs/)")
     return parser
@@ -174,11 +175,21 @@ def _take(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if name not in ("part", "overrides", *taken) and value is not None:
             raise UserError(f"--{name} is no option of {options.part}, which takes {_list(taken)}")
+    if options.part == "compile":
+        _choose_compiled(options)
     if options.part == "generate" and options.models is None:
         options.models = list(GENERATED)
     for name, default in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
+
+
+def _choose_compiled(options: argparse.Namespace) -> None:
+    """Refuse options of kernels together with steps."""
+    for name in ("shapes", "dtype"):
+        if options.steps is not None and getattr(options, name) is not None:
+            raise UserError(f"--{name} is for kernels and --steps for training steps; leave one of them out")
+    options.steps = options.steps or []
 
 
 def _list(taken: Sequence[str]) -> str:
@@ -265,12 +276,15 @@ def _results(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _compile(options: argparse.Namespace) -> None:
-    from moezoo.bench import compiling
+    from moezoo.bench import compiled_steps, compiling
     from moezoo.parallel.mesh import prepare
 
+    targets, dtype = options.absent or ["h200", "v5p"], options.dtype or "bfloat16"
+    if options.steps:
+        compiled_steps.print_steps(list(compiled_steps.compile_steps(targets, options.steps, _log)), _console())
+        return
     prepare(1)
     programs = []
-    targets, dtype = options.absent or ["h200", "v5p"], options.dtype or "bfloat16"
     for result in compiling.compile_all(targets, _names(options, "accelerator"), dtype):
         _log(f"compiled {result.part} {result.name} for {result.target}")
         programs.append(result)

@@ -224,7 +224,7 @@ def test_attention(capsys):
         (["moe_layer", "mesh=ep8"], "mesh=ep8: moe_layer takes only --options; --help lists them"),
         (["profile", "mesh=epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
         (["profile", "mesh=ep8", "--dtype", "f"], "--dtype is no option of profile, which takes KEY=VALUE --seconds"),
-        (["compile", "--json"], "--json is no option of compile, which takes --shapes --absent --dtype"),
+        (["compile", "--json"], "--json is no option of compile, which takes --shapes --steps --absent"),
         (["strategies", "--updates", "0"], "--updates 0: must be more than 0"),
         (["strategies", "--mesh", "epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
         (["strategies", "--dispatch", "rong"], "dispatch=rong: no such dispatch; did you mean 'ring'?"),

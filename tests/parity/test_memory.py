@@ -1,4 +1,8 @@
-"""A gathered weight exists only while its layer runs: no remat policy saves one for the backward pass."""
+"""Memory of a step: gathered weights exist only while their layer runs, and activations follow a formula.
+
+No remat policy saves a gathered weight for the backward pass. On a split sequence the temporaries per device are those
+of docs/long_context.md.
+"""
 
 import functools
 import math
@@ -10,9 +14,12 @@ import pytest
 from cover import Case, config
 from running import RATE, STEPS, batch_shapes
 
-from moezoo.models import model_shapes
+import moezoo
+from moezoo.config.build import build_execution
+from moezoo.models import MixtralConfig, model_shapes
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.traces import equations
+from moezoo.training.build import build_step
 from moezoo.training.step import Step
 
 # Weights are large and there are few tokens, so every large array is a weight. A device has two rows of eight tokens.
@@ -84,3 +91,46 @@ def test_compiled_step_holds_few_gathered_layers(case):
     # Activations are small. If the backward pass read saved weights, there would be at least LAYERS * ONE_LAYER.
     gradient = LAYERS * ONE_LAYER // 8
     assert ONE_LAYER < temporary < 4 * ONE_LAYER + 2 * gradient < LAYERS * ONE_LAYER
+
+
+# Sequences that are split over four devices; sizes that are not small beside each other.
+SPLIT = ("mesh.context=4", "batch_size=1", "optimizer=sgd", "dispatch=gather", "model.vocab=64", "model.embed=64")
+GROUPED = ("model=mixtral", "model.layers=2", "model.kv_heads=2", "model.head_dim=16", "model.expert_mlp=64")
+LATENT = ("model=deepseek", "model.layers=2", "model.dense_layers=0", "model.q_lora=32", "model.expert_mlp=64")
+
+
+def split_step(length: int, *words: str) -> tuple[Any, Step]:
+    """Return the configuration and the step of a laptop-sized model on sequences of `length` tokens."""
+    cfg = moezoo.compose(f"seq_len={length}", f"model.max_length={length}", *SPLIT, *words)
+    return cfg, build_step(cfg, build_execution(cfg))
+
+
+def temporaries_by_formula(cfg: Any) -> float:
+    """Return the bytes per device of the formula in docs/long_context.md, for models whose layers all have experts."""
+    c, devices, gathered = cfg.model, cfg.mesh.context, cfg.execution.context_parallel == "gather"
+    numbers = c.embed * (c.layers + c.experts_per_token + 12)
+    if isinstance(c, MixtralConfig):
+        queries_results, keys_values = 2 * c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim
+    else:
+        key = c.nope_dim + c.rope_dim
+        queries_results = keys_values = c.heads * (key + c.value_dim)
+        numbers += 5 * c.q_lora + (7 + devices * gathered) * (c.kv_lora + c.rope_dim)
+        numbers += 6 * c.shared_experts * c.expert_mlp
+    numbers += 3 * queries_results + (2 * devices if gathered else 5) * keys_values
+    parameters = sum(x.size for x in jax.tree.leaves(model_shapes(c)))
+    layer = 3 * c.experts * c.embed * c.expert_mlp
+    return FLOAT * (numbers * cfg.seq_len / devices + 4 * layer + 2 * parameters / devices)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(*GROUPED, "execution.context_parallel=ring"), (*LATENT, "execution.context_parallel=gather")],
+    ids=["grouped-ring", "latent-gather"],
+)
+def test_temporaries_of_a_split_sequence(words):
+    """XLA's temporary memory at two lengths is at most that of the formula, and not much less."""
+    for length in (2048, 8192):
+        cfg, step = split_step(length, *words)
+        analysis: Any = step.compile().memory_analysis()
+        bound = temporaries_by_formula(cfg)
+        assert bound / 1.3 < analysis.temp_size_in_bytes < bound, length
