@@ -1,5 +1,6 @@
 """Reading and interpreting programs."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -13,6 +14,47 @@ def largest_array(text: str) -> int:
     """Return how many numbers the largest array in the text of a compiled program has."""
     shapes = re.findall(r"\b[a-z]\w*\[([\d,]+)\]", text)
     return max(math.prod(map(int, dims.split(","))) for dims in set(shapes))
+
+
+def hops_over_loops(text: str) -> dict[str, list[tuple[str, int]]]:
+    """Return, for each computation of a scheduled program, what its hops (`ppermute`) overlap with, in order.
+
+    A hop is the dtypes of its arrays, such as "bf16 f32", and the number of loops that have matrix products and no hops
+    and run between its start and its end: none if it blocks. The outermost computation is named "ENTRY".
+    """
+    bodies: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = "ENTRY" if found[1] else found[2]
+            bodies[name] = []
+        elif name and " = " in line:
+            bodies[name].append(line)
+
+    @functools.cache
+    def has(name: str, pattern: str) -> bool:
+        return any(re.search(pattern, line) or calls(line, pattern) for line in bodies[name])
+
+    def calls(line: str, pattern: str) -> bool:
+        called = re.findall(r"(?:calls|body|to_apply)=%?([\w.-]+)", line)
+        return any(has(name, pattern) for name in called)
+
+    product, hop = r" (dot|convolution)\(|__cublas", r" collective-permute(-start)?\("
+    found_in = {}
+    for name, lines in bodies.items():
+        loops = [" while(" in line and calls(line, product) and not calls(line, hop) for line in lines]
+        found = []
+        for first, line in enumerate(lines):
+            if re.search(hop, line):
+                start, types = re.findall(r"%?([\w.-]+) = (.*?) collective-permute", line)[0]
+                end = re.compile(rf" collective-permute-done\(.*%?{re.escape(start)}\)")
+                last = next((i for i, later in enumerate(lines) if end.search(later)), first)
+                if '"is_sync":true' in line:
+                    last = first
+                found.append((" ".join(sorted(set(re.findall(r"\b(bf16|f32)\[", types)))), sum(loops[first:last])))
+        if found:
+            found_in[name] = found
+    return found_in
 
 
 def executed_products(function: Callable[..., Any], *arguments: Any) -> list[tuple[int, ...]]:

@@ -100,8 +100,8 @@ def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
 
     def step(carry: tuple[PyTree, Softmax], hop: Any) -> tuple[tuple[PyTree, Softmax], None]:
         kept, before = carry
-        arriving = _send(kept, options)
-        return (arriving, join_softmax(before, part(kept, hop))), None
+        arriving, here = _until_both(_send(kept, options), part(kept, hop))
+        return (arriving, join_softmax(before, here)), None
 
     kept, whole = inputs.kept, _of_sinks(options, inputs)
     if hops:
@@ -118,26 +118,29 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
     inputs, whole = residuals
     hops = _count_hops(options.group, inputs.q.shape[1], options.window)
 
-    def gradients(kept: PyTree, hop: Any) -> tuple[Array, PyTree, PyTree]:
-        """Return the shares of this device in the gradients by q, `kept` and the weights, in float32."""
+    def gradients(kept: PyTree, hop: Any, sent: PyTree) -> tuple[PyTree, tuple[Array, PyTree, PyTree]]:
+        """Return `sent` and the shares of this device in the gradients by q, `kept` and the weights, in float32."""
         (keys, values), pull = jax.vjp(
             lambda learned, kept: options.expand(eqx.combine(learned, inputs.rest), kept), inputs.learned, kept
         )
         by_q, *by_pair = part_gradients(inputs.q, keys, values, whole, back, **_places(options, inputs, hop))
+        if jax.tree.leaves(inputs.learned):  # then `expand` has products, and theirs follow those of attention
+            sent, (by_q, by_pair) = _until_both(sent, (by_q, by_pair))
+        else:  # without the others, which a compiler may add to what arrives before they are rounded to their dtype
+            sent, by_q = _until_both(sent, by_q)
         by_weights, by_kept = pull(tuple(by_pair))
-        return jax.tree.map(lambda x: x.astype(jnp.float32), (by_q, by_kept, by_weights))
+        return sent, jax.tree.map(lambda x: x.astype(jnp.float32), (by_q, by_kept, by_weights))
 
     def step(carry: tuple, hop: Any) -> tuple[tuple, None]:
         kept, (by_q, passing, by_weights) = carry
-        arriving, passing = _send((kept, passing), options)
-        here = gradients(kept, hop)
+        (arriving, passing), here = gradients(kept, hop, _send((kept, passing), options))
         return (arriving, _add((by_q, passing, by_weights), here)), None
 
     kept = _send(inputs.kept, options) if hops else None
-    by_q, own, by_weights = gradients(inputs.kept, 0)
+    kept, (by_q, own, by_weights) = gradients(inputs.kept, 0, kept)
     if hops:
         arriving = _send(kept, options) if hops > 1 else kept
-        more_q, passing, more_weights = gradients(kept, 1)
+        arriving, (more_q, passing, more_weights) = gradients(kept, 1, arriving)
         carry = (arriving, (*_add((by_q,), (more_q,)), passing, _add(by_weights, more_weights)))
         (_, (by_q, passing, by_weights)), _ = lax.scan(step, carry, jnp.arange(2, hops + 1))
         own = _add(own, _send(passing, options, -hops))
@@ -182,6 +185,14 @@ def _send(tree: PyTree, options: _Options, by: int = 1) -> PyTree:
     size = options.group.size
     around = [(i, (i + by) % size) for i in range(size)]
     return jax.tree.map(lambda x: lax.ppermute(x, options.group.axes, around), tree)
+
+
+def _until_both(sent: PyTree, products: PyTree) -> tuple[PyTree, PyTree]:
+    """Return both; whatever uses either waits for both.
+
+    Otherwise a compiler may overlap the hop with what follows the products, and start it only after these.
+    """
+    return lax.optimization_barrier((sent, products))
 
 
 def _add(one: PyTree, other: PyTree) -> PyTree:

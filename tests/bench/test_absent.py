@@ -1,13 +1,14 @@
 """Programs compiled for absent devices: their memory, their collectives and the order of their operations."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import auto_mesh
-from programs import largest_array
+from programs import hops_over_loops, largest_array
 
 import moezoo
 from moezoo.bench.compiling import compile_all
@@ -17,7 +18,11 @@ from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig, model_shapes
 from moezoo.moe.dispatch import Ragged
+from moezoo.nn.latent_attention import Latents, expand
+from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.absent import ABSENT, absent_devices
+from moezoo.parallel.context_parallel import Place, Scoring, SequenceGroup
+from moezoo.parallel.kernels import KernelOrder, target_of
 from moezoo.training.build import build_step
 
 
@@ -144,3 +149,73 @@ def test_devices_work_while_rows_travel():
     # The products of the second chunk run between start and end of the first chunk's combine.
     start, done = order.index("combine-start"), order.index("combine-done")
     assert order[start:done].count("experts") >= 2
+
+
+def compiled_ring(kind, kept, tokens=1024, heads=2, options=None):
+    """Return what both passes of ring attention on four devices compile to: their hops, and what these overlap with.
+
+    Devices have `tokens` tokens each, which keep keys and values ("pairs") or "latents".
+    """
+    size = 128
+    mesh = auto_mesh(absent_devices(kind), context=4)
+    group = SequenceGroup(("context",), 4, ("context",))
+    scoring = Scoring(size**-0.5, order=KernelOrder(target=target_of(mesh)))
+    split, whole = PartitionSpec(None, "context"), PartitionSpec()
+
+    def array(*shape, spec=split, dtype=jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def of_tokens(*shape, **kwargs) -> Any:
+        return array(1, 4 * tokens, *shape, **kwargs)
+
+    make, weights, head = lambda _, kept: kept, None, size
+    passed = (of_tokens(heads, size),) * 2
+    if kept == "latents":
+        make, weights, head = expand, (array(256, heads, size, spec=whole),) * 2, size + 64
+        passed = Latents(of_tokens(256), of_tokens(64))
+
+    def local(q, kept, weights, place, back):
+        def attend(q, kept, weights):
+            way = RotateKept()
+            return way.attend(q, kept, weights, make, way.places(place, group), scoring, group)
+
+        value, pull = jax.vjp(attend, q, kept, weights)
+        return value, *pull(back)
+
+    specs = (split, split, whole)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(*specs, split, split), out_specs=(split, *specs))
+    place = Place(*(of_tokens(dtype=jnp.int32) for _ in range(2)))
+    arguments = of_tokens(heads, 2, head), passed, weights, place, of_tokens(heads, 2, size)
+    text = jax.jit(mapped).lower(*arguments).compile(compiler_options=options).as_text()
+    assert text is not None
+    return hops_over_loops(text)
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize("kind", ["h200", "v5p"])
+@pytest.mark.parametrize("kept", ["pairs", "latents"])
+def test_hops_travel_while_attention_works(kind, kept):
+    """In both passes each hop starts before its turn's loop over queries, which has the products, and ends after it.
+
+    Only the last hop, which takes gradients home, has no such loop to overlap with.
+    """
+    hops = compiled_ring(kind, kept)
+    # The first two turns of the backward pass are outside its loop over hops, and so is the last hop.
+    outside = hops.pop("ENTRY")
+    assert {(kinds, loops > 0) for kinds, loops in outside} == {("bf16", True), ("f32", False)}, outside
+    assert {loops for turn in hops.values() for _, loops in turn} == {1}, hops
+    forward, backward = sorted(
+        ({kind for kinds, _ in turn for kind in kinds.split()} for turn in hops.values()), key=len
+    )
+    assert (forward, backward) == ({"bf16"}, {"bf16", "f32"}), hops
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+def test_large_hops_travel_together_with_an_option():
+    """XLA joins the hops of a turn up to 30 MiB and lets a GPU have one at a time on its way: others would block."""
+    options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+    hops = compiled_ring("h200", "pairs", tokens=4096, heads=8, options=options)
+    del hops["ENTRY"]
+    assert {loops for turn in hops.values() for _, loops in turn} == {1}, hops
