@@ -44,11 +44,11 @@ CASES = [
 COMPILED = {("gather", "ep8", "full"), ("ring", "fsdp8", "dots"), ("gather", "ep8", "none")}
 
 
-def arrays_kept_per_layer(case: Case) -> list[Any]:
+def arrays_kept_per_layer(step: Step, layers: int = LAYERS) -> list[Any]:
     """Return the types of the arrays that scans over layers stack: gradients, and what the backward pass reads."""
     kept = []
-    for equation, *_ in equations(step_with_large_weights(case).traced.jaxpr):
-        if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
+    for equation, *_ in equations(step.traced.jaxpr):
+        if equation.primitive.name == "scan" and equation.params["length"] == layers:
             body = equation.params["jaxpr"]
             results: Any = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
             # A carry leaves the scan in the shape it has in the body. A stacked array gains a dimension.
@@ -59,7 +59,7 @@ def arrays_kept_per_layer(case: Case) -> list[Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_scan_returns_gathered_weights(case):
     """The scan over layers returns what it saves for the backward pass; no weight may be among these arrays."""
-    kept = [math.prod(array.shape) for array in arrays_kept_per_layer(case)]
+    kept = [math.prod(array.shape) for array in arrays_kept_per_layer(step_with_large_weights(case))]
     # A layer returns its gradients, of which each device has an eighth, as of the parameters, and activations. The
     # largest activation has MLP numbers for each of the device's tokens and each of its K = 2 experts.
     tokens = 16
@@ -70,8 +70,8 @@ def test_no_scan_returns_gathered_weights(case):
 def test_offload_moves_layer_inputs_to_the_host_only():
     """`offload` saves the same arrays as `full`; only the layer's input is in host memory."""
     full, offload = (
-        [(array.shape, array.memory_space) for array in arrays_kept_per_layer(replace(CASES[0], remat=remat))]
-        for remat in ("full", "offload")
+        [(array.shape, array.memory_space) for array in arrays_kept_per_layer(step)]
+        for step in (step_with_large_weights(replace(CASES[0], remat=remat)) for remat in ("full", "offload"))
     )
     rows = (2, 8, EMBED)
     assert [where for shape, where in full if shape == rows] == [jax.memory.Space.Device]
@@ -95,8 +95,8 @@ def test_compiled_step_holds_few_gathered_layers(case):
 
 # Sequences that are split over four devices; sizes that are not small beside each other.
 SPLIT = ("mesh.context=4", "batch_size=1", "optimizer=sgd", "dispatch=gather", "model.vocab=64", "model.embed=64")
-GROUPED = ("model=mixtral", "model.layers=2", "model.kv_heads=2", "model.head_dim=16", "model.expert_mlp=64")
-LATENT = ("model=deepseek", "model.layers=2", "model.dense_layers=0", "model.q_lora=32", "model.expert_mlp=64")
+GROUPED = ("model=mixtral", "model.layers=5", "model.kv_heads=2", "model.head_dim=16", "model.expert_mlp=64")
+LATENT = ("model=deepseek", "model.layers=5", "model.dense_layers=0", "model.q_lora=32", "model.expert_mlp=64")
 
 
 def split_step(length: int, *words: str) -> tuple[Any, Step]:
@@ -134,3 +134,19 @@ def test_temporaries_of_a_split_sequence(words):
         analysis: Any = step.compile().memory_analysis()
         bound = temporaries_by_formula(cfg)
         assert bound / 1.3 < analysis.temp_size_in_bytes < bound, length
+
+
+@pytest.mark.parametrize("context_parallel", ["gather", "ring"])
+@pytest.mark.parametrize("words", [(*GROUPED, "model.heads=16"), LATENT], ids=["grouped", "latent"])
+def test_arrays_of_a_split_sequence(words, context_parallel):
+    """No array grows faster than the sequence or has keys for every query head; a layer saves its input alone."""
+    largest, saved = {}, {}
+    for length in (2048, 4096):
+        cfg, step = split_step(length, *words, f"execution.context_parallel={context_parallel}")
+        outvars: Any = [out for equation, *_ in equations(step.traced.jaxpr) for out in equation.outvars]
+        largest[length] = max(math.prod(out.aval.shape) for out in outvars)
+        saved[length] = [array.shape for array in arrays_kept_per_layer(step, cfg.model.layers)]
+    assert largest[4096] <= 2 * largest[2048]
+    if words[0] == "model=mixtral":
+        assert largest[4096] < 4096 * cfg.model.heads * cfg.model.head_dim / 2
+    assert [shape for shape in saved[4096] if shape not in saved[2048]] == [(1, 4096 // 4, cfg.model.embed)]
