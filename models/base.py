@@ -24,6 +24,7 @@ from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context, make_context
 from moezoo.parallel.axes import Embedding, Stack, Weight
+from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
@@ -36,9 +37,16 @@ class TokenEmbedding(eqx.Module):
     def __init__(self, vocab: int, embed: int, *, std: float, dtype: jnp.dtype, key: Array):
         self.weight = normal(key, (vocab, embed), std, dtype)
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        """Return the vector of each token."""
-        return jnp.take(self.weight, tokens, axis=0, mode="clip")
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], group: InnerGroup = InnerGroup()
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the vector of each token: one psum over the `group` that shares the vocabulary."""
+        if not group.axes:
+            return jnp.take(self.weight, tokens, axis=0, mode="clip")
+        rows = self.weight.shape[0]
+        at = jnp.clip(tokens, 0, rows * group.size - 1) - group.index * rows
+        is_here = (at >= 0) & (at < rows)
+        return group.leave(jnp.where(is_here[..., None], jnp.take(self.weight, at, axis=0, mode="clip"), 0))
 
 
 class Unembedding(eqx.Module):
@@ -57,7 +65,10 @@ class Unembedding(eqx.Module):
 
 
 class Output(NamedTuple):
-    """The result of a model: `logits` [batch, seq, vocab] float32, and `routing` with a row per MoE layer."""
+    """The result of a model: `logits` [batch, seq, vocab] float32, and `routing` with a row per MoE layer.
+
+    Logits are split over the devices that share the vocabulary, as the unembedding is.
+    """
 
     logits: Float[Array, "batch seq vocab"]
     routing: Routing
@@ -97,7 +108,7 @@ class LanguageModel(eqx.Module):
     @jax.named_scope("embedding")
     def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
         """Return the activations of tokens."""
-        return execution.whole(self.embedding)(tokens)
+        return execution.whole(self.embedding)(tokens, execution.inner_group("vocab"))
 
     @jax.named_scope("layers")
     def layers(
@@ -113,7 +124,7 @@ class LanguageModel(eqx.Module):
 
     @jax.named_scope("head")
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
-        """Return the logits of activations."""
+        """Return the logits of activations, of this device's part of the vocabulary."""
         return execution.whole(self.unembedding)(hidden)
 
     def __call__(
@@ -160,9 +171,10 @@ class LanguageModel(eqx.Module):
 
         place = Place(positions, segments)
         split: Any = execution.tokens_spec
+        logits: Any = PartitionSpec(*split, execution.inner_group("vocab").axes or None)
         specs = (execution.specs(self), split, Place(split, split))
         replicated: Any = PartitionSpec()
-        return execution.run(local, (self, tokens, place), specs, Output(split, replicated))
+        return execution.run(local, (self, tokens, place), specs, Output(logits, replicated))
 
     def _check_numbers(self, tokens: Any, segments: Any, positions: Any) -> None:
         """Check the arrays of a call and the numbers that are known; at padding there may be any."""

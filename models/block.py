@@ -3,7 +3,8 @@
     x = x + attention(norm(x))
     x = x + feed_forward(norm(x))        # an MLP or a mixture of experts
 
-with x [batch, seq, embed] (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745).
+with x [batch, seq, embed], the same on all devices that share heads or the width of MLPs: the block sums the partial
+results of a part before it adds them (Shoeybi et al., 2019, arXiv:1909.08053, section 3) (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745).
 """
 
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from moezoo.nn.cache import Past
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.traffic import Moves, inner_sum
 
 
 class LayerOutput(NamedTuple):
@@ -47,12 +49,31 @@ class Block(eqx.Module):
     ) -> LayerOutput:
         """Run the layer. Its weights are gathered already (`Execution.whole`). With a `past`, see `run_layers`."""
         with jax.named_scope("attention"):
-            y, kept = self.attention(self.attention_norm(x), context, execution, past)
+            out = self.attention(self.attention_norm(x), context, execution, past)
+            y = out.whole(execution.inner_group("heads"))
             x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
         with jax.named_scope("feed_forward"):
             y, sums, _ = self.feed_forward(self.feed_forward_norm(x), context.queries.segment > 0, execution)
+            y = execution.inner_group("mlp").leave(y)
             x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
-        return LayerOutput(x, sums, kept)
+        return LayerOutput(x, sums, out.kept)
+
+    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> dict[str, Moves]:
+        """Return the collectives over the devices that share heads or a width, by the scope of each part.
+
+        Arguments are those of `SelfAttention.exchanges`.
+        """
+        embed = self.attention_norm.scale.shape[-1]
+        attention, width = (
+            inner_sum(execution.inner_group(logical), tokens * embed, execution.dtype) for logical in ("heads", "mlp")
+        )
+        # Nothing in the backward pass needs what the feed-forward part adds, except a norm of it.
+        again = () if self.after_feed_forward_norm is None else (width,)
+        return {
+            "attention": Moves((attention,), (attention,))
+            + self.attention.exchanges(tokens, trained.attention, execution),
+            "feed_forward": Moves((width,), again) + self.feed_forward.exchanges(tokens, execution),
+        }
 
     @property
     def moe(self) -> MoE | None:

@@ -32,8 +32,9 @@ from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
 from moezoo.parallel.rules import Rules
-from moezoo.parallel.traffic import Move, Moves, Phase, Row, Traffic, TrafficTable
+from moezoo.parallel.traffic import Move, Moves, Phase, Row, Traffic, TrafficTable, inner_sum
 from moezoo.parallel.weights import placed, weight_moves
+from moezoo.training.loss import chunk_rows
 
 
 def communication(
@@ -89,14 +90,17 @@ def communication(
     learns = any(jax.tree.leaves(mask.embedding))
     both("embedding/weights", weight_moves(model.embedding, mask.embedding, execution), 1, recomputed=False)
     both("head/weights", weight_moves(model.unembedding, mask.unembedding, execution), 1, recomputed=False)
-    attention, group = context_parallel(execution), execution.sequence_group
+    attention, group, heads = context_parallel(execution), execution.sequence_group, execution.inner_group("heads")
     both("positions", attention.place_exchanges(rows * length, group), 1, recomputed=False)
     routing_layers = 0
     for stack, chosen in zip(model.stacks, mask.stacks, strict=True):
         learns = learns or any(jax.tree.leaves(chosen))
         both("layers/weights", weight_moves(stack, chosen, execution), stack.count, recomputed=True, learns=learns)
-        for block in stack.blocks:
-            numbers = tuple(rows * length * dim for dim in config.model.kept_dims)
+        for block, mine in zip(stack.blocks, chosen.blocks, strict=True):
+            for part, moves in block.exchanges(rows * length, mine, execution).items():
+                both(f"layers/{part}", moves, stack.count, recomputed=not kept, learns=learns)
+            sizes = jax.tree.leaves(block.attention.kept_sizes(heads), is_leaf=lambda x: isinstance(x, dict))
+            numbers = tuple(rows * length * math.prod(array.values()) for array in sizes)
             kept_moves = attention.exchanges(numbers, execution.dtype, length, config.model.window, group)
             again = not kept and (config.execution.remat != "dots" or attention.repeats_with_dots)
             both("layers/attention", kept_moves, stack.count, recomputed=again, learns=learns)
@@ -104,6 +108,7 @@ def communication(
                 routing_layers += stack.count
                 rows_there = _experts(block.moe, rows * length, execution)
                 both("layers/feed_forward", rows_there, stack.count, recomputed=not kept, learns=learns)
+    _vocabulary(both, model, rows * length, execution, learns, mask.unembedding.norm.scale)
     add("routing", "forward", _statistics(config, routing_layers, rows, execution), micro_steps)
     add("loss", "forward", [_move("psum", execution.token_axes, 1, jnp.float32, execution)], micro_steps)
     # Once per step: the number of predicted tokens; gradients not stored over all axes that split tokens; the norm.
@@ -196,6 +201,26 @@ def _experts(moe: MoE, tokens: int, execution: Execution) -> Moves:
     *_, embed, num_experts = moe.router.weight.shape
     sizes = Sizes(tokens, moe.router.k, embed, execution.dtype)
     return layer_moves(execution.strategy, sizes, execution.expert_group(num_experts))
+
+
+def _vocabulary(
+    add: Callable[..., None], model: LanguageModel, tokens: int, execution: Execution, learns: bool, scale_learns: bool
+) -> None:
+    """Add the collectives over the devices that share the vocabulary: of embedding and head (`cross_entropy`).
+
+    `learns`: whether something before the head is trained; `scale_learns`: whether the scale of the last norm is.
+    """
+    group, embed = execution.inner_group("vocab"), model.unembedding.weight.shape[0]
+    chunk = chunk_rows(tokens, model.vocab // group.size)
+    count = -(-tokens // chunk)
+    highest = Move("pmax", group.axes, group.size, chunk, jnp.float32)
+    by_tokens = inner_sum(group, count * chunk * embed, execution.dtype)
+    by_scale = inner_sum(group, embed, execution.reduce_dtype)
+    add("embedding", Moves((inner_sum(group, tokens * embed, execution.dtype),)), 1, recomputed=False)
+    of_chunks = highest, inner_sum(group, 2 * chunk, jnp.float32)
+    add("head", Moves(of_chunks), count, recomputed=False)
+    add("head", Moves(backward=(by_tokens,)), 1, recomputed=False, learns=learns)
+    add("head", Moves(backward=(by_scale,)), 1, recomputed=False, learns=scale_learns)
 
 
 def _statistics(config: TrainConfig, layers: int, rows: int, execution: Execution) -> list[Move]:

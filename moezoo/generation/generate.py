@@ -19,9 +19,10 @@ from moezoo.models.arguments import as_integers, check_inside, check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.choice import choose_dispatch
+from moezoo.nn.base import KeptSizes, SelfAttention
 from moezoo.nn.cache import Cache, fit
 from moezoo.nn.positions import Context
-from moezoo.parallel.collectives import psum, vary
+from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.traffic import CallName
@@ -55,7 +56,7 @@ def prefill(
     room = {block.attention.count_slots(length) for stack in model.stacks for block in stack.blocks}
     keys = {slots: Place(*(fit(p, slots, dim=1) for p in at)) for slots in room}
     cache = Cache(kept, keys, jnp.int32(tokens.shape[1]))
-    return Advanced(model.head(x[:, -1:], execution)[:, 0], cache)
+    return Advanced(_last_logits(model, x, execution), cache)
 
 
 def decode(
@@ -69,7 +70,15 @@ def decode(
     cache = cache.add_key(at)
     context = Context(at, at)
     x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, cache)
-    return Advanced(model.head(x, execution)[:, 0], cache.append(kept))
+    return Advanced(_last_logits(model, x, execution), cache.append(kept))
+
+
+def _last_logits(model: LanguageModel, x: Float[Array, "batch seq embed"], execution: Execution) -> Array:
+    """Return the logits [batch, vocab] after the last token: one all-gather over the devices that share the vocabulary.
+
+    The result does not vary over these, so they choose the same token.
+    """
+    return gather(model.head(x[:, -1:], execution)[:, 0], execution.inner_group("vocab").axes, 1, tokens=())
 
 
 def generate(
@@ -270,7 +279,9 @@ class Continuation:
         """Return the methods as functions of whole arrays, for models like `model`."""
         rows: Any = PartitionSpec(self.prefill.batch_axes or None)
         everywhere: Any = PartitionSpec()
-        kept: Any = PartitionSpec(None, *rows)
+        kept: Any = tuple(
+            tuple(_cache_specs(block.attention, self.prefill) for block in stack.blocks) for stack in model.stacks
+        )
         now = Progress(everywhere, rows, rows, rows, everywhere, Cache(kept, rows, everywhere))
         given = (self.prefill.specs(model), Prompts(rows, rows, rows, *(everywhere,) * 3), now)
         run = self.prefill.run
@@ -279,6 +290,17 @@ class Continuation:
             lambda *arguments: run(self.advance, arguments, given, now),
             lambda *arguments: run(self.run, arguments, given[:2], (rows, everywhere)),
         )
+
+
+def _cache_specs(attention: SelfAttention, execution: Execution) -> PyTree:
+    """Return the layouts of what the layers of a stack keep, arrays [layer, batch, slots, ...]."""
+
+    def leaf(sizes: KeptSizes) -> PartitionSpec:
+        inner = (execution.rules.kept(logical, execution.sizes) or None for logical in sizes)
+        return PartitionSpec(None, execution.batch_axes or None, None, *inner)
+
+    kept = attention.kept_sizes(execution.inner_group("heads"))
+    return jax.tree.map(leaf, kept, is_leaf=lambda x: isinstance(x, dict))
 
 
 def continuation(

@@ -17,8 +17,9 @@ from moezoo.models.block import Block, LayerOutput
 from moezoo.models.layers import block_path, layer_places, run_layers
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
-from moezoo.nn.base import FeedForwardOutput
+from moezoo.nn.base import AttentionOutput, FeedForwardOutput
 from moezoo.nn.positions import make_context
+from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.stored import Stored
@@ -146,4 +147,6 @@ def _array(result: Any) -> Array:
         expert_ids, gates = result.assignment
         num_experts = result.sums.counts.shape[-1]
         return (jax.nn.one_hot(expert_ids, num_experts, dtype=gates.dtype) * gates[..., None]).sum(1)
+    if isinstance(result, AttentionOutput):
+        return result.whole(InnerGroup())
     return result[0] if isinstance(result, tuple) else result

@@ -5,7 +5,7 @@ Naive equivalent: softmax(scale q k^T) v over the keys of the same document that
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,9 +21,11 @@ from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
+from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
+from moezoo.parallel.traffic import Moves, inner_sum
 
 # What a norm of queries and keys is computed over.
 NormOver = Literal["nothing", "head", "projection"]
@@ -110,9 +112,11 @@ class Attention(SelfAttention):
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> AttentionOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence keys and values travel."""
-        q = self.rotary(self._project(x, self.query, self.query_bias, self.query_norm), context)
-        k = self.rotary(self._project(x, self.key, self.key_bias, self.key_norm), context)
-        v = self._project(x, self.value, self.value_bias, None)
+        group = execution.inner_group("heads")
+        x, (query_norm, key_norm) = group.enter(x), group.enter_parameters((self.query_norm, self.key_norm))
+        q = self.rotary(self._project(x, self.query, self.query_bias, query_norm, group), context)
+        k = self.rotary(self._project(x, self.key, self.key_bias, key_norm, group), context)
+        v = self._project(x, self.value, self.value_bias, None, group)
         kept: PyTree = KeyValue(k, v)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
         scale = q.shape[-1] ** -0.5
@@ -126,20 +130,39 @@ class Attention(SelfAttention):
             k, v = past.with_token(kept)
             y = attend_whole(q, k, v, context.places, scoring)
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
-        return AttentionOutput(y if self.out_bias is None else y + self.out_bias[None, None], kept)
+        return AttentionOutput(y, kept, self.out_bias)
 
     def count_slots(self, length: int) -> int:
         """Return the tokens of the window."""
         return length if self.window is None else min(length, self.window)
 
+    def kept_sizes(self, group: InnerGroup) -> PyTree:
+        """Return the sizes of key and value: of the key-value heads that this device has a part of, or shares."""
+        *_, kv_heads, head_dim = self.key.shape
+        sizes: Any = {"kv_heads": max(1, kv_heads // group.size), "head_dim": head_dim}
+        return KeyValue(sizes, sizes)
+
+    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
+        """Return the sums of the gradients of tokens and of the scales of norms, and of what norms of projections sum."""
+        group = execution.inner_group("heads")
+        x = inner_sum(group, tokens * self.out.shape[-1], execution.dtype)
+        norms = [
+            (norm, learns.scale)
+            for norm, learns in ((self.query_norm, trained.query_norm), (self.key_norm, trained.key_norm))
+            if norm is not None
+        ]
+        squares = (inner_sum(group, tokens, jnp.float32),) * (len(norms) if self.norm_over == "projection" else 0)
+        scales = (inner_sum(group, norm.scale.shape[-1], group.reduce_dtype) for norm, learns in norms if learns)
+        return Moves(squares, squares, (x, *squares, *scales))
+
     def _project(
-        self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[[Array], Array] | None
+        self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[..., Array] | None, group: InnerGroup
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
         if bias is not None:
             y = y + bias[None, None]
         if norm is not None and self.norm_over == "projection":
-            y = norm(rearrange(y, "b s n h -> b s (n h)")).reshape(y.shape)
+            y = norm(rearrange(y, "b s n h -> b s (n h)"), group).reshape(y.shape)
         elif norm is not None:
             y = norm(y)
         if self.clip is None:

@@ -9,18 +9,43 @@ from jaxtyping import Array, Bool, Float, PyTree
 from moezoo.nn.cache import Past
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
+from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.traffic import Moves
+
+
+# The logical axes of an array after [batch, tokens], in order, and their sizes on a device.
+KeptSizes = dict[str, int]
 
 
 class AttentionOutput(NamedTuple):
-    """The result `y`; `kept`, what later tokens need of these tokens."""
+    """What attention returns.
+
+    Attributes:
+        y: The partial result of this device's heads. `whole` sums it over the devices that share heads.
+        kept: What later tokens need of these tokens.
+        bias: What is added to the sum, once; None for nothing.
+    """
 
     y: Float[Array, "batch seq embed"]
     kept: PyTree
+    bias: Float[Array, " embed"] | None = None
+
+    def whole(self, group: InnerGroup) -> Float[Array, "batch seq embed"]:
+        """Return the result of all heads: one psum over the `group` that shares them, then the bias."""
+        y = group.leave(self.y)
+        return y if self.bias is None else y + self.bias[None, None]
 
 
 class SelfAttention(eqx.Module):
-    """Causal attention within documents."""
+    """Causal attention within documents.
+
+    Heads may be split over devices (`execution.inner_group("heads")`). An implementation casts activations with `enter`
+    where they meet weights that are split by heads, and returns its partial result. The caller sums.
+
+    Attributes:
+        rotary: The rotary positions of queries and keys.
+    """
 
     rotary: eqx.AbstractVar[Rotary]
 
@@ -31,7 +56,7 @@ class SelfAttention(eqx.Module):
         """Return attention over these tokens, or with a `past` over the tokens in it and this one.
 
         Args:
-            x: activations; with a `past` of one token per row.
+            x: activations, the same on all devices that share heads; with a `past` of one token per row.
             context: places of queries and keys.
             execution: mesh, context parallelism and kernels.
             past: the layer's cache when generating.
@@ -41,9 +66,29 @@ class SelfAttention(eqx.Module):
     def count_slots(self, length: int) -> int:
         """Return the number of cache slots for a text of `length` tokens: the most tokens that a query can see."""
 
+    @abc.abstractmethod
+    def kept_sizes(self, group: InnerGroup) -> PyTree:
+        """Return what a device keeps of a token: a tree like `AttentionOutput.kept`, with a `KeptSizes` for each array.
+
+        The module may hold shapes instead of arrays, as in `exchanges`, and its arrays may be those of a stack.
+        """
+
+    @abc.abstractmethod
+    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
+        """Return the collectives over the devices that share heads, beside the sum of results.
+
+        Args:
+            tokens: The tokens per device.
+            trained: A tree like the module, with whether each array is trained.
+            execution: How the model runs.
+        """
+
 
 class FeedForwardOutput(NamedTuple):
-    """The result `y`; for a mixture also its routing `sums`, and `routed`, the part of `y` from routed experts."""
+    """The partial result `y`; for a mixture also its routing `sums`, and `routed`, the part of `y` from routed experts.
+
+    The caller sums `y` over the devices that share the width of MLPs.
+    """
 
     y: Float[Array, "batch seq embed"]
     sums: PyTree = None
@@ -51,10 +96,26 @@ class FeedForwardOutput(NamedTuple):
 
 
 class FeedForward(eqx.Module):
-    """A function of each token alone: an MLP or a mixture of experts."""
+    """A function of each token alone: an MLP or a mixture of experts.
+
+    Its width may be split over devices (`execution.inner_group("mlp")`). An implementation casts activations with
+    `enter` where they meet weights that are split, and returns its partial result. The caller sums.
+    """
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
     ) -> FeedForwardOutput:
-        """Return the result. `valid` is False at padding, where results are not used and nothing is counted."""
+        """Return the partial result of this device's part of the width.
+
+        `valid` is False at padding, where results are not used and nothing is counted.
+        """
+
+    @abc.abstractmethod
+    def exchanges(self, tokens: int, execution: Execution) -> Moves:
+        """Return the collectives over the devices that share the width, beside the sum of results.
+
+        Args:
+            tokens: The tokens per device.
+            execution: How the model runs.
+        """

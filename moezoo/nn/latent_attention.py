@@ -6,11 +6,11 @@
     k = [latent W_key_up, shared]         # [B, S, heads, nope_dim + rope_dim]
     v = latent W_value_up                 # [B, S, heads, value_dim]
 
-Attention over q, k, v is the usual one. B batch, S sequence.
+Attention over q, k, v is the usual one. Latents and the shared key are the same on devices that share heads. B batch, S sequence.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,9 +25,11 @@ from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
+from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import Places, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
+from moezoo.parallel.traffic import Moves, inner_sum
 
 _NORM_EPS = 1e-6  # for the norms of latents in all released models, whatever epsilon the other norms have
 
@@ -115,21 +117,38 @@ class LatentAttention(SelfAttention):
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> AttentionOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence latents travel."""
-        plain, turned = self._queries(x, context)
+        group = execution.inner_group("heads")
+        plain, turned = self._queries(x, context, group)
         kept: PyTree = self.latents(x, context)
         scoring = Scoring(self._scale_scores(context), order=execution.kernel("attention"))
         if past is None:
             # With many queries, making keys and values of every head takes the fewest operations.
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
-            y = attend(q, kept, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
+            mine = group.enter(kept)
+            y = attend(q, mine, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
         else:
-            y = self._attend_to_latents(plain, turned, past.with_token(kept), context.places, scoring)
+            seen = group.enter(past.with_token(kept))
+            y = self._attend_to_latents(plain, turned, seen, context.places, scoring)
         return AttentionOutput(project(y, self.out, inputs=2), kept)
 
     def count_slots(self, length: int) -> int:
         """Return `length`: every token."""
         return length
+
+    def kept_sizes(self, group: InnerGroup) -> PyTree:
+        """Return the sizes of the latent and of the shared key, which devices that share heads have whole."""
+        del group
+        latent: Any = {"kv_lora": self.sizes.kv_lora}
+        shared: Any = {"rope_dim": self.sizes.rope_dim}
+        return Latents(latent, shared)
+
+    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
+        """Return the sums of the gradients of what heads read: tokens or the latent of queries, and what tokens keep."""
+        del trained
+        group, sizes = execution.inner_group("heads"), self.sizes
+        read = sizes.q_lora or self.out.shape[-1], sizes.kv_lora, sizes.rope_dim
+        return Moves(backward=tuple(inner_sum(group, tokens * size, execution.dtype) for size in read))
 
     def _attend_to_latents(
         self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring
@@ -150,15 +169,15 @@ class LatentAttention(SelfAttention):
         return scale if context.numbers is None else scale * context.numbers.score_scale
 
     def _queries(
-        self, x: Array, context: Context
+        self, x: Array, context: Context, group: InnerGroup
     ) -> tuple[Float[Array, "batch seq heads nope_dim"], Float[Array, "batch seq heads rope_dim"]]:
         if self.query is not None:
-            q = project(x, self.query)
+            q = project(group.enter(x), self.query)
         else:
             assert self.query_down is not None
             assert self.query_norm is not None
             assert self.query_up is not None
-            q = project(self.query_norm(project(x, self.query_down)), self.query_up)
+            q = project(group.enter(self.query_norm(project(x, self.query_down))), self.query_up)
         plain, turned = jnp.split(q, [self.sizes.nope_dim], axis=-1)
         return plain, self.rotary(turned, context)
 

@@ -6,10 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.parallel.axes import Scale
+from moezoo.parallel.collectives import InnerGroup, own_block
 
 
 class RMSNorm(eqx.Module):
-    """x / sqrt(mean(x**2) + epsilon) * scale over the last dimension, computed in float32, returned in x's dtype."""
+    """x / sqrt(mean(x**2) + epsilon) * scale over the last dimension, computed in float32, returned in x's dtype.
+
+    The last dimension may be split over devices. The scale is whole, and the mean is over the whole dimension.
+    """
 
     scale: Scale[Array, "norm"]
     epsilon: float = eqx.field(static=True)
@@ -18,9 +22,20 @@ class RMSNorm(eqx.Module):
         self.scale = jnp.ones((size,), dtype)
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "*dims embed"]) -> Float[Array, "*dims embed"]:
-        """Return the normalised vectors."""
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+    def __call__(self, x: Float[Array, "*dims part"], group: InnerGroup = InnerGroup()) -> Float[Array, "*dims part"]:
+        """Return the normalised vectors.
+
+        Args:
+            x: This device's part of the vectors.
+            group: The devices that have the other parts; with more devices than parts, several have the same one. The
+                scale varies over it.
+        """
+        wide, scale = x.astype(jnp.float32), self.scale
+        blocks = scale.shape[0] // x.shape[-1]
+        if blocks > 1:
+            scale = own_block(scale, group.axes, 0, blocks)
+        # Each part is counted once, however many devices have it.
+        squares = group.leave(jnp.sum(wide**2, axis=-1, keepdims=True)) / (self.scale.shape[0] * (group.size // blocks))
+        inverse = jax.lax.rsqrt(squares + self.epsilon)
         # Released models multiply by the scale after the cast, in the dtype of x.
-        return (wide * inverse).astype(x.dtype) * self.scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

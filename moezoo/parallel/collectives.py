@@ -11,8 +11,9 @@ collective in the code is one that runs.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -93,10 +94,21 @@ def gather(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Array:
     return x
 
 
-def own_block(x: Array, axes: MeshAxes, dim: int) -> Array:
-    """Return this device's block of a whole `x` that is cut over the devices along `axes` in dimension `dim`."""
-    size = x.shape[dim] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=dim)
+def own_block(x: Array, axes: MeshAxes, dim: int, blocks: int | None = None) -> Array:
+    """Return this device's block of a whole `x` that is cut over the devices along `axes` in dimension `dim`.
+
+    With fewer `blocks` than devices, a divisor of their number, devices next to each other have the same block.
+    """
+    start, size = _own_span(x.shape[dim], axes, blocks)
+    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+
+
+def _own_span(length: int, axes: MeshAxes, blocks: int | None) -> tuple[Array, int]:
+    """Return where this device's block of a dimension starts, and its size."""
+    devices = lax.axis_size(axes)
+    blocks = devices if blocks is None else blocks
+    size = length // blocks
+    return lax.axis_index(axes) // (devices // blocks) * size, size
 
 
 def _scatter(cotangent: Array, axes: MeshAxes, dim: int, tokens: MeshAxes) -> Array:
@@ -114,13 +126,68 @@ def gather_tokens(x: Array, axes: MeshAxes, dim: int, *, tokens: MeshAxes) -> Ar
     return checkpoint_name(gather(x, axes, dim, tokens=tokens), GATHERED_TOKENS) if axes else x
 
 
+class InnerGroup(NamedTuple):
+    """The devices that share an inner dimension of a layer: heads, the width of an MLP, or the vocabulary.
+
+    Each has the same tokens and its part of the weights. Activations outside of the layer's inner part are typed as the
+    same on all of them.
+
+    Attributes:
+        axes: The mesh axes that the dimension stays split over; empty for one device.
+        size: The number of devices along `axes`.
+        reduce_dtype: What gradients of parameters are summed in.
+    """
+
+    axes: MeshAxes = ()
+    size: int = 1
+    reduce_dtype: DTypeLike = jnp.float32
+
+    @property
+    def index(self) -> Array | int:
+        """This device's number in the group."""
+        return lax.axis_index(self.axes) if self.axes else 0
+
+    def enter(self, tree: PyTree) -> PyTree:
+        """Cast activations to vary over the group, before they meet split weights. The transpose is one psum each."""
+        return jax.tree.map(lambda x: vary(x, self.axes), tree)
+
+    def enter_parameters(self, tree: PyTree) -> PyTree:
+        """Cast parameters that are whole to vary over the group; their gradients are summed in `reduce_dtype`."""
+
+        def leaf(x: Any) -> Any:
+            if not eqx.is_inexact_array(x) or set(self.axes) <= varying_axes(x):
+                return x
+            return vary(x.astype(self.reduce_dtype), self.axes).astype(x.dtype)
+
+        return jax.tree.map(leaf, tree)
+
+    def leave(self, partial: Array) -> Array:
+        """Sum partial results over the group, with one psum. The result does not vary over it."""
+        return psum(partial, self.axes)
+
+    def largest(self, x: Array) -> Array:
+        """Return the largest values on the devices of the group: one pmax, unless `x` does not vary over it.
+
+        The result does not vary over it. It has no gradient.
+        """
+        return lax.pmax(x, self.axes) if varying_axes(x) & set(self.axes) else x
+
+
 @jax.named_scope("weights")
 def gather_weight(
-    x: Array, dims: tuple[MeshAxes, ...], tokens: MeshAxes, dtype: DTypeLike, reduce_dtype: DTypeLike
+    x: Array,
+    dims: tuple[MeshAxes, ...],
+    tokens: MeshAxes,
+    dtype: DTypeLike,
+    reduce_dtype: DTypeLike,
+    taken: tuple[MeshAxes, ...] = (),
 ) -> Array:
     """Gather a stored weight: dimension i over `dims[i]`, the last dimension first, each as `gather` does.
 
-    The backward pass runs the transposes: one reduce-scatter per all-gather over axes that split tokens. Weights of 8
+    Before, take this device's one of the n parts of a dimension of size n, for the devices along `taken[i]`.
+
+    The backward pass runs the transposes: one reduce-scatter per all-gather over axes that split tokens, and one psum
+    over `taken[i]` of what all devices store. Weights of 8
     bits travel as `uint8`, because XLA's CPU backend would gather FP8 as FP16. The result has the checkpoint name
     `GATHERED_WEIGHT`; no policy of rematerialisation saves it.
 
@@ -130,16 +197,19 @@ def gather_weight(
         tokens: The mesh axes over which devices use the weight on different tokens.
         dtype: The weight is cast to this dtype before it is gathered. It is the dtype of the result.
         reduce_dtype: The gradient is cast to this dtype before it is summed, and then to the dtype of `x`.
+        taken: For each dimension, mesh axes that `x` does not vary over and the result does; by default none.
     """
-    if not any(dims):
+    if not any(dims + taken):
         return x.astype(dtype)
-    whole = _gather_weight(dims, tokens, jnp.dtype(dtype), jnp.dtype(reduce_dtype), x)
+    whole = _gather_weight(dims, taken, tokens, jnp.dtype(dtype), jnp.dtype(reduce_dtype), x)
     return checkpoint_name(whole, GATHERED_WEIGHT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gather_weight(dims, tokens, dtype, reduce_dtype, x):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _gather_weight(dims, taken, tokens, dtype, reduce_dtype, x):
     del reduce_dtype
+    for dim, axes in enumerate(taken):
+        x = own_block(vary(x, axes), axes, dim, x.shape[dim]) if axes else x
     x = x.astype(dtype)
     if dtype.itemsize == 1:
         x = lax.bitcast_convert_type(x, jnp.uint8)
@@ -148,16 +218,23 @@ def _gather_weight(dims, tokens, dtype, reduce_dtype, x):
     return lax.bitcast_convert_type(x, dtype) if dtype.itemsize == 1 else x
 
 
-def _gather_weight_forward(dims, tokens, dtype, reduce_dtype, x):
-    # The backward pass needs only the dtype of the input; an empty array carries it.
-    return _gather_weight(dims, tokens, dtype, reduce_dtype, x), jnp.zeros((0,), x.dtype)
+def _gather_weight_forward(dims, taken, tokens, dtype, reduce_dtype, x):
+    # The backward pass needs only the dtype and the shape of the input; an empty array carries them.
+    return _gather_weight(dims, taken, tokens, dtype, reduce_dtype, x), jnp.zeros((0, *x.shape), x.dtype)
 
 
-def _gather_weight_backward(dims, tokens, dtype, reduce_dtype, like, cotangent):
+def _gather_weight_backward(dims, taken, tokens, dtype, reduce_dtype, like, cotangent):
     del dtype
     cotangent = cotangent.astype(reduce_dtype)
     for dim, axes in enumerate(dims):
         cotangent = _scatter(cotangent, axes, dim, tokens)
+    for dim, axes in enumerate(taken):
+        if axes:
+            length = like.shape[1 + dim]
+            start, _ = _own_span(length, axes, length)
+            shape = (*cotangent.shape[:dim], length, *cotangent.shape[dim + 1 :])
+            zeros = vary_like(jnp.zeros(shape, cotangent.dtype), cotangent)
+            cotangent = psum(lax.dynamic_update_slice_in_dim(zeros, cotangent, start, dim), axes)
     return (cotangent.astype(like.dtype),)
 
 

@@ -20,7 +20,16 @@ from jaxtyping import PyTree
 from moezoo.convert import check_fields, convert, show
 from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, Role, axes_of
-from moezoo.parallel.collectives import ATTENTION, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT, gather_weight, vary
+from moezoo.parallel.collectives import (
+    ATTENTION,
+    GATHERED_WEIGHT,
+    GROUPED_MATMUL,
+    LAYER_INPUT,
+    InnerGroup,
+    gather_weight,
+    vary,
+    varying_axes,
+)
 from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.gathered import Gathered
@@ -163,7 +172,7 @@ class Execution:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The mesh axes that experts stay split over while they compute."""
-        return live(self.rules.compute.get("expert", ()), self.sizes)
+        return self.rules.kept("expert", self.sizes)
 
     @property
     def live_axes(self) -> tuple[str, ...]:
@@ -210,6 +219,11 @@ class Execution:
         axes = self.expert_axes
         return ExpertGroup(axes, self.ways(axes), num_experts, replicated=not set(axes) <= set(self.token_axes))
 
+    def inner_group(self, logical: Literal["heads", "mlp", "vocab"]) -> InnerGroup:
+        """Return the devices that share an inner dimension; `heads` includes `kv_heads`, and `mlp` `expert_mlp`."""
+        axes = self.rules.kept(logical, self.sizes)
+        return InnerGroup(axes, self.ways(axes), self.reduce_dtype)
+
     @property
     def sequence_group(self) -> SequenceGroup:
         """The devices that share sequences."""
@@ -244,9 +258,22 @@ class Execution:
         dispatch = self.dispatch
         return dispatch is None or (isinstance(dispatch, Dispatch) and dispatch.moves == "weights")
 
-    def placement(self, axes: Axes) -> Placement:
-        """Return where a parameter with these axes is stored, and over which mesh axes its layer gathers it."""
-        return self.rules.placement(axes, self.sizes, whole=("expert",) if self.moves_weights else ())
+    def placement(self, axes: Axes, shape: tuple[int, ...]) -> Placement:
+        """Return where a parameter with these axes and this global shape is stored, and how its layer gathers it."""
+        return self._placement(axes, self.rules.shared(axes, shape, self.sizes))
+
+    def _placement_of_part(self, axes: Axes, x: jax.Array) -> Placement:
+        """Return the placement of a parameter of which `x` is this device's part.
+
+        A dimension is shared if it should stay split and `x` does not vary over the axes.
+        """
+        names = [name for name in axes.names if name == "kv_heads"]
+        varying = varying_axes(x)
+        return self._placement(axes, tuple(n for n in names if not set(self.rules.kept(n, self.sizes)) <= varying))
+
+    def _placement(self, axes: Axes, shared: tuple[str, ...]) -> Placement:
+        whole = ("expert",) if self.moves_weights else ()
+        return self.rules.placement(axes, self.sizes, whole=whole, shared=shared)
 
     def placements(self, module: PyTree) -> PyTree:
         """Return the tree of `module` with a `Placement` in place of every array or array shape.
@@ -256,7 +283,7 @@ class Execution:
         """
 
         def leaf(path: Any, x: Any, axes: Axes) -> Placement:
-            placement = self.placement(axes)
+            placement = self.placement(axes, x.shape)
             self.rules.check_parameter(jax.tree_util.keystr(path), placement, x.shape, self.sizes)
             return placement
 
@@ -316,14 +343,14 @@ class Execution:
         return eqx.combine(gathered, rest, is_leaf=is_matrices)
 
     def _whole(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
-        placement = self.placement(axes)
+        placement = self._placement_of_part(axes, x)
         dtype = x.dtype if axes.role is Role.PART else self.dtype
         if axes.role is Role.BUFFER:
             dtype = jnp.promote_types(x.dtype, jnp.float32)
         dims, first = placement.gathered, placement.gathered_first
         if first is not None:
             x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
-        whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype)
+        whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype, placement.taken)
         return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
 
     def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
@@ -334,7 +361,8 @@ class Execution:
         """
 
         def field(x: Any, axes: Any) -> Any:
-            if isinstance(axes, Axes) and axes.role is Role.WEIGHT and not any(self.placement(axes).gathered):
+            weight = isinstance(axes, Axes) and axes.role is Role.WEIGHT
+            if weight and self._placement_of_part(axes, x).computed_as_stored:
                 return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
             sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
             return jax.tree.map(self._whole, sliced, axes)

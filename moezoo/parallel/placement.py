@@ -19,12 +19,15 @@ class Placement:
         stored: For each dimension, the mesh axes that it is split over, major to minor.
         gathered: For each dimension, the mesh axes that its layer gathers it over: the last ones of `stored`, or all.
         ways: The number of devices that store different parts.
+        taken: For each dimension, the mesh axes along which each device computes on its part of what all of them store.
+            A dimension of n is cut into n parts, and devices next to each other take the same one. Empty for none.
     """
 
     axes: Axes
     stored: tuple[MeshAxes, ...]
     gathered: tuple[MeshAxes, ...]
     ways: int
+    taken: tuple[MeshAxes, ...] = ()
 
     @property
     def mesh_axes(self) -> MeshAxes:
@@ -40,6 +43,11 @@ class Placement:
         dims = [dim for dim, axes in enumerate(self.gathered) if axes]
         experts = self.axes.role is Role.WEIGHT and self.axes.stacked == ("expert",) and len(self.axes.names) == 3
         return dims[0] if experts and dims in ([1], [2]) else None
+
+    @property
+    def computed_as_stored(self) -> bool:
+        """Whether a layer computes on what the device stores."""
+        return not any(self.gathered + self.taken)
 
     @property
     def spec(self) -> PartitionSpec:

@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from moezoo.convert import check_fields, show
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import LOGICAL_AXES, Axes, Role
+from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.placement import Placement
 
+# Inner dimensions of layers. Each pair must stay split over the same mesh axes: query heads meet their key heads, and
+# the results of routed and shared experts are summed over devices together.
+_PAIRS = (("heads", "kv_heads"), ("mlp", "expert_mlp"))
+_INNER = (*_PAIRS[0], *_PAIRS[1], "vocab")
 # Logical axes that a layer can compute on without gathering them first.
-_KEPT = ("expert",)
+_KEPT = ("expert", *_INNER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +34,9 @@ class Rules:
         sequence: The mesh axes that split the sequence.
 
     Raises:
-        UserError: A field has a wrong type, a name does not exist, a mesh axis is used twice, `layer` is split, or
-            `compute` does not begin `store`.
+        UserError: A field has a wrong type, a name does not exist, a mesh axis is used twice, `layer` is split,
+            `compute` does not begin `store`, or an inner dimension (heads, widths, vocabulary) stays split over axes
+            that split tokens or experts, or over other axes than the one that it meets.
     """
 
     name: str
@@ -69,6 +75,28 @@ class Rules:
                     f"rules.compute.{logical}={show(kept)} must come first in rules.store.{logical}={show(stored)}; "
                     "reorder rules.store so that what stays split is on the left"
                 )
+        self._check_inner()
+
+    def _check_inner(self) -> None:
+        """Check the inner dimensions, over whose axes devices must have the same tokens and the same experts."""
+        others = {"rules.batch": self.batch, "rules.sequence": self.sequence}
+        others["rules.compute.expert"] = self.compute.get("expert", ())
+        for logical in _INNER:
+            kept = self.compute.get(logical, ())
+            for key, axes in others.items():
+                for axis in (axis for axis in kept if axis in axes):
+                    raise UserError(
+                        f"rules.compute.{logical}={show(kept)} and {key}={show(axes)} both name mesh axis '{axis}', "
+                        f"but devices that split '{logical}' must have the same tokens and experts; "
+                        f"keep '{logical}' split over another axis, such as tensor"
+                    )
+        for one, other in _PAIRS:
+            kept, expected = (self.compute.get(logical, ()) for logical in (other, one))
+            if kept != expected:
+                raise UserError(
+                    f"rules.compute.{other}={show(kept)} differs from rules.compute.{one}={show(expected)}; "
+                    "name the same mesh axes in both"
+                )
 
     @staticmethod
     def _check_axes(key: str, axes: tuple[str, ...]) -> None:
@@ -87,7 +115,23 @@ class Rules:
         """All mesh axes that the rules name."""
         return {a for axes in (*self.store.values(), self.batch, self.sequence) for a in axes}
 
-    def placement(self, axes: Axes, sizes: Mapping[str, int], *, whole: tuple[str, ...] = ()) -> Placement:
+    def kept(self, logical: str, sizes: Mapping[str, int]) -> MeshAxes:
+        """Return the mesh axes of more than one device that a logical axis stays split over while computing."""
+        return live(self.compute.get(logical, ()), sizes)
+
+    def shared(self, axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the logical axes of a parameter of this global shape that are too short to be split: `kv_heads`.
+
+        Fewer key-value heads than devices are stored whole, if their number divides the devices. Several devices then
+        compute on the same head.
+        """
+        ways = math.prod(sizes[axis] for axis in self.kept("kv_heads", sizes))
+        sizes_of = zip(axes.names, shape, strict=True)
+        return tuple(name for name, size in sizes_of if name == "kv_heads" and size < ways and ways % size == 0)
+
+    def placement(
+        self, axes: Axes, sizes: Mapping[str, int], *, whole: tuple[str, ...] = (), shared: tuple[str, ...] = ()
+    ) -> Placement:
         """Return where a parameter is stored, and over which mesh axes it is gathered.
 
         A buffer is stored whole on every device: it is small, and a step updates it from numbers that all devices have.
@@ -96,12 +140,15 @@ class Rules:
             axes: The parameter's role and logical axes.
             sizes: Mesh axis -> number of devices.
             whole: Logical axes that are gathered completely, `compute` notwithstanding.
+            shared: Logical axes that every device stores whole and takes its part of (`Rules.shared`).
         """
         buffer = axes.role is Role.BUFFER
-        stored = tuple(() if buffer else live(self.store.get(name, ()), sizes) for name in axes.names)
-        kept = tuple(() if name in whole else live(self.compute.get(name, ()), sizes) for name in axes.names)
+        unsplit = axes.names if buffer else shared
+        stored = tuple(() if name in unsplit else live(self.store.get(name, ()), sizes) for name in axes.names)
+        kept = tuple(() if name in whole else self.kept(name, sizes) for name in axes.names)
         gathered = tuple(s[len(k) :] for s, k in zip(stored, kept, strict=True))
-        return Placement(axes, stored, gathered, math.prod(sizes[axis] for dim in stored for axis in dim))
+        taken = tuple(k if name in shared else () for name, k in zip(axes.names, kept, strict=True))
+        return Placement(axes, stored, gathered, math.prod(sizes[axis] for dim in stored for axis in dim), taken)
 
     def check_parameter(
         self, name: str, placement: Placement, shape: tuple[int, ...], sizes: Mapping[str, int]
@@ -130,9 +177,13 @@ class Rules:
             ways = math.prod(sizes[axis] for axis in mesh_axes)
             if size % ways:
                 mesh = " ".join(f"mesh.{a}={sizes[a]}" for a in mesh_axes)
+                # A few key-value heads fit more devices too, if they divide them.
+                fitting = [n for n in range(1, 2 * ways) if size % n == 0 or (logical == "kv_heads" and n % size == 0)]
+                best = min(fitting, key=lambda n: (abs(n - ways), n))
+                advice = f", such as mesh.{mesh_axes[0]}={best}" * (len(mesh_axes) == 1)
                 raise UserError(
                     f"{mesh} splits '{logical}' {ways} ways but {LOGICAL_AXES[logical]}={size} ({name}); "
-                    f"choose a mesh whose {' x '.join(mesh_axes)} divides {size}"
+                    f"choose a mesh whose {' x '.join(mesh_axes)} divides {size}{advice}"
                 )
 
 

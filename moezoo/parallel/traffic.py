@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.collectives import InnerGroup, MeshAxes
 
 # The result of a reduction does not depend on the order of axes.
 UNORDERED = ("pmax", "pmin", "psum")
@@ -71,6 +71,11 @@ class Move(NamedTuple):
         kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(self.collective, self.collective)
         numbers = {"reduce_scatter": self.numbers * self.ways, "all_gather": self.numbers // self.ways}
         return Move(kind, self.axes, self.ways, numbers.get(kind, self.numbers), dtype or self.dtype)
+
+
+def inner_sum(group: InnerGroup, numbers: int, dtype: DTypeLike) -> Move:
+    """Return the psum of so many numbers over the devices that share an inner dimension."""
+    return Move("psum", group.axes, group.size, numbers, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

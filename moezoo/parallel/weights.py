@@ -21,7 +21,7 @@ def placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[tu
 def weight_moves(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
     """Return the collectives of `Execution.whole` for a module's weights, or for one layer of a stack.
 
-    The last dimension is gathered first. Within a dimension, axes over which gradients are summed and other axes take
+    A part is taken before anything is gathered. The last dimension is gathered first. Within a dimension, axes over which gradients are summed and other axes take
     one gather each, minor axes first.
     """
     forward, recomputed, backward = [], [], []
@@ -29,6 +29,10 @@ def weight_moves(module: PyTree, trained: PyTree, execution: Execution) -> Moves
         shape, role = array.shape, placement.axes.role
         dtype = array.dtype if role is Role.PART else execution.dtype
         numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
+        for dim, size in zip(placement.taken, shape, strict=True):
+            whole = Move("psum", dim, execution.ways(dim), numbers, execution.reduce_dtype)
+            backward += [whole] if dim and learns else []
+            numbers //= size if dim else 1
         for dim in reversed(placement.gathered):
             for summed, part in reversed(split_by_tokens(dim, execution.summed_axes(placement))):
                 gathered = Move("all_gather", part, execution.ways(part), numbers, dtype)

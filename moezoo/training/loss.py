@@ -15,7 +15,7 @@ from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.moe.routing import Routing, reduce_routing
 from moezoo.nn.positions import make_context
-from moezoo.parallel.collectives import psum, vary_like
+from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
@@ -31,7 +31,7 @@ class Losses(NamedTuple):
 
 
 def chunk_rows(tokens: int, vocab: int) -> int:
-    """Return the number of tokens whose logits exist at the same time, of `tokens` on a device."""
+    """Return the number of tokens whose logits exist at the same time, of `tokens` and `vocab` on a device."""
     return max(1, min(tokens, _CHUNK_LOGITS // vocab))
 
 
@@ -44,24 +44,29 @@ def cross_entropy(
     Logits exist for one chunk of tokens at a time, never as [tokens, vocab], and are made once: if the result is
     differentiated, a chunk's gradients are computed while its logits exist, those of what is trained only. The backward
     pass multiplies them by a number. So weights are gathered once.
+
+    Where devices share the vocabulary, each makes the logits of its part (Shoeybi et al., 2019, arXiv:1909.08053,
+    section 3), and numbers per token are exchanged: a pmax and a psum per chunk. The result is the same on all of them.
     """
-    rows = chunk_rows(labels.size, model.vocab)
+    group = execution.inner_group("vocab")
+    rows = chunk_rows(labels.size, model.vocab // group.size)
     pad = -labels.size % rows
     tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)
     chunks = rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows)
     # Typed as varying here, so that the gradients of both are too.
-    return _cross_entropy(execution, *execution.vary_parameters((model.unembedding, chunks[0])), chunks[1])
+    unembedding, tokens = execution.vary_parameters((model.unembedding, chunks[0]))
+    return _cross_entropy(execution, group.enter_parameters(unembedding), group.enter(tokens), chunks[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
-    unembedding = execution.whole(unembedding)
+    unembedding, group = execution.whole(unembedding), execution.inner_group("vocab")
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
-        return total + _nats(unembedding(chunk[0]), chunk[1])[0], None
+        return total + _nats(unembedding(chunk[0]), chunk[1], group)[0], None
 
-    return _scan(add, vary_like(jnp.zeros(()), tokens, targets), (tokens, targets))[0]
+    return _scan(add, vary(jnp.zeros(()), execution.token_axes), (tokens, targets))[0]
 
 
 def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTree, list[Array]]]:
@@ -69,6 +74,7 @@ def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTre
     unembedding, tokens, targets = jax.tree.map(operator.attrgetter("value"), primals)
     trained, passed_on, _ = jax.tree.map(operator.attrgetter("perturbed"), primals)
     stored, fixed = eqx.partition(unembedding, trained)
+    group = execution.inner_group("vocab")
     learned, scatter, fixed = jax.vjp(
         lambda stored: eqx.partition(execution.whole(eqx.combine(stored, fixed)), trained), stored, has_aux=True
     )
@@ -77,12 +83,12 @@ def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTre
         (total, gradients), (tokens, targets) = carry, chunk
         operands = (learned, tokens) if passed_on else (learned,)
         logits, pull = jax.vjp(lambda learned, x=tokens: eqx.combine(learned, fixed)(x), *operands)
-        nats, by_logits = _nats(logits, targets)
+        nats, by_logits = _nats(logits, targets, group)
         by_learned, *by_tokens = pull(by_logits)
         return (total + nats, jax.tree.map(jnp.add, gradients, by_learned)), by_tokens
 
     zeros = jax.tree.map(lambda x: vary_like(jnp.zeros_like(x), x), learned)
-    start = vary_like(jnp.zeros(()), tokens, targets), zeros
+    start = vary(jnp.zeros(()), execution.token_axes), zeros
     (total, by_learned), by_tokens = _scan(add, start, (tokens, targets))
     return total, (scatter(by_learned)[0], by_tokens)
 
@@ -98,14 +104,16 @@ def _backward(
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _nats(logits: Float[Array, "rows vocab"], targets: Int[Array, " rows"]) -> tuple[Array, Array]:
-    """Return the sum of -log p(target) over targets from 0 on, and its gradient."""
-    counts, columns = targets >= 0, targets[:, None]
-    highest = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - highest)
-    total = weights.sum(-1, keepdims=True)
-    nats = highest + jnp.log(total) - jnp.take_along_axis(logits, columns, axis=-1, mode="clip")
+def _nats(logits: Float[Array, "rows vocab"], targets: Int[Array, " rows"], group: InnerGroup) -> tuple[Array, Array]:
+    """Return the sum of -log p(target) over targets from 0 on, and its gradient by this device's `logits`."""
+    counts, columns = targets >= 0, targets[:, None] - group.index * logits.shape[1]
     label = columns == jax.lax.broadcasted_iota(columns.dtype, logits.shape, 1)
+    highest = group.largest(logits.max(-1, keepdims=True))
+    weights = jnp.exp(logits - highest)
+    # The denominator, and the target's logit, which is on one device: one sum over the group for both.
+    sums = [weights.sum(-1, keepdims=True), jnp.where(label, logits, 0).sum(-1, keepdims=True)]
+    total, chosen = jnp.split(group.leave(jnp.concatenate(sums, axis=-1)), 2, axis=-1)
+    nats = highest + jnp.log(total) - chosen
     by_logits = jnp.where(counts[:, None], weights / total - label.astype(logits.dtype), 0)
     return jnp.where(counts, nats[:, 0], 0).sum(), by_logits
 

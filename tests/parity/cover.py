@@ -59,7 +59,7 @@ _MIXTRAL = {"layers": LAYERS, **_GROUPED}
 _YARN = {"factor": 4.0, "length": 64, "beta_fast": 8.0, "beta_slow": 1.0}
 # A group has four experts, and its score is the sum of the best two. The choice bias moves by 1/4, which float32 adds
 # exactly.
-_DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 3, "q_lora": 24, "kv_lora": 8, "nope_dim": 6}
+_DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 4, "q_lora": 24, "kv_lora": 8, "nope_dim": 6}
 _DEEPSEEK |= {"rope_dim": 8, "value_dim": 5, "mlp": 20, "expert_mlp": 12, "experts": 16, "experts_per_token": 3}
 _DEEPSEEK |= {"norm_eps": 1e-3, "shared_experts": 2, "yarn": _YARN | {"mscale": 1.0, "mscale_all": 0.5}}
 _DEEPSEEK |= {"router": {"groups": 4, "kept_groups": 2, "bias_rate": 0.25}}
@@ -165,6 +165,8 @@ MESHES = {
     "fsdp2_ep4": moezoo.MeshShape(fsdp=2, expert=4),
     "fsdp2_ep2_context2": moezoo.MeshShape(fsdp=2, expert=2, context=2),
     "data2_fsdp2_ep2": moezoo.MeshShape(data=2, fsdp=2, expert=2),
+    "fsdp2_ep2_tensor2": moezoo.MeshShape(fsdp=2, expert=2, tensor=2),
+    "context2_tensor4": moezoo.MeshShape(context=2, tensor=4),
 }
 
 

@@ -42,12 +42,16 @@ class Replicated(Dispatch):
         """Return the rows of `strategy` for a share."""
         return self.strategy.rows(self._share(tokens, group), k, group)
 
+    def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
+        """Return whether `strategy` can drop assignments of a share."""
+        return self.strategy.can_drop(self._share(tokens, group), k, group)
+
     def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
         """Return the collectives of `strategy` for a share, the all-gather of results, and the sums of gradients."""
         share = sizes._replace(tokens=self._share(sizes.tokens, group))
         joined = group.move("all_gather", share.tokens * sizes.embed, sizes.dtype)
         dropped = group.move("psum", 1, jnp.int32)
-        drops = (dropped,) if self.strategy.can_drop(share.tokens, sizes.k, group) else ()
+        drops = (dropped,) if self.can_drop(sizes.tokens, sizes.k, group) else ()
         padded = share.tokens * group.size
         tokens = group.move("psum", padded * sizes.embed, sizes.dtype)
         gates = group.move("psum", padded * sizes.k, jnp.float32)
