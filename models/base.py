@@ -24,7 +24,7 @@ from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context, make_context
 from moezoo.parallel.axes import Embedding, Stack, Weight
-from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.collectives import ALONE, InnerGroup
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
@@ -37,9 +37,7 @@ class TokenEmbedding(eqx.Module):
     def __init__(self, vocab: int, embed: int, *, std: float, dtype: jnp.dtype, key: Array):
         self.weight = normal(key, (vocab, embed), std, dtype)
 
-    def __call__(
-        self, tokens: Int[Array, "batch seq"], group: InnerGroup = InnerGroup()
-    ) -> Float[Array, "batch seq embed"]:
+    def __call__(self, tokens: Int[Array, "batch seq"], group: InnerGroup = ALONE) -> Float[Array, "batch seq embed"]:
         """Return the vector of each token: one psum over the `group` that shares the vocabulary."""
         if not group.axes:
             return jnp.take(self.weight, tokens, axis=0, mode="clip")

@@ -3,8 +3,9 @@
     x = x + attention(norm(x))
     x = x + feed_forward(norm(x))        # an MLP or a mixture of experts
 
-with x [batch, seq, embed], the same on all devices that share heads or the width of MLPs: the block sums the partial
-results of a part before it adds them (Shoeybi et al., 2019, arXiv:1909.08053, section 3) (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745).
+with x [batch, seq, embed] (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745). Devices that share
+heads or the width of MLPs have the same x, and the block sums their partial results (Shoeybi et al., 2019,
+arXiv:1909.08053, section 3).
 """
 
 from typing import NamedTuple

@@ -56,11 +56,6 @@ class ModelConfig(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def kept_dims(self) -> tuple[int, ...]:
-        """The numbers that attention keeps per token and layer, one entry per array."""
-
-    @property
-    @abc.abstractmethod
     def dims_of_a_pair(self) -> int:
         """The multiplications per head for each query and key that see each other: for the score and for the value."""
 
@@ -95,11 +90,6 @@ class GroupedAttentionConfig(ModelConfig):
     kv_heads: Size
     head_dim: Size
     rope_base: Positive
-
-    @property
-    def kept_dims(self) -> tuple[int, ...]:
-        """Keys and values."""
-        return (self.kv_heads * self.head_dim,) * 2
 
     @property
     def dims_of_a_pair(self) -> int:

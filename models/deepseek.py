@@ -105,11 +105,6 @@ class DeepSeekConfig(ModelConfig):
         self.router.check(self.experts, self.experts_per_token)
 
     @property
-    def kept_dims(self) -> tuple[int, ...]:
-        """The latent, and the rotated key that all heads share."""
-        return (self.kv_lora, self.rope_dim)
-
-    @property
     def dims_of_a_pair(self) -> int:
         """The two parts of the score, and the value."""
         return self.nope_dim + self.rope_dim + self.value_dim

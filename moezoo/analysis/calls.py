@@ -55,11 +55,15 @@ class Call(NamedTuple):
         return self.rows // execution.ways(execution.batch_axes), self.length // execution.ways(execution.sequence_axes)
 
 
+def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
+    return cfg.model.vocab // execution.inner_group("vocab").size
+
+
 def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
     rows, mask = cfg.batch_size // cfg.execution.microbatches, trainable_mask(model, trained)
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
     execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "train", mask)
-    logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), cfg.model.vocab)
+    logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     trace = lambda: build_step(cfg, execution, model, trained).traced.jaxpr  # noqa: E731
     return Call(execution, rows, cfg.seq_len, logits, None, trace)
 
@@ -68,7 +72,7 @@ def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
     execution = build_execution(cfg, abstract_mesh(cfg.mesh)).exact
     execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
-    logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), cfg.model.vocab)
+    logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     batch: Any = Batch(*(tokens,) * 4)
     trace = lambda: make_sums(model, execution).trace(model, batch).jaxpr  # noqa: E731
     return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, trace)

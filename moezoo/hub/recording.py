@@ -19,7 +19,7 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
 from moezoo.nn.base import AttentionOutput, FeedForwardOutput
 from moezoo.nn.positions import make_context
-from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.stored import Stored
@@ -148,5 +148,5 @@ def _array(result: Any) -> Array:
         num_experts = result.sums.counts.shape[-1]
         return (jax.nn.one_hot(expert_ids, num_experts, dtype=gates.dtype) * gates[..., None]).sum(1)
     if isinstance(result, AttentionOutput):
-        return result.whole(InnerGroup())
+        return result.whole(ALONE)
     return result[0] if isinstance(result, tuple) else result

@@ -143,7 +143,7 @@ class Attention(SelfAttention):
         return KeyValue(sizes, sizes)
 
     def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
-        """Return the sums of the gradients of tokens and of the scales of norms, and of what norms of projections sum."""
+        """Return the sums of the gradients of tokens and of scales, and the sums inside norms of projections."""
         group = execution.inner_group("heads")
         x = inner_sum(group, tokens * self.out.shape[-1], execution.dtype)
         norms = [

@@ -13,7 +13,6 @@ from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traffic import Moves
 
-
 # The logical axes of an array after [batch, tokens], in order, and their sizes on a device.
 KeptSizes = dict[str, int]
 

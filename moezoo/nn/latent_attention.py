@@ -6,7 +6,8 @@
     k = [latent W_key_up, shared]         # [B, S, heads, nope_dim + rope_dim]
     v = latent W_value_up                 # [B, S, heads, value_dim]
 
-Attention over q, k, v is the usual one. Latents and the shared key are the same on devices that share heads. B batch, S sequence.
+Attention over q, k, v is the usual one. Devices that share heads have the same latents and the same shared key. B
+batch, S sequence.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ class LatentAttention(SelfAttention):
         return Latents(latent, shared)
 
     def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
-        """Return the sums of the gradients of what heads read: tokens or the latent of queries, and what tokens keep."""
+        """Return the sums of the gradients of what heads read: tokens or latents of queries, and what tokens keep."""
         del trained
         group, sizes = execution.inner_group("heads"), self.sizes
         read = sizes.q_lora or self.out.shape[-1], sizes.kv_lora, sizes.rope_dim

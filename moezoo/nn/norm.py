@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.parallel.axes import Scale
-from moezoo.parallel.collectives import InnerGroup, own_block
+from moezoo.parallel.collectives import ALONE, InnerGroup, own_block
 
 
 class RMSNorm(eqx.Module):
@@ -22,7 +22,7 @@ class RMSNorm(eqx.Module):
         self.scale = jnp.ones((size,), dtype)
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "*dims part"], group: InnerGroup = InnerGroup()) -> Float[Array, "*dims part"]:
+    def __call__(self, x: Float[Array, "*dims part"], group: InnerGroup = ALONE) -> Float[Array, "*dims part"]:
         """Return the normalised vectors.
 
         Args:

@@ -173,6 +173,9 @@ class InnerGroup(NamedTuple):
         return lax.pmax(x, self.axes) if varying_axes(x) & set(self.axes) else x
 
 
+ALONE = InnerGroup()
+
+
 @jax.named_scope("weights")
 def gather_weight(
     x: Array,

@@ -21,8 +21,8 @@ def placed(module: PyTree, trained: PyTree, execution: Execution) -> Iterable[tu
 def weight_moves(module: PyTree, trained: PyTree, execution: Execution) -> Moves:
     """Return the collectives of `Execution.whole` for a module's weights, or for one layer of a stack.
 
-    A part is taken before anything is gathered. The last dimension is gathered first. Within a dimension, axes over which gradients are summed and other axes take
-    one gather each, minor axes first.
+    A part is taken before anything is gathered. The last dimension is gathered first. Within a dimension, axes over
+    which gradients are summed and other axes take one gather each, minor axes first.
     """
     forward, recomputed, backward = [], [], []
     for placement, array, learns in placed(module, trained, execution):

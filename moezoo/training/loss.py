@@ -49,7 +49,7 @@ def cross_entropy(
     section 3), and numbers per token are exchanged: a pmax and a psum per chunk. The result is the same on all of them.
     """
     group = execution.inner_group("vocab")
-    rows = chunk_rows(labels.size, model.vocab // group.size)
+    rows = chunk_rows(labels.size, model.unembedding.weight.shape[-1])  # this device's part of the vocabulary
     pad = -labels.size % rows
     tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)

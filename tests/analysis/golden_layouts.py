@@ -18,6 +18,7 @@ _MESHES = {
     "pure_fsdp": ("mesh=fsdp8", "mesh.fsdp=2"),
     "ep_as_cp": ("mesh=fsdp2_ep4", _DATA),
     "ep_as_dp": ("mesh=fsdp2_ep4", _DATA),
+    "tensor": ("mesh.fsdp=2 mesh.expert=2 mesh.tensor=2", "mesh.context=2 mesh.tensor=4"),
 }
 # File name -> overrides.
 LAYOUTS: dict[str, str] = {

@@ -22,12 +22,14 @@ from moezoo.parallel.traffic import Row, Traffic, TrafficTable
 
 # Sizes differ, so that a shape is found only where it belongs. One kind of layer is traced in half the time of two.
 PROGRAMS: dict[CallName, str] = {
-    "train": "model=mixtral_8x22b mesh.fsdp=16 mesh.expert=8 mesh.context=2 batch_size=384 seq_len=2048 dispatch=ring",
+    "train": "model=mixtral_8x22b rules=tensor mesh.fsdp=16 mesh.expert=8 mesh.context=2 mesh.tensor=4 batch_size=384 "
+    "seq_len=2048 dispatch=ring",
     "evaluate": "model=deepseek_v3 rules=cp_as_ep mesh.data=8 mesh.fsdp=8 mesh.context=4 mesh.expert=16 "
     "batch_size=2048 seq_len=4096 dispatch=capacity dispatch.capacity_factor=1.5 dispatch.chunks=2",
-    "prefill": "model=qwen3_30b_a3b mesh.fsdp=8 mesh.expert=8 batch_size=24 seq_len=1000 dispatch=ring",
-    "decode": "model=deepseek_v2_lite model.dense_layers=0 mesh.fsdp=8 mesh.expert=8 mesh.context=2 batch_size=384 "
-    "seq_len=3000",
+    "prefill": "model=qwen3_30b_a3b rules=tensor mesh.fsdp=8 mesh.expert=8 mesh.tensor=8 batch_size=24 seq_len=1000 "
+    "dispatch=ring",
+    "decode": "model=deepseek_v2_lite model.dense_layers=0 rules=tensor mesh.fsdp=8 mesh.expert=8 mesh.context=2 "
+    "mesh.tensor=2 batch_size=384 seq_len=3000",
 }
 
 

@@ -17,7 +17,7 @@ def test_a_family_has_every_field(kind):
     assert issubclass(kind, ModelConfig)
     assert set(ModelConfig.__annotations__) <= set(types_of(kind))
     assert kind().window is None
-    assert all(isinstance(size, int) for size in (*kind().kept_dims, kind().dims_of_a_pair))
+    assert isinstance(kind().dims_of_a_pair, int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,18 +45,14 @@ def test_what_every_family_refuses(kind, changed, start):
 
 def test_sizes_that_the_library_reads():
     assert MixtralConfig(window=3, kv_heads=2, head_dim=8).window == 3
-    assert MixtralConfig(kv_heads=2, head_dim=8).kept_dims == (16, 16)
     assert MixtralConfig(head_dim=8).dims_of_a_pair == 16
     config = DeepSeekConfig(kv_lora=5, nope_dim=7, rope_dim=4, value_dim=9)
-    assert config.kept_dims == (5, 4)
     assert config.dims_of_a_pair == 20
 
 
 def test_a_family_that_leaves_something_out_cannot_be_made():
     class Unfinished(ModelConfig):
-        @property
-        def kept_dims(self) -> tuple[int, ...]:
-            return (1,)
+        pass
 
     unfinished: Any = Unfinished
     with pytest.raises(TypeError, match="dims_of_a_pair"):

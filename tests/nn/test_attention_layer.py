@@ -9,6 +9,7 @@ from definitions import attention, complex_rotation, rms_norm
 from moezoo.nn.attention import Attention
 from moezoo.nn.positions import Context, LayerNumbers
 from moezoo.nn.rotary import Rotary
+from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
@@ -62,5 +63,5 @@ def test_equals_a_loop(name):
     wanted = np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
     wanted += 0 if layer.out_bias is None else np.asarray(layer.out_bias, np.float64)
     context = Context(PLACE, PLACE, numbers)
-    found = jax.jit(lambda layer, x: layer(x, context, Execution()).y)(layer, x)
+    found = jax.jit(lambda layer, x: layer(x, context, Execution()).whole(ALONE))(layer, x)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())

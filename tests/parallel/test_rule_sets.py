@@ -24,17 +24,20 @@ from moezoo.parallel.rules import live
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.build import build_step
 
-# By hand, major to minor, by letters: data, fsdp, expert (X), context. Experts compute split over what follows "keep".
+# By hand, major to minor, by letters: data, fsdp, expert (X), context, tensor. Experts compute split over what follows
+# "keep", and heads, widths and the vocabulary are stored and computed split over "inner".
 LAYOUTS = {
-    #                     batch  sequence  embed  expert  expert_embed  keep
-    "fsdp_ep": ("D F X", "C", "F C X", "X", "F C", "X"),
-    "pure_fsdp": ("F", "", "F", "", "F", ""),
-    "shard_exp_on_fsdp": ("D F X", "C", "F C X", "X F", "C", "X"),
-    "ep_as_cp": ("D F", "X", "F X", "X", "F", "X"),
-    "cp_as_ep": ("D F X", "C", "F C X", "C X", "F", "C X"),
-    "ep_as_dp": ("D F X", "", "F", "X", "F", "X"),
+    #                     batch  sequence  embed  expert  expert_embed  keep  inner
+    "fsdp_ep": ("D F X", "C", "F C X", "X", "F C", "X", ""),
+    "pure_fsdp": ("F", "", "F", "", "F", "", ""),
+    "shard_exp_on_fsdp": ("D F X", "C", "F C X", "X F", "C", "X", ""),
+    "ep_as_cp": ("D F", "X", "F X", "X", "F", "X", ""),
+    "cp_as_ep": ("D F X", "C", "F C X", "C X", "F", "C X", ""),
+    "ep_as_dp": ("D F X", "", "F", "X", "F", "X", ""),
+    "tensor": ("D F X", "C", "F C X", "X", "F C", "X", "T"),
 }
-LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context"}
+LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context", "T": "tensor"}
+INNER = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 PRESETS = sorted(set(groups()["model"]) - set(FAMILIES))
 DEVICES = (8, 64, 256)
 
@@ -55,12 +58,27 @@ def parameters(preset):
 
 @functools.cache
 def meshes(name, devices):
-    """Return all meshes of so many devices with two or more along each axis that the rules store anything over."""
+    """Return all meshes of so many devices with two or more along each axis that the rules store anything over.
+
+    With fewer devices than that takes, an axis may have one.
+    """
     axes = sorted({axis for dimension in shipped(name).store.values() for axis in dimension})
-    sizes = [2**power for power in range(1, devices.bit_length())]
+    sizes = [2**power for power in range(2 ** len(axes) <= devices, devices.bit_length())]
     found = [choice for choice in itertools.product(sizes, repeat=len(axes)) if math.prod(choice) == devices]
     # The most even ones first.
     return [dict(zip(axes, choice, strict=True)) for choice in sorted(found, key=lambda c: (max(c), c))]
+
+
+def place(layout, axes, shape, mesh):
+    """Return the placement of a parameter."""
+    return layout.placement(axes, mesh, shared=layout.shared(axes, shape, mesh))
+
+
+def inner(layout, axes, shape, mesh):
+    """Return the mesh axes that an inner dimension of a parameter is split over: none where key heads are too few."""
+    names = set(axes.names) & set(INNER)
+    few = "kv_heads" in names and shape[axes.names.index("kv_heads")] < mesh.get("tensor", 1)
+    return {axis for name in names if not few for axis in live(layout.store.get(name, ()), mesh)}
 
 
 def fits(preset, name, mesh):
@@ -68,7 +86,7 @@ def fits(preset, name, mesh):
     layout = shipped(name)
     try:
         for axes, shape in parameters(preset):
-            layout.check_parameter("", layout.placement(axes, mesh), shape, mesh)
+            layout.check_parameter("", place(layout, axes, shape, mesh), shape, mesh)
     except UserError:
         return False
     return True
@@ -86,21 +104,24 @@ def test_every_rule_set_has_a_row():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layout_is_the_one_of_the_table(name):
-    *_, embed, expert, expert_embed, kept = rows = [tuple(LETTERS[x] for x in row.split()) for row in LAYOUTS[name]]
+    *_, embed, expert, expert_embed, kept, inner = rows = [
+        tuple(LETTERS[x] for x in row.split()) for row in LAYOUTS[name]
+    ]
     layout = shipped(name)
     assert layout.name == name
     assert [layout.batch, layout.sequence] == rows[:2]
     store = {"embed": embed, "q_lora": embed, "kv_lora": embed, "expert": expert, "expert_embed": expert_embed}
-    assert layout.store == {logical: axes for logical, axes in store.items() if axes}
-    assert layout.compute == ({"expert": kept} if kept else {})
+    split = dict.fromkeys(INNER, inner) if inner else {}
+    assert layout.store == {logical: axes for logical, axes in store.items() if axes} | split
+    assert layout.compute == ({"expert": kept} if kept else {}) | split
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_parameter_is_split_over_all_axes_of_its_kind(name):
     """Matrices over every axis that the rules name for them. Only vectors are whole, less than 0.1% of a model.
 
-    They are norms, which may be as short as a head; biases of queries and keys, whose dimensions no rule names; a
-    router's bias and choice bias, one number per expert.
+    They are norms, which may be as short as a head; biases of queries and keys, where heads are not split; a router's
+    bias and choice bias, one number per expert.
     """
     layout = shipped(name)
     for preset, devices in itertools.product(PRESETS, DEVICES):
@@ -108,11 +129,12 @@ def test_every_parameter_is_split_over_all_axes_of_its_kind(name):
         for mesh in fitting(preset, name, devices):
             total = whole = 0
             for axes, shape in parameters(preset):
-                placement = layout.placement(axes, mesh)
+                placement = place(layout, axes, shape, mesh)
                 dims = ("expert", "expert_embed") if "expert" in axes.names else ("embed",)
-                wanted = {axis for dim in dims for axis in layout.store.get(dim, ())}
+                wanted = {axis for dim in dims for axis in live(layout.store.get(dim, ()), mesh)}
                 if axes.role in (Role.SCALE, Role.BUFFER) or (axes.role is Role.BIAS and "embed" not in axes.names):
                     wanted, whole = set(), whole + math.prod(shape)
+                wanted |= inner(layout, axes, shape, mesh)
                 assert set(placement.mesh_axes) == wanted, (preset, mesh, axes)
                 assert placement.ways == math.prod(mesh[axis] for axis in wanted)
                 total += math.prod(shape)
@@ -125,14 +147,15 @@ def test_a_dimension_is_gathered_by_one_collective(name):
     for preset, devices, strategy in itertools.product(PRESETS, DEVICES, (Ragged(), Gather())):
         mesh = MeshShape(**fitting(preset, name, devices)[0])
         execution = Execution(mesh=abstract_mesh(mesh), rules=shipped(name), dispatch=strategy)
-        for axes in {axes for axes, _ in parameters(preset)}:
-            placement = execution.placement(axes)
+        for axes, shape in parameters(preset):
+            placement = execution.placement(axes, shape)
             gathered = [dim for dim in placement.gathered if dim]
             runs = [split_by_tokens(dim, execution.summed_axes(placement)) for dim in gathered]
             assert [len(run) for run in runs] == [1] * len(gathered), (preset, mesh, axes)
             kept = set(placement.mesh_axes) - {axis for dim in gathered for axis in dim}
             stays = strategy.moves == "tokens" and "expert" in axes.names
-            assert kept == (set(execution.expert_axes) if stays else set()), (preset, mesh, axes)
+            wanted = inner(shipped(name), axes, shape, execution.sizes)
+            assert kept == (set(execution.expert_axes) if stays else set()) | wanted, (preset, mesh, axes)
 
 
 def check_trace(preset, name, devices, dispatch):
@@ -150,13 +173,18 @@ def check_trace(preset, name, devices, dispatch):
     kept = () if moves_weights else live(layout.compute.get("expert", ()), mesh)
     dense = store.get("embed", ())
     experts = store.get("expert", ())[len(kept) :], store.get("expert_embed", ())
+    split = execution.inner_group("heads").axes
     allowed = {
+        # Rows of the embedding; the largest logit and the sums of a token.
+        "embedding": {split},
+        "head": {split},
         # Weights: each dimension in one collective, over all its axes that it does not compute split over.
         "embedding/weights": {dense},
         "head/weights": {dense},
         "layers/weights": {dense, *experts},
-        # Keys and values, positions: the axes of the sequence alone.
-        "layers/attention": {execution.sequence_axes},
+        # Keys and values, positions: the axes of the sequence alone. What enters and leaves heads: those of heads.
+        "layers/attention": {execution.sequence_axes, split},
+        "layers/feed_forward": {split},
         "positions": {execution.sequence_axes},
         # Tokens reach experts, and results return. Nothing else around the experts moves.
         "layers/feed_forward/dispatch": {execution.expert_axes},
@@ -171,7 +199,8 @@ def check_trace(preset, name, devices, dispatch):
         assert axes in allowed.get(scope, ()), (scope, collective, axes)
         seen.add((scope, axes))
     needed = {(scope, axes) for scope, some in allowed.items() for axes in some if axes}
-    assert seen == {(scope, axes) for scope, axes in needed if "feed_forward" not in scope or not moves_weights}
+    stay = ("layers/feed_forward/dispatch", "layers/feed_forward/combine") if moves_weights else ()
+    assert seen == {(scope, axes) for scope, axes in needed if scope not in stay}
     if dispatch == "ragged":  # its only gather is that of the rows per expert, one integer each
         gathers = {r: t for r, t in table.items() if "feed_forward" in r.scope and r.collective == "all_gather"}
         ways = execution.ways(execution.expert_axes)
@@ -191,6 +220,9 @@ TRACED = [
     ("qwen3_30b_a3b", "pure_fsdp", 256, "ring"),
     ("qwen3_235b_a22b", "cp_as_ep", 8, "capacity"),
     ("olmoe_1b_7b", "fsdp_ep", 64, "capacity"),
+    ("deepseek_v3", "tensor", 256, "ragged"),
+    ("olmoe_1b_7b", "tensor", 64, "capacity"),
+    ("mixtral_8x7b", "tensor", 8, "gather"),
 ]
 
 

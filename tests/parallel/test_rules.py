@@ -65,8 +65,20 @@ def shipped(name):
             ["rules.batch and rules.sequence", "'context'", "leave it in one"],
         ),
         (
+            {"store": {"embed": ("tensor",)}, "compute": {"embed": ("tensor",)}},
+            ["rules.compute.embed", "only expert, heads", "leave it out"],
+        ),
+        (
             {"store": {"mlp": ("tensor",)}, "compute": {"mlp": ("tensor",)}},
-            ["rules.compute.mlp", "only expert", "leave it out"],
+            ["rules.compute.expert_mlp=[]", "rules.compute.mlp=[tensor]", "name the same mesh axes"],
+        ),
+        (
+            {"store": {"vocab": ("fsdp",)}, "compute": {"vocab": ("fsdp",)}, "batch": ("data", "fsdp")},
+            ["rules.compute.vocab=[fsdp]", "rules.batch", "'fsdp'", "another axis, such as tensor"],
+        ),
+        (
+            {name: {"vocab": ("expert",), "expert": ("expert",)} for name in ("store", "compute")},
+            ["rules.compute.vocab=[expert]", "rules.compute.expert=[expert]", "another axis, such as tensor"],
         ),
         (
             {"store": {"expert": ("fsdp", "expert")}, "compute": {"expert": ("expert",)}},
