@@ -139,6 +139,7 @@ def _arrays(path: str, axes: Axes, value: Any) -> Iterator[tuple[str, Axes]]:
     """Yield path and axes of every array of a declared field."""
     if isinstance(value, Stored):
         for name, inner in value.axes(axes).items():
+            inner = dataclasses.replace(inner, within=axes.within or axes.names)
             yield from _arrays(f"{path}.{name}", inner, getattr(value, name))
     else:
         yield path, axes

@@ -347,6 +347,8 @@ class Execution:
         dtype = x.dtype if axes.role is Role.PART else self.dtype
         if axes.role is Role.BUFFER:
             dtype = jnp.promote_types(x.dtype, jnp.float32)
+        with jax.named_scope("weights"):
+            x = InnerGroup(placement.entered, reduce_dtype=self.reduce_dtype).enter_parameters(x)
         dims, first = placement.gathered, placement.gathered_first
         if first is not None:
             x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])

@@ -21,6 +21,7 @@ class Placement:
         ways: The number of devices that store different parts.
         taken: For each dimension, the mesh axes along which each device computes on its part of what all of them store.
             A dimension of n is cut into n parts, and devices next to each other take the same one. Empty for none.
+        entered: For an array of a container, the mesh axes that split the weight while computing and not this array.
     """
 
     axes: Axes
@@ -28,6 +29,7 @@ class Placement:
     gathered: tuple[MeshAxes, ...]
     ways: int
     taken: tuple[MeshAxes, ...] = ()
+    entered: MeshAxes = ()
 
     @property
     def mesh_axes(self) -> MeshAxes:

@@ -32,12 +32,14 @@ class Axes:
         stacked: The axes that number independent matrices, such as `layer` and `expert`.
         inputs: The input axes of a weight; for other roles all axes after the comma.
         outputs: The output axes of a weight; empty for other roles.
+        within: For an array of a container, all axes of the weight that the container stands for.
     """
 
     role: Role
     stacked: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    within: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -148,7 +148,10 @@ class Rules:
         kept = tuple(() if name in whole else self.kept(name, sizes) for name in axes.names)
         gathered = tuple(s[len(k) :] for s, k in zip(stored, kept, strict=True))
         taken = tuple(k if name in shared else () for name, k in zip(axes.names, kept, strict=True))
-        return Placement(axes, stored, gathered, math.prod(sizes[axis] for dim in stored for axis in dim), taken)
+        split = {axis for name in set(axes.within) & set(_INNER) for axis in self.kept(name, sizes)}
+        entered = tuple(sorted(split.difference(*kept)))
+        ways = math.prod(sizes[axis] for dim in stored for axis in dim)
+        return Placement(axes, stored, gathered, ways, taken, entered)
 
     def check_parameter(
         self, name: str, placement: Placement, shape: tuple[int, ...], sizes: Mapping[str, int]

@@ -29,6 +29,9 @@ def weight_moves(module: PyTree, trained: PyTree, execution: Execution) -> Moves
         shape, role = array.shape, placement.axes.role
         dtype = array.dtype if role is Role.PART else execution.dtype
         numbers = placement.local_size(shape) // (shape[0] if "layer" in placement.axes.names else 1)
+        if placement.entered and learns:
+            ways = execution.ways(placement.entered)
+            backward.append(Move("psum", placement.entered, ways, numbers, execution.reduce_dtype))
         for dim, size in zip(placement.taken, shape, strict=True):
             whole = Move("psum", dim, execution.ways(dim), numbers, execution.reduce_dtype)
             backward += [whole] if dim and learns else []
