@@ -92,7 +92,10 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
 
 
 def _other_layouts(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> str:
-    """Where the rules do not fit the mesh, name a mesh with fewer ways to split experts, and rule sets that fit."""
+    """Where the rules do not fit the mesh, name a mesh that splits experts or inner dimensions in ways that fit.
+
+    And name the rule sets that fit.
+    """
     sizes, num_experts = dict(mesh.shape), cfg.model.experts
     if not set(sizes) <= set(AXES):  # a mesh with axes of other names, made in Python
         return ""
@@ -105,6 +108,10 @@ def _other_layouts(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> str:
         few = itertools.islice(meshes, 8)
         fitting = next((some for some in few if _fits(cfg, sizes | some)), {})
         advice = f", such as {_set_mesh(fitting)}" * bool(fitting)
+    elif inner := cfg.rules.inner_axes(sizes):
+        near = sorted(range(1, 2 * sizes[inner[0]]), key=lambda ways: (abs(ways - sizes[inner[0]]), ways))[1:17]
+        ways = next((ways for ways in near if _fits(cfg, sizes | {inner[0]: ways})), 0)
+        advice = f", such as {_set_mesh({inner[0]: ways})}" * bool(ways)
     others = _other_rules(cfg, sizes)
     return advice + f"; rules with which it runs on this mesh: {', '.join(others)}" * bool(others)
 

@@ -119,6 +119,10 @@ class Rules:
         """Return the mesh axes of more than one device that a logical axis stays split over while computing."""
         return live(self.compute.get(logical, ()), sizes)
 
+    def inner_axes(self, sizes: Mapping[str, int]) -> MeshAxes:
+        """Return the mesh axes of more than one device that heads, widths or the vocabulary stay split over."""
+        return tuple(dict.fromkeys(axis for logical in _INNER for axis in self.kept(logical, sizes)))
+
     def shared(self, axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Return the logical axes of a parameter of this global shape that are too short to be split: `kv_heads`.
 
@@ -180,13 +184,10 @@ class Rules:
             ways = math.prod(sizes[axis] for axis in mesh_axes)
             if size % ways:
                 mesh = " ".join(f"mesh.{a}={sizes[a]}" for a in mesh_axes)
-                # A few key-value heads fit more devices too, if they divide them.
-                fitting = [n for n in range(1, 2 * ways) if size % n == 0 or (logical == "kv_heads" and n % size == 0)]
-                best = min(fitting, key=lambda n: (abs(n - ways), n))
-                advice = f", such as mesh.{mesh_axes[0]}={best}" * (len(mesh_axes) == 1)
+                shares = " or is a multiple of it" * bool(logical == "kv_heads" and self.kept(logical, sizes))
                 raise UserError(
                     f"{mesh} splits '{logical}' {ways} ways but {LOGICAL_AXES[logical]}={size} ({name}); "
-                    f"choose a mesh whose {' x '.join(mesh_axes)} divides {size}{advice}"
+                    f"choose a mesh whose {' x '.join(mesh_axes)} divides {size}{shares}"
                 )
 
 

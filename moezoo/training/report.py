@@ -63,15 +63,21 @@ def _split(axes: Sequence[str]) -> str:
 def layout_lines(placements: PyTree) -> list[str]:
     """Describe how each logical dimension of the weights is split, and what a layer gathers before it runs."""
     dimensions: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    shared: dict[tuple[str, ...], dict[str, None]] = {}
     for placement in jax.tree.leaves(placements):
         for logical, over, moved in zip(placement.axes.names, placement.stored, placement.gathered, strict=True):
             if over and logical not in (names := dimensions.setdefault((over, moved), [])):
                 names.append(logical)
+        for logical, taken in zip(placement.axes.names, placement.taken, strict=False):
+            if taken:
+                shared.setdefault(taken, {})[logical] = None
     lines = []
     for (over, moved), names in dimensions.items():
         use = "gathered per layer" if moved else "never gathered"
         use += f" over {', '.join(moved)} only" * (0 < len(moved) < len(over))
         lines.append(f"split over {_axes(over)}, {use}: dimension{'s' * (len(names) > 1)} {', '.join(names)}")
+    for over, names in shared.items():
+        lines.append(f"stored whole along {_axes(over)}, each device takes its part: dimension {', '.join(names)}")
     return lines or ["every device stores all of them"]
 
 

@@ -69,7 +69,7 @@ def test_every_advice_runs(overrides, advice):
             "mesh.fsdp=4 mesh.expert=4 rules=shard_exp_on_fsdp batch_size=16",
             ["mesh.expert=4 x mesh.fsdp=4", "16 ways", "model.experts=8", "rules.store.expert=[expert, fsdp]"],
             "mesh.expert=4 mesh.fsdp=2",
-            "cp_as_ep, ep_as_cp, ep_as_dp, fsdp_ep",
+            "cp_as_ep, ep_as_cp, ep_as_dp, fsdp_ep, tensor",
         ),
         (
             "mesh.context=2 mesh.expert=4 rules=cp_as_ep model.experts=6",
@@ -83,10 +83,22 @@ def test_every_advice_runs(overrides, advice):
             "mesh.context=2 rules=ep_as_cp",
             ["mesh.context=2", "rules ep_as_cp", "'context'", "set mesh.context=1"],
             "",
-            "cp_as_ep, fsdp_ep, shard_exp_on_fsdp",
+            "cp_as_ep, fsdp_ep, shard_exp_on_fsdp, tensor",
         ),
         ("mesh=fsdp2_ep4 model.embed=36", ["mesh.fsdp=2 mesh.expert=4", "8 ways", "model.embed=36"], "", "ep_as_dp"),
-        ("mesh.tensor=2", ["mesh.tensor=2", "rules fsdp_ep", "'tensor'"], "", ""),
+        ("mesh.tensor=2", ["mesh.tensor=2", "rules fsdp_ep", "'tensor'"], "", "tensor"),
+        (
+            "rules=tensor mesh.tensor=4 model.heads=12 model.kv_heads=6",
+            ["mesh.tensor=4", "'kv_heads' 4 ways", "model.kv_heads=6"],
+            "mesh.tensor=2",
+            "",
+        ),
+        (
+            "rules=tensor mesh.tensor=4 model.expert_mlp=50",
+            ["mesh.tensor=4", "'expert_mlp' 4 ways", "model.expert_mlp=50"],
+            "mesh.tensor=2",
+            "",
+        ),
         # Changed keys of a shipped rule set would change another one too.
         ("mesh.tensor=2 rules.batch=[fsdp]", ["mesh.tensor=2", "rules fsdp_ep", "'tensor'"], "", ""),
         (

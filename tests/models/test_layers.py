@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from patterned import KINDS, NUMBERS, make_model
@@ -17,6 +18,7 @@ from moezoo.generation import generate as generation
 from moezoo.hub import tensors as hub
 from moezoo.models.layers import find_periods, layer_places
 from moezoo.nn.positions import Context
+from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Place
 
 VOCAB, LENGTH, NEW = 40, 6, 8
@@ -158,10 +160,11 @@ def test_names_count_layers_and_not_periods():
     assert tensors["layers.4.q.bias"].parts == (("stacks[1].blocks[0].attention.query_bias", (0,)),)
 
 
-def test_a_mesh_changes_nothing():
-    """With tokens and experts split over batch, sequence and expert axes."""
-    mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=2, expert=2, context=2))
-    execution = moezoo.Execution(mesh, moezoo.compose().rules, moezoo.compose("dispatch=ragged").dispatch)
+@pytest.mark.parametrize(("rules", "axis"), [("fsdp_ep", "context"), ("tensor", "tensor")])
+def test_a_mesh_changes_nothing(rules, axis):
+    """With tokens and experts split over batch, sequence and expert axes, and with heads, widths and logits split."""
+    cfg = moezoo.compose("dispatch=ragged", f"rules={rules}", "mesh.fsdp=2", "mesh.expert=2", f"mesh.{axis}=2")
+    execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, cfg.dispatch)
     found = jax.jit(lambda m: m(TOKENS, execution=execution))(moezoo.place(model(), execution))
     wanted, load = by_blocks(model(), TOKENS)[0][1]
     np.testing.assert_array_equal(found.routing.load, load)
@@ -178,7 +181,7 @@ def test_a_block_by_its_formula():
         return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-3) * norm.scale[None, None]
 
     def formula(block: Any, x: Any) -> Any:
-        y = block.attention(normed(block.attention_norm, x), context, execution).y
+        y = block.attention(normed(block.attention_norm, x), context, execution).whole(ALONE)
         x = x + normed(block.after_attention_norm, y)
         y = block.feed_forward(normed(block.feed_forward_norm, x), at.segment > 0, execution).y
         return x + normed(block.after_feed_forward_norm, y)
