@@ -165,6 +165,8 @@ MESHES = [
     ("mixtral", {"fsdp": 2, "expert": 4}, "dense", "fsdp_ep", 1),
     ("deepseek", {"fsdp": 2, "expert": 4}, "capacity", "fsdp_ep", 4),
     ("deepseek", {"fsdp": 4}, "ring", "pure_fsdp", 4),
+    ("window", {"fsdp": 2, "tensor": 4}, "ring", "tensor", 4),
+    ("deepseek", {"expert": 4, "tensor": 2}, "ragged", "tensor", 1),
 ]
 
 

@@ -118,6 +118,8 @@ LAYOUTS = (
     ("qwen3_moe", "fsdp2_ep2_context2", "cp_as_ep"),
     ("olmoe", "data2_fsdp2_ep2", "ep_as_dp"),
     ("qwen3_moe_periodic", "ep8", "ep_as_cp"),
+    ("qwen3_moe", "fsdp2_tensor4", "tensor"),
+    ("deepseek", "ep2_context2_tensor2", "tensor"),
 )
 
 

@@ -165,8 +165,9 @@ MESHES = {
     "fsdp2_ep4": moezoo.MeshShape(fsdp=2, expert=4),
     "fsdp2_ep2_context2": moezoo.MeshShape(fsdp=2, expert=2, context=2),
     "data2_fsdp2_ep2": moezoo.MeshShape(data=2, fsdp=2, expert=2),
-    "fsdp2_ep2_tensor2": moezoo.MeshShape(fsdp=2, expert=2, tensor=2),
-    "context2_tensor4": moezoo.MeshShape(context=2, tensor=4),
+    "ep2_context2_tensor2": moezoo.MeshShape(expert=2, context=2, tensor=2),
+    # More devices than key-value heads. Only in `EXTRA_CASES`.
+    "fsdp2_tensor4": moezoo.MeshShape(fsdp=2, tensor=4),
 }
 
 
@@ -216,7 +217,11 @@ def fits(mesh: str, layout: str) -> bool:
     """
 
     def possible(name: str, sizes: dict[str, int]) -> bool:
-        return name != "router_on_data" and set(live(tuple(sizes), sizes)) <= rules()[name].mesh_axes
+        return (
+            name != "router_on_data"
+            and mesh != "fsdp2_tensor4"
+            and set(live(tuple(sizes), sizes)) <= rules()[name].mesh_axes
+        )
 
     def there(name: str) -> list[Any]:
         layout = rules()[name]
@@ -351,11 +356,14 @@ def cover() -> tuple[Case, ...]:
 
 
 # Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
-# weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four.
+# weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four;
+# four devices that share two key-value heads, under norms of projections, and under biases and norms of heads.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
     Case("ragged", "fsdp2_ep4", "ep_as_cp", "full", 2, "sequence", "deepseek", "sgd", "ring"),
+    Case("gather", "fsdp2_tensor4", "tensor", "dots", 1, "batch", "olmoe", "adamw"),
+    Case("ring", "fsdp2_tensor4", "tensor", "full", 2, "sequence", "qwen3_moe", "muon"),
 )

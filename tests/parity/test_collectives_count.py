@@ -15,11 +15,13 @@ import pytest
 from cover import Case, config, product
 from running import STEPS, batch_shapes
 
+import moezoo
 from moezoo import Execution
 from moezoo.analysis.cost import communication
 from moezoo.models import model_shapes
 from moezoo.moe.dispatch import STRATEGIES
-from moezoo.optim import Constant, Optimizer
+from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.loss import cross_entropy
@@ -82,6 +84,54 @@ def test_mixtral_on_fsdp2_ep4_counted_by_hand():
         "gradient_sums": 3,
         "gradient_norm": 1,
     }
+
+
+def test_olmoe_on_fsdp2_tensor4_counted_by_hand():
+    """What devices exchange that share heads, widths and the vocabulary. Two key heads are stored on all four."""
+    table = collective_traffic(traced(Case("gather", "fsdp2_tensor4", "tensor", "full", 1, "batch", "olmoe")))
+    found = {key: t.count for key, t in table.by("scope", "phase", "collective", "axes").items() if "tensor" in key[3]}
+    over = ("psum", ("tensor",))
+    assert found == {
+        ("embedding", "forward", *over): 1,
+        # Per layer: the results of attention, and the squares of two norms of projections.
+        ("layers/attention", "forward", *over): 2 * 3,
+        ("layers/attention", "recomputed", *over): 2 * 3,
+        # The gradients of tokens, of the squares, and of the scales of the norms.
+        ("layers/attention", "backward", *over): 2 * (1 + 2 + 2),
+        ("layers/weights", "backward", *over): 2 * 2,  # those of keys and values
+        # The results of the experts, which nothing needs again; the gradients of tokens and gates.
+        ("layers/feed_forward", "forward", *over): 2,
+        ("layers/feed_forward", "backward", *over): 2 * 2,
+        # The largest logit; the sums of a token; the gradients of tokens and of the scale of the norm.
+        ("head", "forward", "pmax", ("tensor",)): 1,
+        ("head", "forward", *over): 1,
+        ("head", "backward", *over): 2,
+        ("gradient_norm", "outside", "psum", ("fsdp", "tensor")): 1,
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ragged", "capacity"])
+def test_devices_that_share_widths_exchange_the_same_rows(strategy):
+    """What moves between experts is the same with two devices along `tensor` as with one."""
+    model = model_shapes(config("mixtral"))
+
+    def exchanged(**axes: int) -> TrafficTable:
+        mesh = abstract_mesh(moezoo.MeshShape(expert=4, **axes))
+        how = Execution(mesh, moezoo.compose("rules=tensor").rules, STRATEGIES[strategy]().exact)
+        optimizer = Optimizer(SGD(), Constant(), STEPS, how.placements(model))
+        table = collective_traffic(Step(model, optimizer, how, batch_shapes(1)).traced.jaxpr)
+        return TrafficTable({row: t for row, t in table.items() if row.scope.endswith(("dispatch", "combine"))})
+
+    assert exchanged() == exchanged(tensor=2) != {}
+
+
+def test_no_device_has_whole_logits():
+    vocab = 88
+    program = traced(Case("ring", "ep2_context2_tensor2", "tensor", "full", 1, "batch"), vocab=vocab)
+    inside = [each.equation for each in equations(program) if each.mesh]
+    sizes = {size for each in inside for value in each.outvars for size in getattr(value.aval, "shape", ())}
+    assert vocab not in sizes
+    assert vocab // 2 in sizes
 
 
 @pytest.mark.parametrize(("strategy", "family"), [("gather", "mixtral"), ("ring", "deepseek")])

@@ -43,7 +43,7 @@ CASES = [
     Case("ragged", "ep8", "replicated", "none", 2, "batch", "deepseek"),
     Case("capacity", "fsdp2_ep4", "shard_exp_on_fsdp", "dots", 2, "batch", "deepseek", chunks=2),
     Case("dense", "data2_fsdp2_ep2", "router_on_data", "none", 2, "batch", "deepseek"),
-    Case("ring", "fsdp2_ep2_tensor2", "tensor", "full", 2, "batch", "deepseek"),
+    Case("ring", "ep2_context2_tensor2", "tensor", "full", 2, "batch", "deepseek"),
 ]
 
 # On one mesh both models do the same float32 operations on the same numbers; 1e-6 allows for another order of sums.
