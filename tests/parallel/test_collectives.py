@@ -78,6 +78,34 @@ def collectives(dtype, reduce_dtype, stored_dtype="float32", dims=(("expert", "f
     return [(str(e.outvars[0].aval.dtype), e.primitive.name) for e in found if e.primitive.name in names]
 
 
+def test_devices_take_their_part_before_anything_is_gathered():
+    """Four devices share two parts, so the gradient of each part is the sum over two of them, and over tokens."""
+    weight = np.arange(8 * 2 * 3, dtype=np.float32).reshape(8, 2, 3)
+    cotangents = np.random.default_rng(0).integers(0, 99, (2, 4, 8, 1, 3)).astype(np.float32)
+    dims, taken, tokens = (("fsdp",), (), ()), ((), ("expert", "context"), ()), ("fsdp",)
+
+    def local(block, cotangent):
+        def make(block):
+            return gather_weight(block, dims, tokens, "float32", "float32", taken)
+
+        part, pull = jax.vjp(make, block)
+        return part[None, None], *pull(cotangent[0, 0])
+
+    layout, by_device = stored(dims), PartitionSpec("fsdp", ("expert", "context"))
+    mapped = jax.jit(on_mesh(local, (layout, by_device), (by_device, layout)))
+    parts, gradient = mapped(weight, cotangents)
+    np.testing.assert_array_equal(parts[0], weight[:, [0, 0, 1, 1]].swapaxes(0, 1)[:, :, None])
+    np.testing.assert_array_equal(parts[1], parts[0])
+    by_part = cotangents.sum(0)[:, :, 0]
+    np.testing.assert_array_equal(gradient, np.stack([by_part[:2].sum(0), by_part[2:].sum(0)], 1))
+    gathers = [
+        e for e in equations(jax.make_jaxpr(mapped)(weight, cotangents)) if "gather" in e.equation.primitive.name
+    ]
+    assert [e.equation.invars[0].aval.shape for e in gathers if e.equation.primitive.name == "all_gather"] == [
+        (4, 1, 3)
+    ]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_a_weight_is_cast_before_it_travels(dtype, reduce_dtype):

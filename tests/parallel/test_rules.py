@@ -205,3 +205,27 @@ def test_equal_rules_hash_alike():
 def test_named_axes():
     named = rules(store={"embed": ("fsdp",)}, batch=("data",), sequence=("context",)).mesh_axes
     assert named == {"fsdp", "data", "context"}
+
+
+@pytest.mark.parametrize(
+    ("heads", "stored", "taken"),
+    [(8, ("tensor",), ()), (4, ("tensor",), ()), (2, (), ("tensor",)), (1, (), ("tensor",))],
+)
+def test_key_value_heads_that_are_fewer_than_devices_are_stored_whole(heads, stored, taken):
+    axes, shape = Axes(Role.WEIGHT, ("layer",), ("embed",), ("kv_heads", "head_dim")), (2, 16, heads, 6)
+    layout, size = shipped("tensor"), sizes("fsdp8") | {"fsdp": 2, "tensor": 4}
+    placement = layout.placement(axes, size, shared=layout.shared(axes, shape, size))
+    layout.check_parameter("key", placement, shape, size)
+    assert placement.stored == ((), ("fsdp",), stored, ())
+    assert placement.gathered == ((), ("fsdp",), (), ())
+    assert placement.taken == ((), (), taken, ())
+    assert placement.ways == (8 if stored else 2)
+
+
+@pytest.mark.parametrize("heads", [3, 6])
+def test_key_value_heads_that_fit_neither_way_are_refused(heads):
+    axes, shape = Axes(Role.BIAS, (), ("kv_heads", "head_dim"), ()), (heads, 6)
+    layout, size = shipped("tensor"), sizes("fsdp8") | {"tensor": 4}
+    with refused("mesh.tensor=4", f"model.kv_heads={heads}", "key_bias", f"divides {heads} or is a multiple of it"):
+        placement = layout.placement(axes, size, shared=layout.shared(axes, shape, size))
+        layout.check_parameter("key_bias", placement, shape, size)

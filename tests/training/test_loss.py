@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import auto_mesh
 from programs import largest_array
 
 import moezoo
@@ -58,6 +59,32 @@ def test_cross_entropy_in_chunks():
     found, wanted = (jax.tree.leaves(program(*OPERANDS)) for program in programs)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_devices_may_share_the_vocabulary(monkeypatch):
+    """Each has ten logits of a token. Those of the last device are thousands, so its maximum counts for all.
+
+    With the maximum of any other, exp would overflow.
+    """
+    monkeypatch.setattr(loss, "_CHUNK_LOGITS", 4 * VOCAB // 4)
+    unembedding = eqx.tree_at(lambda u: u.weight, OPERANDS[0], OPERANDS[0].weight.at[:, 30:].multiply(1000))
+    execution = moezoo.Execution(auto_mesh(tensor=4), moezoo.compose("rules=tensor").rules)
+    labels, specs, whole = jnp.asarray(LABELS), execution.specs(unembedding), jax.sharding.PartitionSpec()
+
+    def local(unembedding, hidden):
+        return loss.cross_entropy(Model(None, (), unembedding, None), hidden, labels, execution) / 3
+
+    mapped = jax.shard_map(
+        jax.value_and_grad(local, argnums=(0, 1)),
+        mesh=execution.mesh,
+        in_specs=(specs, whole),
+        out_specs=(whole, (specs, whole)),
+    )
+    found = jax.tree.leaves(jax.jit(mapped)(unembedding, jnp.asarray(HIDDEN)))
+    wanted = jax.tree.leaves(jax.jit(jax.value_and_grad(definition, argnums=(0, 1)))(unembedding, HIDDEN))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+    assert jnp.isinf(jnp.exp(unembedding(jnp.asarray(HIDDEN)).max()))
 
 
 @pytest.mark.parametrize(("by", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
