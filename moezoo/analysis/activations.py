@@ -30,7 +30,7 @@ class ActivationRow(NamedTuple):
         name: What it is.
         axes: Its logical axes, in order.
         spec: For each dimension, the mesh axes that it is split over, major to minor.
-        shape: The shape of the whole array.
+        shape: The shape of the whole array. Key-value heads that several devices have count once per device.
         local_shape: The shape of a device's part.
         bytes_per_device: The bytes of that part.
     """

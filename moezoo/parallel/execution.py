@@ -265,11 +265,10 @@ class Execution:
     def _placement_of_part(self, axes: Axes, x: jax.Array) -> Placement:
         """Return the placement of a parameter of which `x` is this device's part.
 
-        A dimension is shared if it should stay split and `x` does not vary over the axes.
+        Key-value heads are shared if `x` does not vary over the axes that they should stay split over.
         """
-        names = [name for name in axes.names if name == "kv_heads"]
-        varying = varying_axes(x)
-        return self._placement(axes, tuple(n for n in names if not set(self.rules.kept(n, self.sizes)) <= varying))
+        is_split = set(self.rules.kept("kv_heads", self.sizes)) <= varying_axes(x)
+        return self._placement(axes, () if is_split else ("kv_heads",))
 
     def _placement(self, axes: Axes, shared: tuple[str, ...]) -> Placement:
         whole = ("expert",) if self.moves_weights else ()

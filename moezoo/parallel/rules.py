@@ -124,7 +124,7 @@ class Rules:
         return tuple(dict.fromkeys(axis for logical in _INNER for axis in self.kept(logical, sizes)))
 
     def shared(self, axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the logical axes of a parameter of this global shape that are too short to be split: `kv_heads`.
+        """Return `kv_heads` if it is an axis of a parameter of this global shape and too short to be split, or nothing.
 
         Fewer key-value heads than devices are stored whole, if their number divides the devices. Several devices then
         compute on the same head.

@@ -56,7 +56,8 @@ def cross_entropy(
     chunks = rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows)
     # Typed as varying here, so that the gradients of both are too.
     unembedding, tokens = execution.vary_parameters((model.unembedding, chunks[0]))
-    return _cross_entropy(execution, group.enter_parameters(unembedding), group.enter(tokens), chunks[1])
+    unembedding = eqx.tree_at(lambda u: u.norm, unembedding, group.enter_parameters(unembedding.norm))
+    return _cross_entropy(execution, unembedding, group.enter(tokens), chunks[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
