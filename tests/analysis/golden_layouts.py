@@ -1,5 +1,7 @@
 """The layouts whose description is tracked in `goldens/`: laptop presets, every rule set, two meshes.
 
+Of `serve`, the two programs of generation: it reads one long prompt, and a token of eight rows.
+
 `python tests/analysis/golden_layouts.py` rewrites the files.
 """
 
@@ -9,6 +11,8 @@ import moezoo
 from moezoo.analysis.sharding import describe
 from moezoo.cli.sharding_text import describe_run, render
 from moezoo.config.overrides import groups
+from moezoo.convert import convert
+from moezoo.parallel.traffic import CallName
 
 FOLDER = Path(__file__).parent / "goldens"
 MODELS = ("mixtral", "deepseek")
@@ -20,19 +24,26 @@ _MESHES = {
     "ep_as_dp": ("mesh=fsdp2_ep4", _DATA),
     "tensor": ("mesh.fsdp=2 mesh.expert=2 mesh.tensor=2", "mesh.context=2 mesh.tensor=4"),
 }
-# File name -> overrides.
+_SERVED = "rules=serve mesh.data=2 mesh.expert=2 mesh.tensor=2"
+# File name -> the arguments of `moezoo sharding`.
 LAYOUTS: dict[str, str] = {
     f"{model}-{rules}-{number}.txt": f"model={model} {mesh} rules={rules}"
     for model in MODELS
     for rules in groups()["rules"]
+    if rules != "serve"
     for number, mesh in enumerate(_MESHES.get(rules, ("mesh=fsdp2_ep4", _CONTEXT)), 1)
+} | {
+    f"{model}-serve-{call}.txt": f"model={model} {_SERVED} {sizes} --call={call}"
+    for model in MODELS
+    for call, sizes in (("prefill", "batch_size=1 seq_len=2048"), ("decode", "batch_size=8 seq_len=256"))
 }
 
 
-def describe_layout(overrides: str) -> str:
-    """Return what `moezoo sharding` prints for these overrides."""
-    cfg = moezoo.compose(*overrides.split())
-    return f"moezoo sharding {overrides}\n\n{render(describe_run(cfg, 'train'), describe(cfg))}\n"
+def describe_layout(arguments: str) -> str:
+    """Return what `moezoo sharding` prints for these arguments."""
+    overrides, _, call = arguments.partition(" --call=")
+    cfg, name = moezoo.compose(*overrides.split()), convert(CallName, call or "train", "call")
+    return f"moezoo sharding {arguments}\n\n{render(describe_run(cfg, name), describe(cfg, name))}\n"
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ LAYOUTS = {
     "cp_as_ep": ("D F X", "C", "F C X", "C X", "F", "C X", ""),
     "ep_as_dp": ("D F X", "", "F", "X", "F", "X", ""),
     "tensor": ("D F X", "C", "F C X", "X", "F C", "X", "T"),
+    "serve": ("D F X", "", "", "X", "", "X", "T"),
 }
 LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context", "T": "tensor"}
 INNER = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")

@@ -218,7 +218,7 @@ def fits(mesh: str, layout: str) -> bool:
 
     def possible(name: str, sizes: dict[str, int]) -> bool:
         return (
-            name != "router_on_data"
+            name not in ("router_on_data", "serve")
             and mesh != "fsdp2_tensor4"
             and set(live(tuple(sizes), sizes)) <= rules()[name].mesh_axes
         )
