@@ -42,8 +42,8 @@ _SUMMARIES = (
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
 MESHES = ("single", "fsdp8", "ep8", "fsdp2_ep4", "fsdp4_ep2")
-# The first layout on a mesh is the reference of the others there. `pure_fsdp` names no expert axis, and `cp_as_ep`
-# differs from `fsdp_ep` only where there is a context axis.
+# The first layout on a mesh is the reference of the others there. `pure_fsdp` names no expert axis, `cp_as_ep` differs
+# from `fsdp_ep` only where there is a context axis, and only `tensor` names that axis; `serve` is not for training.
 LAYOUTS = (
     "rules=fsdp_ep dispatch=ring mesh=fsdp2_ep4",
     "rules=fsdp_ep dispatch=dense mesh=fsdp2_ep4",
@@ -57,6 +57,7 @@ LAYOUTS = (
     "rules=pure_fsdp dispatch=ring mesh=fsdp8",
     "rules=fsdp_ep dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2",
     "rules=cp_as_ep dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2",
+    "rules=tensor dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
 )
 # DeepSeek-V2-Lite with its router, experts, experts per token and shared experts; 3 layers, and narrow (most by 16).
 NARROW = (

@@ -78,7 +78,9 @@ def _last_logits(model: LanguageModel, x: Float[Array, "batch seq embed"], execu
 
     The result does not vary over these, so they choose the same token.
     """
-    return gather(model.head(x[:, -1:], execution)[:, 0], execution.inner_group("vocab").axes, 1, tokens=())
+    own = model.head(x[:, -1:], execution)[:, 0]
+    with jax.named_scope("head"):
+        return gather(own, execution.inner_group("vocab").axes, 1, tokens=())
 
 
 def generate(

@@ -41,7 +41,7 @@ def test_arrays_of_another_model_are_refused_by_name(tmp_path):
 
 # The rule sets on eight devices, under which states are saved and loaded.
 MESHES = dict.fromkeys(groups()["rules"], "mesh.fsdp=2 mesh.expert=4") | {"pure_fsdp": "mesh.fsdp=8"}
-MESHES["tensor"] = "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2"
+MESHES |= dict.fromkeys(("tensor", "serve"), "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2")
 MESHES |= dict.fromkeys(("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"), "mesh.fsdp=2 mesh.expert=2 mesh.context=2")
 TINY = "model.vocab=40 model.embed=16 model.layers=1 model.dense_layers=0 model.heads=4 model.q_lora=24 model.kv_lora=8"
 TINY += " model.nope_dim=6 model.rope_dim=4 model.value_dim=5 model.mlp=20 model.expert_mlp=12 model.experts=8"

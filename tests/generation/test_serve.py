@@ -1,0 +1,87 @@
+"""Generation under `rules=serve`: no weight is gathered, and tokens are those of one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from cover import FAMILIES, VOCAB, model, rules
+
+import moezoo
+from moezoo.analysis.sharding import describe
+from moezoo.moe.dispatch import STRATEGIES
+
+NEW = 5
+IDS = np.random.default_rng(0).integers(1, VOCAB, (8, 4)).astype(np.int32)
+# Prompts of one to four tokens, padded on the left; the first has a padded column too.
+MASK = np.arange(4)[None] >= np.array([1, 0, 3, 2, 0, 1, 0, 2])[:, None]
+# Two key-value heads are split over two devices, and four devices share them.
+MESHES = {"tensor2": moezoo.MeshShape(data=2, expert=2, tensor=2), "tensor4": moezoo.MeshShape(expert=2, tensor=4)}
+
+
+def serving(mesh: str, strategy: str = "ring") -> moezoo.Execution:
+    """Return an execution under `serve`."""
+    return moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules()["serve"], STRATEGIES[strategy]())
+
+
+@functools.cache
+def on_one_device(family: str) -> np.ndarray:
+    """Return the prompts with their continuations."""
+    return np.asarray(moezoo.generate(model(family), IDS, mask=MASK, max_new_tokens=NEW))
+
+
+# Every family and strategy; families of grouped attention have two key-value heads.
+CASES = [
+    ("mixtral", "tensor2", "ragged"),
+    ("deepseek", "tensor4", "capacity"),
+    ("qwen3_moe", "tensor2", "ring"),
+    ("olmoe", "tensor4", "ring"),
+]
+
+
+def test_every_family_has_a_case():
+    assert [case[0] for case in CASES] == list(FAMILIES)
+
+
+@pytest.mark.parametrize(("family", "mesh", "strategy"), CASES)
+def test_tokens_are_those_of_one_device(family, mesh, strategy):
+    """Eight rows, split over devices, and one row, which all devices read; with padding on the left."""
+    execution = serving(mesh, strategy)
+    placed = moezoo.place(model(family), execution)
+    for rows in (8, 1):
+        found = moezoo.generate(placed, IDS[:rows], mask=MASK[:rows], max_new_tokens=NEW, execution=execution)
+        np.testing.assert_array_equal(found, on_one_device(family)[:rows])
+
+
+def test_a_folder_loads_straight_into_it(tmp_path):
+    """No device holds more than its part of the heads, the width of experts, the experts and the vocabulary."""
+    moezoo.save_pretrained(model("mixtral"), tmp_path / "model")
+    execution = serving("tensor2")
+    loaded = moezoo.from_pretrained(tmp_path / "model", execution=execution)
+    placed = moezoo.place(model("mixtral"), execution)
+
+    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(placed), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        np.testing.assert_array_equal(x, y)
+    experts = loaded.stacks[0].blocks[0].feed_forward.experts
+    layers, num_experts, embed, width = experts.gate.shape
+    assert experts.gate.sharding.shard_shape(experts.gate.shape) == (layers, num_experts // 2, embed, width // 2)
+
+
+@pytest.mark.parametrize("preset", ["mixtral_8x7b", "deepseek_v3", "qwen3_235b_a22b"])
+@pytest.mark.parametrize("call", ["prefill", "decode"])
+def test_nothing_of_a_weight_is_gathered(preset, call):
+    """Of released models: what travels are tokens on their way to experts, sums over devices, and a row of logits."""
+    words = f"model={preset} rules=serve dispatch=ragged mesh.expert=8 mesh.tensor=8 batch_size=8 seq_len=512"
+    cfg = moezoo.compose(*words.split())
+    layout = describe(cfg, call)
+    scopes = {row.scope for row in layout.collectives}
+    assert "layers/attention" in scopes
+    assert not any("weights" in scope for scope in scopes)
+    gathers = {row.scope for row in layout.collectives if row.op == "all-gather"}
+    assert gathers <= {"head", "layers/feed_forward/dispatch", "layers/feed_forward/combine"}
+    # Keys and values lie with their heads; latents and the shared key are whole.
+    cache = [row for row in layout.activations if "in the cache" in row.name]
+    assert bool(cache) == (call == "decode")
+    for row in cache:
+        assert ("tensor" in dict(zip(row.axes, row.spec, strict=True)).get("kv_heads", ())) == ("kv_heads" in row.axes)
