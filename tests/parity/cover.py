@@ -78,8 +78,8 @@ Config = MixtralConfig | DeepSeekConfig | Qwen3MoeConfig | OlmoeConfig
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
-    "deepseek": (DeepSeekConfig, _DEEPSEEK, 3),
-    "deepseek_v2": (DeepSeekConfig, _DEEPSEEK_V2, 3),
+    "deepseek": (DeepSeekConfig, _DEEPSEEK, 4),
+    "deepseek_v2": (DeepSeekConfig, _DEEPSEEK_V2, 6),
     "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 5),
     "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
     "olmoe": (OlmoeConfig, _OLMOE, 4),
