@@ -25,7 +25,7 @@ PARTS = {
     "strategies": ("dispatch", "mesh", "settings", "updates", "json", "out"),
     "layouts": ("layouts", "models", "settings", "updates", "json", "out"),
     "attention": ("tokens", "heads", "dims", "documents", "window", "absent", *_TIMED),
-    "generate": ("calls", "models", "seconds", "samples", "json", "out"),
+    "generate": ("calls", "models", "layouts", "seconds", "samples", "json", "out"),
     "compile": ("shapes", "steps", "absent", "dtype"),
 }
 _SUMMARIES = (
@@ -36,7 +36,7 @@ _SUMMARIES = (
     "strategies       the first updates of one run, by every dispatch strategy on several meshes",
     "layouts          the first updates of one run, under every rule set and by every dispatch strategy",
     "attention        backends of attention by length: time and temporary memory",
-    "generate         greedy generation next to transformers",
+    "generate         greedy generation next to transformers, or under several layouts",
     "compile          kernels, or training steps, compiled for devices that this machine does not have",
 )
 # A training step in one word each: overrides of `moezoo.compose`.
@@ -119,7 +119,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "kernels": "grouped_matmul, moe_layer and compile",
         "train_step": "train_step and compile",
         "strategies": "strategies",
-        "layouts": "layouts (models: generate too)",
+        "layouts": "layouts and generate",
         "trained": "strategies and layouts",
         "attention": "attention",
         "generate": "generate",
@@ -147,7 +147,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     several("strategies", "mesh", "NAME", f"meshes (default: {', '.join(MESHES)})")
     several("layouts", "layouts", "OVERRIDES", 'rules, strategy, mesh, optimizer, execution.context_parallel, '
             'execution.sequence_order: "rules=ep_as_dp dispatch=ragged mesh=ep8" (default: every rule set and every '
-            'strategy, on three meshes)')  # fmt: skip
+            'strategy, on four meshes; of generate: one device, next to transformers)')  # fmt: skip
     several("layouts", "models", "NAME", 'presets, with overrides if needed: "olmoe model.layers=2"; narrow: a narrow '
             f"deepseek_v2_lite (default: {', '.join(MODELS)}; of generate: {', '.join(GENERATED)})")  # fmt: skip
     several(
@@ -178,8 +178,9 @@ def _take(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} is no option of {options.part}, which takes {_list(taken)}")
     if options.part == "compile":
         _choose_compiled(options)
-    if options.part == "generate" and options.models is None:
-        options.models = list(GENERATED)
+    if options.part == "generate":
+        options.models = options.models or list(GENERATED)
+        options.layouts = options.layouts or []
     for name, default in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -308,13 +309,17 @@ def _attention(options: argparse.Namespace) -> list[Any]:
 
 def _generate(options: argparse.Namespace) -> Iterator[Any]:
     from moezoo.bench.generate import Shape, compare_generation
+    from moezoo.bench.serving import compare_serving
 
     shapes = list(dict.fromkeys(Shape(*_numbers("calls", text, 3, CALLS[0])) for text in options.calls))
     models = _models(options.models)
     for name in models:
         if other := [word for word in name.split()[1:] if not word.startswith("model.")]:
             raise UserError(f"--models {name}: {other[0]} does not belong to the model; write model.KEY=VALUE")
-    yield from compare_generation(models, shapes, options.seconds, options.samples, _log)
+    if options.layouts:
+        yield from compare_serving(options.layouts, models, shapes, options.seconds, options.samples, _log)
+    else:
+        yield from compare_generation(models, shapes, options.seconds, options.samples, _log)
 
 
 def _models(names: list[str]) -> dict[str, str]:
@@ -387,7 +392,7 @@ class _Bench(Command):
             self._measure(options)
 
     def _measure(self, options: argparse.Namespace) -> None:
-        from moezoo.bench import attention, generate, layouts, profile, results, strategies
+        from moezoo.bench import attention, generate, layouts, profile, results, serving, strategies
 
         if options.part == "compile":
             _compile(options)
@@ -408,8 +413,8 @@ class _Bench(Command):
             )
             _report(rows, options, strategies.print_table, strategies.picture)
         elif options.part == "generate":
-            rows = list(_generate(options))
-            _report(rows, options, generate.print_table, generate.picture)
+            how: Any = serving if options.layouts else generate
+            _report(list(_generate(options)), options, how.print_table, how.picture)
         elif options.part == "layouts":
             models = _models(options.models)
             rows = layouts.compare_layouts(options.layouts, models, options.settings, options.updates, _log)

@@ -170,6 +170,30 @@ def test_layouts(capsys):
     assert "ortho" in out
 
 
+def test_generate_under_layouts(capsys):
+    """Layouts give the same tokens; under `serve` no weight is received."""
+    layouts = ["mesh.fsdp=2 mesh.expert=2", "rules=serve mesh.expert=2 mesh.tensor=2"]
+    model = "mixtral model.layers=1 model.embed=32 model.expert_mlp=32"
+    options = ["--models", model, "--calls", "2x4x4", "--layouts", *layouts, *QUICK, "--out", "s"]
+    code, out, _ = bench(capsys, "generate", *options)
+    assert code == 0
+    assert "received" in out
+    rows = json.loads(Path("s/rows.json").read_text())
+    assert [row["layout"] for row in rows] == layouts
+    assert [row["same_rows"] for row in rows] == [2, 2]
+    assert rows[0]["received_bytes"] > 4 * 8 * 3 * 32 * 32 / 2 > 10 * rows[1]["received_bytes"] > 0
+    assert rows[0]["stored_bytes"] < rows[1]["stored_bytes"]
+
+
+def test_compiled_steps(capsys):
+    """A whole step, compiled for this machine: its bytes are those of the formula."""
+    words = f"{SMALL} mesh.context=2 execution.context_parallel=ring optimizer=sgd"
+    code, out, _ = bench(capsys, "compile", "--absent", "cpu", "--steps", words)
+    assert code == 0
+    assert "temporaries" in out
+    assert f"{communication(compose(*words.split())).bytes / 1e6:,.1f}" in out
+
+
 @pytest.mark.parametrize("model", ["mixtral", NARROW])
 def test_default_layouts(model):
     """They name every rule set that trains, and fit; the first on each mesh is the reference, `fsdp_ep` with `ring`.
@@ -215,6 +239,14 @@ def test_attention(capsys):
         (
             ["generate", "--calls", "1x4000x200"],
             "--calls 1x4000x200: 4200 tokens exceed model.max_length=4096",
+        ),
+        (
+            ["generate", "--models", "mixtral", "--calls", "1x8x1", "--layouts", "mesh=ep8"],
+            "--calls 1x8x1: needs two or more new tokens",
+        ),
+        (
+            ["compile", "--shapes", "L1", "--steps", "model=mixtral"],
+            "--shapes is for kernels and --steps for training steps; leave one of them out",
         ),
         (["generate", "--models", ""], "--models '': must be a model, such as mixtral"),
         (
