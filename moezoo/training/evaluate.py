@@ -37,11 +37,10 @@ class Evaluation(NamedTuple):
 
 
 def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
-    """Return the program of one batch, which never drops assignments, for models like `model`.
+    """Return the program of one batch for models like `model` and an `exact` execution, which drops no assignment.
 
     It takes a model and a `Batch` and returns sums: nats, predicted tokens, dropped assignments.
     """
-    execution = execution.exact
     assert execution.mesh is not None
 
     def local(model: LanguageModel, batch: Batch) -> tuple[Array, Array, Array]:
