@@ -285,6 +285,8 @@ def _compile(options: argparse.Namespace) -> None:
     if options.steps:
         compiled_steps.print_steps(list(compiled_steps.compile_steps(targets, options.steps, _log)), _console())
         return
+    if compiled_steps.CPU in targets:
+        raise UserError("--absent cpu: only whole steps are compiled for it; name them with --steps, or other devices")
     prepare(1)
     programs = []
     for result in compiling.compile_all(targets, _names(options, "accelerator"), dtype):

@@ -122,11 +122,14 @@ def _shipped_rules() -> dict[str, Rules]:
 
 
 def _other_rules(cfg: TrainConfig, sizes: Mapping[str, int]) -> dict[str, Rules]:
-    """Return the other shipped rule sets with which `cfg` runs; none if it changes single keys of a shipped one."""
+    """Return the other shipped rule sets with which `cfg` runs; none if it changes single keys of a shipped one.
+
+    Those that gather nothing are for generation and left out.
+    """
     shipped = _shipped_rules()
     if cfg.rules != shipped.get(cfg.rules.name, cfg.rules):
         return {}
-    others = {name: rules for name, rules in shipped.items() if rules != cfg.rules}
+    others = {name: rules for name, rules in shipped.items() if cfg.rules != rules and rules.store != rules.compute}
     return {name: rules for name, rules in others.items() if _fits(dataclasses.replace(cfg, rules=rules), sizes)}
 
 

@@ -88,7 +88,7 @@ class Rules:
                     raise UserError(
                         f"rules.compute.{logical}={show(kept)} and {key}={show(axes)} both name mesh axis '{axis}', "
                         f"but devices that split '{logical}' must have the same tokens and experts; "
-                        f"keep '{logical}' split over another axis, such as tensor"
+                        f"take '{axis}' out of {key}, or keep '{logical}' split over an axis that is not in it"
                     )
         for one, other in _PAIRS:
             kept, expected = (self.compute.get(logical, ()) for logical in (other, one))

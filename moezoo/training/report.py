@@ -60,6 +60,15 @@ def _split(axes: Sequence[str]) -> str:
     return f"split over {_axes(axes)}" if axes else "not split"
 
 
+def _token_lines(cfg: TrainConfig, execution: Execution) -> list[str]:
+    """Describe how tokens are split, and how queries meet keys of other devices."""
+    batch = f"{execution.rules.name}: batch {_split(execution.batch_axes)}; each sequence"
+    if not execution.sequence_axes:
+        return [f"{batch} not split"]
+    how = f"{execution.sequence_order} order, keys by {cfg.execution.context_parallel}"
+    return [f"{batch} split", f"sequences {_split(execution.sequence_axes)}, in {how}"]
+
+
 def layout_lines(placements: PyTree) -> list[str]:
     """Describe how each logical dimension of the weights is split, and what a layer gathers before it runs."""
     dimensions: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -187,13 +196,7 @@ def summarize(
             + f" of {distributed.count()} processes" * distributed.several()
             + (f": {_axes(used)}" if used else ""),
         ),
-        (
-            "rules",
-            f"{execution.rules.name}: batch {_split(execution.batch_axes)}; "
-            f"each sequence {_split(execution.sequence_axes)}"
-            + f", {execution.sequence_order} order"
-            * bool(execution.sequence_axes),
-        ),
+        *(("rules", line) for line in _token_lines(cfg, execution)),
         *(("weights", line) for line in layout_lines(placements.model)),
         *(("dispatch", line) for line in dispatch_lines(cfg, execution, model.stacks)),
     ]

@@ -295,6 +295,7 @@ def test_attention(capsys):
         (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists the options"),
         (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists the options"),
         (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape tiny; --help lists the options"),
+        (["compile", "--absent", "cpu"], "--absent cpu: only whole steps are compiled for it; name them with --steps"),
         (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )

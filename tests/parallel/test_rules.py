@@ -74,11 +74,11 @@ def shipped(name):
         ),
         (
             {"store": {"vocab": ("fsdp",)}, "compute": {"vocab": ("fsdp",)}, "batch": ("data", "fsdp")},
-            ["rules.compute.vocab=[fsdp]", "rules.batch", "'fsdp'", "another axis, such as tensor"],
+            ["rules.compute.vocab=[fsdp]", "rules.batch", "'fsdp'", "take 'fsdp' out of rules.batch"],
         ),
         (
             {name: {"vocab": ("expert",), "expert": ("expert",)} for name in ("store", "compute")},
-            ["rules.compute.vocab=[expert]", "rules.compute.expert=[expert]", "another axis, such as tensor"],
+            ["rules.compute.vocab=[expert]", "rules.compute.expert=[expert]", "an axis that is not in it"],
         ),
         (
             {"store": {"expert": ("fsdp", "expert")}, "compute": {"expert": ("expert",)}},
