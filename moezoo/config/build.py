@@ -109,7 +109,7 @@ def _other_layouts(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> str:
         fitting = next((some for some in few if _fits(cfg, sizes | some)), {})
         advice = f", such as {_set_mesh(fitting)}" * bool(fitting)
     elif inner := cfg.rules.inner_axes(sizes):
-        near = sorted(range(1, 2 * sizes[inner[0]]), key=lambda ways: (abs(ways - sizes[inner[0]]), ways))[1:17]
+        near = sorted(range(2, 2 * sizes[inner[0]]), key=lambda ways: (abs(ways - sizes[inner[0]]), ways))[1:17]
         ways = next((ways for ways in near if _fits(cfg, sizes | {inner[0]: ways})), 0)
         advice = f", such as {_set_mesh({inner[0]: ways})}" * bool(ways)
     others = _other_rules(cfg, sizes)

@@ -12,6 +12,8 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
 
 _TEMPERATURE = 0.7
+# The most tokens of a sample, prompt included: each new one is a pass over all layers.
+_LONGEST = 256
 
 
 class Sample(NamedTuple):
@@ -22,13 +24,14 @@ class Sample(NamedTuple):
 
 
 def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution) -> Sample:
-    """Continue the start of a validation window to `seq_len` tokens, at temperature 0.7, with the seed of the run."""
+    """Continue the start of a validation window to `seq_len` tokens, or 256, at temperature 0.7, with the run's seed."""
     (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
-    length = max(1, cfg.seq_len // 4)
+    longest = min(cfg.seq_len, _LONGEST)
+    length = max(1, longest // 4)
     ids = generate(
         model,
         np.asarray(batch.tokens)[:, :length],
-        max_new_tokens=max(1, cfg.seq_len - length),
+        max_new_tokens=max(1, longest - length),
         execution=execution,
         temperature=_TEMPERATURE,
         vocab=source.vocab,
