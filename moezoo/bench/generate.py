@@ -191,17 +191,21 @@ def print_table(rows: Sequence[GenerateRow], console: Console) -> None:
 
 def picture(rows: Sequence[GenerateRow], path: Path) -> None:
     """Plot the milliseconds of a call: one group of bars per model and shape."""
+    plot_bars(rows, path, by="implementation", value="ms", label="ms per call")
+
+
+def plot_bars(rows: Sequence[Any], path: Path, *, by: str, value: str, label: str) -> None:
+    """Plot one figure of the rows: a group of bars per model and shape, a bar for each value of the key `by`."""
     from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys((row["model"], row["rows"], row["prompt"], row["new"]) for row in rows))
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure = Figure(figsize=(max(6.0, 1.5 + 1.3 * len(cases)), 3.4), layout="constrained")
+    names = list(dict.fromkeys(row[by] for row in rows))
+    figure = Figure(figsize=(max(6.0, 1.5 + 1.3 * len(cases)), 3.6), layout="constrained")
     axes, width = figure.subplots(), 0.85 / len(names)
     for i, name in enumerate(names):
-        ms = [row["ms"] for row in rows if row["implementation"] == name]
         at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(cases))]
-        axes.bar(at, ms, width, label=name, color=f"C{i}")
-    axes.set_ylabel("ms per call")
+        axes.bar(at, [row[value] for row in rows if row[by] == name], width, label=name, color=f"C{i}")
+    axes.set_ylabel(label)
     axes.set_xticks(range(len(cases)), [f"{m}\n{r} x {p} + {n}" for m, r, p, n in cases], fontsize=8)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)

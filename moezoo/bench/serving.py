@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moezoo.analysis.sharding import describe
-from moezoo.bench.generate import Shape
+from moezoo.bench.generate import Shape, plot_bars
 from moezoo.bench.timing import Call, measure
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
@@ -153,17 +153,4 @@ def print_table(rows: Sequence[ServingRow], console: Console) -> None:
 
 def picture(rows: Sequence[ServingRow], path: Path) -> None:
     """Plot the milliseconds per new token: one group of bars per model and shape."""
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys((row["model"], row["rows"], row["prompt"], row["new"]) for row in rows))
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    figure = Figure(figsize=(max(6.0, 1.5 + 1.3 * len(cases)), 3.8), layout="constrained")
-    axes, width = figure.subplots(), 0.85 / len(layouts)
-    for i, layout in enumerate(layouts):
-        ms = [row["ms_per_token"] for row in rows if row["layout"] == layout]
-        axes.bar([j + (i - (len(layouts) - 1) / 2) * width for j in range(len(cases))], ms, width, label=layout)
-    axes.set_ylabel("ms per new token")
-    axes.set_xticks(range(len(cases)), [f"{m}\n{r} x {p} + {n}" for m, r, p, n in cases], fontsize=8)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    plot_bars(rows, path, by="layout", value="ms_per_token", label="ms per new token")
