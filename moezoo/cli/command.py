@@ -212,7 +212,7 @@ def _print_warning(message: Warning | str, category: type[Warning], filename: st
 
 def _typed_choices(message: str, arguments: Sequence[str]) -> str:
     """Return the choices that the user typed, such as mesh=ep8, where a message names only keys that these set."""
-    typed = {a.partition("=")[0]: a for a in arguments if "=" in a}
+    typed = {a.partition("=")[0]: a for a in arguments if "=" in a and " " not in a}  # not the words of an --option
     groups = {key.partition(".")[0] for key in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+(?==)", message) if key not in typed}
     choices = [typed[group] for group in sorted(groups) if group in typed and typed[group] not in message]
     return f" ({', '.join(choices)})" if choices else ""

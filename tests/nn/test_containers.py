@@ -134,8 +134,9 @@ def test_axes_and_masks_go_array_by_array():
     stored = store(module, lambda path: path.endswith("down"))
     axes = axes_of(stored).blocks[0]
     assert axes.up == Axes(Role.WEIGHT, ("layer",), ("embed",), ("mlp",))
-    assert axes.down.values == Axes(Role.PART, ("layer", "expert"), ("expert_mlp",), ("expert_embed",))
-    assert axes.down.scale == Axes(Role.PART, ("layer", "expert"), (), ("expert_embed",))
+    within = ("layer", "expert", "expert_mlp", "expert_embed")
+    assert axes.down.values == Axes(Role.PART, ("layer", "expert"), ("expert_mlp",), ("expert_embed",), within)
+    assert axes.down.scale == Axes(Role.PART, ("layer", "expert"), (), ("expert_embed",), within)
     assert jax.tree.leaves(trainable_mask(stored)) == [True, False, False]
     mask = trainable_mask(stored, lambda path: path.endswith("scale"))
     assert jax.tree.leaves(mask) == [False, False, True]

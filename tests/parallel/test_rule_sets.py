@@ -61,9 +61,10 @@ def parameters(preset):
 def meshes(name, devices):
     """Return all meshes of so many devices with two or more along each axis that the rules store anything over.
 
-    With fewer devices than that takes, an axis may have one.
+    With fewer devices than that takes, an axis may have one. Rules that store nothing over `fsdp` get an axis `data`.
     """
-    axes = sorted({axis for dimension in shipped(name).store.values() for axis in dimension})
+    axes = {axis for dimension in shipped(name).store.values() for axis in dimension}
+    axes = sorted(axes if "fsdp" in axes else axes | {"data"})
     sizes = [2**power for power in range(2 ** len(axes) <= devices, devices.bit_length())]
     found = [choice for choice in itertools.product(sizes, repeat=len(axes)) if math.prod(choice) == devices]
     # The most even ones first.
