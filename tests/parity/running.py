@@ -229,12 +229,20 @@ def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None)
 
 
 @functools.cache
+def _first_outcome(family: Family, balance: Balance, micro_steps: int) -> oracle.Outcome:
+    """Return the oracle's first step, which does not depend on the optimizer."""
+    parameters = parameters_of(family, model(family, balance))
+    return oracle.differentiate(parameters, batch(0), micro_steps, oracle_family(family, balance))
+
+
+@functools.cache
 def expected(family: Family, balance: Balance, micro_steps: int, optimizer: str = "sgd") -> Expected:
     """Return the oracle's `STEPS` steps, which depend on no mesh, strategy, rules or remat."""
     settings, parameters = oracle_family(family, balance), parameters_of(family, model(family, balance))
     rule, outcomes, rates = oracle_optimizer(optimizer, family, parameters), [], []
     for number in range(STEPS):
-        outcomes.append(oracle.differentiate(parameters, batch(number), micro_steps, settings))
+        first = _first_outcome(family, balance, micro_steps) if number == 0 else None
+        outcomes.append(first or oracle.differentiate(parameters, batch(number), micro_steps, settings))
         peak = OPTIMIZERS[optimizer][0].learning_rate
         rates.append(peak if optimizer == "sgd" else oracle.cosine_rate(peak, 1, STEPS, 0.1, number))
         parameters = rule.update(parameters, outcomes[-1], rates[-1])

@@ -58,8 +58,11 @@ def shapes(rules: str, mesh: str) -> dict[str, Any]:
     return found
 
 
-def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
-    """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different."""
+def test_a_checkpoint_of_any_layout_loads_in_others(tmp_path):
+    """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different.
+
+    Each checkpoint is loaded under two other layouts, in turn, so that each layout is loaded from two others.
+    """
     rng = np.random.default_rng(0)
     layouts = {rules: shapes(rules, mesh) for rules, mesh in MESHES.items()}
     first = layouts["fsdp_ep"]
@@ -71,9 +74,11 @@ def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path):
         checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
     layouts["another mesh"] = shapes("shard_exp_on_fsdp", "mesh.fsdp=2 mesh.expert=2")
+    names = list(layouts)
     for number, other in enumerate(MESHES, start=1):
         about = read_about(checkpoints.folder, number)
-        for layout, target in layouts.items():
+        for layout in (names[(number + step) % len(names)] for step in (0, 3)):
+            target = layouts[layout]
             saved = restore(checkpoints.folder, number, about, **target)
             found = jax.tree_util.tree_leaves_with_path(saved)
             for (path, x), like, wanted in zip(found, jax.tree.leaves(target), jax.tree.leaves(values), strict=True):
