@@ -25,6 +25,7 @@ MESHES = {
     "fsdp8": ("mesh.fsdp=8",),
     "fsdp2_ep4": ("mesh.fsdp=2", "mesh.expert=4"),
     "fsdp2_ep2_context2": ("mesh.fsdp=2", "mesh.expert=2", "mesh.context=2"),
+    "ep2_context2_tensor2": ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2"),
 }
 
 
@@ -58,6 +59,7 @@ def product() -> list[tuple[Any, ...]]:
         ("deepseek", "ring", "shard_exp_on_fsdp", "fsdp2_ep4"),
         ("deepseek", "ragged", "ep_as_cp", "fsdp2_ep4"),
         ("deepseek", "capacity", "cp_as_ep", "fsdp2_ep2_context2"),
+        ("deepseek", "ragged", "tensor", "ep2_context2_tensor2"),
     ],
 )
 def test_v5p(family, strategy, rules, mesh):
