@@ -48,14 +48,13 @@ def compile_steps(targets: Sequence[str], steps: Sequence[str], log: Callable[[s
     configs = {words: compose(*words.split()) for words in steps}
     devices = start(max(cfg.mesh.devices for cfg in configs.values()))
     there = {target: devices if target == CPU else absent_devices(target) for target in targets}
-    executions = {
-        (target, words): build_execution(cfg, mesh_of(cfg.mesh, there[target]))
+    built = {
+        (target, words): build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, there[target])))
         for target in targets
         for words, cfg in configs.items()
     }
-    for (target, words), execution in executions.items():
+    for (target, words), step in built.items():
         log(f"compiling {words} for {target}")
-        step = build_step(configs[words], execution)
         compiled = step.compile()
         memory, peak = compiled.memory_analysis(), peak_bytes(compiled)
         assert memory is not None
