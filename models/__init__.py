@@ -6,14 +6,14 @@ import jax
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek_hub, mixtral_hub, olmoe, qwen3_moe
+from moezoo.models import deepseek_hub, grouped, mixtral_hub, olmoe
 from moezoo.models.arguments import check_key
 from moezoo.models.base import Hub, LanguageModel
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
+from moezoo.models.grouped import Grouped, GroupedConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
 from moezoo.models.olmoe import Olmoe, OlmoeConfig
-from moezoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 
@@ -30,7 +30,7 @@ FAMILIES = {
     "deepseek": Family(DeepSeekConfig, DeepSeek, deepseek_hub),
     "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
     "olmoe": Family(OlmoeConfig, Olmoe, olmoe),
-    "qwen3_moe": Family(Qwen3MoeConfig, Qwen3Moe, qwen3_moe),
+    "grouped": Family(GroupedConfig, Grouped, grouped),
 }
 
 
@@ -69,13 +69,13 @@ __all__ = [
     "DeepSeek",
     "DeepSeekConfig",
     "Family",
+    "Grouped",
+    "GroupedConfig",
     "Mixtral",
     "MixtralConfig",
     "ModelConfig",
     "Olmoe",
     "OlmoeConfig",
-    "Qwen3Moe",
-    "Qwen3MoeConfig",
     "build_model",
     "family_of",
     "model_shapes",

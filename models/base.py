@@ -222,19 +222,22 @@ class Hub(Protocol):
 
     | name | meaning |
     |---|---|
-    | `MODEL_TYPES` | values of `model_type` in config.json that the family reads |
+    | `MODEL_TYPES` | values of `model_type` in config.json that the family reads, and what distinguishes each |
     | `KEYS` | our settings (`router.NAME` and `yarn.NAME` of sections) and their keys in config.json, for messages |
     | `NAMES` | tensor names of arrays outside the layers |
     | `LAYER_NAMES` | tensor names of a layer's arrays, with `{layer}` and `{expert}`; paths start at the block |
     """
 
-    MODEL_TYPES: tuple[str, ...]
+    MODEL_TYPES: Mapping[str, str]
     KEYS: Mapping[str, str]
     NAMES: Names
     LAYER_NAMES: Names
 
-    def find_unused(self, left: set[str], expected: set[str]) -> set[str]:
-        """Return those of the `left` tensors, which no parameter has, that may be ignored. `expected`: all others."""
+    def find_unused(self, left: set[str], expected: set[str]) -> Mapping[str, str]:
+        """Return those of the `left` tensors, which no parameter has, that may be ignored, and what each is for.
+
+        `expected`: all others.
+        """
         ...
 
     def config_from_hub(self, mapping: Mapping[str, Any]) -> Any:

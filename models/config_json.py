@@ -265,7 +265,7 @@ def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, archite
     }
 
 
-def nothing_unused(left: set[str], expected: set[str]) -> set[str]:
+def nothing_unused(left: set[str], expected: set[str]) -> dict[str, str]:
     """`find_unused` of families that use every tensor of their folders."""
     del left, expected
-    return set()
+    return {}

@@ -12,7 +12,11 @@ from moezoo.models.deepseek import NAMES as NAMES
 from moezoo.models.deepseek import DeepSeekConfig
 
 # The type alone gives the router: softmax for deepseek_v2, sigmoid with a choice bias for the others.
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+MODEL_TYPES = {
+    "deepseek_v2": "softmax router; DeepSeek-V2 and V2-Lite",
+    "deepseek_v3": "sigmoid router with a choice bias; DeepSeek-V3 and R1, Kimi K2, Moonlight",
+    "kimi_k2": "as deepseek_v3",
+}
 # Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
 _PLAIN |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
@@ -32,12 +36,12 @@ _WITHOUT_EFFECT += ("head_dim", "qk_head_dim")
 _NEXT_TOKEN = ("eh_proj", "enorm", "hnorm", "shared_head")
 
 
-def find_unused(left: set[str], expected: set[str]) -> set[str]:
+def find_unused(left: set[str], expected: set[str]) -> dict[str, str]:
     """Return the tensors of the extra layers for multi-token prediction."""
     layer_of = {name: m[1] for name in left | expected if (m := re.match(r"model\.layers\.(\d+)\.", name))}
     known = {layer_of[name] for name in expected if name in layer_of}
     further = {layer_of[name] for name in left if name in layer_of and name.split(".")[3] in _NEXT_TOKEN} - known
-    return {name for name in left if layer_of.get(name) in further}
+    return {name: "multi-token prediction" for name in left if layer_of.get(name) in further}
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:

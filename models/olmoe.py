@@ -127,7 +127,7 @@ class Olmoe(LanguageModel):
 
 
 # Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.
-MODEL_TYPES = ("olmoe",)
+MODEL_TYPES = {"olmoe": "norms over all queries and all keys, softmax router; OLMoE"}
 find_unused = nothing_unused
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",

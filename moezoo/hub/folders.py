@@ -209,11 +209,11 @@ def _check_names(found: set[str], expected: set[str], family: Family, folder: Pa
     over = family.hub.find_unused(left, expected)
     if missing := sorted(expected - found):
         raise UserError(f"{folder}: {_tensors(missing)} missing: {_list_names(missing)}")
-    if left := sorted(left - over):
+    if left := sorted(left - set(over)):
         raise UserError(f"{folder}: {_tensors(left)} not in the model of config.json: {_list_names(left)}")
-    if over:
-        names = _list_names(sorted(over))
-        _warn(f"{folder}: {_tensors(sorted(over))} not loaded, for multi-token prediction: {names}")
+    for purpose in sorted(set(over.values())):
+        names = sorted(name for name in over if over[name] == purpose)
+        _warn(f"{folder}: {_tensors(names)} not loaded, for {purpose}: {_list_names(names)}")
 
 
 class _Folder(NamedTuple):

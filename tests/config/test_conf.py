@@ -21,10 +21,15 @@ def test_every_folder_is_a_group_that_is_chosen():
 @pytest.mark.parametrize("group", list(TAG))
 def test_yaml_agrees_with_the_defaults_of_the_dataclass(group):
     tag, classes = TAG[group]
-    assert set(classes) <= set(groups()[group])
-    for option, kind in classes.items():
-        mapping = read_yaml(CONF / group / f"{option}.yaml")
-        assert mapping.pop(tag) == option
+    files = {name: read_yaml(CONF / group / f"{name}.yaml") for name in groups()[group]}
+    if group == "model":
+        named = {name: mapping for name, mapping in files.items() if set(mapping) == {tag}}
+        assert sorted(mapping[tag] for mapping in named.values()) == sorted(classes)
+    else:
+        named = {option: files[option] for option in classes}
+        assert all(mapping[tag] == option for option, mapping in named.items())
+    for mapping in named.values():
+        kind = classes[mapping.pop(tag)]
         # A laptop-sized model has the defaults of its dataclass; the other entries list every key, with help.
         assert set(mapping) == (set() if group == "model" else {field.name for field in dataclasses.fields(kind)})
         assert convert(kind, resolved(mapping, read_yaml(CONF / "train.yaml")), group) == kind()

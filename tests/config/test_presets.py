@@ -66,7 +66,7 @@ def test_a_preset_lists_every_number_and_computes_in_bfloat16(name):
     preset = read_yaml(CONF / "model" / f"{name}.yaml")
     assert set(preset) == {"defaults", "model", "execution"}
     family = preset["model"]["family"]
-    missing = set(dotted(as_mapping(configuration(family))["model"])) - set(dotted(preset["model"]))
+    missing = set(dotted(as_mapping(configuration(name))["model"])) - set(dotted(preset["model"]))
     assert missing <= (NO_PAPER if family == "deepseek" else NO_PAPER | UNUSED)
     cfg = configuration(name)
     assert type(cfg.model) is FAMILIES[family].config

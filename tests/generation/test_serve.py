@@ -34,7 +34,7 @@ def on_one_device(family: str) -> np.ndarray:
 CASES = [
     ("mixtral", "tensor2", "ragged"),
     ("deepseek", "tensor4", "capacity"),
-    ("qwen3_moe", "tensor2", "ring"),
+    ("grouped", "tensor2", "ring"),
     ("olmoe", "tensor4", "ring"),
 ]
 

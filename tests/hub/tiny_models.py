@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moezoo
-from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from moezoo.models import DeepSeekConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
@@ -23,10 +23,10 @@ def mixtral(**changes: Any) -> MixtralConfig:
     return MixtralConfig(**{**SMALL, "layers": 2, "kv_heads": 2, "head_dim": 8, "rope_base": 100.0, **changes})
 
 
-def qwen3(**changes: Any) -> Qwen3MoeConfig:
+def qwen3(**changes: Any) -> GroupedConfig:
     """Return a tiny Qwen3-MoE whose second layer has an MLP."""
     sizes: dict[str, Any] = {"layers": 3, "kv_heads": 2, "head_dim": 8, "mlp": 20, "mlp_layers": (1,)}
-    return Qwen3MoeConfig(**{**SMALL, **sizes, "rope_base": 100.0, **changes})
+    return GroupedConfig(**{**SMALL, **sizes, "rope_base": 100.0, **changes})
 
 
 def olmoe(**changes: Any) -> OlmoeConfig:

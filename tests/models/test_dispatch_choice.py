@@ -5,15 +5,15 @@ import itertools
 
 import jax
 import pytest
+from presets import PRESETS
 
 import moezoo
 from moezoo.analysis.calls import CALLS
 from moezoo.analysis.cost import communication, expert_rows
 from moezoo.analysis.sharding import describe
 from moezoo.config.build import build_execution
-from moezoo.config.overrides import groups
 from moezoo.data import Batch, load
-from moezoo.models import FAMILIES, model_shapes
+from moezoo.models import model_shapes
 from moezoo.models.choice import choose_dispatch, compare
 from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
 from moezoo.parallel.axes import trainable_mask
@@ -24,7 +24,6 @@ from moezoo.training.build import build_step
 from moezoo.training.evaluate import Evaluator
 from moezoo.training.report import choice_lines, dispatch_lines
 
-PRESETS = [name for name in groups()["model"] if name not in FAMILIES]
 NAMES = {Ring: "ring", Ragged: "ragged", Gather: "gather"}
 
 

@@ -115,17 +115,17 @@ LAYOUTS = (
     ("mixtral", "fsdp8", "fsdp_ep"),
     ("deepseek", "fsdp2_ep4", "fsdp_ep"),
     ("deepseek", "fsdp2_ep4", "shard_exp_on_fsdp"),
-    ("qwen3_moe", "fsdp2_ep2_context2", "cp_as_ep"),
+    ("grouped", "fsdp2_ep2_context2", "cp_as_ep"),
     ("olmoe", "data2_fsdp2_ep2", "ep_as_dp"),
-    ("qwen3_moe_periodic", "ep8", "ep_as_cp"),
-    ("qwen3_moe", "fsdp2_tensor4", "tensor"),
+    ("grouped_periodic", "ep8", "ep_as_cp"),
+    ("grouped", "fsdp2_tensor4", "tensor"),
     ("deepseek", "ep2_context2_tensor2", "tensor"),
 )
 
 
 @pytest.mark.parametrize(("family", "mesh", "layout"), LAYOUTS)
 def test_updates_are_those_of_loops_over_matrices(family, mesh, layout):
-    per_head = family == "qwen3_moe"
+    per_head = family == "grouped"
     done = Updated(dataclasses.replace(RULE, per_head=per_head), family, mesh, layout)
     done.check(per_head)
     formula = TrafficTable()

@@ -9,12 +9,13 @@ import itertools
 import math
 
 import pytest
+from presets import PRESETS
 
 from moezoo import UserError
 from moezoo.analysis.cost import communication
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose, groups
-from moezoo.models import FAMILIES, model_shapes
+from moezoo.models import model_shapes
 from moezoo.moe.dispatch import Gather, Ragged
 from moezoo.parallel.axes import Role, parameter_table
 from moezoo.parallel.collectives import split_by_tokens
@@ -39,7 +40,6 @@ LAYOUTS = {
 }
 LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context", "T": "tensor"}
 INNER = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
-PRESETS = sorted(set(groups()["model"]) - set(FAMILIES))
 DEVICES = (8, 64, 256)
 
 

@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `qwen3_moe` `olmoe` |
+| family | `mixtral` `deepseek` `grouped` `olmoe` |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -36,7 +36,7 @@ import moezoo
 from moezoo.config.compose import groups
 from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
-from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig, build_model
+from moezoo.models import DeepSeekConfig, GroupedConfig, MixtralConfig, OlmoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
@@ -74,14 +74,14 @@ _PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}}
 _OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "clip_qkv": 1.0}
 _OLMOE |= {"router": {"gates": "scores"}}
 
-Config = MixtralConfig | DeepSeekConfig | Qwen3MoeConfig | OlmoeConfig
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
     "deepseek": (DeepSeekConfig, _DEEPSEEK, 4),
     "deepseek_v2": (DeepSeekConfig, _DEEPSEEK_V2, 6),
-    "qwen3_moe": (Qwen3MoeConfig, _QWEN3, 5),
-    "qwen3_moe_periodic": (Qwen3MoeConfig, _PERIODIC, 3),
+    "grouped": (GroupedConfig, _QWEN3, 5),
+    "grouped_periodic": (GroupedConfig, _PERIODIC, 3),
     "olmoe": (OlmoeConfig, _OLMOE, 4),
 }
 # The product contains every family of moezoo.
@@ -282,7 +282,7 @@ class Case:
     def rule(self) -> UpdateRule:
         """The update rule. Under Muon, queries, keys and values of Qwen3-MoE have one matrix per head."""
         rule = OPTIMIZERS[self.optimizer][0]
-        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family == "qwen3_moe" else rule
+        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family == "grouped" else rule
 
     @property
     def settings(self) -> TrainConfig:
@@ -361,9 +361,9 @@ def cover() -> tuple[Case, ...]:
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
-    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "qwen3_moe_periodic"),
+    Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "grouped_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
     Case("ragged", "fsdp2_ep4", "ep_as_cp", "full", 2, "sequence", "deepseek", "sgd", "ring"),
     Case("gather", "fsdp2_tensor4", "tensor", "dots", 1, "batch", "olmoe", "adamw"),
-    Case("ring", "fsdp2_tensor4", "tensor", "full", 2, "sequence", "qwen3_moe", "muon"),
+    Case("ring", "fsdp2_tensor4", "tensor", "full", 2, "sequence", "grouped", "muon"),
 )

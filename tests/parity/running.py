@@ -18,7 +18,7 @@ from oracle_rope import Rope
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
-from moezoo.models import DeepSeekConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from moezoo.models import DeepSeekConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
@@ -204,7 +204,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     different: dict[str, Any] = {}
     if isinstance(c, MixtralConfig):
         different = {"window": c.window}
-    elif isinstance(c, Qwen3MoeConfig):
+    elif isinstance(c, GroupedConfig):
         sparse = with_experts(c.layers, c.moe_every, c.mlp_layers)
         different = {"sparse": sparse, "rope": _rope(c.rope_base, c.yarn), "window": c.window}
         different["renormalised"] = c.router.gates == "renormalised"
@@ -261,7 +261,7 @@ def oracle_optimizer(optimizer: str, family: Family, parameters: oracle.Paramete
     if not isinstance(rule, Muon):
         return adamw
     buffers = {name: zeros[name] for name in oracle.muon_names(parameters)}
-    return oracle.Muon(rule.momentum, family == "qwen3_moe", adamw, buffers)
+    return oracle.Muon(rule.momentum, family == "grouped", adamw, buffers)
 
 
 def worst_error(found: oracle.Parameters, wanted: oracle.Parameters) -> float:

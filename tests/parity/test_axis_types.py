@@ -32,7 +32,7 @@ CASES = (
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "mixtral"),
     Case("ragged", "fsdp2_ep2_context2", "cp_as_ep", "dots", 1, "sequence", "deepseek"),
     Case("gather", "fsdp2_ep4", "shard_exp_on_fsdp", "none", 1, "batch", "olmoe"),
-    Case("capacity", "fsdp2_ep4", "ep_as_cp", "full", 1, "batch", "qwen3_moe"),
+    Case("capacity", "fsdp2_ep4", "ep_as_cp", "full", 1, "batch", "grouped"),
     Case("ragged", "fsdp2_tensor4", "tensor", "full", 1, "batch", "olmoe"),
 )
 

@@ -103,7 +103,7 @@ def compare(setup: Setup) -> Agreement:
 SELECTED = [
     Setup("deepseek", "ragged", "fsdp2_ep4", "replicated"),
     Setup("mixtral", "capacity", "fsdp2_ep2_context2", "cp_as_ep"),
-    Setup("qwen3_moe", "ring", "fsdp2_ep4", "ep_as_cp"),
+    Setup("grouped", "ring", "fsdp2_ep4", "ep_as_cp"),
     Setup("olmoe", "ragged", "fsdp2_ep2_context2", "shard_exp_on_fsdp"),
     Setup("deepseek", "capacity", "ep2_context2_tensor2", "tensor"),
 ]

@@ -107,7 +107,7 @@ def test_whole_step(case):
     [
         ("mixtral", 0.01),
         ("deepseek", 0.005),
-        ("qwen3_moe", 0.002),
+        ("grouped", 0.002),
         ("olmoe", 0.001),
     ],
 )
@@ -169,7 +169,7 @@ def test_oracle_depends_on_every_setting_of_deepseek():
 @pytest.mark.parametrize(
     ("family", "names"),
     [
-        ("qwen3_moe", ("layers", "gates", "window", "ramp", "magnitude")),
+        ("grouped", ("layers", "gates", "window", "ramp", "magnitude")),
         ("olmoe", ("gates", "clip")),
     ],
 )
@@ -192,7 +192,7 @@ def test_oracle_depends_on_every_setting_of_grouped_attention(family, names):
         assert worst_error(outcome.gradients, wanted.gradients) > 1000 * TOLERANCE, name
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2", "qwen3_moe_periodic"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2", "grouped_periodic"])
 def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     tiny = model(family)
     parameters, buffers = eqx.partition(tiny, trainable_mask(tiny))

@@ -51,7 +51,7 @@ from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3MoeConfig(GroupedAttentionConfig):
+class GroupedConfig(GroupedAttentionConfig):
     """Settings of a Qwen3-MoE model. The defaults are the laptop size.
 
     | field | meaning |
@@ -113,7 +113,7 @@ class Qwen3MoeConfig(GroupedAttentionConfig):
         return ["moe" if has else "mlp" for has in with_experts]
 
 
-def _make_block(kind: Literal["mlp", "moe"], c: Qwen3MoeConfig, dtype: jnp.dtype, key: Array) -> Block:
+def _make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:
     for_attention, first, for_experts = jax.random.split(key, 3)
     out_std = (2 * c.layers) ** -0.5
     attention = Attention(
@@ -140,15 +140,15 @@ def _make_block(kind: Literal["mlp", "moe"], c: Qwen3MoeConfig, dtype: jnp.dtype
     return Block(norms[0], attention, norms[1], feed_forward)
 
 
-class Qwen3Moe(LanguageModel):
+class Grouped(LanguageModel):
     """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
 
     embedding: TokenEmbedding
     stacks: tuple[Stack, ...]
     unembedding: Unembedding
-    config: Qwen3MoeConfig = eqx.field(static=True)
+    config: GroupedConfig = eqx.field(static=True)
 
-    def __init__(self, config: Qwen3MoeConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
+    def __init__(self, config: GroupedConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
         c, dtype = config, jnp.dtype(dtype)
         for_embedding, for_layers, for_head = jax.random.split(key, 3)
         self.config = c
@@ -159,7 +159,7 @@ class Qwen3Moe(LanguageModel):
 
 
 # Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.
-MODEL_TYPES = ("qwen3_moe",)
+MODEL_TYPES = {"qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE"}
 find_unused = nothing_unused
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -200,10 +200,10 @@ _DEFAULTS = {"moe_every": 1, "max_length": 32768, "init_std": 0.02, "load_balanc
 _ONLY = {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
 
 
-def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
+def config_from_hub(mapping: Mapping[str, Any]) -> GroupedConfig:
     """Return the configuration. Raises `UserError` for settings that the family does not have."""
     config = ConfigJson(mapping)
-    settings = read_grouped(config, Qwen3MoeConfig, _PLAIN, _DEFAULTS)
+    settings = read_grouped(config, GroupedConfig, _PLAIN, _DEFAULTS)
     mlp_layers = config.read("mlp_only_layers", tuple[int, ...] | None, None) or ()
     window = config.read("sliding_window", int | None, 4096)
     has_window = config.read("use_sliding_window", bool, False)
@@ -218,10 +218,10 @@ def config_from_hub(mapping: Mapping[str, Any]) -> Qwen3MoeConfig:
     # The number of first layers without a window, which only some versions of transformers read.
     only, without_effect = (_ONLY | {"max_window_layers": (0,)}, ()) if has_window else (_ONLY, ("max_window_layers",))
     config.refuse_others(only, without_effect)
-    return convert(Qwen3MoeConfig, settings, "model")
+    return convert(GroupedConfig, settings, "model")
 
 
-def config_to_hub(config: Qwen3MoeConfig) -> dict[str, Any]:
+def config_to_hub(config: GroupedConfig) -> dict[str, Any]:
     """Return the keys that transformers reads. Raises `UserError` for a router that it does not have."""
     keys = _PLAIN | {ours: KEYS[ours] for ours in ("head_dim", "experts")}
     return write_grouped(config, keys, "qwen3_moe", "Qwen3Moe") | {
