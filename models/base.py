@@ -212,6 +212,10 @@ def check_tokens(
             )
 
 
+class AsRow(str):
+    """The name of a tensor [1, n] that holds an array [n]."""
+
+
 # Path of our array -> name of the tensor. A tuple of paths: arrays joined along their last dimension in one tensor.
 Names = Mapping[str | tuple[str, ...], str]
 
@@ -223,15 +227,21 @@ class Hub(Protocol):
     | name | meaning |
     |---|---|
     | `MODEL_TYPES` | values of `model_type` in config.json that the family reads, and what distinguishes each |
-    | `KEYS` | our settings (`router.NAME` and `yarn.NAME` of sections) and their keys in config.json, for messages |
     | `NAMES` | tensor names of arrays outside the layers |
-    | `LAYER_NAMES` | tensor names of a layer's arrays, with `{layer}` and `{expert}`; paths start at the block |
+
+    Where all model types have the same keys or names, `moezoo.models.config_json.always` makes the function of a table.
     """
 
     MODEL_TYPES: Mapping[str, str]
-    KEYS: Mapping[str, str]
     NAMES: Names
-    LAYER_NAMES: Names
+
+    def keys(self, model_type: str, /) -> Mapping[str, str]:
+        """Return our settings (`router.NAME`, `yarn.NAME` of sections) and their keys in config.json, for messages."""
+        ...
+
+    def layer_names(self, config: Any, /) -> Names:
+        """Return tensor names of a layer's arrays, with `{layer}` and `{expert}`; paths start at the block."""
+        ...
 
     def find_unused(self, left: set[str], expected: set[str]) -> Mapping[str, str]:
         """Return those of the `left` tensors, which no parameter has, that may be ignored, and what each is for.

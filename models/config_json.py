@@ -3,14 +3,15 @@
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from moezoo.convert import ANY_NUMBER, Range, convert, show, types_of
 from moezoo.errors import UserError
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
+_T = TypeVar("_T")
 _REQUIRED: Any = object()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _LARGEST = 2**31 - 1
@@ -263,6 +264,11 @@ def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, archite
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
+
+
+def always(table: _T) -> Callable[[Any], _T]:
+    """`keys` or `layer_names` of families whose model types have one table."""
+    return lambda _: table
 
 
 def nothing_unused(left: set[str], expected: set[str]) -> dict[str, str]:

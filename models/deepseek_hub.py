@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 from moezoo.convert import convert
 from moezoo.errors import UserError
-from moezoo.models.config_json import COMMON_KEYS, YARN_KEYS, ConfigJson, read_rope, write_keys, write_rope
-from moezoo.models.deepseek import LAYER_NAMES as LAYER_NAMES
+from moezoo.models.config_json import COMMON_KEYS, YARN_KEYS, ConfigJson, always, read_rope, write_keys, write_rope
+from moezoo.models.deepseek import LAYER_NAMES, DeepSeekConfig
 from moezoo.models.deepseek import NAMES as NAMES
-from moezoo.models.deepseek import DeepSeekConfig
 
 # The type alone gives the router: softmax for deepseek_v2, sigmoid with a choice bias for the others.
 MODEL_TYPES = {
@@ -25,6 +24,7 @@ KEYS = _PLAIN | {"dense_layers": "first_k_dense_replace", "experts": "n_routed_e
 KEYS |= {"shared_experts": "n_shared_experts", "rope_base": "rope_theta"}
 KEYS |= {"router.groups": "n_group", "router.kept_groups": "topk_group", "router.scale": "routed_scaling_factor"}
 KEYS |= YARN_KEYS
+keys, layer_names = always(KEYS), always(LAYER_NAMES)
 _ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded; sizes that follow from others.

@@ -31,6 +31,7 @@ from moezoo.models.config_json import (
     COMMON_KEYS,
     YARN_KEYS,
     ConfigJson,
+    always,
     nothing_unused,
     read_grouped,
     read_head_dim,
@@ -194,6 +195,7 @@ _PLAIN |= {"expert_mlp": "moe_intermediate_size", "moe_every": "decoder_sparse_s
 _PLAIN |= {"load_balance": "router_aux_loss_coef"}
 KEYS = _PLAIN | {"head_dim": "head_dim", "experts": "num_experts", "mlp_layers": "mlp_only_layers"}
 KEYS |= {"window": "sliding_window", "rope_base": "rope_theta"} | YARN_KEYS
+keys, layer_names = always(KEYS), always(LAYER_NAMES)
 # For missing keys.
 _DEFAULTS = {"moe_every": 1, "max_length": 32768, "init_std": 0.02, "load_balance": 0.001}
 # The first three are of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.

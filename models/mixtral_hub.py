@@ -7,15 +7,15 @@ from moezoo.convert import convert
 from moezoo.models.config_json import (
     COMMON_KEYS,
     ConfigJson,
+    always,
     nothing_unused,
     read_head_dim,
     read_rope,
     write_keys,
     write_rope,
 )
-from moezoo.models.mixtral import LAYER_NAMES as LAYER_NAMES
+from moezoo.models.mixtral import LAYER_NAMES, MixtralConfig
 from moezoo.models.mixtral import NAMES as NAMES
-from moezoo.models.mixtral import MixtralConfig
 from moezoo.nn.yarn import Yarn
 
 MODEL_TYPES = {"mixtral": "softmax router; Mixtral 8x7B and 8x22B"}
@@ -25,6 +25,7 @@ _PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "window": "sliding_wi
 _PLAIN |= {"load_balance": "router_aux_loss_coef"}
 KEYS = _PLAIN | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "experts": "num_local_experts"}
 KEYS |= {"rope_base": "rope_theta"}
+keys, layer_names = always(KEYS), always(LAYER_NAMES)
 # For missing keys.
 _DEFAULTS = {"window": None, "max_length": 131072, "init_std": 0.02, "load_balance": 0.001}
 _ONLY = {"attention_bias": (False,), "router_jitter_noise": (0,)}

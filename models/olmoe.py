@@ -30,6 +30,7 @@ from moezoo.models.config import GroupedAttentionConfig
 from moezoo.models.config_json import (
     COMMON_KEYS,
     ConfigJson,
+    always,
     nothing_unused,
     read_grouped,
     read_rope,
@@ -158,6 +159,7 @@ _PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "clip_qkv": "clip_qkv
 _PLAIN |= {"load_balance": "router_aux_loss_coef"}
 KEYS = _PLAIN | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "experts": "num_experts"}
 KEYS |= {"rope_base": "rope_theta"}
+keys, layer_names = always(KEYS), always(LAYER_NAMES)
 # For missing keys.
 _DEFAULTS = {"load_balance": 0.01, "max_length": 4096, "init_std": 0.02, "clip_qkv": None}
 

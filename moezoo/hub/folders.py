@@ -187,19 +187,21 @@ def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
     return jnp.dtype(name)
 
 
-def _check_counts(files: WeightFiles, config: ModelConfig, family: Family, folder: Path) -> None:
+def _check_counts(
+    files: WeightFiles, config: ModelConfig, family: Family, keys: Mapping[str, str], folder: Path
+) -> None:
     """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
 
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        heads = {name.partition(field)[0] for name in family.hub.LAYER_NAMES.values() if field in name}
+        heads = {name.partition(field)[0] for name in family.hub.layer_names(config).values() if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
         found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
         wanted = getattr(config, ours)
         if heads and wanted > len(found) + 100:
             raise UserError(
-                f"{folder}: config.json has {family.hub.KEYS[ours]}={wanted}, but the safetensors hold {len(found)} "
+                f"{folder}: config.json has {keys[ours]}={wanted}, but the safetensors hold {len(found)} "
                 f"{ours}; the files belong to different models"
             )
 
@@ -230,15 +232,15 @@ def _open(folder: Path) -> _Folder:
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
     mapping = read_json(folder / "config.json")
     family = _family(mapping, folder)
+    keys = family.hub.keys(mapping["model_type"])
     try:
         config = family.hub.config_from_hub(mapping)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
-        keys = family.hub.KEYS
         text = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         raise UserError(f"{folder}/config.json: {text.removeprefix('config.json: ')}") from error
     files = WeightFiles(folder)
-    _check_counts(files, config, family, folder)
+    _check_counts(files, config, family, keys, folder)
     return _Folder(family, config, files)
 
 

@@ -154,7 +154,7 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
     held = [path.lstrip(".") for path, _, _ in parameter_table(model)]
     found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}
     for place in layer_places(model.stacks):
-        same = _same_parameters(held, f"{place.path}.", hub.LAYER_NAMES)
+        same = _same_parameters(held, f"{place.path}.", hub.layer_names(model.config))
         found |= {(path, place.number): name.replace("{layer}", str(place.number)) for path, name in same.items()}
     return found
 

@@ -1,9 +1,10 @@
 """Names and shapes of a family's parameters in a Hugging Face folder.
 
-The family's file has a table of names. Shapes follow from our annotations, which name the input dimensions:
+The family's file has tables of names. Shapes follow from our annotations, which name the input dimensions:
 
 - a matrix is stored as [outputs, inputs], with all output (and input) dimensions flattened into one;
 - a bias is stored as one dimension;
+- where the name is `AsRow`, the tensor has a dimension of 1 in front;
 - each layer and each expert has its own tensor.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moezoo.models.base import Hub
+from moezoo.models.base import AsRow, Hub
 from moezoo.models.layers import LayerPlace, layer_places
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.parallel.stored import plain
@@ -31,12 +32,14 @@ class Tensor:
             joined along the last dimension.
         axes: the axes of one part, without the indexed dimensions.
         shapes: the shape of each part.
+        as_row: whether the tensor has a dimension of 1 in front.
     """
 
     name: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     axes: Axes
     shapes: tuple[tuple[int, ...], ...]
+    as_row: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +47,7 @@ class Tensor:
         if self.axes.role is Role.BIAS:
             return (sum(map(math.prod, self.shapes)),)
         if self.axes.role is not Role.WEIGHT:
-            return self.shapes[0]
+            return (1,) * self.as_row + self.shapes[0]
         first, inputs = self.shapes[0], len(self.axes.inputs)
         last = sum(shape[-1] for shape in self.shapes)
         outputs = math.prod((*first[inputs:-1], last))
@@ -76,8 +79,9 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
         names = (ours,) if isinstance(ours, str) else ours
         axes, _ = table[names[0]]
         yield Tensor(theirs, tuple((n, ()) for n in names), axes, tuple(table[n][1] for n in names))
+    layer_names = hub.layer_names(model.config)
     for place in layer_places(model.stacks):
-        for ours, theirs in hub.LAYER_NAMES.items():
+        for ours, theirs in layer_names.items():
             names = tuple(f"{place.path}.{n}" for n in ((ours,) if isinstance(ours, str) else ours))
             if names[0] in table:
                 yield from _layer_tensors(theirs, names, table, place)
@@ -92,7 +96,7 @@ def _layer_tensors(
     shapes = tuple(table[n][1][stacked:] for n in names)
     for index in np.ndindex(shape[1:stacked]):
         name = theirs.format(layer=place.number, **dict(zip(axes.stacked[1:], index, strict=True)))
-        yield Tensor(name, tuple((n, (place.index, *index)) for n in names), one, shapes)
+        yield Tensor(name, tuple((n, (place.index, *index)) for n in names), one, shapes, isinstance(theirs, AsRow))
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:

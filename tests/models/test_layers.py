@@ -16,6 +16,7 @@ from patterned import KINDS, NUMBERS, make_model
 import moezoo
 from moezoo.generation import generate as generation
 from moezoo.hub import tensors as hub
+from moezoo.models.config_json import always
 from moezoo.models.layers import find_periods, layer_places
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import ALONE
@@ -150,8 +151,8 @@ def test_names_count_layers_and_not_periods():
         "attention.query_bias": "layers.{layer}.q.bias",
         "feed_forward.router.weight": "layers.{layer}.gate",
     }
-    rest = dict.fromkeys(("MODEL_TYPES", "KEYS", "find_unused", "config_from_hub", "config_to_hub"), print)
-    names: Any = types.SimpleNamespace(NAMES={}, LAYER_NAMES=layer_names, **rest)
+    rest = dict.fromkeys(("MODEL_TYPES", "keys", "find_unused", "config_from_hub", "config_to_hub"), print)
+    names: Any = types.SimpleNamespace(NAMES={}, layer_names=always(layer_names), **rest)
     tensors = {t.name: t for t in hub.tensors(model(), names)}
     assert set(tensors) == {f"layers.{i}.q.bias" for i in range(5)} | {f"layers.{i}.gate" for i in WITH_EXPERTS}
     assert tensors["layers.3.q.bias"].parts == (("stacks[0].blocks[1].attention.query_bias", (1,)),)
