@@ -27,6 +27,7 @@ from moezoo.parallel.axes import Embedding, Stack, Weight
 from moezoo.parallel.collectives import ALONE, InnerGroup
 from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.stored import Stored
 
 
 class TokenEmbedding(eqx.Module):
@@ -48,18 +49,33 @@ class TokenEmbedding(eqx.Module):
 
 
 class Unembedding(eqx.Module):
-    """The final norm and the projection to logits."""
+    """The final norm and the projection to logits: by a matrix of its own, or by the embedding's table, transposed.
+
+    In a model with tied embeddings it has neither, so that the table is one array; `LanguageModel.readout` puts it in.
+    """
 
     norm: RMSNorm
-    weight: Weight[Array, "embed -> vocab"]
+    weight: Weight[Array, "embed -> vocab"] | None
+    table: Embedding[Array, "vocab embed"] | None
 
-    def __init__(self, embed: int, vocab: int, *, epsilon: float, std: float, dtype: jnp.dtype, key: Array):
+    def __init__(
+        self, embed: int, vocab: int, *, epsilon: float, std: float, tied: bool = False, dtype: jnp.dtype, key: Array
+    ):
         self.norm = RMSNorm(embed, epsilon, dtype=dtype)
-        self.weight = normal(key, (embed, vocab), std, dtype)
+        self.weight = None if tied else normal(key, (embed, vocab), std, dtype)
+        self.table = None
+
+    @property
+    def matrix(self) -> Float[Array, "embed vocab"] | Stored:
+        """What the normalised activations are multiplied by."""
+        if self.weight is not None:
+            return self.weight
+        assert self.table is not None, "call the readout of a model with tied embeddings"
+        return self.table.T
 
     def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
         """Return float32 logits."""
-        return project(self.norm(hidden), self.weight, dtype=jnp.float32)
+        return project(self.norm(hidden), self.matrix, dtype=jnp.float32)
 
 
 class Output(NamedTuple):
@@ -93,7 +109,18 @@ class LanguageModel(eqx.Module):
     @property
     def vocab(self) -> int:
         """The size of the vocabulary."""
-        return self.unembedding.weight.shape[-1]
+        return self.embedding.weight.shape[0]
+
+    @property
+    def readout(self) -> Unembedding:
+        """The unembedding with the matrix that it multiplies by; that of tied embeddings is the embedding's table.
+
+        Such a table is gathered twice, where tokens are looked up and where logits are made, and its gradient is the
+        sum of both. So a step moves and gathers as much as without tying, and stores one matrix less.
+        """
+        if self.unembedding.weight is not None:
+            return self.unembedding
+        return eqx.tree_at(lambda u: u.table, self.unembedding, self.embedding.weight, is_leaf=lambda x: x is None)
 
     def after_step(self, load: Int[Array, "layer experts"]) -> "LanguageModel":
         """Return the model with its buffers moved by a training step's `load`, summed over devices and micro-steps."""
@@ -123,7 +150,7 @@ class LanguageModel(eqx.Module):
     @jax.named_scope("head")
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
         """Return the logits of activations, of this device's part of the vocabulary."""
-        return execution.whole(self.unembedding)(hidden)
+        return execution.whole(self.readout)(hidden)
 
     def __call__(
         self,

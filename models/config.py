@@ -22,6 +22,7 @@ class ModelConfig(abc.ABC):
     | `max_length` | the most tokens that a text may have |
     | `norm_eps` | epsilon of the RMS norms |
     | `init_std` | standard deviation of the initial embeddings and unembeddings |
+    | `tied_embeddings` | whether the unembedding is the embedding's table, transposed; else it is a matrix of its own |
     | `load_balance`, `z_loss` | coefficients of the routing losses (`moezoo.moe.routing`) |
     | `load_balance_over` | what the load-balance loss is computed over: the batch or each sequence |
 
@@ -45,6 +46,7 @@ class ModelConfig(abc.ABC):
     max_length: Size
     norm_eps: Positive
     init_std: Positive
+    tied_embeddings: bool
     load_balance: NotNegative
     load_balance_over: Literal["batch", "sequence"]
     z_loss: NotNegative
@@ -58,6 +60,11 @@ class ModelConfig(abc.ABC):
     @abc.abstractmethod
     def dims_of_a_pair(self) -> int:
         """The multiplications per head for each query and key that see each other: for the score and for the value."""
+
+    @property
+    def looked_up(self) -> int:
+        """The number of parameters that are in no product: the embedding's, unless it is tied."""
+        return 0 if self.tied_embeddings else self.vocab * self.embed
 
     @property
     def least_parameters(self) -> int:

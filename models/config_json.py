@@ -38,7 +38,6 @@ _WITHOUT_EFFECT = frozenset(
 # value too.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "tie_word_embeddings": (False,),
     "attention_dropout": (0,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
@@ -55,6 +54,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 COMMON_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers"}
 COMMON_KEYS |= {"heads": "num_attention_heads", "experts_per_token": "num_experts_per_tok"}
 COMMON_KEYS |= {"max_length": "max_position_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
+COMMON_KEYS |= {"tied_embeddings": "tie_word_embeddings"}
+_COMMON_DEFAULTS = {"tied_embeddings": False}
 
 
 class ConfigJson:
@@ -94,7 +95,7 @@ class ConfigJson:
 
         `defaults` has the values of settings whose key may be missing.
         """
-        kinds = types_of(config)
+        kinds, defaults = types_of(config), {**_COMMON_DEFAULTS, **defaults}
         return {ours: self.read(key, kinds[ours], defaults.get(ours, _REQUIRED)) for ours, key in keys.items()}
 
     def read_either(self, keys: tuple[str, ...], kind: Any) -> Any:
@@ -262,7 +263,6 @@ def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, archite
         "norm_topk_prob": router.gates == "renormalised",
         "attention_bias": config.attention_bias == "all",
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
     }
 
 

@@ -91,6 +91,7 @@ class DeepSeekConfig(ModelConfig):
     load_balance_over: Literal["batch", "sequence"] = "sequence"
     z_loss: float = 0.0
     init_std: float = 0.02
+    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,7 +152,9 @@ class DeepSeek(LanguageModel):
         kinds = ["dense"] * c.dense_layers + ["moe"] * with_experts
         keys = jnp.concatenate([jax.random.split(for_dense, c.dense_layers), jax.random.split(for_moe, with_experts)])
         self.stacks = make_stacks(kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
+        self.unembedding = Unembedding(
+            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+        )
 
 
 # Path of our array -> tensor name in a Hugging Face folder; the arrays of a tuple are joined in one tensor.

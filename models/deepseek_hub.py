@@ -112,7 +112,6 @@ def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
         "rope_parameters": write_rope(c.rope_base, c.yarn),
         "rope_interleave": c.rope_pairs == "interleaved",
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "num_nextn_predict_layers": 0,
     }

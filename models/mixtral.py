@@ -10,7 +10,7 @@ The file has, in this order, the configuration, one layer, the model, and its te
 
 B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. Gates are a softmax over the K largest router logits
 (section 2.1); expert(x) = (silu(x W_gate) * (x W_up)) W_down, with inner width `expert_mlp` (SwiGLU). There are no
-biases, and embedding and unembedding are separate matrices.
+biases, and the unembedding is a matrix of its own or, with `tied_embeddings`, the embedding's transpose.
 """
 
 import dataclasses
@@ -60,6 +60,7 @@ class MixtralConfig(GroupedAttentionConfig):
     load_balance_over: Literal["batch", "sequence"] = "batch"
     z_loss: float = 0.001
     init_std: float = 0.02
+    tied_embeddings: bool = False
 
 
 def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
@@ -101,7 +102,9 @@ class Mixtral(LanguageModel):
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
         keys = jax.random.split(for_layers, c.layers)
         self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
-        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
+        self.unembedding = Unembedding(
+            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+        )
 
 
 # Path of our array -> tensor name in a Hugging Face folder.

@@ -53,5 +53,4 @@ def config_to_hub(config: MixtralConfig) -> dict[str, Any]:
         "model_type": "mixtral",
         "rope_parameters": write_rope(config.rope_base, Yarn()),
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
     }

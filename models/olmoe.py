@@ -9,7 +9,8 @@ The file has, in this order, the configuration, one layer, the model, and its ma
     logits = norm(x) @ unembedding                        # [B, S, vocab]
 
 B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. Gates are the softmax over all E experts, by default
-not renormalised. Queries, keys and values may be clipped. Embedding and unembedding are separate matrices.
+not renormalised. Queries, keys and values may be clipped. The unembedding is a matrix of its own or, with
+`tied_embeddings`, the embedding's transpose.
 """
 
 import dataclasses
@@ -80,6 +81,7 @@ class OlmoeConfig(GroupedAttentionConfig):
     load_balance_over: Literal["batch", "sequence"] = "batch"
     z_loss: float = 0.001
     init_std: float = 0.02
+    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -124,7 +126,9 @@ class Olmoe(LanguageModel):
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
         keys = jax.random.split(for_layers, c.layers)
         self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
-        self.unembedding = Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=dtype, key=for_head)
+        self.unembedding = Unembedding(
+            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+        )
 
 
 # Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.

@@ -89,7 +89,7 @@ def communication(
     # The backward pass ends at the first part, from the embedding on, in which something is trained.
     learns = any(jax.tree.leaves(mask.embedding))
     both("embedding/weights", weight_moves(model.embedding, mask.embedding, execution), 1, recomputed=False)
-    both("head/weights", weight_moves(model.unembedding, mask.unembedding, execution), 1, recomputed=False)
+    both("head/weights", weight_moves(model.readout, mask.readout, execution), 1, recomputed=False)
     attention, group, heads = context_parallel(execution), execution.sequence_group, execution.inner_group("heads")
     both("positions", attention.place_exchanges(rows * length, group), 1, recomputed=False)
     routing_layers = 0
@@ -210,7 +210,7 @@ def _vocabulary(
 
     `learns`: whether something before the head is trained; `scale_learns`: whether the scale of the last norm is.
     """
-    group, embed = execution.inner_group("vocab"), model.unembedding.weight.shape[0]
+    group, embed = execution.inner_group("vocab"), model.embedding.weight.shape[1]
     chunk = chunk_rows(tokens, model.vocab // group.size)
     count = -(-tokens // chunk)
     highest = Move("pmax", group.axes, group.size, chunk, jnp.float32)

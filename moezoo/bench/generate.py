@@ -155,7 +155,7 @@ def _read_bytes(model: Any, rows: int) -> int:
     """Return the bytes of the weights that one more token of each row reads, if all rows choose different experts."""
     c = model.config
     _, active = count_parameters(model, min(c.experts, rows * c.experts_per_token))
-    return 4 * (active - model.vocab * c.embed)
+    return 4 * (active - c.looked_up)
 
 
 def _reading(size: int) -> Call:

@@ -87,7 +87,7 @@ def model_flops(cfg: TrainConfig) -> float:
     window = min(cfg.seq_len, m.window or cfg.seq_len)
     seen = window - window * (window - 1) / 2 / cfg.seq_len  # mean number of keys per query, itself included
     attention = 2 * m.layers * m.heads * m.dims_of_a_pair * seen
-    return 3.0 * tokens * (2 * (active - m.vocab * m.embed) + attention)
+    return 3.0 * tokens * (2 * (active - m.looked_up) + attention)
 
 
 def prepare_step(cfg: TrainConfig) -> tuple[Call, jax.stages.Compiled]:

@@ -49,8 +49,8 @@ def from_pretrained(
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
-            wrong shape, is cut short, or is in a file outside the folder. `dtype` is another one. The arrays exceed the
-            memory of this machine.
+            wrong shape, is cut short, or is in a file outside the folder. Embeddings are tied, but the folder has two
+            that differ. `dtype` is another one. The arrays exceed the memory of this machine.
     """
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
@@ -60,7 +60,7 @@ def from_pretrained(
     shapes = model_shapes(config, str(stored))
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
     wanted = list(itertools.islice(tensors(shapes, family.hub), len(files.tensors) + 100_000))
-    _check_names(set(files.tensors), {t.name for t in wanted}, family, folder)
+    _check_names(_without_copy(files, config, family, folder), {t.name for t in wanted}, family, folder)
     for tensor in wanted:
         files.check(tensor.name, tensor.shape)
     bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -204,6 +204,24 @@ def _check_counts(
                 f"{folder}: config.json has {keys[ours]}={wanted}, but the safetensors hold {len(found)} "
                 f"{ours}; the files belong to different models"
             )
+
+
+def _without_copy(files: WeightFiles, config: ModelConfig, family: Family, folder: Path) -> set[str]:
+    """Return the names of the tensors, without an unembedding that is tied and stored nevertheless.
+
+    Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
+    """
+    names, both = set(files.tensors), [family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding")]
+    if not config.tied_embeddings or not names.issuperset(both):
+        return names
+    for name in both:
+        files.check(name, (config.vocab, config.embed))
+    if not np.array_equal(*map(files.read, both)):
+        raise UserError(
+            f"{folder}: config.json has {family.hub.KEYS['tied_embeddings']}=true, but {' and '.join(both)} differ; "
+            "write false there to load both, or take the second out of the files"
+        )
+    return names - {both[1]}
 
 
 def _check_names(found: set[str], expected: set[str], family: Family, folder: Path) -> None:

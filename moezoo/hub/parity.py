@@ -152,6 +152,8 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
     """
     hub = family_of(model.config).hub
     held = [path.lstrip(".") for path, _, _ in parameter_table(model)]
+    if model.unembedding.weight is None:  # tied: transformers has a module for it too
+        held.append("unembedding.weight")
     found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}
     for place in layer_places(model.stacks):
         same = _same_parameters(held, f"{place.path}.", hub.layer_names(model.config))

@@ -55,7 +55,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
             for s, stack in enumerate(model.stacks)
         )
         out = run_layers(stacks, x, context, execution, keep=lambda _, records: records)
-        _, after = _call_recording(model.unembedding, "unembedding", paths)(out.x)
+        _, after = _call_recording(model.readout, "unembedding", paths)(out.x)
         return before, out.kept, after
 
     with jax.default_matmul_precision("highest"):

@@ -76,6 +76,8 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
     """Yield every tensor in a folder of `model`, which may hold shapes in place of arrays."""
     table = {path.lstrip("."): (axes, shape) for path, axes, shape in parameter_table(model)}
     for ours, theirs in hub.NAMES.items():
+        if ours == "unembedding.weight" and model.unembedding.weight is None:  # tied
+            continue
         names = (ours,) if isinstance(ours, str) else ours
         axes, _ = table[names[0]]
         yield Tensor(theirs, tuple((n, ()) for n in names), axes, tuple(table[n][1] for n in names))

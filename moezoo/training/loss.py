@@ -49,13 +49,13 @@ def cross_entropy(
     section 3), and numbers per token are exchanged: a pmax and a psum per chunk. The result is the same on all of them.
     """
     group = execution.inner_group("vocab")
-    rows = chunk_rows(labels.size, model.unembedding.weight.shape[-1])  # this device's part of the vocabulary
+    rows = chunk_rows(labels.size, model.readout.matrix.shape[-1])  # this device's part of the vocabulary
     pad = -labels.size % rows
     tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)
     chunks = rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows)
     # Typed as varying here, so that the gradients of both are too.
-    unembedding, tokens = execution.vary_parameters((model.unembedding, chunks[0]))
+    unembedding, tokens = execution.vary_parameters((model.readout, chunks[0]))
     unembedding = eqx.tree_at(lambda u: u.norm, unembedding, group.enter_parameters(unembedding.norm))
     return _cross_entropy(execution, unembedding, group.enter(tokens), chunks[1])
 

@@ -20,7 +20,8 @@ from moezoo.training.build import build_step
 SLICES = [
     "model=mixtral_8x22b mesh.fsdp=16 mesh.expert=8 mesh.context=2 dispatch=ring dispatch.buffer_factor=1.5 "
     "execution.reduce_dtype=bfloat16",
-    "model=olmoe_1b_7b mesh.fsdp=8 mesh.expert=8 dispatch=gather execution.remat=dots",
+    "model=olmoe_1b_7b mesh.data=2 mesh.fsdp=4 mesh.expert=8 dispatch=gather execution.remat=dots "
+    "model.tied_embeddings=true",
     "model=mixtral_8x7b mesh.data=2 mesh.expert=8 dispatch=dense execution.dtype=float32 execution.remat=none",
     "model=deepseek_v2 mesh.fsdp=8 mesh.expert=8 dispatch=capacity rules.batch=[data,fsdp]",
     "model=deepseek_v2_lite mesh.fsdp=8 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 rules.batch=[data,fsdp]",

@@ -48,8 +48,8 @@ def test_totals_and_nearly_all_is_split_over_all_devices(name):
     assert split / total > (0.999 if name in TOTALS else 0.99)
 
 
-# What no paper gives; a softmax router has no choice bias and so no rate of it.
-NO_PAPER = {"z_loss", "load_balance_over", "init_std", "router.bias_rate"}
+# What no paper gives (no released size is tied); a softmax router has no choice bias and so no rate of it.
+NO_PAPER = {"z_loss", "load_balance_over", "init_std", "tied_embeddings", "router.bias_rate"}
 # Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}

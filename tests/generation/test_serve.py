@@ -69,7 +69,8 @@ def test_a_folder_loads_straight_into_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("preset", "call"), [("mixtral_8x7b", "prefill"), ("deepseek_v3", "decode"), ("qwen3_235b_a22b", "decode")]
+    ("preset", "call"),
+    [("mixtral_8x7b", "prefill"), ("deepseek_v3", "decode"), ("qwen3_235b_a22b model.tied_embeddings=true", "decode")],
 )
 def test_nothing_of_a_weight_is_gathered(preset, call):
     """Of released models: what travels are tokens on their way to experts, sums over devices, and a row of logits."""

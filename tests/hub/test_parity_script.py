@@ -37,7 +37,7 @@ KINDS = {
     "v3": {"self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.shared_experts"},
     "v3 two dense": {"mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
     "v2 groups": {"self_attn.q_a_layernorm", "mlp.gate", "mlp.experts"},
-    "v2 lite": {"self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
+    "v2 lite, tied": {"self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
 }
 
 

@@ -48,13 +48,15 @@ def deepseek_v2(**changes: Any) -> DeepSeekConfig:
 CONFIGS = {
     "mixtral": mixtral(),
     "mixtral window": mixtral(window=5),
-    "mixtral all experts": mixtral(experts_per_token=8),
+    "mixtral all experts, tied": mixtral(experts_per_token=8, tied_embeddings=True),
     "qwen3": qwen3(attention_bias="all"),
     "qwen3 every other": qwen3(layers=4, moe_every=2, mlp_layers=(), router=Choice(gates="scores")),
     "qwen3 window": qwen3(window=5, mlp_layers=(0, 2), yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
-    "qwen3 mscales": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=()),
+    "qwen3 mscales, tied": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=(), tied_embeddings=True),
     "olmoe": olmoe(),
-    "olmoe shared heads": olmoe(kv_heads=2, clip_qkv=None, router=Choice(), attention_bias="all"),
+    "olmoe shared heads, tied": olmoe(
+        kv_heads=2, clip_qkv=None, router=Choice(), attention_bias="all", tied_embeddings=True
+    ),
     "v3": deepseek_v3(yarn=YARN),
     "v3 two mscales": deepseek_v3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3)),
     "v3 no mscale": deepseek_v3(yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
@@ -62,11 +64,13 @@ CONFIGS = {
         q_lora=None, router=replace(ROUTER, groups=1, kept_groups=1, gates="scores"), rope_pairs="halves"
     ),
     "v3 two dense": deepseek_v3(layers=3, dense_layers=2, shared_experts=2),
-    "v3 none dense": deepseek_v3(dense_layers=0),
+    "v3 none dense, tied": deepseek_v3(dense_layers=0, tied_embeddings=True),
     "v3 all experts": deepseek_v3(experts_per_token=8, router=replace(ROUTER, kept_groups=4)),
     "v2": deepseek_v2(),
     "v2 groups": deepseek_v2(yarn=YARN, router=Choice(groups=4, kept_groups=2, gates="scores", scale=16.0)),
-    "v2 lite": deepseek_v2(yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2),
+    "v2 lite, tied": deepseek_v2(
+        yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
+    ),
 }
 
 

@@ -43,8 +43,8 @@ from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRul
 from moezoo.parallel.rules import live
 
 Balance = Literal["batch", "sequence"]
-# A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES`, which are DeepSeek-V2 and a
-# Qwen3-MoE in which only every second layer has experts.
+# A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES` with tied embeddings, which
+# are DeepSeek-V2 and a Qwen3-MoE in which only every second layer has experts.
 Family = str
 
 # Adjacent dimensions have different sizes where possible, so a test fails where the code confuses two of them. The
@@ -63,13 +63,13 @@ _DEEPSEEK = {"layers": 1 + LAYERS, "dense_layers": 1, "heads": 4, "q_lora": 24, 
 _DEEPSEEK |= {"rope_dim": 8, "value_dim": 5, "mlp": 20, "expert_mlp": 12, "experts": 16, "experts_per_token": 3}
 _DEEPSEEK |= {"norm_eps": 1e-3, "shared_experts": 2, "yarn": _YARN | {"mscale": 1.0, "mscale_all": 0.5}}
 _DEEPSEEK |= {"router": {"groups": 4, "kept_groups": 2, "bias_rate": 0.25}}
-_DEEPSEEK_V2 = _DEEPSEEK | {"q_lora": None, "rope_pairs": "halves", "yarn": {"factor": 1.0}}
+_DEEPSEEK_V2 = _DEEPSEEK | {"q_lora": None, "rope_pairs": "halves", "yarn": {"factor": 1.0}, "tied_embeddings": True}
 _DEEPSEEK_V2["router"] = {"groups": 4, "kept_groups": 2, "score": "softmax", "group_score": "max"}
 _DEEPSEEK_V2["router"] |= {"choice_bias": "none", "gates": "scores", "scale": 16.0}
 _QWEN3 = {**_GROUPED, "layers": 1 + LAYERS, "moe_every": 1, "mlp_layers": (0,), "mlp": 20, "experts_per_token": 3}
 _QWEN3 |= {"attention_bias": "all", "window": 4, "norm_eps": 1e-3, "yarn": _YARN, "router": {"gates": "renormalised"}}
 _PERIODIC = _QWEN3 | {"layers": 2 * LAYERS, "moe_every": 2, "mlp_layers": (), "attention_bias": "none", "window": None}
-_PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}}
+_PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}, "tied_embeddings": True}
 # The bound of `clip_qkv` clips some of the queries, keys and values of nearly every token.
 _OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "clip_qkv": 1.0}
 _OLMOE |= {"router": {"gates": "scores"}}
@@ -357,7 +357,8 @@ def cover() -> tuple[Case, ...]:
 
 # Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
 # weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four;
-# four devices that share two key-value heads, under norms of projections, and under biases and norms of heads.
+# four devices that share two key-value heads, under norms of projections, and under biases and norms of heads; devices
+# that share a tied table, which decay spares.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
@@ -366,4 +367,5 @@ EXTRA_CASES = (
     Case("ragged", "fsdp2_ep4", "ep_as_cp", "full", 2, "sequence", "deepseek", "sgd", "ring"),
     Case("gather", "fsdp2_tensor4", "tensor", "dots", 1, "batch", "olmoe", "adamw"),
     Case("ring", "fsdp2_tensor4", "tensor", "full", 2, "sequence", "grouped", "muon"),
+    Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "grouped_periodic", "adamw"),
 )

@@ -261,10 +261,12 @@ def _row(p: TapedParameters, row: dict[str, np.ndarray], family: Family) -> tupl
     tokens, labels, segments, positions = (row[k][real] for k in ("tokens", "labels", "segments", "positions"))
     x = stack([p("embedding", int(token)) for token in tokens])
     x, routing = family.layers(p, x, Place(segments, positions))
+    # Tied embeddings: one table, whose gradient is the sum of both uses.
+    unembedding = p("unembedding") if "unembedding" in p.whole else p("embedding").T
     nats = as_value(0)
     for i, label in enumerate(labels.tolist()):
         if label >= 0:
-            logits = norm(x[i], p("final_norm"), family.norm_eps) @ p("unembedding")
+            logits = norm(x[i], p("final_norm"), family.norm_eps) @ unembedding
             nats = nats + log(exp(logits).sum()) - logits[label]
     return nats, routing
 
