@@ -6,10 +6,12 @@
 - Each test has its own working directory.
 """
 
+import copy
 import gc
 import importlib.metadata
 import os
 import signal
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs without the Python lines that made their operations, which compilation copies and hashes often.
@@ -90,6 +92,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("full"):
             item.add_marker(pytest.mark.timeout(0))
+
+
+_COMPOSED: dict[Any, Any] = {}  # what Hydra made of each choice of the entries in `conf`
+
+
+@pytest.fixture(autouse=True)
+def _compose_once(monkeypatch, request):
+    """Let Hydra compose the same entries of `conf` once per process, which takes 0.2 s; not in tests of composing."""
+    from moezoo.config import compose, overrides
+
+    if "tests/config/" in request.node.nodeid:
+        return
+    really_compose = compose._compose_groups
+
+    def composed(choices, checks):
+        if any(overrides.is_own(group, name) for group, name in choices.items()):
+            return really_compose(choices, checks)
+        key = tuple(choices.items())
+        if key not in _COMPOSED:
+            _COMPOSED[key] = really_compose(choices, checks)
+        return copy.deepcopy(_COMPOSED[key])
+
+    monkeypatch.setattr(compose, "_compose_groups", composed)
 
 
 @pytest.fixture(autouse=True)
