@@ -6,7 +6,7 @@ import jax
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek_hub, grouped, mixtral_hub, olmoe
+from moezoo.models import deepseek_hub, grouped_hub, mixtral_hub, olmoe
 from moezoo.models.arguments import check_key
 from moezoo.models.base import Hub, LanguageModel
 from moezoo.models.config import ModelConfig
@@ -30,7 +30,7 @@ FAMILIES = {
     "deepseek": Family(DeepSeekConfig, DeepSeek, deepseek_hub),
     "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
     "olmoe": Family(OlmoeConfig, Olmoe, olmoe),
-    "grouped": Family(GroupedConfig, Grouped, grouped),
+    "grouped": Family(GroupedConfig, Grouped, grouped_hub),
 }
 
 

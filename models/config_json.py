@@ -98,10 +98,10 @@ class ConfigJson:
         kinds, defaults = types_of(config), {**_COMMON_DEFAULTS, **defaults}
         return {ours: self.read(key, kinds[ours], defaults.get(ours, _REQUIRED)) for ours, key in keys.items()}
 
-    def read_either(self, keys: tuple[str, ...], kind: Any) -> Any:
+    def read_either(self, keys: tuple[str, ...], kind: Any, default: Any = _REQUIRED, *, least: int = 1) -> Any:
         """Return the value of one of `keys`, which are names of one setting. Raises `UserError` where two differ."""
         given = [key for key in keys if key in self._mapping] or [keys[0]]
-        values = [self.read(key, kind) for key in given]
+        values = [self.read(key, kind, default, least=least) for key in given]
         if len(set(values)) > 1:
             both = " and ".join(f"{key}={value}" for key, value in zip(given, values, strict=True))
             raise UserError(f"config.json: {both} are one setting; delete the wrong one")
@@ -152,14 +152,22 @@ def _show(value: Any) -> str:
 
 
 class RopeSettings(NamedTuple):
-    """The base of the rotary frequencies, and the settings of `moezoo.nn.yarn.Yarn`, {} for no extension."""
+    """The base of the rotary frequencies, the settings of `moezoo.nn.yarn.Yarn`, {} for no extension, and `share`.
+
+    `share` is the part of each head that is rotated.
+    """
 
     base: float
     yarn: dict[str, Any]
+    share: float
 
 
 def read_rope(
-    config: ConfigJson, max_length: int, extensions: tuple[str, ...] = ("default",), base: float = 1e4
+    config: ConfigJson,
+    max_length: int,
+    extensions: tuple[str, ...] = ("default",),
+    base: float = 1e4,
+    share: float | None = None,
 ) -> RopeSettings:
     """Return the rotary settings.
 
@@ -171,6 +179,7 @@ def read_rope(
         max_length: the value of `max_position_embeddings`.
         extensions: the values of `rope_type` that the family has, of `default` and `yarn`.
         base: the base where no key has it.
+        share: the share where no key has it; None where the family rotates whole heads, and refuses another share.
 
     Raises:
         UserError: a value does not fit, or the family does not have the extension.
@@ -183,6 +192,9 @@ def read_rope(
         raise UserError(f"config.json: rope_type={_show(kind)}: this family supports only {' and '.join(extensions)}")
     if kind == "yarn" and base <= 1:
         raise UserError(f"config.json: rope_theta={base} must be greater than 1 with rope_type=yarn")
+    if share is not None:
+        key = "partial_rotary_factor"
+        share = rope.read(key, float, config.read(key, float, share))
     rope.read("attention_factor", Literal[None], None)
     rope.read("truncate", Literal[True], True)
     length = rope.read("original_max_position_embeddings", int, max_length)
@@ -197,7 +209,7 @@ def read_rope(
         "mscale_all": _or(rope.read("mscale_all_dim", float | None, None), 0.0),
     }
     rope.refuse_others({"partial_rotary_factor": (1,)})
-    return RopeSettings(base, yarn if kind == "yarn" else {})
+    return RopeSettings(base, yarn if kind == "yarn" else {}, 1.0 if share is None else share)
 
 
 def _or(value: Any, default: Any) -> Any:

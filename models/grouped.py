@@ -1,20 +1,32 @@
-"""Qwen3-MoE (Yang et al., 2025, arXiv:2505.09388): grouped-query attention with normalised heads; experts or MLPs.
+"""Models with grouped-query attention whose layers are an MLP or a mixture of experts. The settings choose the model.
 
-The file has, in this order, the configuration, one layer, the model, and its mapping to Hugging Face folders.
+The file has, in this order, the configuration, one layer, the model, and its tensor names in a Hugging Face folder.
 
-    x = embedding[tokens]                                 # [B, S, d]
+    x = embedding[tokens]                                          # [B, S, d]
     for each layer:
-        x = x + attention(norm(x))                        # each head's query and key is normalised, then rotated
-        x = x + sum_k gate_k * expert_k(norm(x))          # the K best of E experts per token, or mlp(norm(x))
-    logits = norm(x) @ unembedding                        # [B, S, vocab]
+        x = x + attention(norm(x))
+        x = x + mlp(norm(x))                                       # layers without experts
+        x = x + shared(norm(x)) + sum_k gate_k * expert_k(norm(x)) # layers with experts
+    logits = norm(x) @ unembedding                                 # [B, S, vocab]
 
-B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. Gates are a softmax over the K largest router
-logits. The unembedding is a matrix of its own or, with `tied_embeddings`, the embedding's transpose.
+B batch, S sequence, d `embed`. A token chooses the best K = `experts_per_token` of `experts` experts, by the rules of
+`router`; `shared` is an MLP as wide as `shared_experts` experts. The unembedding is a matrix of its own or, with
+`tied_embeddings`, the embedding's transpose.
+
+| `model_type` | norms of queries and keys | rotated | biases | router | shared experts |
+|---|---|---|---|---|---|
+| `qwen3_moe` (Yang et al., 2025, arXiv:2505.09388) | each head | all | none or all | softmax | none |
+| `glm4_moe` (GLM-4.5 Team, 2025, arXiv:2508.06471) | each head or none | a share | none or inputs | sigmoid | yes |
+| `minimax_m2` (MiniMax, 2025) | whole projection | a share | none | sigmoid | none |
+| `hy_v3` (Tencent, 2026, Hunyuan 3) | each head | all | none or all | sigmoid | yes |
+| `dots1` (rednote-hilab, 2025, arXiv:2506.05767) | each head | all | none or all | sigmoid | yes |
+| `ernie4_5_moe` (Baidu, 2025, ERNIE 4.5) | none | all, interleaved | none | softmax | yes or none |
+
+The sigmoid routers are DeepSeek-V3's (2024, arXiv:2412.19437, section 2.1.2); they and ERNIE's have a choice bias.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -22,30 +34,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.convert import Size, convert
+from moezoo.convert import Count, Size
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.base import AsRow, LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.config_json import (
-    COMMON_KEYS,
-    YARN_KEYS,
-    ConfigJson,
-    always,
-    nothing_unused,
-    read_grouped,
-    read_head_dim,
-    read_rope,
-    write_grouped,
-    write_rope,
-)
+from moezoo.models.config import GroupedAttentionConfig, check_rotary
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attention
+from moezoo.nn.attention import Attention, Biases, NormOver
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
 from moezoo.parallel.axes import Stack
@@ -53,20 +54,26 @@ from moezoo.parallel.axes import Stack
 
 @dataclasses.dataclass(frozen=True)
 class GroupedConfig(GroupedAttentionConfig):
-    """Settings of a Qwen3-MoE model. The defaults are the laptop size.
+    """Settings of a model with grouped-query attention. The defaults are a laptop-sized Qwen3-MoE.
 
     | field | meaning |
     |---|---|
+    | `model_type` | the names in its Hugging Face folder; it changes no number |
     | `moe_every`, `mlp_layers` | layer i has experts if `moe_every` divides i + 1 and `mlp_layers` does not name i |
     | `mlp` | width of the MLP in layers without experts |
+    | `shared_experts` | width of the shared MLP, in experts; 0 for none |
     | `router` | how experts are chosen and gates computed |
-    | `attention_bias` | whether the four projections of attention have biases |
+    | `norm_over` | what the norms of queries and keys are over; `nothing` for no norms |
+    | `attention_bias` | which projections of attention have biases; `inputs` are those to queries, keys and values |
     | `window` | the tokens that a query sees, itself included; None for all |
+    | `rotary_dims` | the first dimensions of each head, which are rotated; None for all |
+    | `rope_pairs` | which dimensions turn together |
     | `yarn` | the extension to longer texts; a factor of 1 is none |
 
     `moezoo.models.config` describes the others.
     """
 
+    model_type: Literal["qwen3_moe", "glm4_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"] = "qwen3_moe"
     vocab: int = 256
     embed: int = 128
     layers: int = 4
@@ -77,12 +84,16 @@ class GroupedConfig(GroupedAttentionConfig):
     expert_mlp: int = 128
     experts: int = 16
     experts_per_token: int = 4
+    shared_experts: Count = 0
     moe_every: Size = 1
     mlp_layers: tuple[int, ...] = ()
     router: Choice = dataclasses.field(default_factory=Choice)
-    attention_bias: Literal["none", "all"] = "none"
+    norm_over: NormOver = "head"
+    attention_bias: Biases = "none"
     window: Size | None = None
+    rotary_dims: Size | None = None
     rope_base: float = 1e6
+    rope_pairs: Pairs = "halves"
     yarn: Yarn = dataclasses.field(default_factory=lambda: Yarn(mscale=0.0, mscale_all=0.0))
     max_length: int = 32768
     norm_eps: float = 1e-6
@@ -95,6 +106,13 @@ class GroupedConfig(GroupedAttentionConfig):
     def __post_init__(self):
         super().__post_init__()
         self.router.check(self.experts, self.experts_per_token)
+        if self.rotary_dims is not None:
+            check_rotary(self, "rotary_dims")
+            if self.rotary_dims > self.head_dim:
+                raise UserError(
+                    f"model.rotary_dims={self.rotary_dims} exceeds model.head_dim={self.head_dim}; "
+                    f"choose at most {self.head_dim}"
+                )
         if outside := [i for i in self.mlp_layers if not 0 <= i < self.layers]:
             raise UserError(
                 f"model.mlp_layers names layer {outside[0]}, but model.layers={self.layers} has layers 0 to "
@@ -116,15 +134,15 @@ class GroupedConfig(GroupedAttentionConfig):
 
 
 def _make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:
-    for_attention, first, for_experts = jax.random.split(key, 3)
+    for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
     out_std = (2 * c.layers) ** -0.5
     attention = Attention(
         c.embed,
         c.heads,
         c.kv_heads,
         c.head_dim,
-        rotary=Rotary(c.head_dim, c.rope_base, c.yarn),
-        norm_over="head",
+        rotary=Rotary(c.rotary_dims or c.head_dim, c.rope_base, c.yarn, c.rope_pairs),
+        norm_over=c.norm_over,
         norm_eps=c.norm_eps,
         biases=c.attention_bias,
         window=c.window,
@@ -135,9 +153,12 @@ def _make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype,
     if kind == "mlp":
         feed_forward = MLP(c.embed, c.mlp, out_std=out_std, dtype=dtype, key=first)
     else:
-        router = Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first)
-        experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts)
-        feed_forward = MoE(router, experts)
+        width = c.shared_experts * c.expert_mlp
+        feed_forward = MoE(
+            Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first),
+            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
+            MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None,
+        )
     norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
     return Block(norms[0], attention, norms[1], feed_forward)
 
@@ -162,16 +183,15 @@ class Grouped(LanguageModel):
         )
 
 
-# Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.
-MODEL_TYPES = {"qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE"}
-find_unused = nothing_unused
+# Path of our array -> tensor name in a Hugging Face folder.
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "unembedding.norm.scale": "model.norm.weight",
     "unembedding.weight": "lm_head.weight",
 }
-_ATTENTION, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
-LAYER_NAMES = {
+_ATTENTION, _MLP, _MIXTRAL = (f"model.layers.{{layer}}.{part}" for part in ("self_attn", "mlp", "block_sparse_moe"))
+# The names that most types have, and those of the types that differ.
+_LAYER_NAMES: dict[str | tuple[str, ...], str] = {
     "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
     "attention.query": f"{_ATTENTION}.q_proj.weight",
     "attention.key": f"{_ATTENTION}.k_proj.weight",
@@ -188,50 +208,35 @@ LAYER_NAMES = {
     "feed_forward.up": f"{_MLP}.up_proj.weight",
     "feed_forward.down": f"{_MLP}.down_proj.weight",
     "feed_forward.router.weight": f"{_MLP}.gate.weight",
+    "feed_forward.router.choice_bias": f"{_MLP}.gate.e_score_correction_bias",
     "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
     "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
     "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
+    "feed_forward.shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
+    "feed_forward.shared.up": f"{_MLP}.shared_experts.up_proj.weight",
+    "feed_forward.shared.down": f"{_MLP}.shared_experts.down_proj.weight",
 }
-# Our settings and their keys in config.json: those that are read and written as they are, and all.
-_PLAIN = COMMON_KEYS | {"kv_heads": "num_key_value_heads", "mlp": "intermediate_size"}
-_PLAIN |= {"expert_mlp": "moe_intermediate_size", "moe_every": "decoder_sparse_step"}
-_PLAIN |= {"load_balance": "router_aux_loss_coef"}
-KEYS = _PLAIN | {"head_dim": "head_dim", "experts": "num_experts", "mlp_layers": "mlp_only_layers"}
-KEYS |= {"window": "sliding_window", "rope_base": "rope_theta"} | YARN_KEYS
-keys, layer_names = always(KEYS), always(LAYER_NAMES)
-# For missing keys.
-_DEFAULTS = {"moe_every": 1, "max_length": 32768, "init_std": 0.02, "load_balance": 0.001}
-# The first three are of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
-_ONLY = {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
+_OTHER_NAMES: dict[str, dict[str | tuple[str, ...], str]] = {
+    "minimax_m2": {
+        "feed_forward.router.weight": f"{_MIXTRAL}.gate.weight",
+        "feed_forward.router.choice_bias": f"{_MIXTRAL}.e_score_correction_bias",
+        "feed_forward.experts.gate": f"{_MIXTRAL}.experts.{{expert}}.w1.weight",
+        "feed_forward.experts.up": f"{_MIXTRAL}.experts.{{expert}}.w3.weight",
+        "feed_forward.experts.down": f"{_MIXTRAL}.experts.{{expert}}.w2.weight",
+    },
+    "hy_v3": {
+        "feed_forward.router.weight": f"{_MLP}.router.gate.weight",
+        "feed_forward.router.choice_bias": f"{_MLP}.expert_bias",
+        "feed_forward.shared.gate": f"{_MLP}.shared_mlp.gate_proj.weight",
+        "feed_forward.shared.up": f"{_MLP}.shared_mlp.up_proj.weight",
+        "feed_forward.shared.down": f"{_MLP}.shared_mlp.down_proj.weight",
+    },
+    "ernie4_5_moe": {
+        "feed_forward.router.choice_bias": AsRow(f"{_MLP}.moe_statics.e_score_correction_bias"),
+    },
+}
 
 
-def config_from_hub(mapping: Mapping[str, Any]) -> GroupedConfig:
-    """Return the configuration. Raises `UserError` for settings that the family does not have."""
-    config = ConfigJson(mapping)
-    settings = read_grouped(config, GroupedConfig, _PLAIN, _DEFAULTS)
-    mlp_layers = config.read("mlp_only_layers", tuple[int, ...] | None, None) or ()
-    window = config.read("sliding_window", int | None, 4096)
-    has_window = config.read("use_sliding_window", bool, False)
-    rope = read_rope(config, settings["max_length"], ("default", "yarn"))
-    settings |= {
-        "head_dim": read_head_dim(config, settings["embed"], settings["heads"]),
-        "mlp_layers": [i for i in mlp_layers if 0 <= i < settings["layers"]],
-        "window": window if has_window else None,
-        "rope_base": rope.base,
-        "yarn": rope.yarn,
-    }
-    # The number of first layers without a window, which only some versions of transformers read.
-    only, without_effect = (_ONLY | {"max_window_layers": (0,)}, ()) if has_window else (_ONLY, ("max_window_layers",))
-    config.refuse_others(only, without_effect)
-    return convert(GroupedConfig, settings, "model")
-
-
-def config_to_hub(config: GroupedConfig) -> dict[str, Any]:
-    """Return the keys that transformers reads. Raises `UserError` for a router that it does not have."""
-    keys = _PLAIN | {ours: KEYS[ours] for ours in ("head_dim", "experts")}
-    return write_grouped(config, keys, "qwen3_moe", "Qwen3Moe") | {
-        "mlp_only_layers": list(config.mlp_layers),
-        "use_sliding_window": config.window is not None,
-        "sliding_window": config.window,
-        "rope_parameters": write_rope(config.rope_base, config.yarn),
-    }
+def layer_names(config: GroupedConfig) -> dict[str | tuple[str, ...], str]:
+    """Return the tensor names of a layer's arrays in a folder of the `model_type` of `config`."""
+    return _LAYER_NAMES | _OTHER_NAMES.get(config.model_type, {})

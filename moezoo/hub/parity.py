@@ -16,7 +16,7 @@ from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import layer_places
-from moezoo.parallel.axes import parameter_table
+from moezoo.parallel.axes import Role, parameter_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,8 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
     A single matrix of ours can be a module of theirs.
     """
     hub = family_of(model.config).hub
-    held = [path.lstrip(".") for path, _, _ in parameter_table(model)]
+    # transformers keeps a choice bias in the router of some models and beside it in others.
+    held = [path.lstrip(".") for path, axes, _ in parameter_table(model) if axes.role is not Role.BUFFER]
     if model.unembedding.weight is None:  # tied: transformers has a module for it too
         held.append("unembedding.weight")
     found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}

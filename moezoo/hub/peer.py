@@ -3,6 +3,7 @@
 Only this module, `moezoo.bench.torch_peers` and `moezoo.bench.generate` import PyTorch and transformers.
 """
 
+import functools
 import importlib.util
 import warnings
 from collections.abc import Collection, Iterator
@@ -16,7 +17,7 @@ from moezoo.errors import UserError
 from moezoo.hub.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
-_RENAMED = {"block_sparse_moe": "mlp"}
+_RENAMED = {".block_sparse_moe": ".mlp", ".mlp.router.gate": ".mlp.gate", ".shared_mlp": ".shared_experts"}
 
 
 def require_peers() -> None:
@@ -89,7 +90,7 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     handles = []
     try:
         for name in names:
-            inside = ".".join(_RENAMED.get(part, part) for part in name.split("."))
+            inside = functools.reduce(lambda path, part: path.replace(part, _RENAMED[part]), _RENAMED, name)
             handles.append(model.get_submodule(inside).register_forward_hook(hook(name), with_kwargs=True))
         with torch.no_grad():
             model(torch.tensor(tokens.astype(np.int64)), use_cache=False)

@@ -29,6 +29,8 @@ from moezoo.parallel.traffic import Moves, inner_sum
 
 # What a norm of queries and keys is computed over.
 NormOver = Literal["nothing", "head", "projection"]
+# Which projections have biases; `inputs` are those to queries, keys and values.
+Biases = Literal["none", "inputs", "all"]
 
 
 class KeyValue(NamedTuple):
@@ -52,7 +54,7 @@ class Attention(SelfAttention):
     | field | meaning |
     |---|---|
     | `query_norm`, `key_norm` | norms over each head or over the whole projection (`norm_over`) |
-    | `*_bias` | biases of the four projections |
+    | `*_bias` | biases of the four projections, or of all but `out` (`biases`) |
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
     | `window` | the tokens that a query sees, itself included |
     """
@@ -82,7 +84,7 @@ class Attention(SelfAttention):
         rotary: Rotary,
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
-        biases: Literal["none", "all"] = "none",
+        biases: Biases = "none",
         clip: float | None = None,
         window: int | None = None,
         out_std: float,
@@ -101,10 +103,11 @@ class Attention(SelfAttention):
             self.query_norm = RMSNorm(query_size, norm_eps, dtype=dtype)
             self.key_norm = RMSNorm(key_size, norm_eps, dtype=dtype)
         self.query_bias = self.key_bias = self.value_bias = self.out_bias = None
-        if biases == "all":
+        if biases != "none":
             self.query_bias = jnp.zeros((heads, head_dim), dtype)
             self.key_bias = jnp.zeros((kv_heads, head_dim), dtype)
             self.value_bias = jnp.zeros((kv_heads, head_dim), dtype)
+        if biases == "all":
             self.out_bias = jnp.zeros((embed,), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
 

@@ -66,7 +66,9 @@ def assert_agreement(ours: Results, theirs: Results) -> None:
     np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=1e-4)
     assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
     # The choice bias has no gradient; in transformers it is a buffer.
-    trained = {name: g for name, g in ours.gradients.items() if not name.endswith("e_score_correction_bias")}
+    trained = {
+        name: g for name, g in ours.gradients.items() if not name.endswith(("score_correction_bias", "expert_bias"))
+    }
     assert set(theirs.gradients) == set(trained)
     for name, gradient in trained.items():
         wanted = theirs.gradients[name]
@@ -88,9 +90,11 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    renamed = theirs.config.model_type == "mixtral"
+    renamed = theirs.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
+        if parameter.grad is None:  # a choice bias, which is a parameter in some models
+            continue
         gradient = parameter.grad.numpy().copy()
         if name.endswith("experts.gate_up_proj"):
             half = gradient.shape[1] // 2
@@ -105,4 +109,7 @@ def _gradients_of_transformers(theirs):
             found[name] = gradient
     if renamed:
         found = {name.replace(".mlp.", ".block_sparse_moe."): g for name, g in found.items()}
+    if theirs.config.model_type == "hy_v3":
+        for there, name in (("mlp.gate.", "mlp.router.gate."), ("shared_experts", "shared_mlp")):
+            found = {key.replace(there, name): g for key, g in found.items()}
     return found

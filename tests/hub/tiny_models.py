@@ -14,6 +14,7 @@ from moezoo.nn.yarn import Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
+SIGMOID = replace(ROUTER, groups=1, kept_groups=1)
 # The original length is short, so that the ramp between kept and slowed frequencies falls within the few pairs.
 YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
 
@@ -27,6 +28,14 @@ def qwen3(**changes: Any) -> GroupedConfig:
     """Return a tiny Qwen3-MoE whose second layer has an MLP."""
     sizes: dict[str, Any] = {"layers": 3, "kv_heads": 2, "head_dim": 8, "mlp": 20, "mlp_layers": (1,)}
     return GroupedConfig(**{**SMALL, **sizes, "rope_base": 100.0, **changes})
+
+
+def of_type(model_type: str, **changes: Any) -> GroupedConfig:
+    """Return a tiny model of another type of that family; `changes` has what its type always has."""
+    router = {"ernie4_5_moe": Choice(choice_bias="learned", least_sum=0.4)}.get(model_type, SIGMOID)
+    mlp = SMALL["expert_mlp"] if model_type == "minimax_m2" else 20  # no layer of that type has an MLP
+    sizes: dict[str, Any] = {"mlp": mlp, "mlp_layers": (), "layers": 2, "model_type": model_type, "router": router}
+    return qwen3(**{**sizes, **changes})
 
 
 def olmoe(**changes: Any) -> OlmoeConfig:
@@ -53,6 +62,32 @@ CONFIGS = {
     "qwen3 every other": qwen3(layers=4, moe_every=2, mlp_layers=(), router=Choice(gates="scores")),
     "qwen3 window": qwen3(window=5, mlp_layers=(0, 2), yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
     "qwen3 mscales, tied": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=(), tied_embeddings=True),
+    "glm": of_type(
+        "glm4_moe",
+        router=ROUTER,
+        attention_bias="inputs",
+        rotary_dims=4,
+        mlp_layers=(0,),
+        shared_experts=2,
+        yarn=replace(YARN, length=32, mscale=0.0, mscale_all=0.0),
+    ),
+    "glm plain": of_type(
+        "glm4_moe", norm_over="nothing", rotary_dims=6, shared_experts=1, router=replace(SIGMOID, gates="scores")
+    ),
+    "minimax": of_type("minimax_m2", norm_over="projection", rotary_dims=4, router=replace(SIGMOID, scale=1.0)),
+    "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
+    "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
+    "dots plain": of_type("dots1", kv_heads=4, shared_experts=1, router=replace(SIGMOID, gates="scores")),
+    "ernie": of_type("ernie4_5_moe", norm_over="nothing", rope_pairs="interleaved", mlp_layers=(0,), shared_experts=2),
+    "ernie every other": of_type(
+        "ernie4_5_moe",
+        norm_over="nothing",
+        rope_pairs="interleaved",
+        layers=4,
+        moe_every=2,
+        mlp_layers=(3,),
+        tied_embeddings=True,
+    ),
     "olmoe": olmoe(),
     "olmoe shared heads, tied": olmoe(
         kv_heads=2, clip_qkv=None, router=Choice(), attention_bias="all", tied_embeddings=True
