@@ -37,6 +37,7 @@ _KEYS = {
         "model.experts_per_token": "num_experts_per_tok top_k topk",
         "model.expert_mlp": "d_ff ffn intermediate_size",
         "model.max_length": "max_position_embeddings",
+        "model.tied_embeddings": "tie_embeddings tie_word_embeddings",
         "mesh": "device devices gpus",
         "mesh.data": "dp",
         "mesh.expert": "ep",

@@ -85,14 +85,14 @@ def test_moe_layer(capsys):
 
 
 def test_train_step(capsys):
-    step = f"mesh=single {SMALL} optimizer=sgd"
+    step = f"mesh=single {SMALL} optimizer=sgd model.tied_embeddings=true"
     code, out, _ = bench(capsys, "train_step", "--steps", step, "--json", *QUICK)
     assert code == 0
     rows = json.loads(out)
     assert [r["implementation"] for r in rows] == [f"moezoo {step}", "matmul"]
     assert all(list(r) == KEYS and r["shape"] == {"T": 128, "d": 32, "f": 32, "E": 8, "K": 2} for r in rows)
     assert rows[0]["share_of_matmul"] == pytest.approx(rows[0]["tflops"] / rows[1]["tflops"], rel=0.05, abs=1e-3)
-    # Attention's matrices, the router, two experts, the unembedding; 8.5 keys per query, 4 heads of 32 numbers, twice.
+    # Attention's matrices, the router, two experts, the tied table; 8.5 keys per query, 4 heads of 32 numbers, twice.
     products = 2 * 32 * 128 + 2 * 32 * 64 + 32 * 8 + 2 * 3 * 32 * 32 + 32 * 256
     flops = 3 * 2 * 128 * (products + 8.5 * 4 * 2 * 32)
     assert rows[0]["tflops"] * rows[0]["ms"] * 1e9 == pytest.approx(flops, rel=0.03)  # figures are rounded

@@ -1,7 +1,9 @@
 """Generation under `rules=serve`: no weight is gathered, and tokens are those of one device."""
 
 import functools
+from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -25,9 +27,15 @@ def serving(mesh: str, strategy: str = "ring") -> moezoo.Execution:
 
 
 @functools.cache
+def served(family: str) -> Any:
+    """Return the tiny model of a family; that of OLMoE has tied embeddings."""
+    return eqx.tree_at(lambda m: m.unembedding.weight, model(family), None) if family == "olmoe" else model(family)
+
+
+@functools.cache
 def on_one_device(family: str) -> np.ndarray:
     """Return the prompts with their continuations."""
-    return np.asarray(moezoo.generate(model(family), IDS, mask=MASK, max_new_tokens=NEW))
+    return np.asarray(moezoo.generate(served(family), IDS, mask=MASK, max_new_tokens=NEW))
 
 
 # Every family and strategy; families of grouped attention have two key-value heads.
@@ -47,7 +55,7 @@ def test_every_family_has_a_case():
 def test_tokens_are_those_of_one_device(family, mesh, strategy):
     """Eight rows, split over devices, and one row, which all devices read; with padding on the left."""
     execution = serving(mesh, strategy)
-    placed = moezoo.place(model(family), execution)
+    placed = moezoo.place(served(family), execution)
     for rows in (8, 1):
         found = moezoo.generate(placed, IDS[:rows], mask=MASK[:rows], max_new_tokens=NEW, execution=execution)
         np.testing.assert_array_equal(found, on_one_device(family)[:rows])

@@ -70,6 +70,7 @@ class PatternedConfig(GroupedAttentionConfig):
     load_balance_over: Any = "batch"
     z_loss: float = 0.01
     init_std: float = 0.5
+    tied_embeddings: bool = False
 
 
 def make_block(kind: Kind, key: Array) -> Block:

@@ -1,10 +1,26 @@
 """Embedding and unembedding."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from moezoo.models import FAMILIES, model_shapes
 from moezoo.models.base import Unembedding
+from moezoo.parallel.axes import count_parameters, parameter_table
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_embeddings_are_one_table(family):
+    """A tied model has every array except the second matrix; a token uses the first one all the same."""
+    kind: Any = FAMILIES[family].config
+    own, tied = (model_shapes(kind(tied_embeddings=tied)) for tied in (False, True))
+    assert parameter_table(tied) == [row for row in parameter_table(own) if row[0] != ".unembedding.weight"]
+    c = tied.config
+    counts = zip(*(count_parameters(model, c.experts_per_token) for model in (own, tied)), strict=True)
+    assert [more - less for more, less in counts] == [c.vocab * c.embed] * 2
 
 
 def test_logits_are_not_rounded_to_bfloat16():

@@ -110,6 +110,20 @@ def test_olmoe_on_fsdp2_tensor4_counted_by_hand():
     }
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_traffic_of_a_tied_table(frozen):
+    """Alone trained, its gradient has two parts, that of the logits and that of the tokens; frozen, it has none."""
+    case = Case("ring", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "grouped_periodic")
+    shapes, trained = model_shapes(config(case.family)), lambda path: (path == ".embedding.weight") != frozen
+    optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(shapes))
+    step = Step(shapes, optimizer, case.execution, batch_shapes(1), trained=trained)
+    table = collective_traffic(step.traced.jaxpr).outline(2)
+    assert table == communication(case.settings, trained=trained)
+    found = {key: t.count for key, t in table.by("scope", "collective").items() if "scatter" in key[1]}
+    gradients = {scope: found.get((f"{scope}/weights", "reduce_scatter"), 0) for scope in ("embedding", "head")}
+    assert gradients == dict.fromkeys(gradients, int(not frozen))
+
+
 @pytest.mark.parametrize("strategy", ["ring", "ragged", "capacity"])
 def test_devices_that_share_widths_exchange_the_same_rows(strategy):
     """What moves between experts is the same with two devices along `tensor` as with one."""

@@ -45,6 +45,7 @@ MESHES |= dict.fromkeys(("tensor", "serve"), "mesh.fsdp=2 mesh.expert=2 mesh.ten
 MESHES |= dict.fromkeys(("fsdp_ep", "shard_exp_on_fsdp", "cp_as_ep"), "mesh.fsdp=2 mesh.expert=2 mesh.context=2")
 TINY = "model.vocab=40 model.embed=16 model.layers=1 model.dense_layers=0 model.heads=4 model.q_lora=24 model.kv_lora=8"
 TINY += " model.nope_dim=6 model.rope_dim=4 model.value_dim=5 model.mlp=20 model.expert_mlp=12 model.experts=8"
+TINY += " model.tied_embeddings=true"
 
 
 def shapes(rules: str, mesh: str) -> dict[str, Any]:
