@@ -6,11 +6,12 @@ import jax
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek_hub, grouped_hub, mixtral_hub, olmoe
+from moezoo.models import deepseek_hub, gpt_oss_hub, grouped_hub, mixtral_hub, olmoe
 from moezoo.models.arguments import check_key
 from moezoo.models.base import Hub, LanguageModel
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
+from moezoo.models.gpt_oss import GptOss, GptOssConfig
 from moezoo.models.grouped import Grouped, GroupedConfig
 from moezoo.models.mixtral import Mixtral, MixtralConfig
 from moezoo.models.olmoe import Olmoe, OlmoeConfig
@@ -31,6 +32,7 @@ FAMILIES = {
     "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
     "olmoe": Family(OlmoeConfig, Olmoe, olmoe),
     "grouped": Family(GroupedConfig, Grouped, grouped_hub),
+    "gpt_oss": Family(GptOssConfig, GptOss, gpt_oss_hub),
 }
 
 
@@ -69,6 +71,8 @@ __all__ = [
     "DeepSeek",
     "DeepSeekConfig",
     "Family",
+    "GptOss",
+    "GptOssConfig",
     "Grouped",
     "GroupedConfig",
     "Mixtral",

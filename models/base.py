@@ -243,6 +243,17 @@ class AsRow(str):
     """The name of a tensor [1, n] that holds an array [n]."""
 
 
+class OfExperts(str):
+    """The name of one tensor of all experts: [experts, outputs, inputs], where others have a tensor for each."""
+
+
+class Alternating(str):
+    """The name of one tensor of all experts with our dimensions, as [experts, inputs, outputs].
+
+    Arrays that are joined in it alternate along the last dimension: gate 0, up 0, gate 1, up 1, and so on.
+    """
+
+
 # Path of our array -> name of the tensor. A tuple of paths: arrays joined along their last dimension in one tensor.
 Names = Mapping[str | tuple[str, ...], str]
 

@@ -53,8 +53,13 @@ class ModelConfig(abc.ABC):
 
     @property
     def window(self) -> int | None:
-        """The number of tokens that a query sees, itself included; None for all. A family may make it a field."""
+        """The tokens that a query sees, itself included, in layers with a window; None: all. May be a field."""
         return None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the queries of some layer see all tokens up to themselves."""
+        return self.window is None
 
     @property
     @abc.abstractmethod

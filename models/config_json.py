@@ -196,7 +196,6 @@ def read_rope(
         key = "partial_rotary_factor"
         share = rope.read(key, float, config.read(key, float, share))
     rope.read("attention_factor", Literal[None], None)
-    rope.read("truncate", Literal[True], True)
     length = rope.read("original_max_position_embeddings", int, max_length)
     length = config.read("original_max_position_embeddings", int, length)
     factor = rope.read("factor", float | None, None)
@@ -207,6 +206,7 @@ def read_rope(
         "beta_slow": _or(rope.read("beta_slow", float | None, None), 1.0),
         "mscale": _or(rope.read("mscale", float | None, None), 0.0),
         "mscale_all": _or(rope.read("mscale_all_dim", float | None, None), 0.0),
+        "truncate": rope.read("truncate", bool, True),
     }
     rope.refuse_others({"partial_rotary_factor": (1,)})
     return RopeSettings(base, yarn if kind == "yarn" else {}, 1.0 if share is None else share)
@@ -219,6 +219,7 @@ def _or(value: Any, default: Any) -> Any:
 # The settings of YaRN: ours, and the keys of config.json.
 YARN_KEYS = {"yarn.factor": "factor", "yarn.length": "original_max_position_embeddings", "yarn.mscale": "mscale"}
 YARN_KEYS |= {"yarn.beta_fast": "beta_fast", "yarn.beta_slow": "beta_slow", "yarn.mscale_all": "mscale_all_dim"}
+YARN_KEYS |= {"yarn.truncate": "truncate"}
 
 
 def write_rope(base: float, yarn: Yarn) -> dict[str, Any]:

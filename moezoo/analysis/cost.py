@@ -101,7 +101,8 @@ def communication(
                 both(f"layers/{part}", moves, stack.count, recomputed=not kept, learns=learns)
             sizes = jax.tree.leaves(block.attention.kept_sizes(heads), is_leaf=lambda x: isinstance(x, dict))
             numbers = tuple(rows * length * math.prod(array.values()) for array in sizes)
-            kept_moves = attention.exchanges(numbers, execution.dtype, length, config.model.window, group)
+            window = block.attention.count_slots(config.seq_len)
+            kept_moves = attention.exchanges(numbers, execution.dtype, length, window, group)
             again = not kept and (config.execution.remat != "dots" or attention.repeats_with_dots)
             both("layers/attention", kept_moves, stack.count, recomputed=again, learns=learns)
             if block.moe is not None:

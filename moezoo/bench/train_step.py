@@ -83,10 +83,14 @@ def model_flops(cfg: TrainConfig) -> float:
     They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
     """
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
-    _, active = count_parameters(model_shapes(m), m.experts_per_token)
-    window = min(cfg.seq_len, m.window or cfg.seq_len)
-    seen = window - window * (window - 1) / 2 / cfg.seq_len  # mean number of keys per query, itself included
-    attention = 2 * m.layers * m.heads * m.dims_of_a_pair * seen
+    shapes = model_shapes(m)
+    _, active = count_parameters(shapes, m.experts_per_token)
+    seen = 0.0  # keys per query, itself included: the mean over queries, summed over layers
+    for stack in shapes.stacks:
+        for block in stack.blocks:
+            window = block.attention.count_slots(cfg.seq_len)
+            seen += stack.count * (window - window * (window - 1) / 2 / cfg.seq_len)
+    attention = 2 * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.looked_up) + attention)
 
 

@@ -64,7 +64,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         reduce_dtype=cfg.execution.reduce_dtype,
         remat=cfg.execution.remat,
         context_parallel=CONTEXT_PARALLEL[cfg.execution.context_parallel](),
-        sequence_order=cfg.execution.sequence_order or ("contiguous" if cfg.model.window else "balanced"),
+        sequence_order=cfg.execution.sequence_order or ("balanced" if cfg.model.sees_all else "contiguous"),
         kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
         routing=cfg.execution.routing,
     )

@@ -132,8 +132,9 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     rows = tuple(
         _compare_module(name, _path_in_model(where, model), ours[where], theirs[name]) for where, name in names.items()
     )
-    window = model.config.window
-    return Comparison(rows, tolerance, tokens, window if window is not None and window >= tokens else None)
+    most = model.config.max_length
+    windows = {b.attention.count_slots(most) for stack in model.stacks for b in stack.blocks} - {most}
+    return Comparison(rows, tolerance, tokens, max((w for w in windows if w >= tokens), default=None))
 
 
 def _path_in_model(where: Where, model: LanguageModel) -> str:

@@ -4,8 +4,8 @@ The family's file has tables of names. Shapes follow from our annotations, which
 
 - a matrix is stored as [outputs, inputs], with all output (and input) dimensions flattened into one;
 - a bias is stored as one dimension;
-- where the name is `AsRow`, the tensor has a dimension of 1 in front;
-- each layer and each expert has its own tensor.
+- each layer and each expert has its own tensor;
+- where the name is `AsRow`, `OfExperts` or `Alternating` (`moezoo.models.base`), the tensor has that form.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moezoo.models.base import AsRow, Hub
+from moezoo.models.base import Alternating, AsRow, Hub, OfExperts
 from moezoo.models.layers import LayerPlace, layer_places
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.parallel.stored import plain
@@ -32,22 +32,29 @@ class Tensor:
             joined along the last dimension.
         axes: the axes of one part, without the indexed dimensions.
         shapes: the shape of each part.
-        as_row: whether the tensor has a dimension of 1 in front.
+        form: the class of its name: `str`, `AsRow`, `OfExperts` or `Alternating`.
+        experts: how many experts' tensors are stacked in this one, where its form is `OfExperts`, or 0. `axes` and
+            `shapes` are then those of one expert, and a part is that of all.
     """
 
     name: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     axes: Axes
     shapes: tuple[tuple[int, ...], ...]
-    as_row: bool = False
+    form: type[str] = str
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in a file."""
+        if self.form is OfExperts:
+            return (self.experts, *self._of_one.shape)
+        if self.form is Alternating:
+            return (*self.shapes[0][:-1], len(self.shapes) * self.shapes[0][-1])
         if self.axes.role is Role.BIAS:
             return (sum(map(math.prod, self.shapes)),)
         if self.axes.role is not Role.WEIGHT:
-            return (1,) * self.as_row + self.shapes[0]
+            return (1,) * (self.form is AsRow) + self.shapes[0]
         first, inputs = self.shapes[0], len(self.axes.inputs)
         last = sum(shape[-1] for shape in self.shapes)
         outputs = math.prod((*first[inputs:-1], last))
@@ -55,6 +62,10 @@ class Tensor:
 
     def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join our arrays into the tensor."""
+        if self.form is OfExperts:
+            return np.stack([self._of_one.to_file(list(of_one)) for of_one in zip(*parts, strict=True)])
+        if self.form is Alternating:
+            return np.stack(parts, axis=-1).reshape(self.shape)
         whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         if self.axes.role is not Role.WEIGHT:
             return whole.reshape(self.shape)
@@ -62,6 +73,11 @@ class Tensor:
 
     def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Split the tensor into our arrays."""
+        if self.form is OfExperts:
+            return [np.stack(part) for part in zip(*map(self._of_one.from_file, tensor), strict=True)]
+        if self.form is Alternating:
+            alternating = tensor.reshape(*self.shapes[0], len(self.parts))
+            return [alternating[..., part] for part in range(len(self.parts))]
         if self.axes.role in (Role.WEIGHT, Role.BIAS):
             first = self.shapes[0]
             last = sum(shape[-1] for shape in self.shapes)
@@ -70,6 +86,10 @@ class Tensor:
             tensor = tensor.reshape(self.shapes[0])
         cuts = np.cumsum([shape[-1] for shape in self.shapes])[:-1]
         return np.split(tensor, cuts, axis=-1)
+
+    @property
+    def _of_one(self) -> "Tensor":
+        return dataclasses.replace(self, form=str, experts=0)
 
 
 def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
@@ -93,12 +113,13 @@ def _layer_tensors(
     theirs: str, names: tuple[str, ...], table: Mapping[str, Any], place: LayerPlace
 ) -> Iterator[Tensor]:
     axes, shape = table[names[0]]
-    stacked = len(axes.stacked)
-    one = dataclasses.replace(axes, stacked=())
-    shapes = tuple(table[n][1][stacked:] for n in names)
-    for index in np.ndindex(shape[1:stacked]):
-        name = theirs.format(layer=place.number, **dict(zip(axes.stacked[1:], index, strict=True)))
-        yield Tensor(name, tuple((n, (place.index, *index)) for n in names), one, shapes, isinstance(theirs, AsRow))
+    form, one = type(theirs), dataclasses.replace(axes, stacked=())
+    apart = () if form in (OfExperts, Alternating) else axes.stacked[1:]
+    shapes = tuple(table[n][1][1 if form is Alternating else len(axes.stacked) :] for n in names)
+    for index in np.ndindex(shape[1 : 1 + len(apart)]):
+        name = theirs.format(layer=place.number, **dict(zip(apart, index, strict=True)))
+        parts = tuple((n, (place.index, *index)) for n in names)
+        yield Tensor(name, parts, one, shapes, form, shape[1] if form is OfExperts else 0)
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:

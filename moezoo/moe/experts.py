@@ -1,5 +1,7 @@
 """The experts of a layer: MLPs of one width, each applied to its own rows."""
 
+from typing import Literal
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,10 @@ from jaxtyping import Array, Float
 
 from moezoo.kernels.grouped_matmul import routed_mlp
 from moezoo.nn.activation import Activation
-from moezoo.nn.linear import normal
+from moezoo.nn.linear import normal, project
 from moezoo.nn.swiglu import SWIGLU
-from moezoo.parallel.axes import Weight
+from moezoo.parallel.axes import Bias, Weight
+from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.kernels import Keep, KernelOrder
 
@@ -17,12 +20,16 @@ from moezoo.parallel.kernels import Keep, KernelOrder
 class Experts(eqx.Module):
     """E gated MLPs, y = down(activation(gate x, up x)), as three arrays with a leading expert dimension.
 
-    The default activation is SwiGLU (Shazeer, 2020, arXiv:2002.05202).
+    The default activation is SwiGLU (Shazeer, 2020, arXiv:2002.05202). With biases, one is added to each of the three
+    products.
     """
 
     gate: Weight[Array, "expert, expert_embed -> expert_mlp"]
     up: Weight[Array, "expert, expert_embed -> expert_mlp"]
     down: Weight[Array, "expert, expert_mlp -> expert_embed"]
+    gate_bias: Bias[Array, "expert, expert_mlp"] | None
+    up_bias: Bias[Array, "expert, expert_mlp"] | None
+    down_bias: Bias[Array, "expert, expert_mlp -> expert_embed"] | None
     activation: Activation = eqx.field(static=True)
 
     def __init__(
@@ -32,6 +39,7 @@ class Experts(eqx.Module):
         mlp: int,
         *,
         activation: Activation = SWIGLU,
+        biases: Literal["none", "all"] = "none",
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
@@ -40,7 +48,22 @@ class Experts(eqx.Module):
         self.gate = normal(keys[0], (num_experts, embed, mlp), embed**-0.5, dtype)
         self.up = normal(keys[1], (num_experts, embed, mlp), embed**-0.5, dtype)
         self.down = normal(keys[2], (num_experts, mlp, embed), out_std * mlp**-0.5, dtype)
+        self.gate_bias = self.up_bias = self.down_bias = None
+        if biases == "all":
+            self.gate_bias = jnp.zeros((num_experts, mlp), dtype)
+            self.up_bias = jnp.zeros((num_experts, mlp), dtype)
+            self.down_bias = jnp.zeros((num_experts, embed), dtype)
         self.activation = activation
+
+    def partial(self, group: InnerGroup) -> "Experts":
+        """Return the experts whose results, summed over the `group` that shares their width, have each bias once.
+
+        The last bias is added after the sum over the width, so only the first device of the group keeps it.
+        """
+        if self.down_bias is None or not group.axes:
+            return self
+        mine = jnp.where(group.index == 0, self.down_bias, jnp.zeros((), self.down_bias.dtype))
+        return eqx.tree_at(lambda experts: experts.down_bias, self, mine)
 
     def __call__(
         self,
@@ -60,7 +83,7 @@ class Experts(eqx.Module):
             implementation: backends of the grouped products, in the order in which they are tried; None: the default.
             keep: as for `routed_mlp`.
         """
-        return routed_mlp(
+        y = routed_mlp(
             tokens,
             gates,
             plan,
@@ -68,6 +91,24 @@ class Experts(eqx.Module):
             self.up,
             self.down,
             activation=self.activation,
+            gate_bias=self.gate_bias,
+            up_bias=self.up_bias,
             implementation=implementation,
             keep=keep,
         )
+        return y if self.down_bias is None else y + _weighted(self.down_bias, gates, plan)
+
+
+def _weighted(
+    bias: Float[Array, "groups embed"], gates: Float[Array, "tokens k"], plan: Plan
+) -> Float[Array, "tokens embed"]:
+    """Return, for each token, the sum of the biases of its experts times its gates, over assignments that have a row.
+
+    It is one product over the experts here, [N, E] x [E, d], in place of a sum over rows.
+    """
+    ends, row = jnp.cumsum(plan.group_sizes)[None, None], plan.row[:, :, None]
+    holds = (ends - plan.group_sizes[None, None] <= row) & (
+        row < ends
+    )  # [N, K, E]; no group holds a dropped assignment
+    weights = jnp.where(holds, gates[:, :, None], 0).sum(1)
+    return project(weights.astype(bias.dtype), bias)

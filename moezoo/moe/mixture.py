@@ -50,7 +50,9 @@ class MoE(FeedForward):
         # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
         assignment: Assignment = jax.tree.map(lambda a: vary_like(a, tokens), assignment)
         strategy = for_group(execution.strategy, group)
-        exchange = Exchange(strategy, group, self.experts, execution.kernel("grouped_matmul"), execution.keep)
+        exchange = Exchange(
+            strategy, group, self.experts.partial(inner), execution.kernel("grouped_matmul"), execution.keep
+        )
         first, *later = cut(tokens, assignment, strategy.chunk_sizes(tokens.shape[0]))
         there = exchange.send(first)
         with jax.named_scope("shared"):

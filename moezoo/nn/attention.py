@@ -55,6 +55,7 @@ class Attention(SelfAttention):
     |---|---|
     | `query_norm`, `key_norm` | norms over each head or over the whole projection (`norm_over`) |
     | `*_bias` | biases of the four projections, or of all but `out` (`biases`) |
+    | `sinks` | a score per query head for a key of value zero, which every query sees (Xiao et al., 2024, arXiv:2309.17453) |
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
     | `window` | the tokens that a query sees, itself included |
     """
@@ -69,6 +70,7 @@ class Attention(SelfAttention):
     key_bias: Bias[Array, "kv_heads head_dim"] | None
     value_bias: Bias[Array, "kv_heads head_dim"] | None
     out_bias: Bias[Array, "embed"] | None
+    sinks: Bias[Array, "heads"] | None
     rotary: Rotary = eqx.field(static=True)
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
@@ -85,6 +87,7 @@ class Attention(SelfAttention):
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
         biases: Biases = "none",
+        sinks: bool = False,
         clip: float | None = None,
         window: int | None = None,
         out_std: float,
@@ -109,6 +112,7 @@ class Attention(SelfAttention):
             self.value_bias = jnp.zeros((kv_heads, head_dim), dtype)
         if biases == "all":
             self.out_bias = jnp.zeros((embed,), dtype)
+        self.sinks = jnp.zeros((heads,), dtype) if sinks else None
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
 
     def __call__(
@@ -125,7 +129,8 @@ class Attention(SelfAttention):
         scale = q.shape[-1] ** -0.5
         if context.numbers is not None:
             scale = scale * context.numbers.score_scale
-        scoring = Scoring(scale, self.window, order=execution.kernel("attention"))
+        sinks = None if self.sinks is None else rearrange(self.sinks, "(k g) -> k g", k=k.shape[2])
+        scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
         if past is None:
             attend = context_parallel(execution).attend
             y = attend(q, kept, None, expand, context.places, scoring, execution.sequence_group)

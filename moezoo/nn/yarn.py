@@ -28,6 +28,7 @@ class Yarn(RotaryScaling):
     Args:
         factor: how many times longer than `length` texts may be; 1 is no extension.
         length: the tokens per text in training.
+        truncate: whether the ramp begins and ends at whole pairs, the nearest outside.
 
     Raises:
         UserError: a value has a wrong type, or a number is out of its range.
@@ -39,6 +40,7 @@ class Yarn(RotaryScaling):
     beta_slow: Positive = 1.0
     mscale: float = 1.0
     mscale_all: float = 1.0
+    truncate: bool = True
 
     def __post_init__(self):
         check_fields("model.yarn", self)
@@ -68,7 +70,9 @@ class Yarn(RotaryScaling):
         def pair_that_turns(times: float) -> float:
             return size * math.log(self.length / (times * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(self.beta_slow)), size - 1)
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
         ramp = np.clip((np.arange(size // 2) - low) / (high - low or 0.001), 0, 1)
         return jnp.asarray(plain * (1 - ramp) + plain / self.factor * ramp, jnp.float32)

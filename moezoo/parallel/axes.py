@@ -8,6 +8,8 @@ expert_mlp].
 
 - Axes before the comma number independent matrices. The arrow separates input axes from output axes.
 - `Bias`, `Scale`, `Embedding` and `Buffer` take axes without an arrow: `Scale[Array, "norm"]`.
+- A `Bias` with an arrow has only the axes after it, and is added to partial sums over those before it:
+  `Bias[Array, "expert, expert_mlp -> expert_embed"]`. Devices that share these have the whole bias each.
 - Inside a `Stack`, every array gains the leading axis `layer`.
 - At run time each alias is jaxtyping's `Float[Array, "expert expert_embed expert_mlp"]`, so a type checker checks
   shapes. A `Weight` may also be a container that stands for the array (`moezoo.parallel.stored`).
@@ -61,6 +63,9 @@ def _parse(role: Role, text: str) -> Axes:
     if role is Role.WEIGHT and not arrow:
         raise TypeError(f"a Weight needs axes 'inputs -> outputs', found '{text}'")
     del comma
+    if role is Role.BIAS and arrow:
+        within = (*stacked.split(), *inputs.split(), *outputs.split())
+        return Axes(role, tuple(stacked.split()), tuple(outputs.split()), (), within)
     return Axes(role, tuple(stacked.split()), tuple(inputs.split()), tuple(outputs.split()))
 
 

@@ -21,7 +21,8 @@ class Placement:
         ways: The number of devices that store different parts.
         taken: For each dimension, the mesh axes along which each device computes on its part of what all of them store.
             A dimension of n is cut into n parts, and devices next to each other take the same one. Empty for none.
-        entered: For an array of a container, the mesh axes that split the weight while computing and not this array.
+        entered: For an array of a container, or a bias of partial sums, the mesh axes that split the weight while
+            computing and not this array.
     """
 
     axes: Axes

@@ -32,7 +32,8 @@ class Axes:
         stacked: The axes that number independent matrices, such as `layer` and `expert`.
         inputs: The input axes of a weight; for other roles all axes after the comma.
         outputs: The output axes of a weight; empty for other roles.
-        within: For an array of a container, all axes of the weight that the container stands for.
+        within: For an array of a container, all axes of the weight that the container stands for; for a bias that is
+            added to partial sums, those of the weight whose product it is added to.
     """
 
     role: Role

@@ -90,13 +90,15 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    renamed = theirs.config.model_type in ("mixtral", "minimax_m2")
+    renamed, joined = (theirs.config.model_type in kinds for kinds in (("mixtral", "minimax_m2"), ("gpt_oss",)))
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
         if parameter.grad is None:  # a choice bias, which is a parameter in some models
             continue
         gradient = parameter.grad.numpy().copy()
-        if name.endswith("experts.gate_up_proj"):
+        if joined:  # on disk too
+            found[name] = gradient
+        elif name.endswith("experts.gate_up_proj"):
             half = gradient.shape[1] // 2
             for e, one in enumerate(gradient):
                 found[name.replace("gate_up_proj", f"{e}.{gate}.weight")] = one[:half]

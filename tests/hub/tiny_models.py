@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moezoo
-from moezoo.models import DeepSeekConfig, GroupedConfig, MixtralConfig, OlmoeConfig
+from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
@@ -41,6 +41,13 @@ def of_type(model_type: str, **changes: Any) -> GroupedConfig:
 def olmoe(**changes: Any) -> OlmoeConfig:
     """Return a tiny OLMoE that clips some of its queries, keys and values."""
     return OlmoeConfig(**{**SMALL, "layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, **changes})
+
+
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    """Return a tiny gpt-oss with an odd number of layers, that clamps some of the numbers in its experts."""
+    sizes: dict[str, Any] = {"layers": 3, "kv_heads": 2, "head_dim": 8, "window": 5, "swiglu_limit": 0.7}
+    yarn = replace(YARN, mscale=0.0, mscale_all=0.0, truncate=False)
+    return GptOssConfig(**{**SMALL, **sizes, "yarn": yarn, "rope_base": 100.0, **changes})
 
 
 def deepseek_v3(**changes: Any) -> DeepSeekConfig:
@@ -91,6 +98,13 @@ CONFIGS = {
     "olmoe": olmoe(),
     "olmoe shared heads, tied": olmoe(
         kv_heads=2, clip_qkv=None, router=Choice(), attention_bias="all", tied_embeddings=True
+    ),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss layers": gpt_oss(
+        layers=4, full_layers=(0, 1), attention_bias="none", yarn=replace(YARN, mscale=0.0, mscale_all=0.0)
+    ),
+    "gpt_oss no window": gpt_oss(
+        window=None, kv_heads=4, swiglu_alpha=0.8, yarn=Yarn(mscale=0.0, mscale_all=0.0, truncate=False)
     ),
     "v3": deepseek_v3(yarn=YARN),
     "v3 two mscales": deepseek_v3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3)),
