@@ -34,6 +34,7 @@ KINDS = {
     "mixtral window": {"block_sparse_moe", "block_sparse_moe.gate", "block_sparse_moe.experts"},
     "qwen3 every other": {"self_attn.q_norm", "self_attn.k_norm", "mlp", "mlp.gate", "mlp.experts"},
     "olmoe": {"self_attn.q_norm", "mlp.gate", "mlp.experts"},
+    "gpt_oss": {"mlp", "mlp.router", "mlp.experts"},
     "v3": {"self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.shared_experts"},
     "v3 two dense": {"mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
     "v2 groups": {"self_attn.q_a_layernorm", "mlp.gate", "mlp.experts"},

@@ -24,6 +24,7 @@ DEFAULT = [
     ("qwen3 every other", "ep8", "ring"),
     ("olmoe", "fsdp2_ep4", "gather"),
     ("v2 groups", "fsdp2_ep4", "capacity"),
+    ("gpt_oss layers", "ep8", "ring"),
 ]
 
 

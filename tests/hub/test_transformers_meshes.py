@@ -21,6 +21,7 @@ DEFAULT = [
     ("qwen3 every other", "fsdp2_ep4", "ring"),
     ("olmoe", "fsdp2_ep4", "gather"),
     ("v2 groups", "ep8", "capacity"),
+    ("gpt_oss", "fsdp2_ep4", "ragged"),
 ]
 TOKENS = np.random.default_rng(3).integers(0, 40, (8, 8)).astype(np.int32)
 

@@ -45,7 +45,7 @@ def olmoe(**changes: Any) -> OlmoeConfig:
 
 def gpt_oss(**changes: Any) -> GptOssConfig:
     """Return a tiny gpt-oss with an odd number of layers, that clamps some of the numbers in its experts."""
-    sizes: dict[str, Any] = {"layers": 3, "kv_heads": 2, "head_dim": 8, "window": 5, "swiglu_limit": 0.7}
+    sizes: dict[str, Any] = {"layers": 5, "kv_heads": 2, "head_dim": 8, "window": 5, "swiglu_limit": 0.7}
     yarn = replace(YARN, mscale=0.0, mscale_all=0.0, truncate=False)
     return GptOssConfig(**{**SMALL, **sizes, "yarn": yarn, "rope_base": 100.0, **changes})
 

@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `grouped` `olmoe` |
+| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -36,7 +36,7 @@ import moezoo
 from moezoo.config.compose import groups
 from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
-from moezoo.models import DeepSeekConfig, GroupedConfig, MixtralConfig, OlmoeConfig, build_model
+from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, build_model
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
@@ -73,8 +73,11 @@ _PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}, "tied_embe
 # The bound of `clip_qkv` clips some of the queries, keys and values of nearly every token.
 _OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "clip_qkv": 1.0}
 _OLMOE |= {"router": {"gates": "scores"}}
+# The limit clamps some of the numbers in the experts of nearly every token.
+_GPT_OSS = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "yarn": _YARN}
+_GPT_OSS |= {"swiglu_limit": 1.0}
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -83,6 +86,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "grouped": (GroupedConfig, _QWEN3, 5),
     "grouped_periodic": (GroupedConfig, _PERIODIC, 3),
     "olmoe": (OlmoeConfig, _OLMOE, 4),
+    "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
 }
 # The product contains every family of moezoo.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)

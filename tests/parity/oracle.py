@@ -17,7 +17,7 @@ The T tokens are those of a micro-step (balance "batch"), or those of one row, a
 Padding tokens are removed before anything is computed, so they cannot count anywhere.
 
 This file has what all families share: norm, experts, losses, gradients, optimisers. `oracle_grouped` adds the layers of
-Mixtral, Qwen3-MoE and OLMoE, `oracle_deepseek` those of DeepSeek. `tests/hub` compares the oracle with transformers.
+Mixtral, Qwen3-MoE, OLMoE and gpt-oss, `oracle_deepseek` those of DeepSeek. `tests/hub` compares the oracle with transformers.
 
 Letters in shapes: D embed, H heads, E experts, K experts per token.
 """
@@ -64,9 +64,13 @@ _FEED_FORWARD = {
     "dense_up": "feed_forward.up",
     "dense_down": "feed_forward.down",
     "router": "feed_forward.router.weight",
+    "router_bias": "feed_forward.router.bias",
     "gate": "feed_forward.experts.gate",
     "up": "feed_forward.experts.up",
     "down": "feed_forward.experts.down",
+    "gate_bias": "feed_forward.experts.gate_bias",
+    "up_bias": "feed_forward.experts.up_bias",
+    "down_bias": "feed_forward.experts.down_bias",
     "shared_gate": "feed_forward.shared.gate",
     "shared_up": "feed_forward.shared.up",
     "shared_down": "feed_forward.shared.down",
@@ -186,6 +190,8 @@ class Routing:
 
 # From a token's router logits: the gates of its chosen experts, by expert, and the probabilities of all experts.
 Route = Callable[[Value], tuple[dict[int, Value], Value]]
+# Of an expert's products with gate and up.
+Activation = Callable[[Value, Value], Value]
 
 
 class Family(abc.ABC):
@@ -210,16 +216,23 @@ def norm(x: Value, scale: Value, epsilon: float) -> Value:
     return x * ((x * x).sum(-1) / x.data.shape[-1] + epsilon) ** -0.5 * scale
 
 
-def attend(scores: Value, visible: np.ndarray, values: Value) -> Value:
-    """Return, for each query, the mean of the visible values, weighted by the softmax of the scores."""
+def attend(scores: Value, visible: np.ndarray, values: Value, sink: Value | None = None) -> Value:
+    """Return, for each query, the mean of the visible values, weighted by the softmax of the scores.
+
+    A sink is one more score in the softmax, of a value of zero.
+    """
     weights = exp(scores) * visible
-    return weights / weights.sum(1) @ values
+    return weights / (weights.sum(1) + (0 if sink is None else exp(sink))) @ values
 
 
 def swiglu(x: Value, gate: Value, up: Value, down: Value) -> Value:
     """Return down(silu(gate x) * up x)."""
-    inner = x @ gate
-    return inner / (1 + exp(-inner)) * (x @ up) @ down
+    return silu_gated(x @ gate, x @ up) @ down
+
+
+def silu_gated(gate: Value, up: Value) -> Value:
+    """Return silu(gate) * up."""
+    return gate / (1 + exp(-gate)) * up
 
 
 def top_indices(numbers: Sequence[float], count: int) -> list[int]:
@@ -231,23 +244,32 @@ def top_indices(numbers: Sequence[float], count: int) -> list[int]:
     return order[:count]
 
 
-def run_experts(p: TapedParameters, layer: int, x: Value, route: Route) -> tuple[Value, Routing]:
+def run_experts(
+    p: TapedParameters, layer: int, x: Value, route: Route, activation: Activation = silu_gated
+) -> tuple[Value, Routing]:
     """Return the sum over each token's experts of gate * expert(token), and the routing.
 
     Args:
         layer: the index among the layers with experts.
         x: the tokens of one row [tokens, D].
         route: chooses a token's experts from its logits.
+        activation: of an expert's two products, to each of which its bias is added if there are biases.
     """
     num_experts = p.shape("router")[2]
+
+    def product(x: Value, name: str, *index: int) -> Value:
+        y = x @ p(name, *index)
+        return y + p(f"{name}_bias", *index) if f"{name}_bias" in p.whole else y
+
     rows, routing = [], Routing(np.zeros(num_experts, np.int64), as_value(0), as_value(0))
     for i in range(len(x.data)):
         token = x[i]
-        logits = token @ p("router", layer)
+        logits = product(token, "router", layer)
         gates, probabilities = route(logits)
         y = as_value(0)
         for e, gate in gates.items():
-            y = y + gate * swiglu(token, p("gate", layer, e), p("up", layer, e), p("down", layer, e))
+            inner = activation(product(token, "gate", layer, e), product(token, "up", layer, e))
+            y = y + gate * product(inner, "down", layer, e)
             routing.counts[e] += 1
         routing.probabilities = routing.probabilities + probabilities
         routing.z = routing.z + log(exp(logits).sum()) ** 2
@@ -373,7 +395,7 @@ class AdamW:
             first = self.first[name] / (1 - self.beta1**self.count)
             second = self.second[name] / (1 - self.beta2**self.count)
             # Only matrices that multiply activations decay.
-            decay = 0 if name == "embedding" or name.endswith(("norm", "bias")) else self.weight_decay
+            decay = 0 if name == "embedding" or name.endswith(("norm", "bias", "sinks")) else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new
 

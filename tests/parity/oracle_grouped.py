@@ -1,10 +1,11 @@
-"""The oracle's layers of Mixtral, Qwen3-MoE and OLMoE: grouped-query attention, then experts or an MLP.
+"""The oracle's layers of Mixtral, Qwen3-MoE, OLMoE and gpt-oss: grouped-query attention, then experts or an MLP.
 
-Sources: Jiang et al., 2024 (Mixtral); Qwen Team, 2025 (Qwen3); Muennighoff et al., 2024 (OLMoE). A router's
-probabilities are the softmax of its logits, and the K most probable experts are chosen. The families differ in:
+Sources: Jiang et al., 2024 (Mixtral); Qwen Team, 2025 (Qwen3); Muennighoff et al., 2024 (OLMoE); OpenAI, 2025 (gpt-oss).
+A router's probabilities are the softmax of its logits, and the K most probable experts are chosen. The families differ in:
 
 - the biases, norms and limits of queries, keys and values before the rotation;
-- the layers that have experts;
+- the sinks, and the layers that have a window;
+- the layers that have experts, and the activation of these;
 - whether the gates of a token are scaled to a sum of 1.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import oracle
 from oracle import (
+    Activation,
     Family,
     Losses,
     Parameters,
@@ -24,6 +26,7 @@ from oracle import (
     attend,
     norm,
     run_experts,
+    silu_gated,
     swiglu,
     top_indices,
 )
@@ -38,7 +41,25 @@ def parameters_of(model: Any) -> Parameters:
     """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
     projections = ("query", "key", "value", "out")
     attention = {name: name for name in projections} | {f"{name}_bias": f"{name}_bias" for name in projections}
+    attention["sinks"] = "sinks"
     return oracle.parameters_of(model, attention | {"query_norm": "query_norm.scale", "key_norm": "key_norm.scale"})
+
+
+def _clamped(x: Value, low: float, high: float) -> Value:
+    """Return `x` limited to [low, high], and refuse a number that float32 may put on the other side of a limit."""
+    edge = min(float(abs(x.data - limit).min()) for limit in (low, high))
+    assert edge > _EDGE, f"a number is within {edge:.1e} of {low} or {high}; choose other limits"
+    return clamp(x, low, high)
+
+
+def clamped_swiglu(alpha: float, limit: float) -> Activation:
+    """Return the activation of gpt-oss: of a gate with an upper limit, and of 1 more than the other, clamped factor."""
+
+    def activation(gate: Value, up: Value) -> Value:
+        gate, up = _clamped(gate, -math.inf, limit), _clamped(up, -limit, limit)
+        return gate / (1 + exp(-alpha * gate)) * (up + 1)
+
+    return activation
 
 
 def with_experts(layers: int, every: int = 1, without: Collection[int] = ()) -> tuple[bool, ...]:
@@ -53,7 +74,7 @@ def with_experts(layers: int, every: int = 1, without: Collection[int] = ()) -> 
 class Grouped(Family):
     """The settings of a model that its arrays do not show.
 
-    Three kinds of arrays are optional: `query_norm` and `key_norm` (as wide as one head or as all heads), and biases.
+    Four kinds of arrays are optional: `query_norm` and `key_norm` (as wide as one head or as all heads), biases, sinks.
     """
 
     experts_per_token: int
@@ -64,6 +85,8 @@ class Grouped(Family):
     window: int | None  # how many positions a token attends to, its own included
     clip: float | None  # the bound of queries, keys and values in absolute value
     losses: Losses
+    full: Collection[int] = ()  # the layers without the window
+    activation: Activation = silu_gated
 
     def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
         """Run each layer: attention, then experts or an MLP."""
@@ -72,7 +95,7 @@ class Grouped(Family):
             x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
             h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
             if sparse:
-                y, of_layer = run_experts(p, len(routing), h, self._route)
+                y, of_layer = run_experts(p, len(routing), h, self._route, self.activation)
                 routing.append(of_layer)
             else:
                 i = layer - len(routing)
@@ -84,14 +107,15 @@ class Grouped(Family):
         """Return the attention of one row, computed head by head. Groups of query heads share a key and a value."""
         queries, keys, values = (self._heads(p, name, layer, x) for name in ("query", "key", "value"))
         visible, positions = place.visible, place.positions
-        if self.window is not None:
+        if self.window is not None and layer not in self.full:
             visible &= positions[:, None] - positions[None, :] < self.window
         result = as_value(0)
         for head, query in enumerate(queries):
             shared = head * len(keys) // len(queries)
             q, k = self.rope.rotate(query, positions), self.rope.rotate(keys[shared], positions)
             scores = q @ k.T / math.sqrt(q.data.shape[1])
-            result = result + attend(scores, visible, values[shared]) @ p("out", layer, head)
+            sink = p("sinks", layer, head) if "sinks" in p.whole else None
+            result = result + attend(scores, visible, values[shared], sink) @ p("out", layer, head)
         return result + p("out_bias", layer) if "out_bias" in p.whole else result
 
     def _heads(self, p: TapedParameters, name: str, layer: int, x: Value) -> list[Value]:
@@ -102,9 +126,7 @@ class Grouped(Family):
         if f"{name}_norm" in p.whole:
             heads = self._normed(heads, p(f"{name}_norm", layer))
         if self.clip is not None:
-            edge = min(float(abs(abs(x.data) - self.clip).min()) for x in heads)
-            assert edge > _EDGE, f"a number is within {edge:.1e} of the bound {self.clip}; choose another bound"
-            heads = [clamp(x, self.clip) for x in heads]
+            heads = [_clamped(x, -self.clip, self.clip) for x in heads]
         return heads
 
     def _normed(self, heads: list[Value], scale: Value) -> list[Value]:

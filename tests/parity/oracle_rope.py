@@ -19,6 +19,7 @@ class Rope:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all: float = 0.0
+    truncate: bool = True
 
     def rotate(self, x: Value, positions: np.ndarray) -> Value:
         """Return x [tokens, size] with each pair of dimensions rotated by position * frequency, times the magnitude."""
@@ -50,7 +51,7 @@ class Rope:
 
         Pair i makes length * base ** (-2 i / size) / (2 pi) turns within `length` tokens. YaRN keeps the frequencies of
         pairs that make more than `beta_fast` turns and divides by `factor` those of pairs that make less than
-        `beta_slow`. In between the change is linear in the pair's index.
+        `beta_slow`. In between the change is linear in the pair's index, from a whole index to one with `truncate`.
         """
         plain = [self.base ** (-2 * i / size) for i in range(size // 2)]
         if self.factor == 1:
@@ -59,7 +60,10 @@ class Rope:
         def pair_with(turns: float) -> float:
             return size / 2 * math.log(self.length / (2 * math.pi * turns), self.base)
 
-        first, last = max(0, math.floor(pair_with(self.beta_fast))), min(size - 1, math.ceil(pair_with(self.beta_slow)))
+        first, last = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(0, first), min(size - 1, last)
         result = []
         for i, frequency in enumerate(plain):
             extended = min(1.0, max(0.0, (i - first) / (last - first)))

@@ -13,12 +13,12 @@ import oracle_grouped
 import pytest
 from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, ROWS, Balance, Case, Family, batch, config, model
-from oracle_grouped import Grouped, with_experts
+from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
-from moezoo.models import DeepSeekConfig, GroupedConfig, MixtralConfig, OlmoeConfig
+from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
@@ -182,7 +182,7 @@ def run_case(case: Case) -> Observed:
 
 def _rope(base: float, y: Any, *, interleaved: bool = False) -> Rope:
     """Return the oracle's rotary positions for a model's `yarn` settings."""
-    return Rope(base, interleaved, y.factor, y.length, y.beta_fast, y.beta_slow, y.mscale, y.mscale_all)
+    return Rope(base, interleaved, y.factor, y.length, y.beta_fast, y.beta_slow, y.mscale, y.mscale_all, y.truncate)
 
 
 def oracle_family(family: Family, balance: Balance) -> oracle.Family:
@@ -210,6 +210,9 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different["renormalised"] = c.router.gates == "renormalised"
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "renormalised": c.router.gates == "renormalised"}
+    elif isinstance(c, GptOssConfig):
+        different = {"rope": _rope(c.rope_base, c.yarn), "window": c.window, "full": range(1, c.layers, 2)}
+        different["activation"] = clamped_swiglu(c.swiglu_alpha, c.swiglu_limit)
     return Grouped(**{**common, **different})
 
 

@@ -105,10 +105,10 @@ def log(x: Value) -> Value:
     return Value(np.log(x.data), [(x, lambda g: g / x.data)])
 
 
-def clamp(x: Value, bound: float) -> Value:
-    """Return `x` limited to [-bound, bound] elementwise. The gradient is zero where `x` is outside."""
-    inside = abs(x.data) <= bound
-    return Value(np.clip(x.data, -bound, bound), [(x, lambda g: g * inside)])
+def clamp(x: Value, low: float, high: float) -> Value:
+    """Return `x` limited to [low, high] elementwise. The gradient is zero where `x` is outside."""
+    inside = (low <= x.data) & (x.data <= high)
+    return Value(np.clip(x.data, low, high), [(x, lambda g: g * inside)])
 
 
 def stack(rows: Sequence[Value]) -> Value:
