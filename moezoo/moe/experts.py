@@ -5,6 +5,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moezoo.kernels.grouped_matmul import routed_mlp
@@ -12,7 +13,7 @@ from moezoo.nn.activation import Activation
 from moezoo.nn.linear import normal, project
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Bias, Weight
-from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.collectives import EXPERT_BIAS, InnerGroup
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.kernels import Keep, KernelOrder
 
@@ -58,12 +59,16 @@ class Experts(eqx.Module):
     def partial(self, group: InnerGroup) -> "Experts":
         """Return the experts whose results, summed over the `group` that shares their width, have each bias once.
 
-        The last bias is added after the sum over the width, so only the first device of the group keeps it.
+        The last bias is added after the sum over the width, so only the first device of the group keeps it. Biases get a
+        name: where `remat` keeps products, it keeps these too. They are small, and gradients of gates need the last one.
         """
-        if self.down_bias is None or not group.axes:
+        if self.down_bias is None:
             return self
-        mine = jnp.where(group.index == 0, self.down_bias, jnp.zeros((), self.down_bias.dtype))
-        return eqx.tree_at(lambda experts: experts.down_bias, self, mine)
+        down = self.down_bias
+        if group.axes:
+            down = jnp.where(group.index == 0, down, jnp.zeros((), down.dtype))
+        biases = [checkpoint_name(bias, EXPERT_BIAS) for bias in (self.gate_bias, self.up_bias, down)]
+        return eqx.tree_at(lambda experts: [experts.gate_bias, experts.up_bias, experts.down_bias], self, biases)
 
     def __call__(
         self,

@@ -28,6 +28,7 @@ MeshAxes = tuple[str, ...]
 GATHERED_WEIGHT = "gathered_weight"
 GATHERED_TOKENS = "gathered_tokens"
 GROUPED_MATMUL = "grouped_matmul"
+EXPERT_BIAS = "expert_bias"
 ATTENTION = "attention"
 LAYER_INPUT = "layer_input"
 

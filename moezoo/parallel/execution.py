@@ -22,6 +22,7 @@ from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, Role, axes_of
 from moezoo.parallel.collectives import (
     ATTENTION,
+    EXPERT_BIAS,
     GATHERED_WEIGHT,
     GROUPED_MATMUL,
     LAYER_INPUT,
@@ -391,7 +392,7 @@ class Execution:
             ),
             "dots": checkpoint_policies.save_from_both_policies(
                 checkpoint_policies.checkpoint_dots,
-                checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_MATMUL),
+                checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_MATMUL, EXPERT_BIAS),
             ),
             "none": _everything_but_gathered_weights,
         }[self.remat]

@@ -41,7 +41,9 @@ def weight_moves(module: PyTree, trained: PyTree, execution: Execution) -> Moves
                 gathered = Move("all_gather", part, execution.ways(part), numbers, dtype)
                 forward.append(gathered)
                 # A bias is added, so its gradient does not need its value: only rematerialisation gathers it again.
-                needed = role is not Role.BIAS or execution.remat != "none"
+                # Those of experts are kept where products are (`Experts.partial`).
+                kept = ("none", "dots") if "expert" in placement.axes.names else ("none",)
+                needed = role is not Role.BIAS or execution.remat not in kept
                 recomputed += [gathered] if needed else []
                 backward += [gathered.back(execution.reduce_dtype)] if summed and learns else []
                 numbers *= gathered.ways
