@@ -25,7 +25,7 @@ from moezoo.nn.yarn import Yarn
 MODEL_TYPES = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",
     "glm4_moe": "partial rotation, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
-    "minimax_m2": "norms over all queries and all keys, partial rotation, sigmoid router with a choice bias; MiniMax-M2",
+    "minimax_m2": "norms over all queries and keys, partial rotation, sigmoid router with a choice bias; MiniMax-M2",
     "hy_v3": "norms of each query and key, sigmoid router with a choice bias, shared experts; Hunyuan 3",
     "dots1": "as hy_v3, with groups of experts; dots.llm1",
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
@@ -207,8 +207,14 @@ _TYPES: dict[str, _Type] = {
             "layernorm_mlp_beta": (1,),
         },
         # Of layers that no MiniMax-M2 has: for multi-token prediction, with an MLP, with linear attention.
-        without_effect=("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size")
-        + ("shared_moe_mode", "layernorm_linear_attention_beta"),
+        without_effect=(
+            "use_mtp",
+            "num_mtp_modules",
+            "mtp_transformer_layers",
+            "mlp_intermediate_size",
+            "shared_moe_mode",
+            "layernorm_linear_attention_beta",
+        ),
     ),
     "hy_v3": _Type(
         "HYV3",
@@ -227,8 +233,14 @@ _TYPES: dict[str, _Type] = {
             "route_norm": (True,),
         },
         # Rounding, kernels, a token.
-        without_effect=("enable_moe_fp32_combine", "enable_lm_head_fp32", "enable_attention_fp32_softmax")
-        + ("use_grouped_mm", "eod_token_id", *_MTP),
+        without_effect=(
+            "enable_moe_fp32_combine",
+            "enable_lm_head_fp32",
+            "enable_attention_fp32_softmax",
+            "use_grouped_mm",
+            "eod_token_id",
+            *_MTP,
+        ),
     ),
     "dots1": _Type(
         "Dots1",

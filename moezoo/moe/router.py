@@ -34,8 +34,8 @@ class Choice:
     """How a router chooses the experts of a token and computes their gates.
 
     With scores s (float32) and choice bias b, a token goes to the K experts with the largest s + b among the kept
-    groups. Its gates are scale * s, or scale * s / max(sum(s), least_sum) over the chosen experts. The defaults are Mixtral's (Jiang et
-    al., 2024, section 2.1).
+    groups. Its gates are scale * s, or scale * s / max(sum(s), least_sum), with the sum over the chosen experts. The
+    defaults are Mixtral's (Jiang et al., 2024, section 2.1).
 
     Args:
         score: `softmax` over all experts, or `sigmoid` of each expert alone.
@@ -43,10 +43,10 @@ class Choice:
         kept_groups: number of groups, the best of each token, that its experts come from.
         group_score: a group's score is its best expert's (`max`) or the sum of its two best (`sum_of_top2`).
         gates: `scores` as they are, or `renormalised` to sum to 1.
-        least_sum: renormalised gates divide by at least this, so they sum to less where the scores do.
         scale: factor on the gates.
         choice_bias: `learned` adds a bias to the scores for the choice only (Wang et al., 2024, arXiv:2408.15664).
         bias_rate: how far a training step moves the choice bias.
+        least_sum: renormalised gates divide by at least this, so they sum to less where the scores do.
 
     Raises:
         UserError: a value has a wrong type, a number is out of its range, or `kept_groups` exceeds `groups`.
@@ -57,10 +57,10 @@ class Choice:
     kept_groups: Size = 1
     group_score: Literal["max", "sum_of_top2"] = "max"
     gates: Literal["renormalised", "scores"] = "renormalised"
-    least_sum: NotNegative = 0.0
     scale: Positive = 1.0
     choice_bias: Literal["none", "learned"] = "none"
     bias_rate: NotNegative = 0.001
+    least_sum: NotNegative = 0.0
 
     def __post_init__(self):
         check_fields("model.router", self)

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from oracle_grouped import Grouped, with_experts
 from oracle_rope import Rope
+from oracle_router import softmax
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
@@ -101,7 +102,7 @@ def family_of(config: Any) -> Grouped:
         ),
         rope=Rope(rope["rope_theta"], **yarn),
         norm_eps=c.rms_norm_eps,
-        renormalised=c.model_type == "mixtral" or c.norm_topk_prob,
+        choice=softmax(c.model_type == "mixtral" or c.norm_topk_prob),
         window=getattr(c, "sliding_window", None),
         clip=getattr(c, "clip_qkv", None),
         losses=oracle.Losses(0.0, 0.0, "batch"),

@@ -16,6 +16,7 @@ import oracle_deepseek
 import pytest
 from oracle_grouped import Grouped, with_experts
 from oracle_rope import Rope
+from oracle_router import softmax
 from safetensors.numpy import load_file, save_file
 from tape import stack
 
@@ -109,7 +110,7 @@ def mixtral() -> Published:
     config = {"model_type": "mixtral", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
     config |= {"intermediate_size": EXPERT_MLP, "num_local_experts": EXPERTS, "rope_theta": 100.0, "sliding_window": 3}
     layer = grouped_attention(6) | with_router("block_sparse_moe", ("w1", "w3", "w2"))
-    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), renormalised=True, window=3, clip=None)
+    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), choice=softmax(True), window=3, clip=None)
     return Published(config, [layer] * 2, family)
 
 
@@ -129,7 +130,7 @@ def qwen3() -> Published:
     sparse = attention | with_router("mlp", PROJECTIONS)
     dense = attention | swiglu("mlp", MLP, PROJECTIONS, "dense_")
     kinds = with_experts(3, without=[1])
-    family = Grouped(**GROUPED, sparse=kinds, rope=Rope(100.0), renormalised=True, window=None, clip=None)
+    family = Grouped(**GROUPED, sparse=kinds, rope=Rope(100.0), choice=softmax(True), window=None, clip=None)
     return Published(config, [sparse, dense, sparse], family)
 
 
@@ -141,7 +142,7 @@ def olmoe() -> Published:
     layer = grouped_attention(size) | with_router("mlp", PROJECTIONS)
     layer |= {"self_attn.q_norm.weight": vector(HEADS * size, "query_norm")}
     layer |= {"self_attn.k_norm.weight": vector(KV_HEADS * size, "key_norm")}
-    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), renormalised=False, window=None, clip=0.9)
+    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), choice=softmax(False), window=None, clip=0.9)
     return Published(config, [layer] * 2, family)
 
 

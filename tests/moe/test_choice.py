@@ -33,7 +33,7 @@ def loop(scores, bias, choice, k):
     chosen = sorted(eligible, key=lambda e: -(scores + bias)[e])[:k]
     gates = scores[chosen]
     if choice.gates == "renormalised":
-        gates = gates / gates.sum()
+        gates = gates / max(gates.sum(), choice.least_sum)
     return chosen, gates * choice.scale
 
 
@@ -45,6 +45,7 @@ CHOICES = [
     Choice("sigmoid", 1, 1, "max", "scores", 2.5, "learned"),
     Choice("sigmoid", 4, 2, "max", "renormalised", 2.5, "none"),
     Choice("sigmoid", 4, 2, "sum_of_top2", "scores", 2.5, "none"),
+    Choice("softmax", 1, 1, "max", "renormalised", 1.0, "learned", least_sum=0.5),  # of most tokens, not of all
 ]
 
 

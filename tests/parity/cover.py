@@ -43,8 +43,8 @@ from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRul
 from moezoo.parallel.rules import live
 
 Balance = Literal["batch", "sequence"]
-# A key of `_FAMILY_SETTINGS`: every family of moezoo, and two variants for `EXTRA_CASES` with tied embeddings, which
-# are DeepSeek-V2 and a Qwen3-MoE in which only every second layer has experts.
+# A key of `_FAMILY_SETTINGS`: every family of moezoo, and variants for `EXTRA_CASES`: DeepSeek-V2 and a Qwen3-MoE in
+# which only every second layer has experts, both with tied embeddings, and a GLM-4.5.
 Family = str
 
 # Adjacent dimensions have different sizes where possible, so a test fails where the code confuses two of them. The
@@ -70,6 +70,11 @@ _QWEN3 = {**_GROUPED, "layers": 1 + LAYERS, "moe_every": 1, "mlp_layers": (0,), 
 _QWEN3 |= {"attention_bias": "all", "window": 4, "norm_eps": 1e-3, "yarn": _YARN, "router": {"gates": "renormalised"}}
 _PERIODIC = _QWEN3 | {"layers": 2 * LAYERS, "moe_every": 2, "mlp_layers": (), "attention_bias": "none", "window": None}
 _PERIODIC |= {"yarn": {"factor": 1.0}, "router": {"gates": "scores"}, "tied_embeddings": True}
+# Half of each head is rotated; two of eight dimensions have a pair each.
+_GLM = _QWEN3 | {"model_type": "glm4_moe", "norm_over": "nothing", "rotary_dims": 4, "attention_bias": "inputs"}
+_GLM |= {"shared_experts": 2, "window": None, "yarn": {"factor": 1.0}}
+_GLM["router"] = {"score": "sigmoid", "choice_bias": "learned", "scale": 2.5, "bias_rate": 0.25}
+_GLM["router"] |= {"groups": 2, "kept_groups": 1, "group_score": "sum_of_top2"}
 # The bound of `clip_qkv` clips some of the queries, keys and values of nearly every token.
 _OLMOE = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "clip_qkv": 1.0}
 _OLMOE |= {"router": {"gates": "scores"}}
@@ -85,6 +90,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "deepseek_v2": (DeepSeekConfig, _DEEPSEEK_V2, 6),
     "grouped": (GroupedConfig, _QWEN3, 5),
     "grouped_periodic": (GroupedConfig, _PERIODIC, 3),
+    "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 4),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
 }
@@ -362,7 +368,7 @@ def cover() -> tuple[Case, ...]:
 # Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
 # weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four;
 # four devices that share two key-value heads, under norms of projections, and under biases and norms of heads; devices
-# that share a tied table, which decay spares.
+# that share a tied table, which decay spares; a GLM whose heads, widths, shared experts and sequences are split.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
@@ -372,4 +378,5 @@ EXTRA_CASES = (
     Case("gather", "fsdp2_tensor4", "tensor", "dots", 1, "batch", "olmoe", "adamw"),
     Case("ring", "fsdp2_tensor4", "tensor", "full", 2, "sequence", "grouped", "muon"),
     Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "grouped_periodic", "adamw"),
+    Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "glm4_moe"),
 )

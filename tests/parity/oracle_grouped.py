@@ -1,19 +1,20 @@
-"""The oracle's layers of Mixtral, Qwen3-MoE, OLMoE and gpt-oss: grouped-query attention, then experts or an MLP.
+"""The oracle's layers with grouped-query attention, then experts or an MLP.
 
-Sources: Jiang et al., 2024 (Mixtral); Qwen Team, 2025 (Qwen3); Muennighoff et al., 2024 (OLMoE); OpenAI, 2025 (gpt-oss).
-A router's probabilities are the softmax of its logits, and the K most probable experts are chosen. The families differ in:
+They are those of Mixtral (Jiang et al., 2024), OLMoE (Muennighoff et al., 2024), Qwen3-MoE (Qwen Team, 2025), GLM-4.5
+(GLM-4.5 Team, 2025) and gpt-oss (OpenAI, 2025), which differ in:
 
-- the biases, norms and limits of queries, keys and values before the rotation;
+- the biases, norms and limits of queries, keys and values before the rotation, and the dimensions that are rotated;
 - the sinks, and the layers that have a window;
-- the layers that have experts, and the activation of these;
-- whether the gates of a token are scaled to a sum of 1.
+- the layers that have experts, the activation of these, and whether there are shared experts;
+- the router.
 """
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import oracle
 from oracle import (
     Activation,
@@ -28,10 +29,10 @@ from oracle import (
     run_experts,
     silu_gated,
     swiglu,
-    top_indices,
 )
 from oracle_rope import Rope
-from tape import Value, as_value, clamp, exp, total
+from oracle_router import Choice, moved
+from tape import Value, as_value, clamp, total
 
 # Where a number is closer than this to the bound of a clamp, float32 may put it on the other side.
 _EDGE = 2e-6
@@ -81,12 +82,15 @@ class Grouped(Family):
     sparse: tuple[bool, ...]  # whether each layer has experts
     rope: Rope
     norm_eps: float
-    renormalised: bool  # whether the gates of a token are scaled to a sum of 1
+    choice: Choice
     window: int | None  # how many positions a token attends to, its own included
     clip: float | None  # the bound of queries, keys and values in absolute value
     losses: Losses
     full: Collection[int] = ()  # the layers without the window
     activation: Activation = silu_gated
+    rotary_dims: int | None = None  # the first dimensions of a head, which are rotated; None for all
+    bias: np.ndarray | None = None  # the choice bias [layer with experts, expert]
+    bias_rate: float = 0.0
 
     def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
         """Run each layer: attention, then experts or an MLP."""
@@ -95,13 +99,27 @@ class Grouped(Family):
             x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
             h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
             if sparse:
-                y, of_layer = run_experts(p, len(routing), h, self._route, self.activation)
+                i = len(routing)
+                bias = np.zeros(p.shape("router")[2]) if self.bias is None else self.bias[i]
+                y, of_layer = run_experts(
+                    p,
+                    i,
+                    h,
+                    lambda logits, bias=bias: self.choice.route(logits, bias, self.experts_per_token),
+                    self.activation,
+                )
                 routing.append(of_layer)
+                if "shared_gate" in p.whole:
+                    y = y + swiglu(h, p("shared_gate", i), p("shared_up", i), p("shared_down", i))
             else:
                 i = layer - len(routing)
                 y = swiglu(h, p("dense_gate", i), p("dense_up", i), p("dense_down", i))
             x = x + y
         return x, routing
+
+    def after_step(self, load: np.ndarray) -> "Grouped":
+        """Move the choice bias."""
+        return self if self.bias is None else replace(self, bias=moved(self.bias, load, self.bias_rate))
 
     def _attention(self, p: TapedParameters, layer: int, x: Value, place: Place) -> Value:
         """Return the attention of one row, computed head by head. Groups of query heads share a key and a value."""
@@ -112,11 +130,20 @@ class Grouped(Family):
         result = as_value(0)
         for head, query in enumerate(queries):
             shared = head * len(keys) // len(queries)
-            q, k = self.rope.rotate(query, positions), self.rope.rotate(keys[shared], positions)
-            scores = q @ k.T / math.sqrt(q.data.shape[1])
+            scores = self._turned(query, positions) @ self._turned(keys[shared], positions).T
+            scores = scores / math.sqrt(query.data.shape[1])
             sink = p("sinks", layer, head) if "sinks" in p.whole else None
             result = result + attend(scores, visible, values[shared], sink) @ p("out", layer, head)
         return result + p("out_bias", layer) if "out_bias" in p.whole else result
+
+    def _turned(self, x: Value, positions: np.ndarray) -> Value:
+        """Return a head's queries or keys after the rotation of the first dimensions."""
+        dims, size = self.rotary_dims, x.data.shape[1]
+        if dims is None:
+            return self.rope.rotate(x, positions)
+        # Parts of a head become columns of a whole one, because the tape cannot join arrays.
+        first, rest = np.eye(size)[:dims], np.eye(size)[dims:]
+        return self.rope.rotate(x[:, :dims], positions) @ first + x[:, dims:] @ rest
 
     def _heads(self, p: TapedParameters, name: str, layer: int, x: Value) -> list[Value]:
         """Return the queries, keys or values of each head before the rotation: projection, bias, norm, clip."""
@@ -137,11 +164,3 @@ class Grouped(Family):
         mean_square = total((x * x).sum(-1) for x in heads) / (size * len(heads))
         normed = [x * (mean_square + self.norm_eps) ** -0.5 for x in heads]
         return [x * scale[i * size : (i + 1) * size] for i, x in enumerate(normed)]
-
-    def _route(self, logits: Value) -> tuple[dict[int, Value], Value]:
-        """Return the gates of the K most probable experts, and the probabilities of all experts."""
-        exponentials = exp(logits)
-        probabilities = exponentials / exponentials.sum()
-        chosen = top_indices(probabilities.data.tolist(), self.experts_per_token)
-        divisor = total(probabilities[e] for e in chosen) if self.renormalised else 1
-        return {e: probabilities[e] / divisor for e in chosen}, probabilities

@@ -15,6 +15,7 @@ from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
+from oracle_router import Choice, softmax
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
@@ -196,7 +197,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         "sparse": with_experts(c.layers),
         "rope": Rope(c.rope_base),
         "norm_eps": c.norm_eps,
-        "renormalised": True,
+        "choice": softmax(renormalised=True),
         "window": None,
         "clip": None,
         "losses": losses,
@@ -206,14 +207,25 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"window": c.window}
     elif isinstance(c, GroupedConfig):
         sparse = with_experts(c.layers, c.moe_every, c.mlp_layers)
-        different = {"sparse": sparse, "rope": _rope(c.rope_base, c.yarn), "window": c.window}
-        different["renormalised"] = c.router.gates == "renormalised"
+        rope = _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved")
+        different = {"sparse": sparse, "rope": rope, "window": c.window}
+        different |= {"choice": _choice(c.router), "rotary_dims": c.rotary_dims}
+        if c.router.choice_bias == "learned":
+            bias = oracle_deepseek.bias_of(model(family, balance))
+            assert bias is not None
+            different |= {"bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
     elif isinstance(c, OlmoeConfig):
-        different = {"clip": c.clip_qkv, "renormalised": c.router.gates == "renormalised"}
+        different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):
         different = {"rope": _rope(c.rope_base, c.yarn), "window": c.window, "full": range(1, c.layers, 2)}
         different["activation"] = clamped_swiglu(c.swiglu_alpha, c.swiglu_limit)
     return Grouped(**{**common, **different})
+
+
+def _choice(r: Any) -> Choice:
+    """Return the oracle's router for a model's `router` settings."""
+    gates = r.gates == "renormalised"
+    return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum)
 
 
 def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
@@ -223,7 +235,7 @@ def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None)
         c.dense_layers,
         c.nope_dim,
         _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved"),
-        oracle_deepseek.Choice(r.score, r.groups, r.kept_groups, r.group_score, r.gates == "renormalised", r.scale),
+        _choice(r),
         np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else bias.astype(np.float64),
         0.0 if bias is None else r.bias_rate,
         c.norm_eps,
