@@ -25,6 +25,7 @@ import pytest
 from cover import EXTRA_CASES, FAMILIES, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped
+from oracle_router import softmax
 from running import expected, oracle_family, parameters_of, run_case, worst_error
 from table import write_section
 
@@ -171,6 +172,7 @@ def test_oracle_depends_on_every_setting_of_deepseek():
     [
         ("grouped", ("layers", "gates", "window", "ramp", "magnitude")),
         ("olmoe", ("gates", "clip")),
+        ("glm4_moe", ("rotated", "groups", "bias")),
     ],
 )
 def test_oracle_depends_on_every_setting_of_grouped_attention(family, names):
@@ -185,6 +187,9 @@ def test_oracle_depends_on_every_setting_of_grouped_attention(family, names):
         "ramp": replace(settings, rope=replace(rope, beta_slow=4.0)),
         "magnitude": replace(settings, rope=replace(rope, mscale=0.5, mscale_all=0.5)),
         "clip": replace(settings, clip=None),
+        "rotated": replace(settings, rotary_dims=None),
+        "groups": replace(settings, choice=replace(settings.choice, groups=1, kept_groups=1)),
+        "bias": replace(settings, bias=None),
     }
     wanted = expected(family, "batch", 1).outcomes[0]
     for name in names:
@@ -198,9 +203,8 @@ def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     parameters, buffers = eqx.partition(tiny, trainable_mask(tiny))
     assert sum(x.size for x in parameters_of(family, tiny).values()) == sum(x.size for x in jax.tree.leaves(parameters))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(buffers)]
-    assert paths == (
-        [".stacks[1].blocks[0].feed_forward.router.choice_bias"] if family in ("deepseek", "glm4_moe") else []
-    )
+    biases = [".stacks[1].blocks[0].feed_forward.router.choice_bias"] * (family in ("deepseek", "glm4_moe"))
+    assert paths == biases
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2"])
