@@ -168,12 +168,12 @@ class LanguageModel(eqx.Module):
         Args:
             tokens: integers [batch, seq] from 0 to `vocab` - 1, the whole batch even on a mesh.
             segments: the number of each token's document in its row, from 1; 0 is padding. Default: all 1.
-            positions: each token's position in its document, below `max_length`. Default: its index in the row.
+            positions: each token's position in its document, below `config.longest`. Default: its index in the row.
             execution: how the model runs. Default: on one device. `dispatch=auto` counts no gradients here.
 
         Raises:
             UserError: an array is not integers [batch, seq], is empty, or has a number out of its range; a row without
-                `positions` is longer than `max_length`; or the mesh does not divide the batch or the sequence.
+                `positions` is longer than `config.longest`; or the mesh does not divide the batch or the sequence.
         """
         execution = Execution() if execution is None else execution
         check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
@@ -203,17 +203,17 @@ class LanguageModel(eqx.Module):
 
     def _check_numbers(self, tokens: Any, segments: Any, positions: Any) -> None:
         """Check the arrays of a call and the numbers that are known; at padding there may be any."""
-        limit, read = self.config.max_length, None
+        limit, read = self.config.longest, None
         if segments is not None and (read := known(as_integers("segments", segments, tokens))) is not None:
             check_inside("segments", read, 2**31, "0 is padding")
             read = read > 0
         if positions is not None:
             positions = known(as_integers("positions", positions, tokens))
-        elif tokens.shape[1] > limit:
-            raise UserError(f"tokens are {list(tokens.shape)}, longer than model.max_length={limit}; shorten the rows")
+        elif tokens.shape[1] > limit.tokens:
+            raise UserError(f"tokens are {list(tokens.shape)}, longer than {limit}; shorten the rows")
         for name, numbers, size, why in (
             ("tokens", known(tokens), self.vocab, f"model.vocab={self.vocab}"),
-            ("positions", positions, limit, f"model.max_length={limit}"),
+            ("positions", positions, limit.tokens, str(limit)),
         ):
             if numbers is not None:
                 check_inside(name, numbers if read is None else numbers[read], size, why)

@@ -1,7 +1,7 @@
 """The contract of a family's configuration: the fields that the library reads."""
 
 import abc
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from moezoo.convert import NotNegative, Positive, Range, Size, check_fields
 from moezoo.errors import UserError
@@ -9,6 +9,23 @@ from moezoo.errors import UserError
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
 # is planned in Python, so a number without a limit could take hours before anything is refused.
 MAX_LAYERS = 10_000
+
+
+class Limit(NamedTuple):
+    """The most tokens that a text may have, and the setting that says so.
+
+    Attributes:
+        key: the setting, such as `model.max_length`.
+        tokens: its value.
+        why: what forbids a larger value; "" where nothing does.
+    """
+
+    key: str
+    tokens: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.tokens}" + (f" ({self.why})" if self.why else "")
 
 
 class ModelConfig(abc.ABC):
@@ -50,6 +67,11 @@ class ModelConfig(abc.ABC):
     load_balance: NotNegative
     load_balance_over: Literal["batch", "sequence"]
     z_loss: NotNegative
+
+    @property
+    def longest(self) -> Limit:
+        """The most tokens that a text may have, its prompt and new tokens together. A family may have a lower limit."""
+        return Limit("model.max_length", self.max_length)
 
     @property
     def window(self) -> int | None:

@@ -168,6 +168,7 @@ def read_rope(
     extensions: tuple[str, ...] = ("default",),
     base: float = 1e4,
     share: float | None = None,
+    others: Iterable[str] = (),
 ) -> RopeSettings:
     """Return the rotary settings.
 
@@ -180,6 +181,7 @@ def read_rope(
         extensions: the values of `rope_type` that the family has, of `default` and `yarn`.
         base: the base where no key has it.
         share: the share where no key has it; None where the family rotates whole heads, and refuses another share.
+        others: keys of the table that the caller reads, or that change nothing.
 
     Raises:
         UserError: a value does not fit, or the family does not have the extension.
@@ -208,7 +210,7 @@ def read_rope(
         "mscale_all": _or(rope.read("mscale_all_dim", float | None, None), 0.0),
         "truncate": rope.read("truncate", bool, True),
     }
-    rope.refuse_others({"partial_rotary_factor": (1,)})
+    rope.refuse_others({"partial_rotary_factor": (1,)}, others)
     return RopeSettings(base, yarn if kind == "yarn" else {}, 1.0 if share is None else share)
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (2024, arXiv:2405.04434) and V3 (2024, arXiv:2412.19437). The settings choose between the two.
+"""DeepSeek-V2 (2024, arXiv:2405.04434), V3 (2024, arXiv:2412.19437) and their kin. The settings choose among them.
 
 The file has, in this order, the configuration, the two kinds of layer, the model, and its tensor names in a Hugging
 Face folder.
@@ -17,6 +17,11 @@ B batch, S sequence, d `embed`. A token chooses the best K = `experts_per_token`
 |---|---|---|---|---|
 | V2 | softmax | by their best expert | none | scores |
 | V3 | sigmoid | by the sum of their two best experts | learned | scores, normalised to sum to 1 |
+| Mistral 4 | softmax | by the sum of their two best experts | none | scores, normalised to sum to 1 |
+
+Kimi K2, Moonlight and GLM-4.7-Flash are V3 with other numbers. Mistral 4 also multiplies queries by a factor that grows
+with their position. DeepSeek-V3.2 and GLM-5 let each token attend to the `index_topk` tokens that an index finds best.
+The index is not built: up to so many tokens it selects all, and longer texts are refused.
 """
 
 import dataclasses
@@ -32,7 +37,7 @@ from moezoo.convert import Count, Positive, Size
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
-from moezoo.models.config import ModelConfig, check_rotary
+from moezoo.models.config import Limit, ModelConfig, check_rotary
 from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -40,6 +45,7 @@ from moezoo.moe.router import Choice, Router
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
@@ -62,6 +68,11 @@ class DeepSeekConfig(ModelConfig):
     | `router` | how experts are chosen and gates computed |
     | `rope_base`, `rope_pairs` | base of the rotary frequencies; which dimensions turn together |
     | `yarn` | the extension to longer texts; a factor of 1 is none |
+    | `query_scale` | the factor on queries that grows with their position; a `beta` of 0 is none |
+    | `index_topk` | how many tokens the index of sparse attention selects for each; None: no index |
+    | `index_pairs` | which dimensions turn together in the index: in V3.2 halves, in GLM-5 interleaved |
+
+    The index is not built, as it has no effect on texts of up to `index_topk` tokens; `longest` is that limit.
 
     `moezoo.models.config.ModelConfig` describes the others.
     """
@@ -85,6 +96,9 @@ class DeepSeekConfig(ModelConfig):
     rope_base: Positive = 1e4
     rope_pairs: Pairs = "interleaved"
     yarn: Yarn = dataclasses.field(default_factory=Yarn)
+    query_scale: QueryScale = dataclasses.field(default_factory=QueryScale)
+    index_topk: Size | None = None
+    index_pairs: Pairs = "halves"
     max_length: int = 4096
     norm_eps: float = 1e-6
     load_balance: float = 0.0001
@@ -102,8 +116,21 @@ class DeepSeekConfig(ModelConfig):
                 f"model.dense_layers={self.dense_layers} leaves no layer of model.layers={self.layers} with experts; "
                 f"set it below {self.layers}"
             )
+        if self.index_topk is not None and self.q_lora is None:
+            raise UserError(
+                f"model.index_topk={self.index_topk} needs model.q_lora, because the index reads the latent of queries; "
+                "set both or none"
+            )
         check_rotary(self, "rope_dim")
         self.router.check(self.experts, self.experts_per_token)
+
+    @property
+    def longest(self) -> Limit:
+        """`max_length`, or the lower `index_topk`: as many tokens as the index selects, it selects all."""
+        if self.index_topk is None or self.index_topk >= self.max_length:
+            return super().longest
+        why = "beyond it DeepSeek's sparse attention would select tokens, which is not built"
+        return Limit("model.index_topk", self.index_topk, why)
 
     @property
     def dims_of_a_pair(self) -> int:
@@ -118,6 +145,7 @@ def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dty
         c.embed,
         LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
         rotary=Rotary(c.rope_dim, c.rope_base, c.yarn, c.rope_pairs),
+        query_scale=c.query_scale,
         out_std=out_std,
         dtype=dtype,
         key=for_attention,

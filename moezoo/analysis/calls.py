@@ -103,10 +103,10 @@ class _Generation(NamedTuple):
 
 def _generation(cfg: TrainConfig, model: LanguageModel) -> _Generation:
     """Return both programs of `generate` for prompts of `seq_len` tokens, `batch_size` of them, and a token more."""
-    if cfg.seq_len >= cfg.model.max_length:
+    if cfg.seq_len >= (limit := cfg.model.longest).tokens:
         raise UserError(
-            f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed model.max_length="
-            f"{cfg.model.max_length}; choose at most {cfg.model.max_length - 1}"
+            f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed {limit}; "
+            f"choose at most {limit.tokens - 1}"
         )
     execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any").exact.for_rows(cfg.batch_size)
     how = continuation(model, cfg.seq_len, round_up(1), Sampling(), execution, rows=cfg.batch_size)

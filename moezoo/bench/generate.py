@@ -74,10 +74,10 @@ def compare_generation(
     """Time greedy calls of random models of all `models` (name -> overrides) in all shapes, in float32."""
     configs = {name: compose(f"model={words.split()[0]}", *words.split()[1:]) for name, words in models.items()}
     for (name, cfg), shape in itertools.product(configs.items(), shapes):
-        if shape.prompt + shape.new > cfg.model.max_length:
+        if shape.prompt + shape.new > cfg.model.longest.tokens:
             raise UserError(
                 f"--calls {'x'.join(map(str, shape))}: {shape.prompt + shape.new} tokens exceed "
-                f"model.max_length={cfg.model.max_length} of {name}; choose fewer tokens"
+                f"{cfg.model.longest} of {name}; choose fewer tokens"
             )
     start(1)
     for name, cfg in configs.items():

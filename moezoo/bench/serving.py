@@ -78,10 +78,10 @@ def compare_serving(
     }
     configs = {key: compose(*some) for key, some in words.items()}
     for ((name, _), cfg), shape in itertools.product(configs.items(), shapes):
-        if shape.new < 2 or shape.prompt + shape.new > cfg.model.max_length:
+        if shape.new < 2 or shape.prompt + shape.new > cfg.model.longest.tokens:
             raise UserError(
                 f"--calls {'x'.join(map(str, shape))}: needs two or more new tokens, which with the prompt are at most "
-                f"model.max_length={cfg.model.max_length} of {name}; choose other numbers, such as {shape.rows}x32x64"
+                f"{cfg.model.longest} of {name}; choose other numbers, such as {shape.rows}x32x64"
             )
     start(max(cfg.mesh.devices for cfg in configs.values()))
     executions = {key: build_execution(cfg, batches="any") for key, cfg in configs.items()}

@@ -138,10 +138,9 @@ def _set_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
-    if cfg.seq_len > cfg.model.max_length:
-        raise UserError(
-            f"seq_len={cfg.seq_len} exceeds model.max_length={cfg.model.max_length}; shorten it or raise the maximum"
-        )
+    if cfg.seq_len > (limit := cfg.model.longest).tokens:
+        others = "" if limit.why else " or raise the maximum"
+        raise UserError(f"seq_len={cfg.seq_len} exceeds {limit}; shorten it{others}")
     micro_steps = cfg.execution.microbatches
     check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
     execution.token_order(cfg.seq_len)

@@ -119,7 +119,7 @@ def generate(
 
     Raises:
         UserError: Prompts are not integers [batch, seq] of the vocabulary, have padding on the right, or exceed
-            `model.max_length` with the new tokens; or the sampling settings are invalid.
+            `config.longest` with the new tokens; or the sampling settings are invalid.
     """
     execution = Execution() if execution is None else execution
     check_type("model", model, LanguageModel, "load one with moezoo.load_run or moezoo.from_pretrained")
@@ -170,11 +170,12 @@ def _check_prompts(
     stops = convert(tuple[int, ...], ends if isinstance(ends, list | tuple) else [ends], "eos_token_id")
     for name, some in (("ids", tokens[valid]), ("eos_token_id", np.asarray(stops, int))):
         check_inside(name, some, model.vocab, f"model.vocab={model.vocab}")
-    longest, limit = int(valid.sum(1).max()), model.config.max_length
-    if longest + max_new_tokens > limit:
+    longest, limit = int(valid.sum(1).max()), model.config.longest
+    if longest + max_new_tokens > limit.tokens:
+        room = limit.tokens - longest
         raise UserError(
-            f"a prompt of {longest} tokens plus max_new_tokens={max_new_tokens} exceeds model.max_length={limit}; "
-            + (f"set max_new_tokens to at most {limit - longest}" if longest < limit else "shorten the prompt")
+            f"a prompt of {longest} tokens plus max_new_tokens={max_new_tokens} exceeds {limit}; "
+            + (f"set max_new_tokens to at most {room}" if room > 0 else "shorten the prompt")
         )
     return np.where(valid, tokens, 0).astype(np.int32), valid, list(stops)
 

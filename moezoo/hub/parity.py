@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from moezoo.errors import UserError
 from moezoo.hub import peer
 from moezoo.hub.folders import from_pretrained
 from moezoo.hub.recording import ModuleRecord, Where, record_model
@@ -119,11 +120,14 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
         tolerance: the largest relative difference that counts as agreement.
 
     Raises:
-        UserError: PyTorch or transformers is not installed, or one of the two libraries cannot load the folder.
+        UserError: PyTorch or transformers is not installed, or one of the two libraries cannot load the folder, or
+            `tokens` is more than `config.longest` of the model.
     """
     peer.require_peers()
     folder = Path(folder).expanduser()
     model = from_pretrained(folder, dtype=jnp.float32)
+    if tokens > (limit := model.config.longest).tokens:
+        raise UserError(f"tokens={tokens} exceeds {limit}; compare at most {limit.tokens}")
     ids = np.random.default_rng(seed).integers(0, model.vocab, (1, tokens))
     theirs_by_ours = pair_modules(model)
     ours = record_model(model, ids)

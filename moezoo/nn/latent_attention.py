@@ -6,7 +6,7 @@
     k = [latent W_key_up, shared]         # [B, S, heads, nope_dim + rope_dim]
     v = latent W_value_up                 # [B, S, heads, value_dim]
 
-Attention over q, k, v is the usual one. Devices that share heads have the same latents and the same shared key. B
+Attention over q, k, v is the usual one; q may have a factor that grows with the position. Devices that share heads have the same latents and the same shared key. B
 batch, S sequence.
 """
 
@@ -24,6 +24,7 @@ from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
+from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import InnerGroup
@@ -85,6 +86,7 @@ class LatentAttention(SelfAttention):
     out: Weight[Array, "heads value_dim -> embed"]
     sizes: LatentSizes = eqx.field(static=True)
     rotary: Rotary = eqx.field(static=True)
+    query_scale: QueryScale = eqx.field(static=True)
 
     def __init__(
         self,
@@ -92,11 +94,12 @@ class LatentAttention(SelfAttention):
         sizes: LatentSizes,
         *,
         rotary: Rotary,
+        query_scale: QueryScale = QueryScale(),
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
     ):
-        self.sizes, self.rotary = sizes, rotary
+        self.sizes, self.rotary, self.query_scale = sizes, rotary, query_scale
         keys = jax.random.split(key, 6)
         heads, nope, rope, value = sizes.heads, sizes.nope_dim, sizes.rope_dim, sizes.value_dim
         self.query = self.query_down = self.query_norm = self.query_up = None
@@ -179,7 +182,7 @@ class LatentAttention(SelfAttention):
             assert self.query_norm is not None
             assert self.query_up is not None
             q = project(group.enter(self.query_norm(project(x, self.query_down))), self.query_up)
-        plain, turned = jnp.split(q, [self.sizes.nope_dim], axis=-1)
+        plain, turned = jnp.split(self.query_scale(q, context), [self.sizes.nope_dim], axis=-1)
         return plain, self.rotary(turned, context)
 
     def latents(self, x: Float[Array, "batch seq embed"], context: Context) -> Latents:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import moezoo
+from moezoo.hub.peer import class_of
 from moezoo.hub.tensors import arrays_by_path, tensors
 from moezoo.models import FAMILIES
 
@@ -26,14 +27,17 @@ class Results(NamedTuple):
 
 
 def load(folder: Path) -> Any:
-    """Load a folder with transformers; assert that it finds every weight and that none is left over."""
+    """Load a folder with transformers; assert that it finds every weight and that none is left over.
+
+    Only the index of sparse attention is not in our folders, and is random then.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own
-        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs, info = class_of(folder).from_pretrained(
             folder, attn_implementation="eager", output_loading_info=True
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not info[kind], kind
+        assert not [name for name in info[kind] if ".indexer." not in name], kind
     return theirs
 
 
@@ -93,7 +97,7 @@ def _gradients_of_transformers(theirs):
     renamed, joined = (theirs.config.model_type in kinds for kinds in (("mixtral", "minimax_m2"), ("gpt_oss",)))
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
-        if parameter.grad is None:  # a choice bias, which is a parameter in some models
+        if parameter.grad is None:  # a choice bias, which is a parameter in some models; what selects tokens
             continue
         gradient = parameter.grad.numpy().copy()
         if joined:  # on disk too

@@ -10,6 +10,7 @@ import numpy as np
 import moezoo
 from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.moe.router import Choice
+from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.yarn import Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
@@ -59,6 +60,13 @@ def deepseek_v3(**changes: Any) -> DeepSeekConfig:
 def deepseek_v2(**changes: Any) -> DeepSeekConfig:
     """Return a tiny DeepSeek-V2; transformers needs an even offset to the rotated part of the latent."""
     return deepseek_v3(**{"kv_lora": 4, "router": Choice(gates="scores"), **changes})
+
+
+def mistral4(**changes: Any) -> DeepSeekConfig:
+    """Return a tiny Mistral 4 whose queries have three different factors within the tests' 19 tokens."""
+    router = Choice(groups=4, kept_groups=2, group_score="sum_of_top2", scale=1.5)
+    scale = QueryScale(beta=0.7, length=8)
+    return deepseek_v3(**{"router": router, "query_scale": scale, "yarn": replace(YARN, length=8), **changes})
 
 
 CONFIGS = {
@@ -117,6 +125,14 @@ CONFIGS = {
     "v3 all experts": deepseek_v3(experts_per_token=8, router=replace(ROUTER, kept_groups=4)),
     "v2": deepseek_v2(),
     "v2 groups": deepseek_v2(yarn=YARN, router=Choice(groups=4, kept_groups=2, gates="scores", scale=16.0)),
+    "v3.2": deepseek_v3(yarn=YARN, index_topk=19),  # as many tokens as the tests' longest texts have
+    "glm 5": deepseek_v3(
+        dense_layers=0, index_topk=30, index_pairs="interleaved", router=replace(ROUTER, groups=1, kept_groups=1)
+    ),
+    "mistral 4": mistral4(dense_layers=0),
+    "mistral 4 plain": mistral4(
+        q_lora=None, rope_pairs="halves", router=Choice(gates="scores"), yarn=Yarn(), shared_experts=2
+    ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),

@@ -12,11 +12,12 @@ from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings
 from moezoo.convert import types_of
 from moezoo.generation.sampling import Sampling
 from moezoo.moe.router import Choice
+from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.yarn import Yarn
 from moezoo.parallel.mesh import MeshShape
 
 SETTINGS = [(section, kind) for section, (_, kinds) in TAG.items() for kind in kinds.values()]
-SETTINGS += [("model.router", Choice), ("model.yarn", Yarn), ("mesh", MeshShape), ("guard", GuardSettings)]
+SETTINGS += [("model.router", Choice), ("model.yarn", Yarn), ("model.query_scale", QueryScale), ("mesh", MeshShape), ("guard", GuardSettings)]
 SETTINGS += [("execution", ExecutionSettings), ("", Sampling)]
 
 
