@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from moezoo.convert import Count, Positive, Size
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.base import LanguageModel, OfExperts, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import Limit, ModelConfig, check_rotary
 from moezoo.models.layers import make_stacks
@@ -214,4 +214,10 @@ LAYER_NAMES = {
     "feed_forward.shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
     "feed_forward.shared.up": f"{_MLP}.shared_experts.up_proj.weight",
     "feed_forward.shared.down": f"{_MLP}.shared_experts.down_proj.weight",
+}
+# Mistral 4 has one tensor for all experts of a layer.
+JOINED_NAMES = {ours: name for ours, name in LAYER_NAMES.items() if "{expert}" not in name}
+JOINED_NAMES |= {
+    ("feed_forward.experts.gate", "feed_forward.experts.up"): OfExperts(f"{_MLP}.experts.gate_up_proj"),
+    "feed_forward.experts.down": OfExperts(f"{_MLP}.experts.down_proj"),
 }

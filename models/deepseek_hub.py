@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple
 
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
-from moezoo.models.config_json import COMMON_KEYS, YARN_KEYS, ConfigJson, always, read_rope, write_keys, write_rope
-from moezoo.models.deepseek import LAYER_NAMES, DeepSeekConfig
+from moezoo.models.base import Names
+from moezoo.models.config_json import COMMON_KEYS, YARN_KEYS, ConfigJson, read_rope, write_keys, write_rope
+from moezoo.models.deepseek import JOINED_NAMES, LAYER_NAMES, DeepSeekConfig
 from moezoo.models.deepseek import NAMES as NAMES
-
 from moezoo.nn.rope import Pairs
 
 # The type alone gives the score of the router: softmax for deepseek_v2 and mistral4, sigmoid for the others.
@@ -30,7 +30,6 @@ KEYS = _PLAIN | {"dense_layers": "first_k_dense_replace", "experts": "n_routed_e
 KEYS |= {"shared_experts": "n_shared_experts", "rope_base": "rope_theta"}
 KEYS |= {"router.groups": "n_group", "router.kept_groups": "topk_group", "router.scale": "routed_scaling_factor"}
 KEYS |= YARN_KEYS
-keys, layer_names = always(KEYS), always(LAYER_NAMES)
 KEYS |= {"query_scale.beta": "llama_4_scaling_beta", "index_topk": "index_topk"}
 _ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
@@ -68,6 +67,17 @@ _KINDS = {
     "glm_moe_dsa": _Kind("GlmMoeDsa", 1, 1, 2.5, 3, 202752, dense_keys=_BOTH, index_pairs="interleaved"),
 }
 
+
+def keys(model_type: str) -> Mapping[str, str]:
+    """Return our settings and their keys in config.json."""
+    return KEYS | {"dense_layers": _KINDS[model_type].dense_keys[-1]}
+
+
+def layer_names(config: DeepSeekConfig) -> Names:
+    """Return the tensor names of a layer's arrays."""
+    return JOINED_NAMES if _model_type(config) == "mistral4" else LAYER_NAMES
+
+
 # Tensors that only layers for multi-token prediction have (DeepSeek-V3, section 2.2).
 _NEXT_TOKEN = ("eh_proj", "enorm", "hnorm", "shared_head")
 
@@ -78,7 +88,9 @@ def find_unused(left: set[str], expected: set[str]) -> dict[str, str]:
     known = {layer_of[name] for name in expected if name in layer_of}
     further = {layer_of[name] for name in left if name in layer_of and name.split(".")[3] in _NEXT_TOKEN} - known
     index = {name for name in left if ".self_attn.indexer." in name and layer_of.get(name) in known}
-    return dict.fromkeys(index, "sparse attention's index") | {name: "multi-token prediction" for name in left if layer_of.get(name) in further}
+    return dict.fromkeys(index, "sparse attention's index") | {
+        name: "multi-token prediction" for name in left if layer_of.get(name) in further
+    }
 
 
 def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
@@ -96,6 +108,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         known = ("llama_4_scaling_beta", "max_position_embeddings")
         rope = read_rope(config, settings["max_length"], ("yarn",), rotated=rope_dim / head_dim, others=known)
         settings["query_scale"] = {"beta": beta, "length": rope.yarn["length"]}
+        rope = rope._replace(yarn=rope.yarn if rope.yarn["factor"] != 1 else {})
         only |= {"scoring_func": ("softmax",), "head_dim": (head_dim,)}
     else:
         rope = read_rope(config, settings["max_length"], ("default", "yarn"))
@@ -228,7 +241,10 @@ def _write_query_scale(c: DeepSeekConfig) -> dict[str, Any]:
 
     Raises `UserError` for two lengths of texts in training, as one key has both.
     """
-    lengths = [*([c.yarn.length] if c.yarn.factor != 1 else []), *([c.query_scale.length] if c.query_scale.beta else [])]
+    lengths = [
+        *([c.yarn.length] if c.yarn.factor != 1 else []),
+        *([c.query_scale.length] if c.query_scale.beta else []),
+    ]
     if len(set(lengths)) > 1:
         raise UserError(
             f"model.yarn.length={c.yarn.length} and model.query_scale.length={c.query_scale.length}: Mistral 4 in "

@@ -33,9 +33,7 @@ def load(folder: Path) -> Any:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own
-        theirs, info = class_of(folder).from_pretrained(
-            folder, attn_implementation="eager", output_loading_info=True
-        )
+        theirs, info = class_of(folder).from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not [name for name in info[kind] if ".indexer." not in name], kind
     return theirs
@@ -94,7 +92,8 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    renamed, joined = (theirs.config.model_type in kinds for kinds in (("mixtral", "minimax_m2"), ("gpt_oss",)))
+    joining = ("gpt_oss", "mistral4")
+    renamed, joined = (theirs.config.model_type in kinds for kinds in (("mixtral", "minimax_m2"), joining))
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
         if parameter.grad is None:  # a choice bias, which is a parameter in some models; what selects tokens

@@ -17,7 +17,13 @@ from moezoo.nn.yarn import Yarn
 from moezoo.parallel.mesh import MeshShape
 
 SETTINGS = [(section, kind) for section, (_, kinds) in TAG.items() for kind in kinds.values()]
-SETTINGS += [("model.router", Choice), ("model.yarn", Yarn), ("model.query_scale", QueryScale), ("mesh", MeshShape), ("guard", GuardSettings)]
+SETTINGS += [
+    ("model.router", Choice),
+    ("model.yarn", Yarn),
+    ("model.query_scale", QueryScale),
+    ("mesh", MeshShape),
+    ("guard", GuardSettings),
+]
 SETTINGS += [("execution", ExecutionSettings), ("", Sampling)]
 
 

@@ -44,7 +44,7 @@ from moezoo.parallel.rules import live
 
 Balance = Literal["batch", "sequence"]
 # A key of `_FAMILY_SETTINGS`: every family of moezoo, and variants for `EXTRA_CASES`: DeepSeek-V2 and a Qwen3-MoE in
-# which only every second layer has experts, both with tied embeddings, and a GLM-4.5.
+# which only every second layer has experts, both with tied embeddings, a GLM-4.5 and a Mistral 4.
 Family = str
 
 # Adjacent dimensions have different sizes where possible, so a test fails where the code confuses two of them. The
@@ -66,6 +66,9 @@ _DEEPSEEK |= {"router": {"groups": 4, "kept_groups": 2, "bias_rate": 0.25}}
 _DEEPSEEK_V2 = _DEEPSEEK | {"q_lora": None, "rope_pairs": "halves", "yarn": {"factor": 1.0}, "tied_embeddings": True}
 _DEEPSEEK_V2["router"] = {"groups": 4, "kept_groups": 2, "score": "softmax", "group_score": "max"}
 _DEEPSEEK_V2["router"] |= {"choice_bias": "none", "gates": "scores", "scale": 16.0}
+# The factor on queries has up to three values in a document of up to six tokens.
+_MISTRAL4 = _DEEPSEEK | {"query_scale": {"beta": 0.7, "length": 2}}
+_MISTRAL4["router"] = {"groups": 4, "kept_groups": 2, "score": "softmax", "choice_bias": "none", "scale": 1.5}
 _QWEN3 = {**_GROUPED, "layers": 1 + LAYERS, "moe_every": 1, "mlp_layers": (0,), "mlp": 20, "experts_per_token": 3}
 _QWEN3 |= {"attention_bias": "all", "window": 4, "norm_eps": 1e-3, "yarn": _YARN, "router": {"gates": "renormalised"}}
 _PERIODIC = _QWEN3 | {"layers": 2 * LAYERS, "moe_every": 2, "mlp_layers": (), "attention_bias": "none", "window": None}
@@ -88,6 +91,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
     "deepseek": (DeepSeekConfig, _DEEPSEEK, 4),
     "deepseek_v2": (DeepSeekConfig, _DEEPSEEK_V2, 6),
+    "mistral4": (DeepSeekConfig, _MISTRAL4, 6),
     "grouped": (GroupedConfig, _QWEN3, 5),
     "grouped_periodic": (GroupedConfig, _PERIODIC, 3),
     "glm4_moe": (GroupedConfig, _GLM, 5),
@@ -104,7 +108,8 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     config_class, sizes, _ = _FAMILY_SETTINGS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
     defaults: Any = config_class()
-    sections = {name: replace(getattr(defaults, name), **values[name]) for name in ("yarn", "router") if name in values}
+    names = [name for name in ("yarn", "router", "query_scale") if name in values]
+    sections = {name: replace(getattr(defaults, name), **values[name]) for name in names}
     return config_class(**{**values, **sections})
 
 
@@ -368,7 +373,8 @@ def cover() -> tuple[Case, ...]:
 # Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
 # weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four;
 # four devices that share two key-value heads, under norms of projections, and under biases and norms of heads; devices
-# that share a tied table, which decay spares; a GLM whose heads, widths, shared experts and sequences are split.
+# that share a tied table, which decay spares; a GLM whose heads, widths, shared experts and sequences are split;
+# queries that are scaled by their position, on a ring of devices that also share heads.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
@@ -379,4 +385,5 @@ EXTRA_CASES = (
     Case("ring", "fsdp2_tensor4", "tensor", "full", 2, "sequence", "grouped", "muon"),
     Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "grouped_periodic", "adamw"),
     Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "glm4_moe"),
+    Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "mistral4", "adamw", "ring"),
 )

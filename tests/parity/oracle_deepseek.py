@@ -1,7 +1,8 @@
 """The oracle's layers of DeepSeek (DeepSeek-AI, 2024: V2, section 2.1; V3, section 2.1).
 
 Attention is multi-head latent attention with YaRN (Peng et al., 2023). The first layers have an MLP. The other layers
-have shared experts and routed experts.
+have shared experts and routed experts. In Mistral 4 queries have a factor that grows
+with their position.
 """
 
 import math
@@ -54,6 +55,7 @@ class DeepSeek(Family):
     bias_rate: float
     norm_eps: float
     losses: Losses
+    query_scale: tuple[float, int] = (0.0, 1)  # beta and length of the factor on queries
 
     def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
         """Run the layers with an MLP, then those with experts."""
@@ -93,12 +95,14 @@ class DeepSeek(Family):
             source, to_query = norm(x @ p("query_down", layer), p("query_norm", layer), _LATENT_EPS), "query_up"
         heads, size = p.shape(to_query)[2:]
         factor = self.rope.attention_factor(self.rope.mscale_all) ** 2 / math.sqrt(size)
+        beta, length = self.query_scale
+        growth = np.array([1 + beta * math.log(1 + int(position) // length) for position in place.positions])
         visible, result = place.visible, as_value(0)
         for head in range(heads):
             q = source @ p(to_query, layer, slice(None), head)
             key = latent @ p("key_up", layer, slice(None), head)
             v = latent @ p("value_up", layer, slice(None), head)
             rotated = self.rope.rotate(q[:, self.nope_dim :], place.positions)
-            scores = q[:, : self.nope_dim] @ key.T + rotated @ shared_key.T
+            scores = (q[:, : self.nope_dim] @ key.T + rotated @ shared_key.T) * growth[:, None]
             result = result + attend(scores * factor, visible, v) @ p("out", layer, head)
         return result

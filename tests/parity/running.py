@@ -152,7 +152,8 @@ class CompiledStep:
 
 def parameters_of(family: Family, model: Any) -> oracle.Parameters:
     """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
-    return (oracle_deepseek if family.startswith("deepseek") else oracle_grouped).parameters_of(model)
+    of_family = oracle_deepseek if isinstance(config(family), DeepSeekConfig) else oracle_grouped
+    return of_family.parameters_of(model)
 
 
 def moments_of(case: Case, state: Any, like: Any) -> oracle.Parameters:
@@ -240,6 +241,7 @@ def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None)
         0.0 if bias is None else r.bias_rate,
         c.norm_eps,
         losses,
+        (c.query_scale.beta, c.query_scale.length),
     )
 
 
