@@ -118,8 +118,8 @@ class DeepSeekConfig(ModelConfig):
             )
         if self.index_topk is not None and self.q_lora is None:
             raise UserError(
-                f"model.index_topk={self.index_topk} needs model.q_lora, because the index reads the latent of queries; "
-                "set both or none"
+                f"model.index_topk={self.index_topk} needs model.q_lora, because the index reads the latent of "
+                "queries; set both or none"
             )
         check_rotary(self, "rope_dim")
         self.router.check(self.experts, self.experts_per_token)

@@ -33,8 +33,8 @@ KEYS |= YARN_KEYS
 KEYS |= {"query_scale.beta": "llama_4_scaling_beta", "index_topk": "index_topk"}
 _ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
-# not loaded; a size that follows from others.
-_WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "head_dim")
+# not loaded.
+_WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
 # Which tokens the index of sparse attention selects, where there are more than `index_topk`.
 _INDEX = ("index_head_dim", "index_n_heads", "indexer_types", "index_topk_pattern", "index_topk_freq")
 _INDEX += ("index_skip_topk_offset", "indexer_rope_interleave")
@@ -113,7 +113,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     else:
         rope = read_rope(config, settings["max_length"], ("default", "yarn"))
     if model_type == "glm4_moe_lite":
-        only |= {"head_dim": (rope_dim,)}  # there, another name of qk_rope_head_dim
+        only |= {"head_dim": (rope_dim,)}  # another name of qk_rope_head_dim
     if kind.index_pairs:
         settings |= {"index_topk": config.read("index_topk", int, 2048), "index_pairs": kind.index_pairs}
         only |= {"layer_types": (["indexed_attention"] * settings["layers"],), "rope_interleave": (True,)}
@@ -149,7 +149,10 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         "yarn": rope.yarn,
     }
     only |= {"first_k_dense_replace": (dense,)}  # where the list was read
-    config.refuse_others(_ONLY | only, (*_WITHOUT_EFFECT, *(_INDEX if kind.index_pairs else ())))
+    without_effect = [*_WITHOUT_EFFECT, *(_INDEX if kind.index_pairs else ())]
+    if "head_dim" not in only:  # it follows from other sizes
+        without_effect.append("head_dim")
+    config.refuse_others(_ONLY | only, without_effect)
     return convert(DeepSeekConfig, settings, "model")
 
 

@@ -6,8 +6,8 @@
     k = [latent W_key_up, shared]         # [B, S, heads, nope_dim + rope_dim]
     v = latent W_value_up                 # [B, S, heads, value_dim]
 
-Attention over q, k, v is the usual one; q may have a factor that grows with the position. Devices that share heads have the same latents and the same shared key. B
-batch, S sequence.
+Attention over q, k, v is the usual one; q may have a factor that grows with the position (`QueryScale`). Devices that
+share heads have the same latents and the same shared key. B batch, S sequence.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
-from moezoo.nn.query_scale import QueryScale
+from moezoo.nn.query_scale import NO_QUERY_SCALE, QueryScale
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import InnerGroup
@@ -94,7 +94,7 @@ class LatentAttention(SelfAttention):
         sizes: LatentSizes,
         *,
         rotary: Rotary,
-        query_scale: QueryScale = QueryScale(),
+        query_scale: QueryScale = NO_QUERY_SCALE,
         out_std: float,
         dtype: jnp.dtype,
         key: Array,

@@ -40,3 +40,6 @@ class QueryScale:
         periods = (jnp.maximum(context.queries.position, 0) // self.length).astype(jnp.float32)
         factor = 1 + self.beta * jnp.log1p(periods)
         return (queries.astype(jnp.float32) * factor[:, :, None, None]).astype(queries.dtype)
+
+
+NO_QUERY_SCALE = QueryScale()

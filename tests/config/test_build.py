@@ -165,3 +165,9 @@ def test_a_window_may_be_as_long_as_the_longest_text():
     build("mesh=ep8", "model.max_length=64", "seq_len=64")
     with pytest.raises(moezoo.UserError, match=r"^seq_len=65 exceeds model.max_length=64; "):
         build("mesh=ep8", "model.max_length=64", "seq_len=65")
+
+
+def test_a_window_may_be_as_long_as_the_index_of_sparse_attention_selects():
+    build("mesh=ep8", "model=deepseek", "model.index_topk=64", "seq_len=64")
+    with refused("seq_len=65 exceeds model.index_topk=64 (beyond it", "not built); shorten it"):
+        build("mesh=ep8", "model=deepseek", "model.index_topk=64", "seq_len=65")

@@ -12,6 +12,7 @@ from peer_results import assert_agreement, load, results, results_of_transformer
 from tiny_models import CONFIGS, ROUTER, YARN, deepseek_v3, olmoe, qwen3
 
 import moezoo
+from moezoo.models import deepseek_hub
 from moezoo.moe.router import Choice
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
@@ -53,6 +54,20 @@ def assert_equal_logits(save, config, edit, folder):
 
 
 # Other spellings of a setting that transformers reads too, and keys with a default that is not ours.
+def as_glm(c):
+    """Write a config.json of deepseek_v3 as one of glm4_moe_lite."""
+    dense = c.pop("first_k_dense_replace")
+    types = ["dense"] * dense + ["sparse"] * (c["num_hidden_layers"] - dense)
+    c.update(model_type="glm4_moe_lite", architectures=["Glm4MoeLiteForCausalLM"], mlp_layer_types=types)
+
+
+def with_older_rope(c):
+    """Write a list in place of `first_k_dense_replace`, and rotary positions under their older keys."""
+    rope = c.pop("rope_parameters")
+    c.pop("first_k_dense_replace")
+    c.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope, mlp_layer_types=["dense", "sparse"])
+
+
 SPELLINGS = {
     "theta outside rope_parameters": (
         "mixtral",
@@ -63,6 +78,11 @@ SPELLINGS = {
     "betas swapped": ("v3", lambda c: c["rope_parameters"].update(beta_fast=0.5, beta_slow=4.0)),
     "v3 without scale": ("v3", lambda c: c.pop("routed_scaling_factor")),
     "v2 without scale": ("v2", lambda c: c.pop("routed_scaling_factor")),
+    "glm": ("v3 two dense", as_glm),
+    "glm plain": ("v3 plain", as_glm),
+    "v3.2 list": ("v3.2", with_older_rope),
+    "glm 5 shared index": ("glm 5", lambda c: c.update(indexer_types=["full", "shared"], qk_head_dim=14)),
+    "mistral 4 older": ("mistral 4", lambda c: c.update(rope_scaling=c.pop("rope_parameters"))),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 
@@ -89,6 +109,27 @@ def test_missing_limits_are_those_of_transformers(save, tmp_path):
         theirs = transformers.AutoConfig.from_pretrained(tmp_path / name)
         assert ours.max_length == theirs.max_position_embeddings == length
         assert name in ("v2", "v3") or ours.load_balance == theirs.router_aux_loss_coef
+
+
+def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
+    """Without keys of the router, of the layers and of lengths."""
+    full = deepseek_hub.config_to_hub(deepseek_v3(layers=4, experts=16))
+    missing = ("n_group", "topk_group", "routed_scaling_factor", "max_position_embeddings", "first_k_dense_replace")
+    plain = {key: value for key, value in full.items() if key not in missing}
+    for model_type in sorted(set(deepseek_hub.MODEL_TYPES) - {"deepseek_v2"}):
+        keys = plain | {"model_type": model_type}
+        if model_type == "mistral4":
+            yarn = {"rope_type": "yarn", "rope_theta": 50.0, "llama_4_scaling_beta": 0.2, "factor": 2.0}
+            keys["rope_parameters"] = yarn | {"original_max_position_embeddings": 64}
+        ours = deepseek_hub.config_from_hub(keys)
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        r = ours.router
+        assert (r.groups, r.kept_groups, r.scale) == (theirs.n_group, theirs.topk_group, theirs.routed_scaling_factor)
+        assert ours.max_length == theirs.max_position_embeddings
+        types = getattr(theirs, "mlp_layer_types", None)
+        assert ours.dense_layers == (types.count("dense") if types else theirs.first_k_dense_replace)
+        assert ours.index_topk == getattr(theirs, "index_topk", None)
 
 
 def drop(*keys):

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
-from tiny_models import deepseek_v2, deepseek_v3, mixtral, olmoe, qwen3
+from tiny_models import deepseek_v2, deepseek_v3, mistral4, mixtral, olmoe, qwen3
 
 import moezoo
 from moezoo.hub.folders import hub_model_config
 from moezoo.hub.tensors import tensors
-from moezoo.models import FAMILIES, family_of, model_shapes
+from moezoo.models import FAMILIES, deepseek_hub, family_of, model_shapes
+from moezoo.moe.router import Choice
+from moezoo.nn.query_scale import QueryScale
 
 CONFIGS = {
     "mixtral": mixtral(),
@@ -26,6 +28,8 @@ CONFIGS = {
     "olmoe": olmoe(clip_qkv=None),
     "v2": deepseek_v2(),
     "v3": deepseek_v3(),
+    "v3.2": deepseek_v3(index_topk=8),
+    "mistral4": mistral4(),
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -68,6 +72,14 @@ _V3 = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid", "t
 _V3 |= {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61}
 _V3 |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "q_lora_rank": 1536}
 _V3_ROPE = _ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}
+_GLM = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False}
+_GLM |= {"hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47}
+_GLM |= {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512}
+_GLM |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "topk_method": "noaux_tc"}
+_GLM |= {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+_GLM |= {"norm_topk_prob": True, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "vocab_size": 154880}
+_GLM |= {"max_position_embeddings": 202752, "rms_norm_eps": 1e-05, "num_nextn_predict_layers": 1}
+_GLM |= {"partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1000000}
 _QWEN = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "head_dim": 128}
 _QWEN |= {"bos_token_id": 151643, "decoder_sparse_step": 1, "max_position_embeddings": 40960, "mlp_only_layers": []}
 _QWEN |= {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4}
@@ -106,6 +118,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "routed_scaling_factor": 2.827}
     | {"n_group": 1, "topk_group": 1, "max_position_embeddings": 131072, "rope_theta": 50000.0}
     | {"rope_scaling": _V3_ROPE | {"beta_fast": 1.0, "factor": 32.0}},
+    "moonlight_16b_a3b": _DEEPSEEK
+    | _V3
+    | {"model_type": "deepseek_v3", "vocab_size": 163840, "first_k_dense_replace": 1, "hidden_size": 2048}
+    | {"intermediate_size": 11264, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "q_lora_rank": None}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2}
+    | {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-05}
+    | {"max_position_embeddings": 8192, "rope_theta": 50000.0, "rope_scaling": None},
+    "glm4_7_flash": _GLM,
     "qwen3_30b_a3b": _QWEN
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
     | {"num_attention_heads": 32, "max_window_layers": 48},
@@ -186,6 +206,33 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("v3", {"topk_method": "greedy"}, ("topk_method=greedy", "only noaux_tc")),
     ("v3", {"num_key_value_heads": 1}, ("num_key_value_heads=1", "only 4")),
     ("v3", {"gated_attention": True}, ("gated_attention=true", "does not know this key")),
+    ("v3", {"qk_head_dim": 15}, ("qk_head_dim=15", "only 14")),
+    ("v3", {"mlp_layer_types": ["dense", "sparse"]}, ("mlp_layer_types=['dense', 'sparse']", "does not know this key")),
+    ("v3", {"index_topk": 8}, ("index_topk=8", "does not know this key")),
+    ("v3", {"model_type": "glm4_moe_lite", "first_k_dense_replace": 0}, ("first_k_dense_replace=0", "only 1")),
+    ("v3", {"model_type": "glm4_moe_lite", "head_dim": 14}, ("head_dim=14", "only 8")),
+    ("v3.2", {"mlp_layer_types": ["sparse", "dense"]}, ("mlp_layer_types=[sparse, dense]", "dense before all sparse")),
+    ("v3.2", {"mlp_layer_types": ["sparse", "moe"]}, ("mlp_layer_types[1]=moe: expected one of dense, sparse",)),
+    ("v3.2", {"mlp_layer_types": ["sparse"] * 2}, ("first_k_dense_replace=1", "only 0")),
+    (
+        "v3",
+        {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"] * 2, "first_k_dense_replace": 2},
+        ("mlp_layer_types=2", "num_hidden_layers=2", "below 2"),
+    ),
+    ("v3.2", {"layer_types": ["full_attention"] * 2}, ("layer_types=", "only [indexed_attention, indexed_attention]")),
+    ("v3.2", {"rope_interleave": False}, ("rope_interleave=false", "only true")),
+    ("v3.2", {"q_lora_rank": None}, ("index_topk=8 needs q_lora_rank",)),
+    ("v3.2", {"index_topk": 0}, ("index_topk=0", "at least 1")),
+    ("mistral4", {"scoring_func": "sigmoid"}, ("scoring_func=sigmoid", "only softmax")),
+    ("mistral4", {"head_dim": 8}, ("head_dim=8", "only 14")),
+    ("mistral4", {"rope_parameters": YARN}, ("rope_parameters.llama_4_scaling_beta is missing",)),
+    ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, ("rope_type=default", "only yarn")),
+    ("mistral4", {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}}, ("llama_4_scaling_beta=-1.0", "at least 0")),
+    (
+        "mistral4",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}},
+        ("rope_parameters.partial_rotary_factor=0.5", "only 0.57"),
+    ),
     ("v2", {"scoring_func": "sigmoid"}, ("scoring_func=sigmoid", "only softmax")),
     ("v2", {"topk_method": "noaux_tc"}, ("topk_method=noaux_tc: expected one of greedy, group_limited_greedy",)),
     ("v2", {"norm_topk_prob": True}, ("norm_topk_prob=true", "only false")),
@@ -203,6 +250,27 @@ def test_values_are_checked_and_named(name, keys, parts, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written(name) | keys))
     with refused(f"{tmp_path}/config.json: {parts[0]}", *parts[1:]):
         moezoo.from_pretrained(tmp_path)
+
+
+NO_MODEL_TYPE = (
+    {"query_scale": QueryScale(0.1)},
+    {"index_topk": 8, "rope_pairs": "halves"},
+    {"router": Choice("sigmoid")},
+    {"router": Choice(groups=4, group_score="max", kept_groups=2)},
+    {"router": Choice(gates="scores"), "index_topk": 8},
+)
+
+
+@pytest.mark.parametrize("changes", NO_MODEL_TYPE, ids=str)
+def test_what_no_model_type_has_is_not_written(changes):
+    with refused("no model type of transformers has these together: model.router.score=", "deepseek_v2, deepseek_v3"):
+        deepseek_hub.config_to_hub(deepseek_v3(**changes))
+
+
+def test_the_two_lengths_of_mistral_4_are_one():
+    config = dataclasses.replace(CONFIGS["mistral4"], query_scale=QueryScale(0.1, 9))
+    with refused("model.yarn.length=8 and model.query_scale.length=9: ", "make them equal"):
+        deepseek_hub.config_to_hub(config)
 
 
 def test_unknown_keys_without_a_value_are_harmless():

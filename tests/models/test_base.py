@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
-from moezoo.models import FAMILIES, model_shapes
+import moezoo
+from moezoo.models import FAMILIES, DeepSeekConfig, model_shapes
 from moezoo.models.base import Unembedding
 from moezoo.parallel.axes import count_parameters, parameter_table
 
@@ -31,3 +33,20 @@ def test_logits_are_not_rounded_to_bfloat16():
     factors = (np.asarray(x, np.float64) for x in (unembedding.norm(hidden), unembedding.weight))
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, np.matmul(*factors), rtol=0, atol=1e-5 * np.abs(logits).max())
+
+
+def test_texts_that_sparse_attention_would_cut_are_refused():
+    sizes = {"vocab": 8, "embed": 8, "layers": 2, "heads": 1, "mlp": 8, "expert_mlp": 8, "experts": 8}
+    model = moezoo.build_model(DeepSeekConfig(**sizes, index_topk=4), key=jax.random.key(0))
+    four, why = np.ones((1, 4), np.int32), "model.index_topk=4 (beyond it DeepSeek's sparse attention would select"
+    with refused("tokens are [1, 5], longer than " + why, "shorten the rows"):
+        model(np.ones((1, 5), np.int32))
+    with refused("positions contains 4, expected 0 to 3 (" + why):
+        model(four, positions=four + 3)
+    with refused("a prompt of 4 tokens plus max_new_tokens=1 exceeds " + why, "shorten the prompt"):
+        moezoo.generate(model, four, max_new_tokens=1)
+    with refused("a prompt of 3 tokens plus max_new_tokens=2 exceeds " + why, "at most 1"):
+        moezoo.generate(model, four[:, 1:], max_new_tokens=2)
+    with refused("model.index_topk=4 needs model.q_lora"):
+        DeepSeekConfig(index_topk=4, q_lora=None)
+    assert DeepSeekConfig(index_topk=4096).longest == ("model.max_length", 4096, "")

@@ -9,6 +9,7 @@ from definitions import attention, complex_rotation, rms_norm
 from moezoo.nn.cache import Past
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import Context
+from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Unscaled
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Place
@@ -47,6 +48,7 @@ def by_definition(layer, x):
     plain = np.einsum("bsl,lnh->bsnh", latent, wide(layer.key_up))
     k = np.concatenate([plain, np.broadcast_to(shared, (*plain.shape[:3], ROPE))], axis=-1)
     v = np.einsum("bsl,lnh->bsnh", latent, wide(layer.value_up))
+    q *= 1 + 0.7 * np.log(1 + POSITIONS // 2)[..., None, None]
     y = attention(q[:, :, :, None], k, v, POSITIONS, np.ones_like(POSITIONS), 1.5 * (NOPE + ROPE) ** -0.5)[:, :, :, 0]
     return np.einsum("bsnh,nhd->bsd", y, wide(layer.out))
 
@@ -55,7 +57,8 @@ def by_definition(layer, x):
 def test_equals_a_loop(q_lora):
     """The whole text; and its last token with a cache of the others, where no key or value of a head is made."""
     sizes, rotary = LatentSizes(HEADS, q_lora, LORA, NOPE, ROPE, VALUE), Rotary(ROPE, 100.0, Sharper())
-    layer = LatentAttention(EMBED, sizes, rotary=rotary, out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    options = {"rotary": rotary, "query_scale": QueryScale(0.7, 2), "out_std": 1.0, "dtype": jnp.dtype("float32")}
+    layer = LatentAttention(EMBED, sizes, **options, key=jax.random.key(0))
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, EMBED), np.float32)
 
     @jax.jit
@@ -72,3 +75,10 @@ def test_equals_a_loop(q_lora):
     # Averages of values of order one: some 50 roundings to float32.
     np.testing.assert_allclose(whole, wanted, rtol=0, atol=50 * 2.0**-24 * np.abs(wanted).max())
     np.testing.assert_allclose(last, wanted[:, -1:], rtol=0, atol=50 * 2.0**-24 * np.abs(wanted).max())
+
+
+def test_the_factor_on_queries_is_rounded_once_and_finite_at_padding():
+    place = Place(jnp.array([[-1, 0, 7, 8, 40]]), jnp.array([[0, 1, 1, 1, 1]]))
+    scaled = QueryScale(0.1, 8)(jnp.full((1, 5, 1, 1), 3, jnp.bfloat16), Context(place, place))
+    wanted = [3 + 0.3 * np.log(1 + periods) for periods in (0, 0, 0, 1, 5)]
+    np.testing.assert_array_equal(scaled.ravel(), np.asarray(wanted, jnp.bfloat16))
