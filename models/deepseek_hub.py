@@ -106,7 +106,13 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     if model_type == "mistral4":
         beta = _read_beta(config)
         known = ("llama_4_scaling_beta", "max_position_embeddings")
-        rope = read_rope(config, settings["max_length"], ("yarn",), rotated=rope_dim / head_dim, others=known)
+        share = rope_dim / head_dim
+        rope = read_rope(config, settings["max_length"], ("yarn",), share=share, others=known)
+        if rope.share != share:
+            raise UserError(
+                f"config.json: partial_rotary_factor={rope.share}: expected {share}, which is qk_rope_head_dim={rope_dim} "
+                f"of {head_dim}; delete the key"
+            )
         settings["query_scale"] = {"beta": beta, "length": rope.yarn["length"]}
         rope = rope._replace(yarn=rope.yarn if rope.yarn["factor"] != 1 else {})
         only |= {"scoring_func": ("softmax",), "head_dim": (head_dim,)}
