@@ -211,17 +211,18 @@ def _without_copy(files: WeightFiles, config: ModelConfig, family: Family, folde
 
     Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
     """
-    names, both = set(files.tensors), [family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding")]
-    if not config.tied_embeddings or not names.issuperset(both):
+    names, hub = set(files.tensors), family.hub
+    table, copy = (hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
+    if not config.tied_embeddings or not {table, copy} <= names:
         return names
-    for name in both:
+    for name in (table, copy):
         files.check(name, (config.vocab, config.embed))
-    if not np.array_equal(*map(files.read, both)):
+    if not np.array_equal(files.read(table), files.read(copy)):
         raise UserError(
-            f"{folder}: config.json has {family.hub.KEYS['tied_embeddings']}=true, but {' and '.join(both)} differ; "
-            "write false there to load both, or take the second out of the files"
+            f"{folder}: config.json has {hub.KEYS['tied_embeddings']}=true, but {table} and {copy} differ; write false "
+            "there to load both, or take the second out of the files"
         )
-    return names - {both[1]}
+    return names - {copy}
 
 
 def _check_names(found: set[str], expected: set[str], family: Family, folder: Path) -> None:

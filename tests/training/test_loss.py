@@ -67,7 +67,7 @@ def test_devices_may_share_the_vocabulary(monkeypatch):
     With the maximum of any other, exp would overflow.
     """
     monkeypatch.setattr(loss, "_CHUNK_LOGITS", 4 * VOCAB // 4)
-    unembedding = eqx.tree_at(lambda u: u.weight, OPERANDS[0], OPERANDS[0].weight.at[:, 30:].multiply(1000))
+    unembedding = eqx.tree_at(lambda u: u.weight, OPERANDS[0], replace_fn=lambda w: w.at[:, 30:].multiply(1000))
     execution = moezoo.Execution(auto_mesh(tensor=4), moezoo.compose("rules=tensor").rules)
     labels, specs, whole = jnp.asarray(LABELS), execution.specs(unembedding), jax.sharding.PartitionSpec()
 
