@@ -211,16 +211,16 @@ def _without_copy(files: WeightFiles, config: ModelConfig, family: Family, folde
 
     Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
     """
-    names, hub = set(files.tensors), family.hub
-    table, copy = (hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
+    names = set(files.tensors)
+    table, copy = (family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
     if not config.tied_embeddings or not {table, copy} <= names:
         return names
     for name in (table, copy):
         files.check(name, (config.vocab, config.embed))
     if not np.array_equal(files.read(table), files.read(copy)):
         raise UserError(
-            f"{folder}: config.json has {hub.KEYS['tied_embeddings']}=true, but {table} and {copy} differ; write false "
-            "there to load both, or take the second out of the files"
+            f"{folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to load both, "
+            "or take the second out of the files"
         )
     return names - {copy}
 

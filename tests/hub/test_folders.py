@@ -215,7 +215,7 @@ def index(folder, **where):
         ),
         (
             lambda f: change(f, tie_word_embeddings=True),
-            r"tie_word_embeddings=true, but model\.embed_tokens\.weight and lm_head\.weight differ; write false there",
+            r"tie_word_embeddings=true, but model\.embed_tokens\.weight and lm_head\.weight differ; write false",
         ),
         (lambda f: change(f, hidden_act="gelu"), "hidden_act=gelu: this family supports only silu"),
         (
