@@ -110,8 +110,8 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         rope = read_rope(config, settings["max_length"], ("yarn",), share=share, others=known)
         if rope.share != share:
             raise UserError(
-                f"config.json: partial_rotary_factor={rope.share}: expected {share}, which is qk_rope_head_dim={rope_dim} "
-                f"of {head_dim}; delete the key"
+                f"config.json: partial_rotary_factor={rope.share}: expected {share}, which is "
+                f"qk_rope_head_dim={rope_dim} of {head_dim}; delete the key"
             )
         settings["query_scale"] = {"beta": beta, "length": rope.yarn["length"]}
         rope = rope._replace(yarn=rope.yarn if rope.yarn["factor"] != 1 else {})

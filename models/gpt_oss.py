@@ -9,8 +9,8 @@ Face folders.
         x = x + sum_k gate_k * expert_k(norm(x))          # the K best of E experts per token
     logits = norm(x) @ unembedding                        # [B, S, vocab]
 
-B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. A sink is a learned score that joins the softmax of a
-head's scores and has no value. With router logits x W + b, gates are a softmax over the K largest. An expert is
+B batch, S sequence, d `embed`, E `experts`, K `experts_per_token`. A sink is a learned score that joins the softmax of
+a head's scores and has no value. With router logits x W + b, gates are a softmax over the K largest. An expert is
 
     gate, up = min(x W_gate + b_gate, limit), clamp(x W_up + b_up, -limit, limit)
     expert(x) = (gate * sigmoid(alpha gate) * (up + 1)) W_down + b_down

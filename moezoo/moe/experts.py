@@ -59,8 +59,8 @@ class Experts(eqx.Module):
     def partial(self, group: InnerGroup) -> "Experts":
         """Return the experts whose results, summed over the `group` that shares their width, have each bias once.
 
-        The last bias is added after the sum over the width, so only the first device of the group keeps it. Biases get a
-        name: where `remat` keeps products, it keeps these too. They are small, and gradients of gates need the last one.
+        The last bias is added after the sum over the width, so only the first device of the group keeps it. Biases get
+        a name: where `remat` keeps products, it keeps these too. They are small, and gradients of gates need the last.
         """
         if self.down_bias is None:
             return self

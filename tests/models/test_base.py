@@ -36,7 +36,7 @@ def test_logits_are_not_rounded_to_bfloat16():
 
 
 def test_texts_that_sparse_attention_would_cut_are_refused():
-    sizes = {"vocab": 8, "embed": 8, "layers": 2, "heads": 1, "mlp": 8, "expert_mlp": 8, "experts": 8}
+    sizes: dict[str, Any] = {"vocab": 8, "embed": 8, "layers": 2, "heads": 1, "mlp": 8, "expert_mlp": 8, "experts": 8}
     model = moezoo.build_model(DeepSeekConfig(**sizes, index_topk=4), key=jax.random.key(0))
     four, why = np.ones((1, 4), np.int32), "model.index_topk=4 (beyond it DeepSeek's sparse attention would select"
     with refused("tokens are [1, 5], longer than " + why, "shorten the rows"):

@@ -16,8 +16,8 @@ f_e is the fraction of the K * T assignments that go to expert e. P_e is the mea
 The T tokens are those of a micro-step (balance "batch"), or those of one row, and then rows are averaged ("sequence").
 Padding tokens are removed before anything is computed, so they cannot count anywhere.
 
-This file has what all families share: norm, experts, losses, gradients, optimisers. `oracle_grouped` adds the layers of
-Mixtral, Qwen3-MoE, OLMoE and gpt-oss, `oracle_deepseek` those of DeepSeek. `tests/hub` compares the oracle with transformers.
+This file has what all families share: norm, experts, losses, gradients, optimisers. `oracle_grouped` adds layers with
+grouped-query attention, `oracle_deepseek` those of DeepSeek. `tests/hub` compares the oracle with transformers.
 
 Letters in shapes: D embed, H heads, E experts, K experts per token.
 """

@@ -32,7 +32,7 @@ from oracle import (
 )
 from oracle_rope import Rope
 from oracle_router import Choice, moved
-from tape import Value, as_value, clamp, total
+from tape import Value, as_value, clamp, exp, total
 
 # Where a number is closer than this to the bound of a clamp, float32 may put it on the other side.
 _EDGE = 2e-6
