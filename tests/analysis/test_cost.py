@@ -32,6 +32,7 @@ SLICES = [
     "model=olmoe mesh.fsdp=4 mesh.context=4 dispatch=gather execution.context_parallel=ring execution.remat=dots",
     "model=deepseek mesh.fsdp=2 mesh.expert=8 rules=ep_as_cp execution.context_parallel=ring",
     "model=mixtral mesh.fsdp=2 mesh.context=8 model.window=600 execution.context_parallel=ring",
+    "model=gpt_oss mesh.fsdp=2 mesh.context=8 execution.context_parallel=ring execution.sequence_order=contiguous",
 ]
 
 

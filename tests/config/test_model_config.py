@@ -16,7 +16,8 @@ POSITIVE = ("vocab", "embed", "layers", "heads", "expert_mlp", "experts", "exper
 def test_a_family_has_every_field(kind):
     assert issubclass(kind, ModelConfig)
     assert set(ModelConfig.__annotations__) <= set(types_of(kind))
-    assert kind().window is None
+    assert isinstance(kind().window, int | None)
+    assert kind().sees_all
     assert isinstance(kind().dims_of_a_pair, int)
 
 

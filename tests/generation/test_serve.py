@@ -44,6 +44,7 @@ CASES = [
     ("deepseek", "tensor4", "capacity"),
     ("grouped", "tensor2", "ring"),
     ("olmoe", "tensor4", "ring"),
+    ("gpt_oss", "tensor4", "ragged"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The oracle for Mixtral, Qwen3-MoE and OLMoE against transformers, both in float64: the loss and every gradient."""
+"""The oracle for Mixtral, Qwen3-MoE, OLMoE and gpt-oss against transformers, both in float64: the loss and every gradient."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import oracle
 import pytest
-from oracle_grouped import Grouped, with_experts
+from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
 from oracle_router import softmax
 
@@ -44,6 +44,13 @@ def olmoe(**changes: Any) -> Any:
     return transformers.OlmoeConfig(**{**_COMMON, **sizes, **changes})
 
 
+def gpt_oss(**changes: Any) -> Any:
+    """Return the configuration of a tiny gpt-oss that clamps some numbers in its experts."""
+    sizes = {"intermediate_size": 12, "head_dim": SIZE, "num_local_experts": EXPERTS, "sliding_window": 3}
+    sizes |= {"swiglu_limit": 2.0, "rope_parameters": _YARN | {"truncate": False}}
+    return transformers.GptOssConfig(**{**_COMMON, **sizes, **changes})
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: mixtral(sliding_window=3),
     "qwen3": lambda: qwen3(norm_topk_prob=True, rms_norm_eps=0.01),
@@ -53,6 +60,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3 yarn mscales": lambda: qwen3(rope_parameters=_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}),
     "olmoe": lambda: olmoe(norm_topk_prob=True, rms_norm_eps=0.01),
     "olmoe clip": lambda: olmoe(clip_qkv=0.9, num_key_value_heads=1),
+    "gpt_oss": lambda: gpt_oss(num_hidden_layers=3),
+    "gpt_oss other layers": lambda: gpt_oss(
+        layer_types=["full_attention", "sliding_attention"],
+        attention_bias=False,
+        swiglu_alpha=0.8,
+        num_key_value_heads=1,
+    ),
     "olmoe clip renormalised": lambda: olmoe(clip_qkv=0.9, num_key_value_heads=4, norm_topk_prob=True),
 }
 
@@ -94,15 +108,21 @@ def family_of(config: Any) -> Grouped:
     if rope["rope_type"] == "yarn":
         yarn = {"factor": rope["factor"], "length": rope["original_max_position_embeddings"]}
         yarn |= {"beta_fast": rope["beta_fast"], "beta_slow": rope["beta_slow"]}
+        yarn |= {"truncate": rope.get("truncate", True)}
         yarn |= {"mscale": rope.get("mscale", 0.0), "mscale_all": rope.get("mscale_all_dim", 0.0)}
+    different: dict[str, Any] = {}
+    if c.model_type == "gpt_oss":
+        different = {"full": [i for i, kind in enumerate(c.layer_types) if kind == "full_attention"]}
+        different["activation"] = clamped_swiglu(c.swiglu_alpha, c.swiglu_limit)
     return Grouped(
+        **different,
         experts_per_token=c.num_experts_per_tok,
         sparse=with_experts(
             c.num_hidden_layers, getattr(c, "decoder_sparse_step", 1), getattr(c, "mlp_only_layers", ())
         ),
         rope=Rope(rope["rope_theta"], **yarn),
         norm_eps=c.rms_norm_eps,
-        choice=softmax(c.model_type == "mixtral" or c.norm_topk_prob),
+        choice=softmax(c.model_type in ("mixtral", "gpt_oss") or c.norm_topk_prob),
         window=getattr(c, "sliding_window", None),
         clip=getattr(c, "clip_qkv", None),
         losses=oracle.Losses(0.0, 0.0, "batch"),
@@ -114,6 +134,11 @@ class Entry(NamedTuple):
 
     name: str
     cut: Callable[[np.ndarray], np.ndarray]
+
+
+def turned(w: np.ndarray) -> np.ndarray:
+    """Return matrices with inputs first, or the other way around."""
+    return w.swapaxes(-1, -2)
 
 
 def oracle_entries(config: Any) -> dict[str, list[Entry]]:
@@ -128,10 +153,8 @@ def oracle_entries(config: Any) -> dict[str, list[Entry]]:
             f"self_attn.{at}_norm.weight": [Entry(f"{name}_norm", np.copy)],
         }
 
-    def turned(w: np.ndarray) -> np.ndarray:
-        return w.swapaxes(-1, -2)
-
     attention = projection("query", "q", heads) | projection("key", "k", kv_heads) | projection("value", "v", kv_heads)
+    attention |= _gpt_oss_entries() if config.model_type == "gpt_oss" else _other_entries()
     return attention | {
         "self_attn.o_proj.weight": [Entry("out", lambda w: w.T.reshape(heads, size, EMBED))],
         "self_attn.o_proj.bias": [Entry("out_bias", np.copy)],
@@ -140,12 +163,32 @@ def oracle_entries(config: Any) -> dict[str, list[Entry]]:
         "mlp.gate_proj.weight": [Entry("dense_gate", turned)],
         "mlp.up_proj.weight": [Entry("dense_up", turned)],
         "mlp.down_proj.weight": [Entry("dense_down", turned)],
+    }
+
+
+def _other_entries() -> dict[str, list[Entry]]:
+    """Return the entries of router and experts where transformers joins the rows of gate and up."""
+    return {
         "mlp.gate.weight": [Entry("router", turned)],
         "mlp.experts.gate_up_proj": [
             Entry("gate", lambda w: turned(w[:, : w.shape[1] // 2])),
             Entry("up", lambda w: turned(w[:, w.shape[1] // 2 :])),
         ],
         "mlp.experts.down_proj": [Entry("down", turned)],
+    }
+
+
+def _gpt_oss_entries() -> dict[str, list[Entry]]:
+    """Return the entries of sinks, router and experts of gpt-oss: gate and up are at even and at odd places."""
+    even, odd = (lambda w: w[..., ::2]), (lambda w: w[..., 1::2])
+    return {
+        "self_attn.sinks": [Entry("sinks", np.copy)],
+        "mlp.router.weight": [Entry("router", turned)],
+        "mlp.router.bias": [Entry("router_bias", np.copy)],
+        "mlp.experts.gate_up_proj": [Entry("gate", even), Entry("up", odd)],
+        "mlp.experts.gate_up_proj_bias": [Entry("gate_bias", even), Entry("up_bias", odd)],
+        "mlp.experts.down_proj": [Entry("down", np.copy)],
+        "mlp.experts.down_proj_bias": [Entry("down_bias", np.copy)],
     }
 
 

@@ -6,6 +6,7 @@ formulas, and the oracle computes the logits.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import oracle
 import oracle_deepseek
 import pytest
-from oracle_grouped import Grouped, with_experts
+from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
 from oracle_router import softmax
 from safetensors.numpy import load_file, save_file
@@ -122,11 +123,8 @@ def qwen3() -> Published:
     attention = grouped_attention(6) | {
         "self_attn.q_norm.weight": vector(6, "query_norm"),
         "self_attn.k_norm.weight": vector(6, "key_norm"),
-        "self_attn.o_proj.bias": vector(EMBED, "out_bias"),
     }
-    for letter, name, heads in (("q", "query", HEADS), ("k", "key", KV_HEADS), ("v", "value", KV_HEADS)):
-        by_head = {f"{name}_bias": lambda b, heads=heads: b.reshape(heads, 6)}
-        attention[f"self_attn.{letter}_proj.bias"] = Tensor((heads * 6,), by_head)
+    attention |= with_biases(6)
     sparse = attention | with_router("mlp", PROJECTIONS)
     dense = attention | swiglu("mlp", MLP, PROJECTIONS, "dense_")
     kinds = with_experts(3, without=[1])
@@ -144,6 +142,55 @@ def olmoe() -> Published:
     layer |= {"self_attn.k_norm.weight": vector(KV_HEADS * size, "key_norm")}
     family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), choice=softmax(False), window=None, clip=0.9)
     return Published(config, [layer] * 2, family)
+
+
+def all_experts(*names: str, size: tuple[int, ...]) -> Tensor:
+    """Return a tensor of all experts with the arrays of the oracle in it, which alternate along the last dimension."""
+    step = len(names)
+    parts = {name: lambda w, at=at: w[..., at::step] for at, name in enumerate(names)}
+    return Tensor((EXPERTS, *size[:-1], step * size[-1]), parts)
+
+
+def with_biases(size: int) -> dict[str, Tensor]:
+    """Return the biases of grouped-query attention."""
+    biases = {"self_attn.o_proj.bias": vector(EMBED, "out_bias")}
+    for letter, name, heads in (("q", "query", HEADS), ("k", "key", KV_HEADS), ("v", "value", KV_HEADS)):
+        by_head = {f"{name}_bias": lambda b, heads=heads: b.reshape(heads, size)}
+        biases[f"self_attn.{letter}_proj.bias"] = Tensor((heads * size,), by_head)
+    return biases
+
+
+def gpt_oss() -> Published:
+    """OpenAI, 2025: one tensor holds all experts of a layer, in which gate and up alternate; the first has a window."""
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 3, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": EXPERT_MLP, "num_local_experts": EXPERTS, "sliding_window": 3, "swiglu_limit": 0.9}
+    config |= {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}}
+    config["rope_scaling"] |= {"truncate": False, "original_max_position_embeddings": 16}
+    config["rope_theta"] = 100.0
+    layer = (
+        grouped_attention(6)
+        | with_biases(6)
+        | {
+            "self_attn.sinks": vector(HEADS, "sinks"),
+            "mlp.router.weight": matrix(EXPERTS, EMBED, "router"),
+            "mlp.router.bias": vector(EXPERTS, "router_bias"),
+            "mlp.experts.gate_up_proj": all_experts("gate", "up", size=(EMBED, EXPERT_MLP)),
+            "mlp.experts.gate_up_proj_bias": all_experts("gate_bias", "up_bias", size=(EXPERT_MLP,)),
+            "mlp.experts.down_proj": all_experts("down", size=(EXPERT_MLP, EMBED)),
+            "mlp.experts.down_proj_bias": all_experts("down_bias", size=(EMBED,)),
+        }
+    )
+    family = Grouped(
+        **GROUPED,
+        sparse=(True,) * 3,
+        rope=Rope(100.0, False, 4.0, 16, 4.0, 0.5, 0.0, 0.0, False),
+        renormalised=True,
+        window=3,
+        clip=None,
+        full=(1,),
+        activation=clamped_swiglu(1.702, 0.9),
+    )
+    return Published(config, [layer] * 3, family)
 
 
 KV_LORA, Q_LORA, NOPE, ROPE, VALUE = 5, 8, 6, 4, 6  # plain keys are as wide as values, so that they can be confused
@@ -205,6 +252,7 @@ FAMILIES = {
     "mixtral": mixtral,
     "qwen3": qwen3,
     "olmoe": olmoe,
+    "gpt_oss": gpt_oss,
     "v2": lambda: deepseek("deepseek_v2"),
     "v3": lambda: deepseek("deepseek_v3"),
 }
@@ -233,7 +281,7 @@ def folder_and_parameters(published: Published) -> tuple[dict[str, np.ndarray], 
         for name, tensor in layer.items():
             array = named[f"model.layers.{number}.{name}"] = draw(tensor, rng)
             for ours, cut in tensor.parts.items():
-                (experts if ".experts." in name else layers).setdefault(ours, []).append(cut(array))
+                (experts if re.search(r"\.experts\.\d", name) else layers).setdefault(ours, []).append(cut(array))
         for ours, arrays in experts.items():
             layers.setdefault(ours, []).append(np.stack(arrays))
     parameters |= {ours: np.stack(arrays) for ours, arrays in layers.items()}

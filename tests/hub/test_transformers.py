@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, YARN, deepseek_v3, olmoe, qwen3
+from tiny_models import CONFIGS, ROUTER, YARN, deepseek_v3, gpt_oss, olmoe, qwen3
 
 import moezoo
 from moezoo.models import deepseek_hub
 from moezoo.moe.router import Choice
+from moezoo.nn.yarn import Yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
 
@@ -98,7 +99,14 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
 
 
 def test_missing_limits_are_those_of_transformers(save, tmp_path):
-    for name, length in (("mixtral", 131072), ("v2", 2048), ("v3", 4096), ("qwen3", 32768), ("olmoe", 4096)):
+    for name, length in (
+        ("mixtral", 131072),
+        ("v2", 2048),
+        ("v3", 4096),
+        ("qwen3", 32768),
+        ("olmoe", 4096),
+        ("gpt_oss", 131072),
+    ):
         shutil.copytree(save(name).folder, tmp_path / name)
         file = tmp_path / name / "config.json"
         mapping = json.loads(file.read_text())
@@ -155,6 +163,22 @@ LEFT_OUT = {
         olmoe(rope_base=1e4, clip_qkv=None),
         drop("num_key_value_heads", "clip_qkv", *_IN_BOTH),
     ),
+    "gpt_oss defaults": (
+        gpt_oss(
+            heads=16,
+            kv_heads=8,
+            head_dim=64,
+            window=128,
+            swiglu_limit=7.0,
+            rope_base=150000.0,
+            yarn=Yarn(32.0, 4096, mscale=0.0, mscale_all=0.0, truncate=False),
+        ),
+        drop(
+            *("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "swiglu_limit", "swiglu_alpha"),
+            *("rope_parameters", "initializer_range", "attention_bias", "rms_norm_eps"),
+        ),
+    ),
+    "gpt_oss head size": (gpt_oss(head_dim=4), lambda c: c.update(head_dim=None)),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
-from tiny_models import deepseek_v2, deepseek_v3, mistral4, mixtral, olmoe, qwen3
+from tiny_models import deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, olmoe, qwen3
 
 import moezoo
 from moezoo.hub.folders import hub_model_config
@@ -26,6 +26,7 @@ CONFIGS = {
     "mixtral": mixtral(),
     "qwen3": qwen3(),
     "olmoe": olmoe(clip_qkv=None),
+    "gpt_oss": gpt_oss(),
     "v2": deepseek_v2(),
     "v3": deepseek_v3(),
     "v3.2": deepseek_v3(index_topk=8),
@@ -88,6 +89,15 @@ _QWEN |= {"router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_wi
 _OLMOE = {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None}
 _OLMOE |= {"max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8}
 _OLMOE |= {"output_router_logits": False, "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None}
+_GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64}
+_GPT_OSS |= {"experts_per_token": 4, "num_experts_per_tok": 4, "hidden_size": 2880, "intermediate_size": 2880}
+_GPT_OSS |= {"initial_context_length": 4096, "max_position_embeddings": 131072, "num_attention_heads": 64}
+_GPT_OSS |= {"num_key_value_heads": 8, "output_router_logits": False, "pad_token_id": 199999, "rms_norm_eps": 1e-05}
+_GPT_OSS |= {"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0}
+_GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0}}
+_GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096, "truncate": False}
+_GPT_OSS |= {"vocab_size": 201088}
+_TWO_KINDS = ["sliding_attention", "full_attention"]
 
 # Preset -> the keys of its published config.json, without those of quantization.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -137,6 +147,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "olmoe_1b_7b": _OLMOE
     | {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16}
     | {"num_key_value_heads": 16, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "vocab_size": 50304},
+    "gpt_oss_20b": _GPT_OSS | {"layer_types": _TWO_KINDS * 12, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt_oss_120b": _GPT_OSS | {"layer_types": _TWO_KINDS * 18, "num_hidden_layers": 36, "num_local_experts": 128},
 }
 
 
@@ -195,6 +207,12 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ("max_window_layers=2", "only 0")),
     ("qwen3", {"mlp_only_layers": [0, 1, 2]}, ("decoder_sparse_step=1", "mlp_only_layers=[0, 1, 2]")),
     ("qwen3", {"mlp_only_layers": [1.0]}, ("mlp_only_layers[0]=1.0: expected a whole number",)),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config: ", "bfloat16 first")),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ("layer_types names 2 layers", "num_hidden_layers=5")),
+    ("gpt_oss", {"layer_types": ["chunked"] * 5}, ("layer_types names 'chunked'", "full_attention")),
+    ("gpt_oss", {"sliding_window": None}, ("sliding_window=null, but layer 0 of layer_types is sliding_attention",)),
+    ("gpt_oss", {"swiglu_limit": -1.0}, ("swiglu_limit=-1.0", "above 0")),
+    ("gpt_oss", {"experts_per_token": 3}, ("experts_per_token=3", "only 2")),
     ("v3", {"n_group": 0}, ("n_group=0", "at least 1")),
     ("v3", {"n_group": 3}, ("n_routed_experts=8", "n_group=3")),
     ("v3", {"topk_group": 0}, ("topk_group=0", "at least 1")),
@@ -239,7 +257,7 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("v3", {"rope_parameters": YARN | {"rope_theta": 1}}, ("rope_theta=1.0", "greater than 1")),
     ("v3", {"rope_parameters": YARN | {"beta_fast": 0}}, ("beta_fast=0.0", "above 0")),
     ("v3", {"rope_parameters": YARN | {"factor": 0}}, ("factor=0.0", "at least 1")),
-    ("v3", {"rope_parameters": YARN | {"truncate": None}}, ("rope_parameters.truncate=null: expected one of true",)),
+    ("v3", {"rope_parameters": YARN | {"truncate": None}}, ("rope_parameters.truncate=null: expected true or false",)),
     ("v3", {"rope_parameters": YARN | {"long_factor": [1]}}, ("rope_parameters.long_factor=[1]", "does not know")),
     ("v3", {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, ("rope_scaling.partial_rotary_factor=0.5",)),
 ]

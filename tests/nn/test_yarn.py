@@ -44,6 +44,16 @@ def test_the_ramp_runs_between_whole_pairs():
     np.testing.assert_allclose(Yarn(factor=40.0, length=4096).frequencies(64, 1e4), wanted, rtol=2.0**-23)
 
 
+def test_the_ramp_runs_between_parts_of_pairs():
+    """As above, with the numbers as they are."""
+    plain, turns = 1e4 ** (-np.arange(32) / 32), np.array([32, 1])
+    first, last = 32 * np.log(4096 / (2 * math.pi * turns)) / math.log(1e4)
+    ramp = np.clip((np.arange(32) - first) / (last - first), 0, 1)
+    wanted = plain * (1 - ramp) + plain / 40 * ramp
+    found = Yarn(factor=40.0, length=4096, truncate=False).frequencies(64, 1e4)
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-23)
+
+
 def test_scales():
     """With m(s) = 0.1 s ln(factor) + 1: m(mscale) / m(mscale_all) for queries and keys, m(mscale_all)^2 for scores."""
     assert Yarn(4.0, mscale=0.7, mscale_all=1.3).magnitude == pytest.approx(

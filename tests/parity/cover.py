@@ -374,7 +374,8 @@ def cover() -> tuple[Case, ...]:
 # weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four;
 # four devices that share two key-value heads, under norms of projections, and under biases and norms of heads; devices
 # that share a tied table, which decay spares; a GLM whose heads, widths, shared experts and sequences are split;
-# queries that are scaled by their position, on a ring of devices that also share heads.
+# queries that are scaled by their position, on a ring of devices that also share heads;
+# sinks and biases of experts, with heads and widths split.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
@@ -386,4 +387,5 @@ EXTRA_CASES = (
     Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "grouped_periodic", "adamw"),
     Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "glm4_moe"),
     Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "mistral4", "adamw", "ring"),
+    Case("ragged", "fsdp2_tensor4", "tensor", "none", 1, "sequence", "gpt_oss", "adamw", chunks=3),
 )

@@ -106,6 +106,7 @@ SELECTED = [
     Setup("grouped", "ring", "fsdp2_ep4", "ep_as_cp"),
     Setup("olmoe", "ragged", "fsdp2_ep2_context2", "shard_exp_on_fsdp"),
     Setup("deepseek", "capacity", "ep2_context2_tensor2", "tensor"),
+    Setup("gpt_oss", "ring", "fsdp2_ep2_context2", "cp_as_ep"),
 ]
 
 

@@ -24,7 +24,7 @@ import oracle
 import pytest
 from cover import EXTRA_CASES, FAMILIES, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
-from oracle_grouped import Grouped
+from oracle_grouped import Grouped, clamped_swiglu
 from oracle_router import softmax
 from running import expected, oracle_family, parameters_of, run_case, worst_error
 from table import write_section
@@ -110,6 +110,7 @@ def test_whole_step(case):
         ("deepseek", 0.005),
         ("grouped", 0.002),
         ("olmoe", 0.001),
+        ("gpt_oss", 0.01),
     ],
 )
 def test_oracle_data_exercise_every_loss_and_array(family, visible):
@@ -173,6 +174,7 @@ def test_oracle_depends_on_every_setting_of_deepseek():
         ("grouped", ("layers", "gates", "window", "ramp", "magnitude")),
         ("olmoe", ("gates", "clip")),
         ("glm4_moe", ("rotated", "groups", "bias")),
+        ("gpt_oss", ("window", "full", "activation", "truncate")),
     ],
 )
 def test_oracle_depends_on_every_setting_of_grouped_attention(family, names):
@@ -190,6 +192,9 @@ def test_oracle_depends_on_every_setting_of_grouped_attention(family, names):
         "rotated": replace(settings, rotary_dims=None),
         "groups": replace(settings, choice=replace(settings.choice, groups=1, kept_groups=1)),
         "bias": replace(settings, bias=None),
+        "full": replace(settings, full=(0,)),
+        "activation": replace(settings, activation=clamped_swiglu(1.702, 1.1)),
+        "truncate": replace(settings, rope=replace(rope, truncate=True)),
     }
     wanted = expected(family, "batch", 1).outcomes[0]
     for name in names:
