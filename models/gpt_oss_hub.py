@@ -50,12 +50,13 @@ _LAYER_NAMES = {
 # Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "load_balance": "router_aux_loss_coef"}
 _PLAIN |= {"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"}
-_WRITTEN = _PLAIN | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "experts": "num_local_experts"}
+_PLAIN |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+_WRITTEN = _PLAIN | {"experts": "num_local_experts"}
 _KEYS = _WRITTEN | {"window": "sliding_window", "full_layers": "layer_types", "rope_base": "rope_theta"} | YARN_KEYS
 keys, layer_names = always(_KEYS), always(_LAYER_NAMES)
 # For missing keys.
 _DEFAULTS = {"max_length": 131072, "init_std": 0.02, "load_balance": 0.001, "norm_eps": 1e-5}
-_DEFAULTS |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_DEFAULTS |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "kv_heads": 8, "head_dim": 64}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 4096}
 _WINDOW, _ALL = "sliding_attention", "full_attention"
@@ -76,8 +77,6 @@ def config_from_hub(mapping: Mapping[str, Any]) -> GptOssConfig:
     rope = read_rope(config, settings["max_length"], ("default", "yarn"), base=150000.0)
     settings |= _read_windows(config, settings["layers"])
     settings |= {
-        "kv_heads": config.read("num_key_value_heads", int | None, 8) or settings["heads"],
-        "head_dim": config.read("head_dim", int | None, 64) or settings["embed"] // settings["heads"],
         "experts": config.read_either(("num_local_experts", "num_experts"), int),
         "attention_bias": "all" if config.read("attention_bias", bool, True) else "none",
         "rope_base": rope.base,
@@ -103,7 +102,7 @@ def _read_windows(config: ConfigJson, layers: int) -> dict[str, Any]:
     if window is None and _WINDOW in kinds:
         raise UserError(
             f"config.json: sliding_window=null, but layer {kinds.index(_WINDOW)} of layer_types is {_WINDOW}; "
-            f"write the size of the window"
+            "write the size of the window"
         )
     full = tuple(i for i, kind in enumerate(kinds) if kind == _ALL)
     if len(full) == layers:

@@ -55,7 +55,7 @@ class Attention(SelfAttention):
     |---|---|
     | `query_norm`, `key_norm` | norms over each head or over the whole projection (`norm_over`) |
     | `*_bias` | biases of the four projections, or of all but `out` (`biases`) |
-    | `sinks` | a score per query head for a key of value zero, which every query sees (arXiv:2309.17453) |
+    | `sinks` | a score per head, of a value of zero, that every query sees (Xiao et al., 2024, arXiv:2309.17453) |
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
     | `window` | the tokens that a query sees, itself included |
     """

@@ -1,4 +1,4 @@
-"""The oracle for Mixtral, Qwen3-MoE, OLMoE and gpt-oss against transformers, both in float64: the loss and every gradient."""
+"""The oracle for families of grouped-query attention against transformers, in float64: the loss and every gradient."""
 
 import warnings
 from collections.abc import Callable, Iterator

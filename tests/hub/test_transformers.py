@@ -178,7 +178,6 @@ LEFT_OUT = {
             *("rope_parameters", "initializer_range", "attention_bias", "rms_norm_eps"),
         ),
     ),
-    "gpt_oss head size": (gpt_oss(head_dim=4), lambda c: c.update(head_dim=None)),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
 }
 

@@ -110,7 +110,7 @@ def test_whole_step(case):
         ("deepseek", 0.005),
         ("grouped", 0.002),
         ("olmoe", 0.001),
-        ("gpt_oss", 0.01),
+        ("gpt_oss", 0.005),
     ],
 )
 def test_oracle_data_exercise_every_loss_and_array(family, visible):
