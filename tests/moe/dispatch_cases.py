@@ -70,7 +70,7 @@ def expert_layer(case, tokens, experts, gates, mlp):
     if not set(axes) <= varying_axes(tokens):
         strategy = Replicated(strategy)
     if case.dispatch.moves == "weights":
-        mlp = jax.tree.map(lambda x: gather_weight(x, (axes, (), ()), axes, x.dtype, x.dtype), mlp)
+        mlp = jax.tree.map(lambda x: gather_weight(x, (axes, *[()] * (x.ndim - 1)), axes, x.dtype, x.dtype), mlp)
     there = strategy.dispatch(tokens, Assignment(experts, gates), group)
     sums = mlp(there.tokens, there.gates, there.plan, implementation=None)
     back = strategy.combine(sums, there.state, group)
@@ -102,18 +102,20 @@ def compiled(case):
 def loop(tokens, experts, gates, mlp, cotangent):
     """Return the output by its definition and the gradients by the chain rule, in float64."""
     tokens, gates, cotangent = (np.asarray(x, np.float64) for x in (tokens, gates, cotangent))
-    gate, up, down = (np.asarray(x, np.float64) for x in (mlp.gate, mlp.up, mlp.down))
+    gate, up, down, *biases = (np.asarray(x, np.float64) for x in parameters(mlp))
+    gate_bias, up_bias, down_bias = biases
     output, by_tokens, by_gates = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros_like(gates)
     by_gate, by_up, by_down = np.zeros_like(gate), np.zeros_like(up), np.zeros_like(down)
+    by_biases = [np.zeros_like(bias) for bias in biases]
     for (t, c), e in np.ndenumerate(experts):
         if e == len(gate):
             continue
-        x, g, u = tokens[t], tokens[t] @ gate[e], tokens[t] @ up[e]
+        x, g, u = tokens[t], tokens[t] @ gate[e] + gate_bias[e], tokens[t] @ up[e] + up_bias[e]
         sigmoid = 1 / (1 + np.exp(-g))
         hidden = g * sigmoid * u
-        output[t] += gates[t, c] * (hidden @ down[e])
+        output[t] += gates[t, c] * (hidden @ down[e] + down_bias[e])
 
-        by_gates[t, c] = cotangent[t] @ (hidden @ down[e])
+        by_gates[t, c] = cotangent[t] @ (hidden @ down[e] + down_bias[e])
         back = gates[t, c] * cotangent[t]
         by_hidden = down[e] @ back
         by_g, by_u = by_hidden * u * sigmoid * (1 + g * (1 - sigmoid)), by_hidden * g * sigmoid
@@ -121,13 +123,22 @@ def loop(tokens, experts, gates, mlp, cotangent):
         by_gate[e] += np.outer(x, by_g)
         by_up[e] += np.outer(x, by_u)
         by_tokens[t] += gate[e] @ by_g + up[e] @ by_u
-    return output, by_tokens, by_gates, by_gate, by_up, by_down
+        for sums, one in zip(by_biases, (by_g, by_u, back), strict=True):
+            sums[e] += one
+    return output, by_tokens, by_gates, by_gate, by_up, by_down, *by_biases
 
 
 @functools.cache
 def mlp(experts):
-    """Return experts with weights of order one."""
-    return Experts(experts, EMBED, MLP, out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    """Return experts with weights and biases of order one."""
+    made = Experts(experts, EMBED, MLP, biases="all", out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x if x.ndim > 2 else jnp.asarray(rng.standard_normal(x.shape), x.dtype), made)
+
+
+def parameters(mlp):
+    """Return the arrays of experts."""
+    return mlp.gate, mlp.up, mlp.down, mlp.gate_bias, mlp.up_bias, mlp.down_bias
 
 
 def assign(case, allowed, padding, seed):
@@ -149,7 +160,7 @@ def compare(case, allowed, padding, seed, drops=None):
     output, (dropped, used), by_tokens, by_gates, by_mlp = compiled(case)(
         tokens, experts, gates, mlp(case.experts), cotangent
     )
-    results = output, by_tokens, by_gates, by_mlp.gate, by_mlp.up, by_mlp.down
+    results = output, by_tokens, by_gates, *parameters(by_mlp)
     lost = np.zeros(experts.shape, bool) if drops is None else drops(case, experts)
     asked, experts = (experts < case.experts).sum(), np.where(lost, case.experts, experts)
     wanted = loop(tokens, experts, gates, mlp(case.experts), cotangent)
