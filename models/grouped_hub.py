@@ -33,7 +33,7 @@ MODEL_TYPES = {
 
 
 class _Layers(NamedTuple):
-    """Which layers have experts. `read(config, layers)` returns `moe_every` and `mlp_layers`; `write` returns keys."""
+    """Which layers have experts. `read(config, layers)` returns `moe_every` and `mlp_layers`; `write` returns `keys`."""
 
     keys: tuple[str, ...]
     read: Callable[[ConfigJson, int], tuple[int, Iterable[int]]]
@@ -125,7 +125,9 @@ _LISTED = _Layers(
 _BY_TYPE = _Layers(
     ("mlp_layer_types",), _read_types, lambda c: {"mlp_layer_types": _each(c, without="dense", other="sparse")}
 )
-_INTERVAL = _Layers(("moe_layer_interval", "moe_layer_start_index"), _read_interval, _write_interval)
+_INTERVAL = _Layers(
+    ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index"), _read_interval, _write_interval
+)
 _NO_MLP = _Layers((), lambda config, layers: (1, ()), lambda c: {})
 
 
@@ -289,7 +291,6 @@ def keys(model_type: str) -> dict[str, str]:
     """Return our settings and their keys in a config.json of a model type."""
     t = _TYPES[model_type]
     found = {ours: names[0] for ours, names in t.keys.items()} | {flag.ours: key for key, flag in t.flags.items()}
-    found |= dict(zip(("moe_every", "mlp_layers"), (t.layers.keys * 2)[:2], strict=True)) if t.layers.keys else {}
     found |= {"head_dim": "head_dim", "window": "sliding_window", "rope_base": "rope_theta"} | YARN_KEYS
     return found | {"rotary_dims": "rotary_dim" if model_type == "minimax_m2" else "partial_rotary_factor"}
 
@@ -310,8 +311,11 @@ def config_from_hub(mapping: Mapping[str, Any]) -> GroupedConfig:
         settings[ours] = defaults[ours] if value is None else value
     for key, flag in t.flags.items():
         settings[flag.ours] = flag.true if config.read(key, bool, flag.default) else flag.false
-    settings["moe_every"], without = t.layers.read(config, settings["layers"])
-    settings["mlp_layers"] = list(without)
+    every, layers = t.layers.read(config, settings["layers"])
+    settings |= {"moe_every": every, "mlp_layers": [*layers]}
+    if all(i in settings["mlp_layers"] for i in range(every - 1, settings["layers"], every)):
+        shown = " and ".join(f"{key}={show(mapping.get(key))[:80]}" for key in t.layers.keys)
+        raise UserError(f"config.json: {shown} leave no layer of num_hidden_layers={settings['layers']} with experts")
     # No layer of these has an MLP; where a width is asked for, it is that of experts.
     settings.setdefault("mlp", settings["expert_mlp"])
     settings["head_dim"] = read_head_dim(config, settings["embed"], settings["heads"])

@@ -8,6 +8,7 @@ formulas, and the oracle computes the logits.
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import oracle_deepseek
 import pytest
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
-from oracle_router import softmax
+from oracle_router import Choice, softmax
 from safetensors.numpy import load_file, save_file
 from tape import stack
 
@@ -103,7 +104,13 @@ def grouped_attention(size: int) -> dict[str, Tensor]:
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": EMBED, "num_attention_heads": HEADS, "num_experts_per_tok": CHOSEN}
 COMMON |= {"rms_norm_eps": 0.01, "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False}
-GROUPED: dict[str, Any] = {"experts_per_token": CHOSEN, "norm_eps": 0.01, "losses": NO_LOSSES}
+GROUPED: dict[str, Any] = {
+    "experts_per_token": CHOSEN,
+    "norm_eps": 0.01,
+    "losses": NO_LOSSES,
+    "window": None,
+    "clip": None,
+}
 
 
 def mixtral() -> Published:
@@ -111,7 +118,7 @@ def mixtral() -> Published:
     config = {"model_type": "mixtral", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
     config |= {"intermediate_size": EXPERT_MLP, "num_local_experts": EXPERTS, "rope_theta": 100.0, "sliding_window": 3}
     layer = grouped_attention(6) | with_router("block_sparse_moe", ("w1", "w3", "w2"))
-    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), choice=softmax(True), window=3, clip=None)
+    family = Grouped(**GROUPED | {"window": 3}, sparse=(True, True), rope=Rope(100.0), choice=softmax(True))
     return Published(config, [layer] * 2, family)
 
 
@@ -128,7 +135,7 @@ def qwen3() -> Published:
     sparse = attention | with_router("mlp", PROJECTIONS)
     dense = attention | swiglu("mlp", MLP, PROJECTIONS, "dense_")
     kinds = with_experts(3, without=[1])
-    family = Grouped(**GROUPED, sparse=kinds, rope=Rope(100.0), choice=softmax(True), window=None, clip=None)
+    family = Grouped(**GROUPED, sparse=kinds, rope=Rope(100.0), choice=softmax(True))
     return Published(config, [sparse, dense, sparse], family)
 
 
@@ -140,8 +147,17 @@ def olmoe() -> Published:
     layer = grouped_attention(size) | with_router("mlp", PROJECTIONS)
     layer |= {"self_attn.q_norm.weight": vector(HEADS * size, "query_norm")}
     layer |= {"self_attn.k_norm.weight": vector(KV_HEADS * size, "key_norm")}
-    family = Grouped(**GROUPED, sparse=(True, True), rope=Rope(100.0), choice=softmax(False), window=None, clip=0.9)
+    family = Grouped(**GROUPED | {"clip": 0.9}, sparse=(True, True), rope=Rope(100.0), choice=softmax(False))
     return Published(config, [layer] * 2, family)
+
+
+def biases(size: int) -> dict[str, Tensor]:
+    """Return the biases of queries, keys and values."""
+    found = {}
+    for letter, name, heads in (("q", "query", HEADS), ("k", "key", KV_HEADS), ("v", "value", KV_HEADS)):
+        by_head = {f"{name}_bias": lambda b, heads=heads: b.reshape(heads, size)}
+        found[f"self_attn.{letter}_proj.bias"] = Tensor((heads * size,), by_head)
+    return found
 
 
 def all_experts(*names: str, size: tuple[int, ...]) -> Tensor:
@@ -153,11 +169,7 @@ def all_experts(*names: str, size: tuple[int, ...]) -> Tensor:
 
 def with_biases(size: int) -> dict[str, Tensor]:
     """Return the biases of grouped-query attention."""
-    biases = {"self_attn.o_proj.bias": vector(EMBED, "out_bias")}
-    for letter, name, heads in (("q", "query", HEADS), ("k", "key", KV_HEADS), ("v", "value", KV_HEADS)):
-        by_head = {f"{name}_bias": lambda b, heads=heads: b.reshape(heads, size)}
-        biases[f"self_attn.{letter}_proj.bias"] = Tensor((heads * size,), by_head)
-    return biases
+    return {"self_attn.o_proj.bias": vector(EMBED, "out_bias"), **biases(size)}
 
 
 def gpt_oss() -> Published:
@@ -181,16 +193,76 @@ def gpt_oss() -> Published:
         }
     )
     family = Grouped(
-        **GROUPED,
+        **GROUPED | {"window": 3},
         sparse=(True,) * 3,
         rope=Rope(100.0, False, 4.0, 16, 4.0, 0.5, 0.0, 0.0, False),
-        renormalised=True,
-        window=3,
-        clip=None,
+        choice=softmax(True),
         full=(1,),
         activation=clamped_swiglu(1.702, 0.9),
     )
     return Published(config, [layer] * 3, family)
+
+
+SIGMOID = Choice("sigmoid", 1, 1, "max", True, 1.0)
+NO_BIAS = np.zeros((1, EXPERTS))  # that of the folder takes its place
+
+
+def glm4() -> Published:
+    """GLM-4.5 Team, 2025: a layer with an MLP, one with experts and shared experts; a third of each head is rotated."""
+    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": MLP, "moe_intermediate_size": EXPERT_MLP, "n_routed_experts": EXPERTS}
+    config |= {"rope_theta": 100.0, "partial_rotary_factor": 1 / 3, "attention_bias": True, "use_qk_norm": True}
+    config |= {"first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.7, "n_group": 2}
+    attention = grouped_attention(6) | biases(6)
+    attention |= {f"self_attn.{at}_norm.weight": vector(6, f"{n}_norm") for at, n in (("q", "query"), ("k", "key"))}
+    sparse = attention | with_router("mlp", PROJECTIONS)
+    sparse |= swiglu("mlp.shared_experts", 2 * EXPERT_MLP, PROJECTIONS, "shared_")
+    sparse["mlp.gate.e_score_correction_bias"] = vector(EXPERTS, "bias")
+    choice = Choice("sigmoid", 2, 1, "sum_of_top2", True, 1.7)
+    family = Grouped(**GROUPED, sparse=(False, True), rope=Rope(100.0), choice=choice, rotary_dims=2, bias=NO_BIAS)
+    return Published(config, [attention | swiglu("mlp", MLP, PROJECTIONS, "dense_"), sparse], family)
+
+
+def minimax() -> Published:
+    """MiniMax, 2025: Mixtral's names, norms over all heads together; the bias is beside the router."""
+    config = {"model_type": "minimax_m2", "num_hidden_layers": 1, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": EXPERT_MLP, "num_local_experts": EXPERTS, "rope_theta": 100.0, "rotary_dim": 4}
+    layer = grouped_attention(6) | with_router("block_sparse_moe", ("w1", "w3", "w2"))
+    layer |= {"self_attn.q_norm.weight": vector(HEADS * 6, "query_norm")}
+    layer |= {"self_attn.k_norm.weight": vector(KV_HEADS * 6, "key_norm")}
+    layer["block_sparse_moe.e_score_correction_bias"] = vector(EXPERTS, "bias")
+    family = Grouped(**GROUPED, sparse=(True,), rope=Rope(100.0), choice=SIGMOID, rotary_dims=4, bias=NO_BIAS)
+    return Published(config, [layer], family)
+
+
+def hunyuan() -> Published:
+    """Tencent, 2026: the router is a part of a part."""
+    config = {"model_type": "hy_v3", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": MLP, "moe_intermediate_size": EXPERT_MLP, "num_experts": EXPERTS}
+    config |= {"rope_theta": 100.0, "num_shared_experts": 2, "router_scaling_factor": 1.7}
+    attention = grouped_attention(6)
+    attention |= {f"self_attn.{at}_norm.weight": vector(6, f"{n}_norm") for at, n in (("q", "query"), ("k", "key"))}
+    sparse = attention | with_router("mlp", PROJECTIONS)
+    sparse["mlp.router.gate.weight"] = sparse.pop("mlp.gate.weight")
+    sparse |= swiglu("mlp.shared_mlp", 2 * EXPERT_MLP, PROJECTIONS, "shared_")
+    sparse["mlp.expert_bias"] = vector(EXPERTS, "bias")
+    choice = replace(SIGMOID, scale=1.7)
+    family = Grouped(**GROUPED, sparse=(False, True), rope=Rope(100.0), choice=choice, bias=NO_BIAS)
+    return Published(config, [attention | swiglu("mlp", MLP, PROJECTIONS, "dense_"), sparse], family)
+
+
+def ernie() -> Published:
+    """Baidu, 2025: no norms of heads, neighbours turn together, and the bias is a row."""
+    config = {"model_type": "ernie4_5_moe", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
+    config |= {"intermediate_size": MLP, "moe_intermediate_size": EXPERT_MLP, "moe_num_experts": EXPERTS}
+    config |= {"rope_theta": 100.0, "moe_num_shared_experts": 1, "moe_norm_min": 0.6}
+    attention = grouped_attention(6)
+    sparse = attention | with_router("mlp", PROJECTIONS)
+    sparse |= swiglu("mlp.shared_experts", EXPERT_MLP, PROJECTIONS, "shared_")
+    sparse["mlp.moe_statics.e_score_correction_bias"] = Tensor((1, EXPERTS), {"bias": lambda b: b[0]})
+    choice = Choice("softmax", 1, 1, "max", True, 1.0, least_sum=0.6)
+    family = Grouped(**GROUPED, sparse=(False, True), rope=Rope(100.0, True), choice=choice, bias=NO_BIAS)
+    return Published(config, [attention | swiglu("mlp", MLP, PROJECTIONS, "dense_"), sparse], family)
 
 
 KV_LORA, Q_LORA, NOPE, ROPE, VALUE = 5, 8, 6, 4, 6  # plain keys are as wide as values, so that they can be confused
@@ -229,11 +301,7 @@ def deepseek(model_type: str) -> Published:
     sparse |= swiglu("mlp.shared_experts", 2 * EXPERT_MLP, PROJECTIONS, "shared_")
     if third:
         sparse["mlp.gate.e_score_correction_bias"] = vector(EXPERTS, "bias")
-    choice = (
-        oracle_deepseek.Choice("sigmoid", 2, 1, "sum_of_top2", True, 1.7)
-        if third
-        else oracle_deepseek.Choice("softmax", 2, 1, "max", False, 1.7)
-    )
+    choice = Choice("sigmoid", 2, 1, "sum_of_top2", True, 1.7) if third else Choice("softmax", 2, 1, "max", False, 1.7)
     family = oracle_deepseek.DeepSeek(
         experts_per_token=CHOSEN,
         dense_layers=1,
@@ -253,6 +321,10 @@ FAMILIES = {
     "qwen3": qwen3,
     "olmoe": olmoe,
     "gpt_oss": gpt_oss,
+    "glm4": glm4,
+    "minimax": minimax,
+    "hunyuan": hunyuan,
+    "ernie": ernie,
     "v2": lambda: deepseek("deepseek_v2"),
     "v3": lambda: deepseek("deepseek_v3"),
 }
@@ -302,7 +374,7 @@ def test_published_folder(name, tmp_path):
     named, parameters = folder_and_parameters(published)
     family: Any = published.family
     if "bias" in parameters:
-        family = oracle_deepseek.replace(family, bias=parameters.pop("bias"))
+        family = replace(family, bias=parameters.pop("bias"))
     (tmp_path / "m").mkdir()
     save_file(named, tmp_path / "m" / "model.safetensors")
     (tmp_path / "m" / "config.json").write_text(json.dumps(COMMON | published.config))

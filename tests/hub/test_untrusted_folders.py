@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
+from tiny_models import CONFIGS as TINY
 from tiny_models import deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, olmoe, qwen3
 
 import moezoo
@@ -31,7 +32,7 @@ CONFIGS = {
     "v3": deepseek_v3(),
     "v3.2": deepseek_v3(index_topk=8),
     "mistral4": mistral4(),
-}
+} | {name: TINY[name] for name in ("glm", "minimax", "hy", "dots", "ernie")}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -98,6 +99,11 @@ _GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow
 _GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096, "truncate": False}
 _GPT_OSS |= {"vocab_size": 201088}
 _TWO_KINDS = ["sliding_attention", "full_attention"]
+_GLM = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128}
+_GLM |= {"max_position_embeddings": 131072, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_scaling": None}
+_GLM |= {"norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_key_value_heads": 8}
+_GLM |= {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 1000000}
+_GLM |= {"vocab_size": 151552}
 
 # Preset -> the keys of its published config.json, without those of quantization.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -149,6 +155,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 16, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "vocab_size": 50304},
     "gpt_oss_20b": _GPT_OSS | {"layer_types": _TWO_KINDS * 12, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt_oss_120b": _GPT_OSS | {"layer_types": _TWO_KINDS * 18, "num_hidden_layers": 36, "num_local_experts": 128},
+    "glm4_5_air": _GLM
+    | {"first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408}
+    | {"n_routed_experts": 128, "num_hidden_layers": 46, "routed_scaling_factor": 1.0, "use_qk_norm": False},
+    "glm4_5": _GLM
+    | {"first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536}
+    | {"n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+    "minimax_m2": {"model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62}
+    | {"auto_map": {}, "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536, "mtp_transformer_layers": 1}
+    | {"max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62}
+    | {"num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer"}
+    | {"rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "use_mtp": True}
+    | {"shared_intermediate_size": 0, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064},
 }
 
 
@@ -213,6 +231,28 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gpt_oss", {"sliding_window": None}, ("sliding_window=null, but layer 0 of layer_types is sliding_attention",)),
     ("gpt_oss", {"swiglu_limit": -1.0}, ("swiglu_limit=-1.0", "above 0")),
     ("gpt_oss", {"experts_per_token": 3}, ("experts_per_token=3", "only 2")),
+    ("glm", {"use_qk_norm": 1}, ("use_qk_norm=1: expected true or false",)),
+    ("glm", {"n_shared_experts": 0}, ("n_shared_experts=0", "at least 1")),
+    ("glm", {"n_group": 3}, ("n_routed_experts=8", "n_group=3")),
+    ("glm", {"first_k_dense_replace": 2}, ("first_k_dense_replace=2", "no layer of num_hidden_layers=2")),
+    ("glm", {"rope_parameters": {"partial_rotary_factor": 0.4}}, ("partial_rotary_factor=3", "even")),
+    ("glm", {"rope_parameters": {"partial_rotary_factor": 1.5}}, ("partial_rotary_factor=1.5", "at most 1")),
+    ("minimax", {"rotary_dim": 6}, ("rotary_dim=6 and partial_rotary_factor=0.5 are one setting", "delete")),
+    ("minimax", {"attn_type_list": [1, 0]}, ("attn_type_list=[1, 0]", "only [1, 1]")),
+    ("minimax", {"qk_norm_type": "per_head"}, ("qk_norm_type=per_head", "only per_layer")),
+    ("minimax", {"use_routing_bias": False}, ("use_routing_bias=false", "only true")),
+    ("minimax", {"shared_intermediate_size": 8}, ("shared_intermediate_size=8", "only 0")),
+    ("minimax", {"sliding_window": 8}, ("sliding_window=8", "another version")),
+    ("hy", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types names 1 layers", "num_hidden_layers=3")),
+    ("hy", {"first_k_dense_replace": 2}, ("first_k_dense_replace=2 contradicts mlp_layer_types", "delete")),
+    ("hy", {"expert_hidden_dim": 8}, ("expert_hidden_dim=8", "only 12")),
+    ("hy", {"route_norm": False}, ("route_norm=false", "only true")),
+    ("dots", {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types=", "only one window")),
+    ("dots", {"layer_types": None, "max_window_layers": 1}, ("layer_types=", "max_window_layers=1")),
+    ("dots", {"moe_layer_freq": 2}, ("moe_layer_freq=2", "only 1")),
+    ("ernie", {"use_bias": True}, ("use_bias=true", "only false")),
+    ("ernie", {"moe_norm_min": -1.0}, ("moe_norm_min=-1.0", "at least 0")),
+    ("ernie", {"moe_layer_start_index": 2}, ("moe_layer_interval=1", "moe_layer_start_index=2", "no layer")),
     ("v3", {"n_group": 0}, ("n_group=0", "at least 1")),
     ("v3", {"n_group": 3}, ("n_routed_experts=8", "n_group=3")),
     ("v3", {"topk_group": 0}, ("topk_group=0", "at least 1")),
