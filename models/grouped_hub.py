@@ -33,7 +33,7 @@ MODEL_TYPES = {
 
 
 class _Layers(NamedTuple):
-    """Which layers have experts. `read(config, layers)` returns `moe_every` and `mlp_layers`; `write` returns `keys`."""
+    """Which layers have experts: `read(config, layers)` returns `moe_every` and `mlp_layers`, `write` the `keys`."""
 
     keys: tuple[str, ...]
     read: Callable[[ConfigJson, int], tuple[int, Iterable[int]]]

@@ -33,6 +33,9 @@ def folders(save):
 KINDS = {
     "mixtral window": {"block_sparse_moe", "block_sparse_moe.gate", "block_sparse_moe.experts"},
     "qwen3 every other": {"self_attn.q_norm", "self_attn.k_norm", "mlp", "mlp.gate", "mlp.experts"},
+    "minimax": {"self_attn.q_norm", "block_sparse_moe", "block_sparse_moe.gate", "block_sparse_moe.experts"},
+    "hy": {"self_attn.k_norm", "mlp.router.gate", "mlp.experts", "mlp.shared_mlp"},
+    "ernie": {"mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
     "olmoe": {"self_attn.q_norm", "mlp.gate", "mlp.experts"},
     "gpt_oss": {"mlp", "mlp.router", "mlp.experts"},
     "v3": {"self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.shared_experts"},

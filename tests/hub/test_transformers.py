@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, YARN, deepseek_v3, gpt_oss, olmoe, qwen3
+from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gpt_oss, of_type, olmoe, qwen3
 
 import moezoo
 from moezoo.models import deepseek_hub
@@ -84,6 +84,19 @@ SPELLINGS = {
     "v3.2 list": ("v3.2", with_older_rope),
     "glm 5 shared index": ("glm 5", lambda c: c.update(indexer_types=["full", "shared"], qk_head_dim=14)),
     "mistral 4 older": ("mistral 4", lambda c: c.update(rope_scaling=c.pop("rope_parameters"))),
+    "glm share at the top": (
+        "glm plain",
+        lambda c: (c.update(rope_theta=50.0, partial_rotary_factor=0.25), c.pop("rope_parameters")),
+    ),
+    "glm half": ("glm plain", lambda c: c["rope_parameters"].pop("partial_rotary_factor")),
+    "glm older key": ("glm", lambda c: c.update(rope_scaling=c["rope_parameters"] | {"partial_rotary_factor": 0.25})),
+    "minimax dimensions": (
+        "minimax",
+        lambda c: (c.update(rope_theta=50.0, rotary_dim=6), c.pop("rope_parameters")),
+    ),
+    "minimax whole": ("minimax", lambda c: (c.pop("rotary_dim"), c["rope_parameters"].pop("partial_rotary_factor"))),
+    "minimax share over dimensions": ("minimax", lambda c: (c.pop("rotary_dim"), c.update(partial_rotary_factor=0.25))),
+    "ernie end": ("ernie", lambda c: c.update(moe_layer_end_index=-1)),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 
@@ -99,14 +112,9 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
 
 
 def test_missing_limits_are_those_of_transformers(save, tmp_path):
-    for name, length in (
-        ("mixtral", 131072),
-        ("v2", 2048),
-        ("v3", 4096),
-        ("qwen3", 32768),
-        ("olmoe", 4096),
-        ("gpt_oss", 131072),
-    ):
+    lengths = {"mixtral": 131072, "v2": 2048, "v3": 4096, "qwen3": 32768, "olmoe": 4096, "glm plain": 131072}
+    lengths |= {"minimax": 196608, "hy": 131072, "dots": 2048, "ernie": 131072, "gpt_oss": 131072}
+    for name, length in lengths.items():
         shutil.copytree(save(name).folder, tmp_path / name)
         file = tmp_path / name / "config.json"
         mapping = json.loads(file.read_text())
@@ -116,7 +124,9 @@ def test_missing_limits_are_those_of_transformers(save, tmp_path):
         ours = moezoo.from_pretrained(tmp_path / name).config
         theirs = transformers.AutoConfig.from_pretrained(tmp_path / name)
         assert ours.max_length == theirs.max_position_embeddings == length
-        assert name in ("v2", "v3") or ours.load_balance == theirs.router_aux_loss_coef
+        has_loss = hasattr(theirs, "router_aux_loss_coef")
+        assert has_loss == (name not in ("v2", "v3", "glm plain", "hy", "dots"))
+        assert not has_loss or ours.load_balance == theirs.router_aux_loss_coef
 
 
 def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
@@ -147,6 +157,7 @@ def drop(*keys):
 
 # Keys of the grouped families that a folder may leave out, call by another name, or fill with unused values.
 _IN_BOTH = ("rope_parameters", "norm_topk_prob", "initializer_range", "attention_bias")
+_ERNIE_LAYERS = ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
 LEFT_OUT = {
     "qwen3 head size": (qwen3(head_dim=4), drop("head_dim")),
     "qwen3 defaults": (
@@ -177,6 +188,29 @@ LEFT_OUT = {
             *("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "swiglu_limit", "swiglu_alpha"),
             *("rope_parameters", "initializer_range", "attention_bias", "rms_norm_eps"),
         ),
+    "dots defaults": (
+        of_type("dots1", shared_experts=1, rope_base=1e4, router=replace(SIGMOID, scale=1.0, gates="scores")),
+        drop("layer_types", "n_group", "topk_group", "routed_scaling_factor", *_IN_BOTH),
+    ),
+    "glm defaults": (
+        of_type("glm4_moe", norm_over="nothing", rope_base=1e4, rotary_dims=4, shared_experts=1, mlp_layers=(0,)),
+        drop("first_k_dense_replace", "n_shared_experts", "use_qk_norm", "n_group", "topk_group", *_IN_BOTH),
+    ),
+    "hy defaults": (
+        of_type("hy_v3", rope_base=11158840.0, router=replace(SIGMOID, scale=2.826), shared_experts=1, mlp_layers=(0,)),
+        drop("mlp_layer_types", "num_shared_experts", "router_scaling_factor", "rope_parameters", "attention_bias"),
+    ),
+    "ernie defaults": (
+        of_type(
+            "ernie4_5_moe",
+            norm_over="nothing",
+            rope_pairs="interleaved",
+            rope_base=5e5,
+            mlp_layers=(0,),
+            shared_experts=2,
+            router=Choice(choice_bias="learned", least_sum=1e-12),
+        ),
+        drop("moe_num_shared_experts", "moe_norm_min", "rope_parameters", *_ERNIE_LAYERS),
     ),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
 }

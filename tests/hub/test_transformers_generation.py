@@ -23,6 +23,7 @@ DEFAULT = [
     ("qwen3", "fsdp2_ep4", "ragged"),
     ("qwen3 every other", "ep8", "ring"),
     ("olmoe", "fsdp2_ep4", "gather"),
+    ("minimax", "ep8", "ring"),
     ("v2 groups", "fsdp2_ep4", "capacity"),
     ("gpt_oss layers", "ep8", "ring"),
 ]

@@ -20,6 +20,7 @@ DEFAULT = [
     ("qwen3", "ep8", "ragged"),
     ("qwen3 every other", "fsdp2_ep4", "ring"),
     ("olmoe", "fsdp2_ep4", "gather"),
+    ("glm", "fsdp2_ep4", "ragged"),
     ("v2 groups", "ep8", "capacity"),
     ("gpt_oss", "fsdp2_ep4", "ragged"),
 ]
