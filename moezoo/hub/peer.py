@@ -19,6 +19,9 @@ from moezoo.hub.recording import ModuleRecord
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
 _RENAMED = {".block_sparse_moe": ".mlp", ".mlp.router.gate": ".mlp.gate", ".shared_mlp": ".shared_experts"}
 
+# Model types whose norms of heads read [batch, heads, seq, head_dim] in transformers.
+_HEADS_FIRST = ("hy_v3",)
+
 
 def require_peers() -> None:
     """Raise `UserError` unless PyTorch and transformers are installed."""
@@ -90,7 +93,10 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     def hook(name: str) -> Any:
         def keep(module: Any, positional: Any, named: Any, output: Any) -> None:
             first = positional[0] if positional else named.get("hidden_states")
-            records[name] = ModuleRecord(_array(first), _output(module, output))
+            record = ModuleRecord(_array(first), _output(module, output))
+            if model.config.model_type in _HEADS_FIRST and record.output.ndim == 4:
+                record = ModuleRecord(*(array.swapaxes(1, 2) for array in record))
+            records[name] = record
 
         return keep
 

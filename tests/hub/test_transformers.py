@@ -188,6 +188,7 @@ LEFT_OUT = {
             *("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "swiglu_limit", "swiglu_alpha"),
             *("rope_parameters", "initializer_range", "attention_bias", "rms_norm_eps"),
         ),
+    ),
     "dots defaults": (
         of_type("dots1", shared_experts=1, rope_base=1e4, router=replace(SIGMOID, scale=1.0, gates="scores")),
         drop("layer_types", "n_group", "topk_group", "routed_scaling_factor", *_IN_BOTH),
