@@ -131,7 +131,11 @@ CONFIGS = {
     ),
     "mistral 4": mistral4(dense_layers=0),
     "mistral 4 plain": mistral4(
-        q_lora=None, rope_pairs="halves", router=Choice(gates="scores"), yarn=Yarn(), shared_experts=2
+        q_lora=None,
+        rope_pairs="halves",
+        router=Choice(gates="scores", group_score="sum_of_top2"),
+        yarn=Yarn(),
+        shared_experts=2,
     ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
