@@ -148,6 +148,8 @@ def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
         types = getattr(theirs, "mlp_layer_types", None)
         assert ours.dense_layers == (types.count("dense") if types else theirs.first_k_dense_replace)
         assert ours.index_topk == getattr(theirs, "index_topk", None)
+        again = deepseek_hub.config_to_hub(ours)["model_type"]
+        assert again == ("deepseek_v3" if model_type == "glm4_moe_lite" else model_type)
 
 
 def drop(*keys):
