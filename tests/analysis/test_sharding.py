@@ -202,7 +202,11 @@ def test_differences():
     [
         ("mesh.expert=-1", "train", ("mesh.expert=-1", "give a number")),
         ("mesh=ep8 batch_size=12", "train", ("batch_size=12", "8")),
-        ("model=deepseek model.index_topk=64 seq_len=64", "decode", ("model.index_topk=64 (beyond", "at most 63")),
+        (
+            "model=deepseek model.index_topk=64 seq_len=64",
+            "decode",
+            ("seq_len=64", "model.index_topk=64 (b", "at most 63"),
+        ),
         ("seq_len=32768", "decode", ("seq_len=32768", "model.max_length=32768", "at most 32767")),
     ],
 )

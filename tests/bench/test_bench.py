@@ -241,7 +241,7 @@ def test_attention(capsys):
             "--calls 1x4000x200: 4200 tokens exceed model.max_length=4096",
         ),
         (
-            ["generate", "--models", "model=deepseek model.index_topk=64", "--calls", "1x60x5"],
+            ["generate", "--models", "deepseek model.index_topk=64", "--calls", "1x60x5"],
             "--calls 1x60x5: 65 tokens exceed model.index_topk=64 (beyond it DeepSeek's sparse attention",
         ),
         (
