@@ -18,7 +18,7 @@ _LARGEST = 2**31 - 1
 
 # Keys that change nothing that moezoo computes, in every family: of files, of tokens, of what transformers returns, of
 # other tasks, of sampling.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     """
     model_type architectures auto_map name_or_path torch_dtype dtype transformers_version unsloth_fixed
     unsloth_version
@@ -126,7 +126,7 @@ class ConfigJson:
         """
         harmless = {*self._seen, *without_effect}
         if not self._table:
-            only, harmless = {**_ONLY, **only}, harmless | _WITHOUT_EFFECT
+            only, harmless = {**_ONLY, **only}, harmless | WITHOUT_EFFECT
         for key, value in self._mapping.items():
             if key in harmless or key.startswith("_") or value is None:
                 continue

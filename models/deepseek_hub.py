@@ -34,7 +34,7 @@ KEYS |= {"query_scale.beta": "llama_4_scaling_beta", "index_topk": "index_topk"}
 _ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded.
-_WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
 # Which tokens the index of sparse attention selects, where there are more than `index_topk`.
 _INDEX = ("index_head_dim", "index_n_heads", "indexer_types", "index_topk_pattern", "index_topk_freq")
 _INDEX += ("index_skip_topk_offset", "indexer_rope_interleave")
@@ -155,7 +155,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         "yarn": rope.yarn,
     }
     only |= {"first_k_dense_replace": (dense,)}  # where the list was read
-    without_effect = [*_WITHOUT_EFFECT, *(_INDEX if kind.index_pairs else ())]
+    without_effect = [*WITHOUT_EFFECT, *(_INDEX if kind.index_pairs else ())]
     if "head_dim" not in only:  # it follows from other sizes
         without_effect.append("head_dim")
     config.refuse_others(_ONLY | only, without_effect)

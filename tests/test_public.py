@@ -78,6 +78,7 @@ CALLS = {
     "from_pretrained(None)": "folder=null: expected text",
     'from_pretrained("a", "ep8")': "execution is a str, expected an Execution",
     "save_pretrained(model, 5)": "folder=5: expected text",
+    'save_pretrained(model, "a", 5)': "like=5: expected text",
     'execution("x")': "cfg is a str, expected a TrainConfig",
     'execution(cfg, batches="x")': "batches=x: expected one of configured, any",
     "evaluate(model, {})": "cfg is a dict, expected a TrainConfig",

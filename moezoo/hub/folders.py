@@ -4,15 +4,16 @@ Nothing is downloaded or unpickled, and no code from a folder runs. What a folde
 before anything is built.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,10 @@ from jax.typing import DTypeLike
 from moezoo.convert import convert, show
 from moezoo.errors import UserError, check_type, nearest
 from moezoo.host import check_host
+from moezoo.hub.carry import Carried, Source, carry
 from moezoo.hub.json_files import read_json
+from moezoo.hub.name_lists import count, list_names
+from moezoo.hub.nested import NESTED, TEXT, Place, find_place, text_config, to_table
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
 from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
 from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
@@ -30,7 +34,6 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import with_auto_axes
 
-_MOST_NAMES = 60  # in a message; a layer of any family has fewer
 SHARD_BYTES = 5_000_000_000  # at most, per safetensors file
 
 
@@ -39,7 +42,8 @@ def from_pretrained(
 ) -> LanguageModel:
     """Load the model from a Hugging Face folder.
 
-    Nothing is downloaded, and no code from the folder runs. A warning names tensors that hold NaN or infinities.
+    Nothing is downloaded, and no code from the folder runs. Of a model for images the text model is loaded. A warning
+    names tensors that no parameter has, such as those for images, and one those that hold NaN or infinities.
 
     Args:
         folder: holds config.json and safetensors, in one file or in several with an index.
@@ -55,14 +59,13 @@ def from_pretrained(
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
     folder, target = _path(folder), None if dtype is None else _parameter_dtype(dtype)
-    family, config, files = _open(folder)
+    source = _open(folder)
+    files = source.files
     stored = target or files.common_dtype()
-    shapes = model_shapes(config, str(stored))
-    # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
-    wanted = list(itertools.islice(tensors(shapes, family.hub), len(files.tensors) + 100_000))
-    _check_names(_without_copy(files, config, family, folder), {t.name for t in wanted}, family, folder)
-    for tensor in wanted:
-        files.check(tensor.name, tensor.shape)
+    shapes = model_shapes(source.config, str(stored))
+    wanted, unused = _check_tensors(source, shapes)
+    for purpose, names in unused.items():
+        _warn(f"{folder}: {count(names)} not loaded, for {purpose}: {list_names(names)}")
     bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     check_host(f"{folder}: the model in {stored.name}", bytes_, "load it on a machine with more memory")
     whole = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in arrays_by_path(shapes).items()}
@@ -75,7 +78,7 @@ def from_pretrained(
         if not all(np.isfinite(whole[path][index]).all() for path, index in tensor.parts):
             odd.append(tensor.name)
     if odd:
-        _warn(f"{folder}: tensors with NaN or infinities: {_list_names(odd)}")
+        _warn(f"{folder}: tensors with NaN or infinities: {list_names(odd)}")
     model = jax.tree.unflatten(jax.tree.structure(shapes), list(whole.values()))
     if execution is None or execution.mesh is None:
         return jax.device_put(model, jax.devices()[0])
@@ -90,31 +93,68 @@ def hub_model_config(folder: str | Path) -> ModelConfig:
     return _open(_path(folder)).config
 
 
+def text_place(folder: str | Path) -> Place:
+    """Return where a Hugging Face folder has its text model. Raises `UserError` as `from_pretrained` does."""
+    return _open(_path(folder)).place
+
+
 def end_of_text(folder: str | Path) -> list[int]:
     """Return the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json, or none."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder).expanduser() / name
-        found = read_json(path).get("eos_token_id") if path.exists() else None
-        if found is not None:
-            found = found if isinstance(found, list) else [found]
-            return [convert(int, token, f"{name}: eos_token_id") for token in found]
+        mapping = read_json(path) if path.exists() else {}
+        inner = mapping.get(TEXT)
+        for found in (mapping.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, Mapping) else None):
+            if found is None:
+                continue
+            tokens = found if isinstance(found, list) else [found]
+            return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
     return []
 
 
-def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
+def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path | None = None) -> Carried:
     """Write a folder that transformers loads: config.json and safetensors.
 
     Files are at most 5 GB; several files get an index. A container is written as the array that it stands for.
     Settings that transformers has no key for are lost, such as the rate at which choice biases move.
 
+    With `like`, the Hugging Face folder that the model was loaded from, the new folder also gets what the model does
+    not hold. Every tensor is in the file that has it there, with the same index and metadata. Tensors that no parameter
+    has, such as those for multi-token prediction or for images, are copied to the bit in their dtype; the model's own
+    have the dtype of its arrays. config.json is that of `like`, in which settings that the model has changed are
+    replaced. Tokenizer, chat template, generation_config.json and other texts are copied as they are. Not copied are
+    code (*.py and other programs), weights in other formats, weights that no index names, hidden files and subfolders.
+    Files are copied, also where `like` has links. A warning names copied tensors if the model's own differ from those
+    of `like`, because they were trained with the latter. One tensor at a time is in memory.
+
+    Args:
+        model: any model of a registered family.
+        folder: is made if it does not exist.
+        like: a folder of a model of the same type and sizes.
+
+    Returns:
+        What was copied from `like`, and what was not.
+
     Raises:
-        UserError: `model` is no model. The folder already holds a model, or cannot be written.
+        UserError: `model` is no model. The folder already holds a model, or cannot be written. `like` is damaged, is
+            that folder, or is a folder of another model.
     """
     if not isinstance(model, LanguageModel):
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
     folder = _path(folder)
+    source = None if like is None else _open(_path(like, "like"))
+    if source and folder.resolve() == source.folder.resolve():
+        raise UserError(f"save_pretrained: folder and like are both {folder}; name another folder to write")
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model; name another folder")
+    if source:
+        expected, unused = _check_tensors(source, model_shapes(source.config))
+        with _writing(folder):
+            carried = carry(model, folder, source, expected, unused)
+        if carried.changed and carried.tensors:
+            parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in unused.items())
+            _warn(f"{folder}: the model's weights differ from those of {like}, but {'; '.join(parts)}")
+        return carried
     family = family_of(model.config)
     arrays = arrays_by_path(with_auto_axes(model))
     plan = list(tensors(model, family.hub))
@@ -131,7 +171,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
     config["dtype"] = str(model.embedding.weight.dtype)
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = (
             [SINGLE]
@@ -147,6 +187,14 @@ def save_pretrained(model: LanguageModel, folder: str | Path) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in names:
             shutil.copymode(folder / "config.json", folder / name)  # safetensors makes files private
+    return Carried()
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise `UserError` where the folder or something in it cannot be written."""
+    try:
+        yield
     except (OSError, _safetensors_error()) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{folder}: cannot be written ({reason}); name another folder") from error
@@ -170,9 +218,9 @@ def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
     save_file(values, path, metadata={"format": "pt"})  # transformers refuses files without it
 
 
-def _path(folder: str | Path) -> Path:
-    """Return the folder that the user named. Raises `UserError` for what is no path."""
-    return Path(os.path.expanduser(convert(str, folder, "folder")))
+def _path(folder: str | Path, argument: str = "folder") -> Path:
+    """Return the folder that the user named as an argument. Raises `UserError` for what is no path."""
+    return Path(os.path.expanduser(convert(str, folder, argument)))
 
 
 def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
@@ -188,116 +236,102 @@ def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _check_counts(
-    files: WeightFiles, config: ModelConfig, family: Family, keys: Mapping[str, str], folder: Path
+    files: WeightFiles, config: ModelConfig, family: Family, keys: Mapping[str, str], place: Place, folder: Path
 ) -> None:
     """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
 
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        heads = {name.partition(field)[0] for name in family.hub.layer_names(config).values() if field in name}
+        names = map(place.to_folder, family.hub.layer_names(config).values())
+        heads = {name.partition(field)[0] for name in names if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
         found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
         wanted = getattr(config, ours)
         if heads and wanted > len(found) + 100:
             raise UserError(
-                f"{folder}: config.json has {keys[ours]}={wanted}, but the safetensors hold {len(found)} "
+                f"{folder}: config.json has {place.table}{keys[ours]}={wanted}, but the safetensors hold {len(found)} "
                 f"{ours}; the files belong to different models"
             )
 
 
-def _without_copy(files: WeightFiles, config: ModelConfig, family: Family, folder: Path) -> set[str]:
+def _check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
+    """Return the tensors of a model of these shapes in a folder, and the other tensors of the folder by purpose.
+
+    Raises `UserError` where the folder lacks one, or has another that is not known.
+    """
+    # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
+    expected = list(itertools.islice(source.tensors(shapes), len(source.files.tensors) + 100_000))
+    unused = _check_names(source, {tensor.name for tensor in expected})
+    for tensor in expected:
+        source.files.check(tensor.name, tensor.shape)
+    return expected, unused
+
+
+def _without_copy(source: Source) -> set[str]:
     """Return the names of the tensors, without an unembedding that is tied and stored nevertheless.
 
     Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
     """
-    names = set(files.tensors)
-    table, copy = (family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
-    if not config.tied_embeddings or not {table, copy} <= names:
+    names, files, config = set(source.files.tensors), source.files, source.config
+    if not source.stores_tied:
         return names
+    table, copy = source.tables
     for name in (table, copy):
         files.check(name, (config.vocab, config.embed))
     if not np.array_equal(files.read(table), files.read(copy)):
         raise UserError(
-            f"{folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to load both, "
-            "or take the second out of the files"
+            f"{source.folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to "
+            "load both, or take the second out of the files"
         )
     return names - {copy}
 
 
-def _check_names(found: set[str], expected: set[str], family: Family, folder: Path) -> None:
+def _check_names(source: Source, expected: set[str]) -> dict[str, list[str]]:
+    found, folder = _without_copy(source), source.folder
     left = found - expected
-    over = family.hub.find_unused(left, expected)
+    over = source.place.find_unused(source.family.hub, left, expected)
     if missing := sorted(expected - found):
-        raise UserError(f"{folder}: {_tensors(missing)} missing: {_list_names(missing)}")
+        raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
     if left := sorted(left - set(over)):
-        raise UserError(f"{folder}: {_tensors(left)} not in the model of config.json: {_list_names(left)}")
-    for purpose in sorted(set(over.values())):
-        names = sorted(name for name in over if over[name] == purpose)
-        _warn(f"{folder}: {_tensors(names)} not loaded, for {purpose}: {_list_names(names)}")
+        raise UserError(f"{folder}: {count(left)} not in the model of config.json: {list_names(left)}")
+    return {purpose: sorted(n for n in over if over[n] == purpose) for purpose in sorted(set(over.values()))}
 
 
-class _Folder(NamedTuple):
-    """A folder before its tensors are read."""
-
-    family: Family
-    config: ModelConfig
-    files: WeightFiles
-
-
-def _open(folder: Path) -> _Folder:
+def _open(folder: Path) -> Source:
     """Return what config.json and the headers of the files describe; both have about as many layers and experts."""
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
     mapping = read_json(folder / "config.json")
-    family = _family(mapping, folder)
-    keys = family.hub.keys(mapping["model_type"])
     try:
-        config = family.hub.config_from_hub(mapping)
+        text = text_config(mapping)
+    except UserError as error:
+        raise UserError(f"{folder}/{error}") from error
+    family = _family(text, text is not mapping, folder)
+    keys = family.hub.keys(text["model_type"])
+    try:
+        config = family.hub.config_from_hub(text)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
-        text = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
-        raise UserError(f"{folder}/config.json: {text.removeprefix('config.json: ')}") from error
+        words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
+        words = words.removeprefix("config.json: ")
+        raise UserError(f"{folder}/config.json: {to_table(words) if text is not mapping else words}") from error
     files = WeightFiles(folder)
-    _check_counts(files, config, family, keys, folder)
-    return _Folder(family, config, files)
+    place = find_place(mapping, files.tensors, folder)
+    _check_counts(files, config, family, keys, place, folder)
+    return Source(folder, mapping, family, config, files, place)
 
 
-def _family(mapping: Mapping[str, Any], folder: Path) -> Family:
+def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
     kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
-    kind = mapping.get("model_type")
+    kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
+    where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
     if kind is None:
-        raise UserError(f"{folder}/config.json has no model_type; expected one of {', '.join(sorted(kinds))}")
+        raise UserError(f"{where} has no model_type; expected one of {', '.join(sorted(valid))}")
     if not isinstance(kind, str) or kind not in kinds:
         name = show(kind)[:80]
-        raise UserError(f"{folder}/config.json: unknown model_type '{name}'; {nearest(name, kinds)}")
+        raise UserError(f"{where}: unknown model_type '{name}'; {nearest(name, valid)}")
     return kinds[kind]
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-
-
-def _list_names(names: list[str]) -> str:
-    """Return names in one line. Names that differ only by layer and expert numbers become one, with their count."""
-    alike: dict[tuple[str | None, ...], list[list[str]]] = {}
-    for name in sorted(names):
-        parts = name.split(".")
-        is_number = [part.isdecimal() and len(part) < 10 for part in parts]
-        pattern = tuple(None if number else part for number, part in zip(is_number, parts, strict=True))
-        alike.setdefault(pattern, []).append(parts)
-    shown = []
-    for pattern, group in alike.items():
-        columns = zip(pattern, zip(*group, strict=True), strict=True)
-        text = ".".join(_range(column) if part is None else part for part, column in columns)
-        shown.append(show(text)[:200] + (f" ({len(group)})" if len(group) > 1 else ""))
-    more = [f"and {len(shown) - _MOST_NAMES} more"] if len(shown) > _MOST_NAMES else []
-    return ", ".join(shown[:_MOST_NAMES] + more)
-
-
-def _range(numbers: Sequence[str]) -> str:
-    lowest, highest = min(map(int, numbers)), max(map(int, numbers))
-    return f"{lowest}" if lowest == highest else f"{lowest}-{highest}"
 
 
 def _warn(text: str) -> None:

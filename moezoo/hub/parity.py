@@ -12,7 +12,7 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub import peer
-from moezoo.hub.folders import from_pretrained
+from moezoo.hub.folders import from_pretrained, text_place
 from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
@@ -131,10 +131,11 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     ids = np.random.default_rng(seed).integers(0, model.vocab, (1, tokens))
     theirs_by_ours = pair_modules(model)
     ours = record_model(model, ids)
-    names = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}
+    names, place = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}, text_place(folder)
     theirs = peer.record_modules(peer.load_peer(folder), ids, set(names.values()))
     rows = tuple(
-        _compare_module(name, _path_in_model(where, model), ours[where], theirs[name]) for where, name in names.items()
+        _compare_module(place.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])
+        for where, name in names.items()
     )
     most = model.config.max_length
     windows = {b.attention.count_slots(most) for stack in model.stacks for b in stack.blocks} - {most}

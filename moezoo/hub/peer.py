@@ -5,6 +5,7 @@ Only this module, `moezoo.bench.torch_peers` and `moezoo.bench.generate` import 
 
 import functools
 import importlib.util
+import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.nested import NESTED
 from moezoo.hub.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
@@ -62,7 +64,10 @@ def class_of(folder: Path) -> Any:
     """Return transformers' class for a folder: the one that config.json names, as Mistral 4 has no automatic one."""
     import transformers
 
-    names = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).architectures or ()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.model_type in NESTED:
+        return transformers.AutoModelForImageTextToText
+    names = config.architectures or ()
     return getattr(transformers, next(iter(names), ""), transformers.AutoModelForCausalLM)
 
 
@@ -85,7 +90,10 @@ def _quiet() -> Iterator[None]:
 
 
 def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> dict[str, ModuleRecord]:
-    """Let `model` read `tokens` and return the input and output of each module of `names` (names of the folder)."""
+    """Let `model` read `tokens` and return the input and output of each module of `names`.
+
+    They are names as in the folder of a text model.
+    """
     import torch
 
     records: dict[str, ModuleRecord] = {}
@@ -104,6 +112,8 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     try:
         for name in names:
             inside = functools.reduce(lambda path, part: path.replace(part, _RENAMED[part]), _RENAMED, name)
+            if hasattr(model.model, "language_model"):  # a model for images
+                inside = re.sub(r"^model\.", "model.language_model.", inside)
             handles.append(model.get_submodule(inside).register_forward_hook(hook(name), with_kwargs=True))
         with torch.no_grad():
             model(torch.tensor(tokens.astype(np.int64)), use_cache=False)

@@ -13,6 +13,7 @@ from moezoo.errors import UserError
 from moezoo.hub.json_files import LARGEST, open_file, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
 
@@ -23,6 +24,27 @@ class StoredTensor(NamedTuple):
     path: Path
     dtype: str
     shape: tuple[int, ...]
+
+
+class Header(NamedTuple):
+    """The beginning of a safetensors file: its length and text in bytes, and the entries that the text holds."""
+
+    data: bytes
+    entries: dict[str, Any]
+
+
+def read_header(path: Path) -> Header:
+    """Return the header of a file, of which only `WeightFiles` checks the entries.
+
+    Raises `UserError` where there is none.
+    """
+    with open_file(path) as file:
+        first = file.read(8)
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(first, "little")
+        if not 8 <= 8 + length <= min(size, LARGEST):
+            raise UserError(f"{path} cannot be read (it has {size} bytes and no whole header); download it again")
+        text = file.read(length)
+    return Header(first + text, parse_json(text, f"{path}: its header"))
 
 
 class WeightFiles:
@@ -55,18 +77,17 @@ class WeightFiles:
         """Return the tensors of a file by name."""
         from safetensors import SafetensorError, safe_open
 
-        with open_file(path) as file:
-            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-            if not 8 <= 8 + length <= min(size, LARGEST):
-                raise UserError(f"{path} cannot be read (it has {size} bytes and no whole header); download it again")
-            header = parse_json(file.read(length), f"{path}: its header")
+        header = read_header(path).entries
         try:
             self._handles[path] = safe_open(path, framework="numpy")  # checks types, sizes and places
         except (SafetensorError, OSError) as error:
             reason = show(str(error).partition("\n")[0])
             raise UserError(f"{path} cannot be read ({reason}); download it again") from error
-        header.pop("__metadata__", None)
-        return {name: StoredTensor(path, about["dtype"], tuple(about["shape"])) for name, about in header.items()}
+        return {
+            name: StoredTensor(path, about["dtype"], tuple(about["shape"]))
+            for name, about in header.items()
+            if name != METADATA
+        }
 
     def common_dtype(self) -> np.dtype:
         """Return the dtype that most stored numbers have; float32 for float64."""

@@ -14,6 +14,7 @@ import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS as TINY
+from tiny_models import YARN as TINY_YARN
 from tiny_models import deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, olmoe, qwen3
 
 import moezoo
@@ -335,6 +336,18 @@ def test_unknown_keys_without_a_value_are_harmless():
     for name, config in CONFIGS.items():
         keys = {"_unknown": 1, "unknown": None, "quantization_config": None, "num_experts_per_tok": 2}
         assert config_of(written(name) | keys) == config
+
+
+def test_older_keys_of_rotary_positions_mean_the_same():
+    """`rope_scaling` and `rope_theta` at the top, in the spelling of the first releases."""
+    longer = {name: dataclasses.replace(CONFIGS[name], yarn=TINY_YARN) for name in ("qwen3", "v2", "v3")}
+    for config in [*CONFIGS.values(), *longer.values()]:
+        keys = family_of(config).hub.config_to_hub(config)
+        rope = keys.pop("rope_parameters")
+        older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
+        if (kind := rope.pop("rope_type")) != "default":
+            older["rope_scaling"] = {"type": kind, **rope}
+        assert config_of(keys | older) == config
 
 
 # (bytes of config.json, parts of the message after the path).

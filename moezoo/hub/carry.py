@@ -1,0 +1,285 @@
+"""Write a model as a copy of the Hugging Face folder that it was loaded from, with everything the model does not hold.
+
+Each file of weights is written as it is there, with the model's own numbers in place of those of the same name. If
+their dtype is the same, even the header of the file is.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from moezoo.convert import show
+from moezoo.errors import UserError
+from moezoo.hub.json_files import open_file, read_json
+from moezoo.hub.nested import TEXT, Place, text_config
+from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
+from moezoo.hub.weight_files import DTYPES, INDEX, METADATA, WeightFiles, read_header
+from moezoo.models import Family, ModelConfig, family_of
+from moezoo.models.base import LanguageModel
+from moezoo.parallel.mesh import with_auto_axes
+
+_BLOCK = 2**24  # bytes that are copied at a time
+# Texts, tokenizers and templates. Everything else stays: programs, weights in other formats, and what nobody knows.
+_COPIED = {".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".tiktoken", ".spm", ".vocab", ".bpe", ".yaml", ".yml"}
+_COPIED_NAMES = ("LICENSE", "NOTICE")
+_DTYPE_NAMES = {np.dtype(kind): name for name, kind in DTYPES.items() if name != "F64"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What a folder has from the one that it was written like.
+
+    Attributes:
+        tensors: names of tensors that no parameter of the model has, by their purpose.
+        files: names of files other than weights and config.json, copied as they are.
+        skipped: names in the other folder that were not copied.
+        changed: whether the model's own tensors differ from those of the other folder, as after training.
+    """
+
+    tensors: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    changed: bool = False
+
+
+class Source(NamedTuple):
+    """A folder before its tensors are read. `mapping`: its config.json. `config`: that of the text model."""
+
+    folder: Path
+    mapping: Mapping[str, Any]
+    family: Family
+    config: ModelConfig
+    files: WeightFiles
+    place: Place
+
+    @property
+    def tables(self) -> tuple[str, str]:
+        """The names of the embedding and the unembedding in this folder."""
+        embedding, unembedding = (self.family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
+        return self.place.to_folder(embedding), self.place.to_folder(unembedding)
+
+    @property
+    def stores_tied(self) -> bool:
+        """Whether the folder has an unembedding although it is the embedding."""
+        return self.config.tied_embeddings and self.files.tensors.keys() >= set(self.tables)
+
+    def tensors(self, model: Any) -> Iterator[Tensor]:
+        """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
+        for tensor in tensors(model, self.family.hub):
+            yield dataclasses.replace(tensor, name=self.place.to_folder(tensor.name))
+
+
+def carry(
+    model: LanguageModel,
+    folder: Path,
+    source: Source,
+    expected: Sequence[Tensor],
+    unused: Mapping[str, Sequence[str]],
+) -> Carried:
+    """Write `model` to `folder` as a copy of `source`. config.json is written last.
+
+    Args:
+        model: the model.
+        folder: the new folder, which is made if it does not exist.
+        source: the folder of the same model.
+        expected: the tensors that the configuration of `source` describes.
+        unused: the other tensors of `source`, by purpose.
+
+    Raises:
+        UserError: `source` is of another model, or damaged.
+        OSError: something cannot be written, or exists.
+    """
+    ours, theirs = _keys_of_both(model, source)
+    own = {tensor.name: tensor for tensor in source.tensors(model)}
+    _check_equal(own, {tensor.name: tensor for tensor in expected}, model, source)
+    if source.stores_tied:
+        table, copy = source.tables
+        own[copy] = own[table]
+    config = _config_json(ours, theirs, model.embedding.weight.dtype, source)
+    shards = sorted({stored.path for stored in source.files.tensors.values()})
+    files, skipped = _other_files(source.folder, {"config.json", INDEX, *(path.name for path in shards)})
+    arrays = arrays_by_path(with_auto_axes(model))
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [_write_shard(folder / path.name, path, own, arrays, source.files) for path in shards]
+    for name in files:
+        _copy(source.folder / name, folder / name)
+    if (source.folder / INDEX).exists():
+        _write_index(folder / INDEX, source.folder / INDEX, written)
+    _write(folder / "config.json", config)
+    return Carried(unused, tuple(files), tuple(skipped), any(shard.changed for shard in written))
+
+
+def _keys_of_both(model: LanguageModel, source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of config.json for the model and for the folder's. Raises `UserError` unless of one type."""
+    place, family = source.place, source.family
+    if family_of(model.config) is not family:
+        kind = text_config(source.mapping)["model_type"]
+        raise _another(source, f"it has {place.table}model_type={kind} and the model is a {type(model).__name__}")
+    ours, theirs = (family.hub.config_to_hub(config) for config in (model.config, source.config))
+    if ours["model_type"] != theirs["model_type"]:
+        kinds = f"model_type={theirs['model_type']} and the model {ours['model_type']}"
+        raise _another(source, f"it has {place.table}{kinds}")
+    return ours, theirs
+
+
+def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: LanguageModel, source: Source) -> None:
+    """Raise `UserError` where the model has not the tensors of the folder in the same shapes."""
+    if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in expected.items()}:
+        return
+    theirs, keys = _settings(source.config), source.family.hub.keys(text_config(source.mapping)["model_type"])
+    for setting, value in _settings(model.config).items():
+        if value != theirs.get(setting):
+            key = f"{source.place.table}{keys[setting]}" if setting in keys else f"model.{setting}"
+            raise _another(source, f"it has {key}={show(theirs.get(setting))} and the model {show(value)}")
+    name = next(name for name in (own | expected) if name not in own or own[name].shape != expected[name].shape)
+    raise _another(source, f"{name} differs in shape")
+
+
+def _another(source: Source, difference: str) -> UserError:
+    return UserError(
+        f"save_pretrained: like={source.folder} is not a folder of this model: {difference}; name the one that the "
+        "model was loaded from"
+    )
+
+
+def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a configuration by their dotted names."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        inner = dataclasses.is_dataclass(value)
+        found |= _settings(value, f"{prefix}{field.name}.") if inner else {f"{prefix}{field.name}": value}
+    return found
+
+
+# Keys that a table of rotary settings replaces.
+_OLDER_ROPE = ("rope_scaling", "rope_theta", "original_max_position_embeddings")
+
+
+def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.dtype, source: Source) -> bytes:
+    """Return the text of config.json: that of the folder, in which keys with another value in `ours` are replaced.
+
+    Raises `UserError` where the folder has another key for such a setting, which moezoo reads and does not write.
+    """
+    family, place = source.family, source.place
+    changed = {key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}
+    outer = inner = dict(source.mapping)
+    if place.table:
+        inner = outer[TEXT] = dict(outer[TEXT])
+    for key in theirs.keys() - ours.keys() | (set(_OLDER_ROPE) if "rope_parameters" in changed else set()):
+        inner.pop(key, None)
+    inner |= changed
+    stored = source.files.tensors[source.tables[0]]
+    for table in (outer, inner) if np.dtype(DTYPES[stored.dtype]) != dtype else ():
+        table |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in table}
+    if outer == source.mapping:
+        with open_file(source.folder / "config.json") as file:
+            return file.read()
+    again = family.hub.config_to_hub(family.hub.config_from_hub(text_config(outer)))
+    if lost := [key for key in ours if again.get(key) != ours[key]]:
+        raise UserError(
+            f"save_pretrained: like={source.folder}: its config.json sets {lost[0]} by another key, so it cannot be "
+            f"made {show(ours[lost[0]])}; write {lost[0]} there"
+        )
+    return (json.dumps(outer, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _other_files(folder: Path, apart: set[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the files of a folder that are copied and of those that are not, without those in `apart`."""
+    copied, skipped = [], []
+    for path in sorted(folder.iterdir()):
+        if path.name in apart:
+            continue
+        known = path.suffix in _COPIED or path.name.startswith(_COPIED_NAMES)
+        foreign = path.name.startswith(".") or path.name.endswith(".index.json") or path.is_dir()
+        (copied if known and not foreign else skipped).append(path.name)
+    return copied, skipped
+
+
+class _Written(NamedTuple):
+    """A written file of weights: bytes of its tensors; whether a dtype and whether a number of the model is another."""
+
+    size: int
+    retyped: bool
+    changed: bool
+
+
+def _write_shard(
+    path: Path, original: Path, own: Mapping[str, Tensor], arrays: Mapping[str, Any], files: WeightFiles
+) -> _Written:
+    """Write a file with the model's own tensors and all others of the `original`, which is read piece by piece."""
+    header = read_header(original)
+    entries = {name: about for name, about in header.entries.items() if name != METADATA}
+    for name in entries:
+        if name not in files.tensors or files.tensors[name].path != original:
+            raise UserError(f"{original} has {show(name)}, which the index does not place there; download it again")
+    order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
+    kinds = {name: arrays[own[name].parts[0][0]].dtype for name in order if name in own}
+    data, retyped = header.data, any(entries[name]["dtype"] != _DTYPE_NAMES[kind] for name, kind in kinds.items())
+    sizes = {name: end - start for name in order for start, end in [entries[name]["data_offsets"]]}
+    if retyped:
+        sizes |= {name: math.prod(own[name].shape) * kind.itemsize for name, kind in kinds.items()}
+        # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
+        order.sort(key=lambda name: -sizes[name] / max(1, math.prod(entries[name]["shape"])))
+        places, end = {METADATA: header.entries[METADATA]} if METADATA in header.entries else {}, 0
+        for name in order:
+            kind = _DTYPE_NAMES[kinds[name]] if name in kinds else entries[name]["dtype"]
+            places[name] = entries[name] | {"dtype": kind, "data_offsets": [end, end + sizes[name]]}
+            end += sizes[name]
+        text = json.dumps(places, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        data = len(text).to_bytes(8, "little") + text
+    changed = False
+    with path.open("xb") as file, open_file(original) as before:
+        file.write(data)
+        for name in order:
+            if name in own:
+                parts = [read_part(arrays[part], index) for part, index in own[name].parts]
+                value = np.ascontiguousarray(own[name].to_file(parts))
+                changed = changed or not _same_bits(value, files.read(name))
+                file.write(_bits(value).data)
+            else:
+                before.seek(len(header.data) + entries[name]["data_offsets"][0])
+                _copy_bytes(before, file, sizes[name])
+    return _Written(sum(sizes.values()), retyped, changed)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _same_bits(value: np.ndarray, stored: np.ndarray) -> bool:
+    """Return whether `value` is what loading makes of a stored tensor."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(_bits(value), _bits(np.ascontiguousarray(stored.astype(value.dtype))))
+
+
+def _write_index(path: Path, original: Path, written: Sequence[_Written]) -> None:
+    """Copy the index. Its total size is corrected if tensors have another dtype."""
+    if not any(shard.retyped for shard in written):
+        return _copy(original, path)
+    index = read_json(original)
+    if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
+        index["metadata"]["total_size"] = sum(shard.size for shard in written)
+    return _write(path, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _copy(original: Path, path: Path) -> None:
+    with open_file(original) as before, path.open("xb") as file:
+        _copy_bytes(before, file, original.stat().st_size)
+
+
+def _copy_bytes(before: BinaryIO, file: BinaryIO, size: int) -> None:
+    while size > 0 and (block := before.read(min(size, _BLOCK))):
+        file.write(block)
+        size -= len(block)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:  # which never follows a link that is there already
+        file.write(data)

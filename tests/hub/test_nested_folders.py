@@ -1,0 +1,184 @@
+"""Folders whose text model is inside a model for images: read, written plain, and written as they were."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from refusals import refused
+from safetensors.numpy import load_file, save_file
+from tiny_models import deepseek_v3, random_model
+
+import moezoo
+from moezoo.hub import parity
+from moezoo.hub.folders import end_of_text, hub_model_config
+from moezoo.hub.nested import NESTED
+from moezoo.models import family_of
+
+CONFIG = deepseek_v3()
+PEERS = "transformers is not installed: pip install -e '.[peers]'"
+IMAGES = {"vision_tower.encoder.blocks.0.norm0.weight": np.ones(3, np.float16), "mm_projector.proj.0.bias": np.ones(2)}
+# Names in a folder, from those of the text model.
+WAYS: dict[str, Callable[[str], str]] = {
+    "published": lambda name: f"language_model.{name}",
+    "in memory": lambda name: name.replace("model.", "model.language_model.", 1),
+    "as transformers writes them": lambda name: f"language_model.{name}".replace("layers", "blocks"),
+}
+
+
+make = functools.cache(lambda: random_model(CONFIG))
+
+
+def write(folder: Path, way: str = "published", kind: str = "kimi_k25", **keys: Any) -> Any:
+    """Write a folder of a random model inside another, with some keys of the outer config.json, and return the model.
+
+    Keys in the argument `text` are those of the inner one.
+    """
+    model = make()
+    moezoo.save_pretrained(model, folder)
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"} | keys.pop("text", {})
+    outer = {"model_type": kind, "text_config": text, "vision_config": {"hidden_size": 3}, "ignore_index": -100}
+    (folder / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": False, **keys}))
+    tensors = {WAYS[way](name): array for name, array in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | IMAGES, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_read_and_written(tmp_path, way):
+    model = write(tmp_path / "nested", way)
+    line = r"2 tensors are not loaded, for images: mm_projector\.proj\.0\.bias, vision_tower\.encoder\.blocks\.0"
+    with pytest.warns(UserWarning, match=line):
+        again = moezoo.from_pretrained(tmp_path / "nested", dtype="float32")
+    assert again.config == CONFIG == hub_model_config(tmp_path / "nested")
+    assert equal(again, model)
+    moezoo.save_pretrained(again, tmp_path / "plain")
+    assert equal(moezoo.from_pretrained(tmp_path / "plain"), model)
+    moezoo.save_pretrained(again, tmp_path / "same", like=tmp_path / "nested")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "nested" / name).read_bytes()
+    trained = jax.tree.map(lambda x: x + 1, again)
+    with pytest.warns(UserWarning, match="2 tensors are from there, for images"):
+        moezoo.save_pretrained(trained, tmp_path / "trained", like=tmp_path / "nested")
+    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("nested", "trained"))
+    assert list(wanted) == list(found)
+    assert {name for name in found if np.array_equal(found[name], wanted[name])} == set(IMAGES)
+
+
+def test_changed_settings_are_written_inside(tmp_path):
+    model = write(tmp_path / "nested", dtype="float32")
+    model = jax.tree.map(lambda x: x.astype("bfloat16"), model)
+    object.__setattr__(model, "config", deepseek_v3(rope_base=50.0))
+    moezoo.save_pretrained(model, tmp_path / "new", like=tmp_path / "nested")
+    found, wanted = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("new", "nested"))
+    inner = wanted["text_config"] | {"dtype": "bfloat16"}
+    inner["rope_parameters"]["rope_theta"] = 50.0
+    assert found == wanted | {"text_config": inner, "dtype": "bfloat16"}
+
+
+def test_tokens_that_end_a_text_may_be_inside(tmp_path):
+    write(tmp_path / "m", text={"eos_token_id": [5]})
+    assert end_of_text(tmp_path / "m") == [5]
+    (tmp_path / "m" / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": 5}}')
+    assert end_of_text(tmp_path / "m") == [3]
+
+
+# Keys of config.json, and parts of the message after its path.
+KEYS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"text_config": None}, (": text_config is missing", "kimi_k25")),
+    ({"text_config": [1]}, (": text_config=[1]: expected a table",)),
+    ({"text": {"model_type": None}}, (": text_config has no model_type", "deepseek_v3")),
+    ({"text": {"model_type": "kimi_k25"}}, (": text_config: unknown model_type 'kimi_k25'",)),
+    ({"text": {"n_group": 3}}, (": text_config.n_routed_experts=8", "n_group=3")),
+    ({"text": {"hidden_size": "x"}}, (": text_config.hidden_size=x: expected a whole number",)),
+    ({"text": {"gated_attention": True}}, (": text_config.gated_attention=true", "does not know")),
+    ({"text": {"num_hidden_layers": 1000}}, (" has text_config.num_hidden_layers=1000", "2 layers")),
+    ({"text": {"quantization_config": {"bits": 4}}}, (": text_config.quantization_config=",)),
+    ({"quantization_config": {"bits": 4}}, (": quantization_config=",)),
+    ({"tie_word_embeddings": "x"}, (": tie_word_embeddings=x: expected true or false",)),
+    ({"n_group": 2}, (": n_group=2: moezoo does not know this key",)),
+    ({"kind": "mistral3"}, (": ignore_index=-100: moezoo does not know this key",)),
+    ({"kind": "mistral3", "ignore_index": None}, (": 1 tensor is not in the model of config.json: mm_projector.",)),
+    ({"kind": "mistral33"}, (": unknown model_type 'mistral33'; did you mean 'mistral3'?",)),
+]
+
+
+@pytest.mark.parametrize(("keys", "parts"), KEYS, ids=[str(i) for i in range(len(KEYS))])
+def test_refused(tmp_path, keys, parts):
+    write(tmp_path / "m", **keys)
+    tensors = " is not in the model" in parts[0]
+    with refused(str(tmp_path / "m"), ("" if tensors else "config.json") + parts[0], *parts[1:]):
+        hub_model_config(tmp_path / "m") if not tensors else moezoo.from_pretrained(tmp_path / "m")
+
+
+def test_the_outer_key_says_whether_embeddings_are_tied(tmp_path):
+    """As in transformers. Without it they are not, so the unembedding must be there."""
+    write(tmp_path / "m", text={"tie_word_embeddings": True})
+    assert hub_model_config(tmp_path / "m") == CONFIG
+    write(tmp_path / "none", text={"tie_word_embeddings": True}, tie_word_embeddings=None)
+    assert hub_model_config(tmp_path / "none") == CONFIG
+
+
+def test_tensors_outside_of_the_prefix_are_not_the_models(tmp_path):
+    write(tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["language_model.lm_head.weight"]}, file)
+    with refused(f"{tmp_path}/m: 1 tensor is not in the model of config.json: lm_head.weight"):
+        moezoo.from_pretrained(tmp_path / "m")
+    save_file(tensors | {"model.language_model.layers.0.x": np.ones(2)}, file)
+    with refused(f"{tmp_path}/m has tensors below language_model.model.layers. and model.language_model.layers."):
+        moezoo.from_pretrained(tmp_path / "m")
+
+
+def test_transformers_reads_what_is_written(tmp_path):
+    """A folder of transformers' own model, trained here: all modules agree, and the vision tower is as it was."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[peers]'"
+    )
+    pytest.importorskip("torch", reason=PEERS)
+    text = family_of(CONFIG).hub.config_to_hub(CONFIG)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    vision = sizes | {"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2}
+    outer = {"projection_hidden_size": 16, "tie_word_embeddings": False}
+    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision, **outer)
+    theirs: Any = transformers.AutoModelForImageTextToText.from_config(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match="for images"):
+        model = moezoo.from_pretrained(tmp_path / "theirs")
+    model = jax.tree.map(lambda x: 2 * x, model)
+    # Published folders have `layers`, where this version of transformers writes `blocks`.
+    file = tmp_path / "theirs" / "model.safetensors"
+    renamed = {n.replace("model.blocks", "model.layers"): array for n, array in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="for images"):
+        moezoo.save_pretrained(model, tmp_path / "ours", like=tmp_path / "theirs")
+    with pytest.warns(UserWarning, match="not loaded, for images"):
+        result = parity.compare(tmp_path / "ours")
+    assert result.first is None, result
+    assert result.worst.difference < 1e-5
+    names = {row.theirs for row in result.rows}
+    assert {"language_model.model.embed_tokens", "language_model.model.layers.1.mlp", "language_model.lm_head"} <= names
+    again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="float32"
+    )
+    assert not any(info.values())
+    wanted = {n: x for n, x in theirs.state_dict().items() if "vision_tower" in n or "mm_projector" in n}
+    assert wanted
+    assert all((again.state_dict()[name] == array).all() for name, array in wanted.items())
+    assert not (again.lm_head.weight == theirs.lm_head.weight).any()
+
+
+def test_transformers_has_these_types():
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[peers]'"
+    )
+    assert set(NESTED) <= set(transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
