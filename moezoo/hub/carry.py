@@ -7,7 +7,7 @@ their dtype is the same, even the header of the file is.
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,10 +16,11 @@ import numpy as np
 from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.json_files import open_file, read_json
-from moezoo.hub.nested import TEXT, Place, text_config
-from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
+from moezoo.hub.nested import TEXT, text_config
+from moezoo.hub.opening import Source
+from moezoo.hub.tensors import Tensor, arrays_by_path, read_part
 from moezoo.hub.weight_files import DTYPES, INDEX, METADATA, WeightFiles, read_header
-from moezoo.models import Family, ModelConfig, family_of
+from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import with_auto_axes
 
@@ -45,33 +46,6 @@ class Carried:
     files: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     changed: bool = False
-
-
-class Source(NamedTuple):
-    """A folder before its tensors are read. `mapping`: its config.json. `config`: that of the text model."""
-
-    folder: Path
-    mapping: Mapping[str, Any]
-    family: Family
-    config: ModelConfig
-    files: WeightFiles
-    place: Place
-
-    @property
-    def tables(self) -> tuple[str, str]:
-        """The names of the embedding and the unembedding in this folder."""
-        embedding, unembedding = (self.family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
-        return self.place.to_folder(embedding), self.place.to_folder(unembedding)
-
-    @property
-    def stores_tied(self) -> bool:
-        """Whether the folder has an unembedding although it is the embedding."""
-        return self.config.tied_embeddings and self.files.tensors.keys() >= set(self.tables)
-
-    def tensors(self, model: Any) -> Iterator[Tensor]:
-        """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
-        for tensor in tensors(model, self.family.hub):
-            yield dataclasses.replace(tensor, name=self.place.to_folder(tensor.name))
 
 
 def carry(

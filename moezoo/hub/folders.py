@@ -5,10 +5,8 @@ before anything is built.
 """
 
 import contextlib
-import itertools
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,15 +19,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from moezoo.convert import convert, show
-from moezoo.errors import UserError, check_type, nearest
+from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
-from moezoo.hub.carry import Carried, Source, carry
+from moezoo.hub.carry import Carried, carry
 from moezoo.hub.json_files import read_json
 from moezoo.hub.name_lists import count, list_names
-from moezoo.hub.nested import NESTED, TEXT, Place, find_place, text_config, to_table
+from moezoo.hub.nested import TEXT, Place
+from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
-from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
-from moezoo.models import FAMILIES, Family, ModelConfig, family_of, model_shapes
+from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE
+from moezoo.models import ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import with_auto_axes
@@ -59,11 +58,11 @@ def from_pretrained(
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
     folder, target = _path(folder), None if dtype is None else _parameter_dtype(dtype)
-    source = _open(folder)
+    source = open_folder(folder)
     files = source.files
     stored = target or files.common_dtype()
     shapes = model_shapes(source.config, str(stored))
-    wanted, unused = _check_tensors(source, shapes)
+    wanted, unused = check_tensors(source, shapes)
     for purpose, names in unused.items():
         _warn(f"{folder}: {count(names)} not loaded, for {purpose}: {list_names(names)}")
     bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -90,12 +89,12 @@ def hub_model_config(folder: str | Path) -> ModelConfig:
 
     Raises `UserError` as `from_pretrained` does.
     """
-    return _open(_path(folder)).config
+    return open_folder(_path(folder)).config
 
 
 def text_place(folder: str | Path) -> Place:
     """Return where a Hugging Face folder has its text model. Raises `UserError` as `from_pretrained` does."""
-    return _open(_path(folder)).place
+    return open_folder(_path(folder)).place
 
 
 def end_of_text(folder: str | Path) -> list[int]:
@@ -142,13 +141,13 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     if not isinstance(model, LanguageModel):
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
     folder = _path(folder)
-    source = None if like is None else _open(_path(like, "like"))
+    source = None if like is None else open_folder(_path(like, "like"))
     if source and folder.resolve() == source.folder.resolve():
         raise UserError(f"save_pretrained: folder and like are both {folder}; name another folder to write")
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model; name another folder")
     if source:
-        expected, unused = _check_tensors(source, model_shapes(source.config))
+        expected, unused = check_tensors(source, model_shapes(source.config))
         with _writing(folder):
             carried = carry(model, folder, source, expected, unused)
         if carried.changed and carried.tensors:
@@ -233,105 +232,6 @@ def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
     if name not in valid:
         raise UserError(f"dtype={name}: expected one of {', '.join(valid)}")
     return jnp.dtype(name)
-
-
-def _check_counts(
-    files: WeightFiles, config: ModelConfig, family: Family, keys: Mapping[str, str], place: Place, folder: Path
-) -> None:
-    """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
-
-    A few are built, so that the missing tensors can be listed.
-    """
-    for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        names = map(place.to_folder, family.hub.layer_names(config).values())
-        heads = {name.partition(field)[0] for name in names if field in name}
-        ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
-        found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
-        wanted = getattr(config, ours)
-        if heads and wanted > len(found) + 100:
-            raise UserError(
-                f"{folder}: config.json has {place.table}{keys[ours]}={wanted}, but the safetensors hold {len(found)} "
-                f"{ours}; the files belong to different models"
-            )
-
-
-def _check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
-    """Return the tensors of a model of these shapes in a folder, and the other tensors of the folder by purpose.
-
-    Raises `UserError` where the folder lacks one, or has another that is not known.
-    """
-    # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
-    expected = list(itertools.islice(source.tensors(shapes), len(source.files.tensors) + 100_000))
-    unused = _check_names(source, {tensor.name for tensor in expected})
-    for tensor in expected:
-        source.files.check(tensor.name, tensor.shape)
-    return expected, unused
-
-
-def _without_copy(source: Source) -> set[str]:
-    """Return the names of the tensors, without an unembedding that is tied and stored nevertheless.
-
-    Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
-    """
-    names, files, config = set(source.files.tensors), source.files, source.config
-    if not source.stores_tied:
-        return names
-    table, copy = source.tables
-    for name in (table, copy):
-        files.check(name, (config.vocab, config.embed))
-    if not np.array_equal(files.read(table), files.read(copy)):
-        raise UserError(
-            f"{source.folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to "
-            "load both, or take the second out of the files"
-        )
-    return names - {copy}
-
-
-def _check_names(source: Source, expected: set[str]) -> dict[str, list[str]]:
-    found, folder = _without_copy(source), source.folder
-    left = found - expected
-    over = source.place.find_unused(source.family.hub, left, expected)
-    if missing := sorted(expected - found):
-        raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
-    if left := sorted(left - set(over)):
-        raise UserError(f"{folder}: {count(left)} not in the model of config.json: {list_names(left)}")
-    return {purpose: sorted(n for n in over if over[n] == purpose) for purpose in sorted(set(over.values()))}
-
-
-def _open(folder: Path) -> Source:
-    """Return what config.json and the headers of the files describe; both have about as many layers and experts."""
-    if not (folder / "config.json").exists():
-        raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
-    mapping = read_json(folder / "config.json")
-    try:
-        text = text_config(mapping)
-    except UserError as error:
-        raise UserError(f"{folder}/{error}") from error
-    family = _family(text, text is not mapping, folder)
-    keys = family.hub.keys(text["model_type"])
-    try:
-        config = family.hub.config_from_hub(text)
-    except UserError as error:
-        # A configuration refuses values by our names of the settings; the user sees those of config.json.
-        words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
-        words = words.removeprefix("config.json: ")
-        raise UserError(f"{folder}/config.json: {to_table(words) if text is not mapping else words}") from error
-    files = WeightFiles(folder)
-    place = find_place(mapping, files.tensors, folder)
-    _check_counts(files, config, family, keys, place, folder)
-    return Source(folder, mapping, family, config, files, place)
-
-
-def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
-    kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
-    kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
-    where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
-    if kind is None:
-        raise UserError(f"{where} has no model_type; expected one of {', '.join(sorted(valid))}")
-    if not isinstance(kind, str) or kind not in kinds:
-        name = show(kind)[:80]
-        raise UserError(f"{where}: unknown model_type '{name}'; {nearest(name, valid)}")
-    return kinds[kind]
 
 
 def _warn(text: str) -> None:

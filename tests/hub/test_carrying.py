@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import deepseek_v3, mixtral, random_model
 
 import moezoo
-from moezoo.hub import carry, folders
+from moezoo.hub import carry, folders, opening
 from moezoo.models import deepseek_hub, model_shapes
 from moezoo.moe.router import Choice
 
@@ -190,8 +190,8 @@ def test_the_same_numbers_in_another_dtype_are_no_training(model, published, tmp
 
 @pytest.mark.parametrize("lost", ["e_score_correction_bias", "mlp.shared_experts", ".experts.1.", "q_a_layernorm"])
 def test_tensors_that_the_model_lacks_survive_among_its_own(model, published, tmp_path, monkeypatch, lost):
-    find, plan = deepseek_hub.find_unused, carry.tensors
-    monkeypatch.setattr(carry, "tensors", lambda *a: (t for t in plan(*a) if lost not in t.name))
+    find, plan = deepseek_hub.find_unused, opening.tensors
+    monkeypatch.setattr(opening, "tensors", lambda *a: (t for t in plan(*a) if lost not in t.name))
     monkeypatch.setattr(
         deepseek_hub, "find_unused", lambda a, b: {n: "another use" for n in a if lost in n} | find(a, b)
     )
@@ -240,6 +240,19 @@ def test_one_file_without_an_index(model, tmp_path):
     assert read_files(tmp_path / "new") == read_files(tmp_path / "one")
     trained = eqx.tree_at(lambda m: m.embedding.weight, model, replace_fn=lambda x: x.at[0, 0].add(1))
     assert save(trained, tmp_path / "other", like=tmp_path / "one").changed  # and nothing to warn of
+
+
+def test_a_stored_copy_of_a_tied_embedding_stays_one(tmp_path):
+    tied = random_model(mixtral(tied_embeddings=True))
+    moezoo.save_pretrained(tied, tmp_path / "one")
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
+    trained = jax.tree.map(lambda x: x + 1, tied)
+    save(trained, tmp_path / "new", like=tmp_path / "one")
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    np.testing.assert_array_equal(found["lm_head.weight"], trained.embedding.weight)
+    np.testing.assert_array_equal(found["model.embed_tokens.weight"], trained.embedding.weight)
 
 
 # Another model than the folder's, and parts of the message.

@@ -1,0 +1,146 @@
+"""Opening a Hugging Face folder: its config.json and the headers of its files, compared before any tensor is read."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moezoo.convert import show
+from moezoo.errors import UserError, nearest
+from moezoo.hub.json_files import read_json
+from moezoo.hub.name_lists import count, list_names
+from moezoo.hub.nested import NESTED, TEXT, Place, find_place, text_config, to_table
+from moezoo.hub.tensors import Tensor, tensors
+from moezoo.hub.weight_files import WeightFiles
+from moezoo.models import FAMILIES, Family, ModelConfig
+from moezoo.models.base import LanguageModel
+
+
+class Source(NamedTuple):
+    """A folder before its tensors are read. `mapping`: its config.json. `config`: that of the text model."""
+
+    folder: Path
+    mapping: Mapping[str, Any]
+    family: Family
+    config: ModelConfig
+    files: WeightFiles
+    place: Place
+
+    @property
+    def tables(self) -> tuple[str, str]:
+        """The names of the embedding and the unembedding in this folder."""
+        embedding, unembedding = (self.family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
+        return self.place.to_folder(embedding), self.place.to_folder(unembedding)
+
+    @property
+    def stores_tied(self) -> bool:
+        """Whether the folder has an unembedding although it is the embedding."""
+        return self.config.tied_embeddings and self.files.tensors.keys() >= set(self.tables)
+
+    def tensors(self, model: Any) -> Iterator[Tensor]:
+        """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
+        for tensor in tensors(model, self.family.hub):
+            yield dataclasses.replace(tensor, name=self.place.to_folder(tensor.name))
+
+
+def open_folder(folder: Path) -> Source:
+    """Return what config.json and the headers of the files describe; both have about as many layers and experts."""
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
+    mapping = read_json(folder / "config.json")
+    try:
+        text = text_config(mapping)
+    except UserError as error:
+        raise UserError(f"{folder}/{error}") from error
+    family = _family(text, text is not mapping, folder)
+    keys = family.hub.keys(text["model_type"])
+    try:
+        config = family.hub.config_from_hub(text)
+    except UserError as error:
+        # A configuration refuses values by our names of the settings; the user sees those of config.json.
+        words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
+        words = words.removeprefix("config.json: ")
+        raise UserError(f"{folder}/config.json: {to_table(words) if text is not mapping else words}") from error
+    files = WeightFiles(folder)
+    place = find_place(mapping, files.tensors, folder)
+    _check_counts(files, config, family, keys, place, folder)
+    return Source(folder, mapping, family, config, files, place)
+
+
+def check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
+    """Return the tensors of a model of these shapes in a folder, and the other tensors of the folder by purpose.
+
+    Raises `UserError` where the folder lacks one, or has another that is not known.
+    """
+    # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
+    expected = list(itertools.islice(source.tensors(shapes), len(source.files.tensors) + 100_000))
+    unused = _check_names(source, {tensor.name for tensor in expected})
+    for tensor in expected:
+        source.files.check(tensor.name, tensor.shape)
+    return expected, unused
+
+
+def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
+    kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
+    kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
+    where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
+    if kind is None:
+        raise UserError(f"{where} has no model_type; expected one of {', '.join(sorted(valid))}")
+    if not isinstance(kind, str) or kind not in kinds:
+        name = show(kind)[:80]
+        raise UserError(f"{where}: unknown model_type '{name}'; {nearest(name, valid)}")
+    return kinds[kind]
+
+
+def _check_counts(
+    files: WeightFiles, config: ModelConfig, family: Family, keys: Mapping[str, str], place: Place, folder: Path
+) -> None:
+    """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
+
+    A few are built, so that the missing tensors can be listed.
+    """
+    for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
+        names = map(place.to_folder, family.hub.layer_names(config).values())
+        heads = {name.partition(field)[0] for name in names if field in name}
+        ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
+        found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
+        wanted = getattr(config, ours)
+        if heads and wanted > len(found) + 100:
+            raise UserError(
+                f"{folder}: config.json has {place.table}{keys[ours]}={wanted}, but the safetensors hold {len(found)} "
+                f"{ours}; the files belong to different models"
+            )
+
+
+def _check_names(source: Source, expected: set[str]) -> dict[str, list[str]]:
+    found, folder = _without_copy(source), source.folder
+    left = found - expected
+    over = source.place.find_unused(source.family.hub, left, expected)
+    if missing := sorted(expected - found):
+        raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
+    if left := sorted(left - set(over)):
+        raise UserError(f"{folder}: {count(left)} not in the model of config.json: {list_names(left)}")
+    return {purpose: sorted(n for n in over if over[n] == purpose) for purpose in sorted(set(over.values()))}
+
+
+def _without_copy(source: Source) -> set[str]:
+    """Return the names of the tensors, without an unembedding that is tied and stored nevertheless.
+
+    Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
+    """
+    names, files, config = set(source.files.tensors), source.files, source.config
+    if not source.stores_tied:
+        return names
+    table, copy = source.tables
+    for name in (table, copy):
+        files.check(name, (config.vocab, config.embed))
+    if not np.array_equal(files.read(table), files.read(copy)):
+        raise UserError(
+            f"{source.folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to "
+            "load both, or take the second out of the files"
+        )
+    return names - {copy}
