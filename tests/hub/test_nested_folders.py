@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
-from tiny_models import deepseek_v3, random_model
+from tiny_models import deepseek_v3, mistral4, random_model
 
 import moezoo
 from moezoo.hub import parity
@@ -139,21 +139,36 @@ def test_tensors_outside_of_the_prefix_are_not_the_models(tmp_path):
         moezoo.from_pretrained(tmp_path / "m")
 
 
-def test_transformers_reads_what_is_written(tmp_path):
+_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "patch_size": 2}
+# Class of the outer configuration, the text model, and other keys.
+OUTER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Kimi_K25Config": (
+        CONFIG,
+        {
+            "vision_config": _VISION | {"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
+            "projection_hidden_size": 16,
+        },
+    ),
+    "Mistral3Config": (
+        mistral4(),
+        {"vision_config": _VISION | {"model_type": "pixtral", "image_size": 8, "head_dim": 8}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_transformers_reads_what_is_written(tmp_path, name):
     """A folder of transformers' own model, trained here: all modules agree, and the vision tower is as it was."""
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install -e '.[peers]'"
-    )
+    transformers = pytest.importorskip("transformers", reason=PEERS)
     pytest.importorskip("torch", reason=PEERS)
-    text = family_of(CONFIG).hub.config_to_hub(CONFIG)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    vision = sizes | {"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2}
-    outer = {"projection_hidden_size": 16, "tie_word_embeddings": False}
-    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision, **outer)
+    text, keys = OUTER[name]
+    inner = family_of(text).hub.config_to_hub(text)
+    config = getattr(transformers, name)(text_config=inner, tie_word_embeddings=False, **keys)
     theirs: Any = transformers.AutoModelForImageTextToText.from_config(config)
     theirs.save_pretrained(tmp_path / "theirs")
     with pytest.warns(UserWarning, match="for images"):
         model = moezoo.from_pretrained(tmp_path / "theirs")
+    assert model.config == text
     model = jax.tree.map(lambda x: 2 * x, model)
     # Published folders have `layers`, where this version of transformers writes `blocks`.
     file = tmp_path / "theirs" / "model.safetensors"
@@ -171,7 +186,7 @@ def test_transformers_reads_what_is_written(tmp_path):
         tmp_path / "ours", output_loading_info=True, dtype="float32"
     )
     assert not any(info.values())
-    wanted = {n: x for n, x in theirs.state_dict().items() if "vision_tower" in n or "mm_projector" in n}
+    wanted = {n: x for n, x in theirs.state_dict().items() if "vision_tower" in n or "projector" in n}
     assert wanted
     assert all((again.state_dict()[name] == array).all() for name, array in wanted.items())
     assert not (again.lm_head.weight == theirs.lm_head.weight).any()
