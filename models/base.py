@@ -3,7 +3,7 @@
 Also the contract of a family's mapping to Hugging Face folders.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -266,12 +266,14 @@ class Hub(Protocol):
     |---|---|
     | `MODEL_TYPES` | values of `model_type` in config.json that the family reads, and what distinguishes each |
     | `NAMES` | tensor names of arrays outside the layers |
+    | `WITHOUT_EFFECT` | by model type, the keys that change nothing here, besides those of every family |
 
     Where all model types have the same keys or names, `moezoo.models.config_json.always` makes the function of a table.
     """
 
     MODEL_TYPES: Mapping[str, str]
     NAMES: Names
+    WITHOUT_EFFECT: Mapping[str, Collection[str]]
 
     def keys(self, model_type: str, /) -> Mapping[str, str]:
         """Return our settings (`router.NAME`, `yarn.NAME` of sections) and their keys in config.json, for messages."""

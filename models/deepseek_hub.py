@@ -34,7 +34,7 @@ KEYS |= {"query_scale.beta": "llama_4_scaling_beta", "index_topk": "index_topk"}
 _ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded.
-WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+_UNREAD = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
 # Which tokens the index of sparse attention selects, where there are more than `index_topk`.
 _INDEX = ("index_head_dim", "index_n_heads", "indexer_types", "index_topk_pattern", "index_topk_freq")
 _INDEX += ("index_skip_topk_offset", "indexer_rope_interleave")
@@ -55,6 +55,7 @@ class _Kind(NamedTuple):
     index_pairs: Pairs | None = None  # None: no index
 
 
+_WITH_HEAD_DIM = ("glm4_moe_lite", "mistral4")
 _BOTH = ("mlp_layer_types", "first_k_dense_replace")
 _V3 = _Kind("DeepseekV3", 8, 4)
 _KINDS = {
@@ -65,6 +66,11 @@ _KINDS = {
     "mistral4": _Kind("Mistral4", 1, 1, 1.0, 0, 1048576, "softmax"),
     "deepseek_v32": _Kind("DeepseekV32", 8, 4, 2.5, 3, 163840, dense_keys=_BOTH, index_pairs="halves"),
     "glm_moe_dsa": _Kind("GlmMoeDsa", 1, 1, 2.5, 3, 202752, dense_keys=_BOTH, index_pairs="interleaved"),
+}
+# In two types `head_dim` must fit other sizes; in the others it is not read.
+WITHOUT_EFFECT = {
+    model_type: (*_UNREAD, *_INDEX * bool(kind.index_pairs), *("head_dim",) * (model_type not in _WITH_HEAD_DIM))
+    for model_type, kind in _KINDS.items()
 }
 
 
@@ -155,10 +161,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
         "yarn": rope.yarn,
     }
     only |= {"first_k_dense_replace": (dense,)}  # where the list was read
-    without_effect = [*WITHOUT_EFFECT, *(_INDEX if kind.index_pairs else ())]
-    if "head_dim" not in only:  # it follows from other sizes
-        without_effect.append("head_dim")
-    config.refuse_others(_ONLY | only, without_effect)
+    config.refuse_others(_ONLY | only, WITHOUT_EFFECT[model_type])
     return convert(DeepSeekConfig, settings, "model")
 
 

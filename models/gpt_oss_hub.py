@@ -59,6 +59,8 @@ _DEFAULTS = {"max_length": 131072, "init_std": 0.02, "load_balance": 0.001, "nor
 _DEFAULTS |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "kv_heads": 8, "head_dim": 64}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 4096}
+# A second name of a length, which transformers does not read.
+WITHOUT_EFFECT = {"gpt_oss": ("initial_context_length",)}
 _WINDOW, _ALL = "sliding_attention", "full_attention"
 
 
@@ -82,8 +84,8 @@ def config_from_hub(mapping: Mapping[str, Any]) -> GptOssConfig:
         "rope_base": rope.base,
         "yarn": rope.yarn,
     }
-    # Second names of two settings. transformers reads neither.
-    config.refuse_others({"experts_per_token": (settings["experts_per_token"],)}, ("initial_context_length",))
+    # A second name of a setting. transformers does not read it.
+    config.refuse_others({"experts_per_token": (settings["experts_per_token"],)}, WITHOUT_EFFECT["gpt_oss"])
     return convert(GptOssConfig, settings, "model")
 
 

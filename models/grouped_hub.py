@@ -283,6 +283,7 @@ _TYPES: dict[str, _Type] = {
     ),
 }
 
+WITHOUT_EFFECT = {model_type: t.without_effect for model_type, t in _TYPES.items()}
 # Our settings and their types, with dotted names.
 _KINDS = {**types_of(GroupedConfig), **{f"router.{name}": kind for name, kind in types_of(Choice).items()}}
 

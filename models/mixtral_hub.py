@@ -19,6 +19,7 @@ from moezoo.models.mixtral import NAMES as NAMES
 from moezoo.nn.yarn import Yarn
 
 MODEL_TYPES = {"mixtral": "softmax router; Mixtral 8x7B and 8x22B"}
+WITHOUT_EFFECT = {"mixtral": ()}
 find_unused = nothing_unused
 # Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"expert_mlp": "intermediate_size", "window": "sliding_window"}

@@ -133,6 +133,7 @@ class Olmoe(LanguageModel):
 
 # Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.
 MODEL_TYPES = {"olmoe": "norms over all queries and all keys, softmax router; OLMoE"}
+WITHOUT_EFFECT = {"olmoe": ()}
 find_unused = nothing_unused
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -101,10 +101,10 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     def hook(name: str) -> Any:
         def keep(module: Any, positional: Any, named: Any, output: Any) -> None:
             first = positional[0] if positional else named.get("hidden_states")
-            record = ModuleRecord(_array(first), _output(module, output))
-            if model.config.model_type in _HEADS_FIRST and record.output.ndim == 4:
-                record = ModuleRecord(*(array.swapaxes(1, 2) for array in record))
-            records[name] = record
+            before, after = _array(first), _output(module, output)
+            if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
+                before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
+            records[name] = ModuleRecord(before, after)
 
         return keep
 

@@ -118,7 +118,8 @@ def mixtral() -> Published:
     config = {"model_type": "mixtral", "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "head_dim": 6}
     config |= {"intermediate_size": EXPERT_MLP, "num_local_experts": EXPERTS, "rope_theta": 100.0, "sliding_window": 3}
     layer = grouped_attention(6) | with_router("block_sparse_moe", ("w1", "w3", "w2"))
-    family = Grouped(**GROUPED | {"window": 3}, sparse=(True, True), rope=Rope(100.0), choice=softmax(True))
+    settings: dict[str, Any] = GROUPED | {"window": 3}
+    family = Grouped(**settings, sparse=(True, True), rope=Rope(100.0), choice=softmax(True))
     return Published(config, [layer] * 2, family)
 
 
@@ -147,7 +148,8 @@ def olmoe() -> Published:
     layer = grouped_attention(size) | with_router("mlp", PROJECTIONS)
     layer |= {"self_attn.q_norm.weight": vector(HEADS * size, "query_norm")}
     layer |= {"self_attn.k_norm.weight": vector(KV_HEADS * size, "key_norm")}
-    family = Grouped(**GROUPED | {"clip": 0.9}, sparse=(True, True), rope=Rope(100.0), choice=softmax(False))
+    settings: dict[str, Any] = GROUPED | {"clip": 0.9}
+    family = Grouped(**settings, sparse=(True, True), rope=Rope(100.0), choice=softmax(False))
     return Published(config, [layer] * 2, family)
 
 
@@ -192,8 +194,9 @@ def gpt_oss() -> Published:
             "mlp.experts.down_proj_bias": all_experts("down_bias", size=(EMBED,)),
         }
     )
+    settings: dict[str, Any] = GROUPED | {"window": 3}
     family = Grouped(
-        **GROUPED | {"window": 3},
+        **settings,
         sparse=(True,) * 3,
         rope=Rope(100.0, False, 4.0, 16, 4.0, 0.5, 0.0, 0.0, False),
         choice=softmax(True),
