@@ -31,7 +31,7 @@ KEYS |= {"shared_experts": "n_shared_experts", "rope_base": "rope_theta"}
 KEYS |= {"router.groups": "n_group", "router.kept_groups": "topk_group", "router.scale": "routed_scaling_factor"}
 KEYS |= YARN_KEYS
 KEYS |= {"query_scale.beta": "llama_4_scaling_beta", "index_topk": "index_topk"}
-_ONLY: Mapping[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+_ONLY: dict[str, Any] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded.
 _UNREAD = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")

@@ -64,11 +64,11 @@ def class_of(folder: Path) -> Any:
     """Return transformers' class for a folder: the one that config.json names, as Mistral 4 has no automatic one."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.model_type in NESTED:
         return transformers.AutoModelForImageTextToText
-    names = config.architectures or ()
-    return getattr(transformers, next(iter(names), ""), transformers.AutoModelForCausalLM)
+    name = next(iter(config.architectures or ()), "")
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
 @contextmanager
