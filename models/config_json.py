@@ -270,7 +270,8 @@ def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, archite
     if router != Choice(gates=router.gates, bias_rate=router.bias_rate, group_score=router.group_score):
         raise UserError(
             f"model.router has score={router.score}, groups={router.groups}, scale={router.scale}, "
-            f"choice_bias={router.choice_bias}; {model_type} in transformers has only softmax, 1, 1.0 and none"
+            f"choice_bias={router.choice_bias}, least_sum={router.least_sum}; {model_type} in transformers has only "
+            "softmax, 1, 1.0, none and 0"
         )
     return write_keys(config, keys) | {
         "architectures": [f"{architecture}ForCausalLM"],

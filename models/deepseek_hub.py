@@ -200,6 +200,8 @@ def config_to_hub(config: DeepSeekConfig) -> dict[str, Any]:
     c, r = config, config.router
     model_type = _model_type(c)
     kind = _KINDS[model_type]
+    if r.least_sum:
+        raise UserError(f"model.router.least_sum={r.least_sum}: DeepSeek's routers in transformers have only 0")
     plain = ("dense_layers", "experts", "shared_experts")
     mapping = write_keys(c, _PLAIN | {ours: KEYS[ours] for ours in plain}) | {
         "architectures": [f"{kind.architecture}ForCausalLM"],

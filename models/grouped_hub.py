@@ -15,7 +15,7 @@ from moezoo.models.config_json import (
     read_rope,
     write_rope,
 )
-from moezoo.models.deepseek_hub import find_unused as find_unused
+from moezoo.models.deepseek_hub import find_unused as find_next_token_layers
 from moezoo.models.grouped import NAMES as NAMES
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.grouped import layer_names as layer_names
@@ -288,6 +288,12 @@ WITHOUT_EFFECT = {model_type: t.without_effect for model_type, t in _TYPES.items
 _KINDS = {**types_of(GroupedConfig), **{f"router.{name}": kind for name, kind in types_of(Choice).items()}}
 
 
+def find_unused(left: set[str], expected: set[str]) -> dict[str, str]:
+    """Return the tensors for multi-token prediction; those of ERNIE 4.5 have names of their own."""
+    mtp = {name: "multi-token prediction" for name in left if name.startswith("model.mtp_")}
+    return find_next_token_layers(left, expected) | mtp
+
+
 def keys(model_type: str) -> dict[str, str]:
     """Return our settings and their keys in a config.json of a model type."""
     t = _TYPES[model_type]
@@ -388,7 +394,7 @@ def config_to_hub(config: GroupedConfig) -> dict[str, Any]:
         mapping[names[0]] = float(value) if _KINDS[ours] is float else value  # transformers refuses 1 for 1.0
     if "shared_experts" in t.keys and "moe_num_shared_experts" not in mapping and not c.shared_experts:
         raise UserError(f"model.shared_experts=0: {c.model_type} in transformers always has some; set at least 1")
-    mapping |= {key: _setting(c, flag.ours) == flag.true for key, flag in t.flags.items()} | t.layers.write(c)
+    mapping |= {key: _setting(c, flag.ours) != flag.false for key, flag in t.flags.items()} | t.layers.write(c)
     mapping |= {
         "architectures": [f"{t.architecture}ForCausalLM"],
         "model_type": c.model_type,
@@ -441,11 +447,11 @@ def _check_same(config: GroupedConfig, read: GroupedConfig) -> None:
 
     wanted, found = comparable(config), comparable(read)
     for name, value in found.items():
-        if wanted[name] != value:
-            shown = _setting(config, name)
-            shown = list(shown) if isinstance(shown, tuple) else shown
-            other = "" if name == "mlp_layers" else f", only {show(value)}"
+        if wanted.get(name) != value:
+            ours, theirs = (
+                show(list(x) if isinstance(x, tuple) else x) for x in (_setting(config, name), _setting(read, name))
+            )
             raise UserError(
-                f"model.{name}={show(shown)}: {config.model_type} in transformers has no such model{other}; change "
+                f"model.{name}={ours}: a {config.model_type} folder of it would be read as {theirs}; change "
                 f"model.{name} or model.model_type"
             )

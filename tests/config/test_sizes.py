@@ -49,7 +49,7 @@ def test_released_sizes_do_not_fit_a_laptop(memory, overrides, parts):
         prepare(*overrides.split())
 
 
-@pytest.mark.parametrize("model", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"])
 def test_small_sizes_always_fit(memory, model):
     memory(2**30)
     prepare(f"model={model}", "mesh=ep8")

@@ -332,6 +332,40 @@ def test_the_two_lengths_of_mistral_4_are_one():
         deepseek_hub.config_to_hub(config)
 
 
+# (tiny model, what is changed, parts of the message).
+UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("qwen3", {"norm_over": "nothing"}, ("model.norm_over=nothing: a qwen3_moe folder of it", "read as head")),
+    ("qwen3", {"attention_bias": "inputs"}, ("model.attention_bias=inputs: a qwen3_moe folder", "read as all")),
+    ("qwen3", {"shared_experts": 1}, ("model.shared_experts=1: a qwen3_moe folder", "read as 0")),
+    ("qwen3", {"router": Choice(least_sum=0.1)}, ("model.router.least_sum=0.1: a qwen3_moe folder", "read as 0")),
+    ("qwen3", {"model_type": "hy_v3"}, ("model.shared_experts=0: hy_v3", "at least 1")),
+    ("glm", {"attention_bias": "all"}, ("model.attention_bias=all: a glm4_moe folder", "read as inputs")),
+    ("glm", {"mlp_layers": (1,)}, ("model.mlp_layers=[1]: a glm4_moe folder", "read as []")),
+    ("glm", {"window": 4}, ("model.window=4: a glm4_moe folder", "read as null")),
+    ("minimax", {"mlp_layers": (0,)}, ("model.mlp_layers=[0]: a minimax_m2 folder",)),
+    ("minimax", {"router": Choice()}, ("model.router.score=softmax: a minimax_m2 folder", "read as sigmoid")),
+    ("hy", {"rotary_dims": 4}, ("model.rotary_dims=4: a hy_v3 folder", "read as null")),
+    ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
+    ("v3", {"router": Choice("sigmoid", choice_bias="learned", least_sum=0.1)}, ("model.router.least_sum=0.1",)),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "parts"), UNWRITTEN, ids=[f"{n} {next(iter(c))}" for n, c, _ in UNWRITTEN])
+def test_models_that_transformers_lacks_are_not_written(name, changes, parts):
+    config = dataclasses.replace(CONFIGS[name], **changes)
+    with refused(*parts):
+        family_of(config).hub.config_to_hub(config)
+
+
+def test_layers_of_multi_token_prediction_are_not_loaded():
+    """They follow the last layer, or have names of their own."""
+    hub = family_of(CONFIGS["glm"]).hub
+    further = {"model.layers.2.eh_proj.weight", "model.layers.2.self_attn.q_proj.weight", "model.mtp_block.0.weight"}
+    left = {*further, "model.layers.1.extra"}
+    found = hub.find_unused(left, {"model.layers.1.input_layernorm.weight"})
+    assert found == dict.fromkeys(further, "multi-token prediction")
+
+
 def test_unknown_keys_without_a_value_are_harmless():
     for name, config in CONFIGS.items():
         keys = {"_unknown": 1, "unknown": None, "quantization_config": None, "num_experts_per_tok": 2}
