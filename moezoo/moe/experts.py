@@ -112,8 +112,7 @@ def _weighted(
     It is one product over the experts here, [N, E] x [E, d], in place of a sum over rows.
     """
     ends, row = jnp.cumsum(plan.group_sizes)[None, None], plan.row[:, :, None]
-    holds = (ends - plan.group_sizes[None, None] <= row) & (
-        row < ends
-    )  # [N, K, E]; no group holds a dropped assignment
+    starts = ends - plan.group_sizes[None, None]
+    holds = (starts <= row) & (row < ends)  # [N, K, E]; no group holds a dropped assignment
     weights = jnp.where(holds, gates[:, :, None], 0).sum(1)
     return project(weights.astype(bias.dtype), bias)
