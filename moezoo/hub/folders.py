@@ -26,7 +26,7 @@ from moezoo.hub.json_files import read_json
 from moezoo.hub.name_lists import count, list_names
 from moezoo.hub.nested import TEXT, Place
 from moezoo.hub.opening import check_tensors, open_folder
-from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, tensors
+from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, require_names, tensors
 from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE
 from moezoo.models import ModelConfig, family_of, model_shapes
 from moezoo.models.base import LanguageModel
@@ -68,6 +68,7 @@ def from_pretrained(
     bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     check_host(f"{folder}: the model in {stored.name}", bytes_, "load it on a machine with more memory")
     whole = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in arrays_by_path(shapes).items()}
+    require_names(whole, wanted)
     odd = []
     for tensor in wanted:
         parts = tensor.from_file(files.read(tensor.name))
@@ -157,6 +158,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     family = family_of(model.config)
     arrays = arrays_by_path(with_auto_axes(model))
     plan = list(tensors(model, family.hub))
+    require_names(arrays, plan)
     sizes = [_size(t, arrays) for t in plan]
     shards: list[list[Tensor]] = [[]]
     room = SHARD_BYTES

@@ -128,6 +128,12 @@ def arrays_by_path(model: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
+def require_names(arrays: Mapping[str, Any], plan: Iterable[Tensor]) -> None:
+    """Assert that every array is in a tensor: one without a name would be lost, or hold anything, without a message."""
+    nameless = sorted(arrays.keys() - {path for tensor in plan for path, _ in tensor.parts})
+    assert not nameless, f"the family's tables have no tensor name for {nameless[0]}"
+
+
 def read_part(parameter: Any, index: tuple[int, ...]) -> np.ndarray:
     """Return one part of a parameter at `index` of its stacked dimensions; a container gives what it stands for."""
     return np.asarray(plain(jax.tree.map(lambda array: array[index], parameter), parameter.dtype))

@@ -75,14 +75,14 @@ _V3 = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid", "t
 _V3 |= {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61}
 _V3 |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "q_lora_rank": 1536}
 _V3_ROPE = _ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}
-_GLM = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False}
-_GLM |= {"hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47}
-_GLM |= {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512}
-_GLM |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "topk_method": "noaux_tc"}
-_GLM |= {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
-_GLM |= {"norm_topk_prob": True, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "vocab_size": 154880}
-_GLM |= {"max_position_embeddings": 202752, "rms_norm_eps": 1e-05, "num_nextn_predict_layers": 1}
-_GLM |= {"partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1000000}
+_GLM_LITE = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False}
+_GLM_LITE |= {"hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47}
+_GLM_LITE |= {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512}
+_GLM_LITE |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "topk_method": "noaux_tc"}
+_GLM_LITE |= {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+_GLM_LITE |= {"norm_topk_prob": True, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "vocab_size": 154880}
+_GLM_LITE |= {"max_position_embeddings": 202752, "rms_norm_eps": 1e-05, "num_nextn_predict_layers": 1}
+_GLM_LITE |= {"partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1000000}
 _QWEN = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "head_dim": 128}
 _QWEN |= {"bos_token_id": 151643, "decoder_sparse_step": 1, "max_position_embeddings": 40960, "mlp_only_layers": []}
 _QWEN |= {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4}
@@ -142,7 +142,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2}
     | {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-05}
     | {"max_position_embeddings": 8192, "rope_theta": 50000.0, "rope_scaling": None},
-    "glm4_7_flash": _GLM,
+    "glm4_7_flash": _GLM_LITE,
     "qwen3_30b_a3b": _QWEN
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
     | {"num_attention_heads": 32, "max_window_layers": 48},
@@ -290,7 +290,7 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "mistral4",
         {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}},
-        ("rope_parameters.partial_rotary_factor=0.5", "only 0.57"),
+        ("partial_rotary_factor=0.5: expected 0.571", "qk_rope_head_dim=8"),
     ),
     ("v2", {"scoring_func": "sigmoid"}, ("scoring_func=sigmoid", "only softmax")),
     ("v2", {"topk_method": "noaux_tc"}, ("topk_method=noaux_tc: expected one of greedy, group_limited_greedy",)),
