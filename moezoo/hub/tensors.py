@@ -10,7 +10,7 @@ The family's file has tables of names. Shapes follow from our annotations, which
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
