@@ -45,6 +45,13 @@ def family_of(config: ModelConfig) -> Family:
     raise UserError(f"config is {describe_class(config)}, expected one of {kinds}, such as cfg.model")
 
 
+def name_of(config: ModelConfig) -> str:
+    """Return the name of a configuration's family, and which model of the family it is where there are several."""
+    family = family_of(config)
+    name = next(name for name, registered in FAMILIES.items() if registered is family)
+    return f"{name} ({config.variant})" if config.variant else name
+
+
 def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") -> LanguageModel:
     """Return a model of the family of `config`, with random parameters in `dtype` drawn from `key`.
 
@@ -83,4 +90,5 @@ __all__ = [
     "build_model",
     "family_of",
     "model_shapes",
+    "name_of",
 ]

@@ -84,6 +84,11 @@ class ModelConfig(abc.ABC):
         return self.window is None
 
     @property
+    def variant(self) -> str:
+        """Which model of its family it is, where settings of one family make several; else empty."""
+        return ""
+
+    @property
     @abc.abstractmethod
     def dims_of_a_pair(self) -> int:
         """The multiplications per head for each query and key that see each other: for the score and for the value."""

@@ -15,12 +15,12 @@ from moezoo.nn.rope import Pairs
 # The type alone gives the score of the router: softmax for deepseek_v2 and mistral4, sigmoid for the others.
 MODEL_TYPES = {
     "deepseek_v2": "softmax router; DeepSeek-V2 and V2-Lite",
-    "deepseek_v3": "sigmoid router with a choice bias; DeepSeek-V3 and R1, Kimi K2, Moonlight",
-    "kimi_k2": "as deepseek_v3",
+    "deepseek_v3": "sigmoid router with a choice bias; DeepSeek-V3 and R1, Moonlight",
+    "kimi_k2": "as deepseek_v3; Kimi K2",
     "glm4_moe_lite": "as deepseek_v3, but a list tells which layers have experts; GLM-4.7-Flash",
     "mistral4": "softmax router, groups as in deepseek_v3, and queries scaled by their position; Mistral Small 4",
-    "deepseek_v32": "as deepseek_v3, with sparse attention: texts of at most index_topk tokens; DeepSeek-V3.2",
-    "glm_moe_dsa": "as deepseek_v32, with another index; GLM-5, 5.1 and 5.2",
+    "deepseek_v32": "as deepseek_v3, for texts of at most index_topk tokens, without sparse attention; DeepSeek-V3.2",
+    "glm_moe_dsa": "as deepseek_v32; GLM-5, 5.1 and 5.2",
 }
 # Our settings and their keys in config.json: those that are read and written as they are, and all.
 _PLAIN = COMMON_KEYS | {"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
@@ -162,7 +162,12 @@ def config_from_hub(mapping: Mapping[str, Any]) -> DeepSeekConfig:
     }
     only |= {"first_k_dense_replace": (dense,)}  # where the list was read
     config.refuse_others(_ONLY | only, WITHOUT_EFFECT[model_type])
-    return convert(DeepSeekConfig, settings, "model")
+    found = convert(DeepSeekConfig, settings, "model")
+    if model_type == "mistral4" and _model_type(found) != model_type:  # which has other names of tensors
+        raise UserError(
+            "config.json: llama_4_scaling_beta=0, n_group=1 and norm_topk_prob=false are not built together"
+        )
+    return found
 
 
 def _read_beta(config: ConfigJson) -> float:

@@ -126,6 +126,11 @@ class GroupedConfig(GroupedAttentionConfig):
             )
 
     @property
+    def variant(self) -> str:
+        """The `model_type`."""
+        return self.model_type
+
+    @property
     def kinds(self) -> list[Literal["mlp", "moe"]]:
         """The feed-forward part of each layer."""
         without = frozenset(self.mlp_layers)

@@ -11,7 +11,6 @@ from moezoo.models.config_json import (
     YARN_KEYS,
     ConfigJson,
     RopeSettings,
-    read_head_dim,
     read_rope,
     write_rope,
 )
@@ -24,10 +23,10 @@ from moezoo.nn.yarn import Yarn
 
 MODEL_TYPES = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",
-    "glm4_moe": "partial rotation, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
-    "minimax_m2": "norms over all queries and keys, partial rotation, sigmoid router with a choice bias; MiniMax-M2",
+    "glm4_moe": "part of each head is rotated, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
+    "minimax_m2": "as glm4_moe without shared experts, norms over all queries and over all keys; MiniMax-M2",
     "hy_v3": "norms of each query and key, sigmoid router with a choice bias, shared experts; Hunyuan 3",
-    "dots1": "as hy_v3, with groups of experts; dots.llm1",
+    "dots1": "as hy_v3, with a router that first chooses groups of experts; dots.llm1",
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
 }
 
@@ -63,6 +62,7 @@ class _Type(NamedTuple):
         rope_base: the base where no key has it.
         share: the rotated share of each head where no key has it; None for whole heads without such a key.
         only, without_effect: as for `ConfigJson.refuse_others`.
+        head_dim: the size of heads where no key has it; None: it follows from the other sizes.
     """
 
     architecture: str
@@ -75,6 +75,7 @@ class _Type(NamedTuple):
     share: float | None = None
     only: Mapping[str, tuple[Any, ...]] = {}
     without_effect: tuple[str, ...] = ()
+    head_dim: int | None = None
 
 
 def _each(config: GroupedConfig, without: str, other: str) -> list[str]:
@@ -197,6 +198,7 @@ _TYPES: dict[str, _Type] = {
         {},
         _NO_MLP,
         rope_base=5e6,
+        head_dim=128,
         share=1.0,
         only={
             "router_jitter_noise": (0,),
@@ -228,6 +230,7 @@ _TYPES: dict[str, _Type] = {
         _BIAS,
         _BY_TYPE,
         rope_base=11_158_840.0,
+        head_dim=128,
         only={
             "moe_router_enable_expert_bias": (True,),
             "moe_router_use_sigmoid": (True,),
@@ -325,7 +328,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> GroupedConfig:
         raise UserError(f"config.json: {shown} leave no layer of num_hidden_layers={settings['layers']} with experts")
     # No layer of these has an MLP; where a width is asked for, it is that of experts.
     settings.setdefault("mlp", settings["expert_mlp"])
-    settings["head_dim"] = read_head_dim(config, settings["embed"], settings["heads"])
+    settings["head_dim"] = config.read("head_dim", int | None, t.head_dim) or settings["embed"] // settings["heads"]
     only, without_effect = dict(t.only), t.without_effect
     if model_type == "qwen3_moe":
         window = config.read("sliding_window", int | None, 4096)

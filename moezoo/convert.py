@@ -350,7 +350,10 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
         return UserError(f"{old} is now {new}")
     where = f" in {at} {named}".rstrip() if at else ""
     hint = nearest(show(name), valid) if valid else "it takes none"
-    others = [f"{at}={entry}" for entry, kind in checks.tags.get(at, ("", {}))[1].items() if name in types_of(kind)]
+    tag, kinds = checks.tags.get(at, ("", {}))
+    # An entry of a group has the name of its class, except that several models are of one family.
+    also = f"{tag} " if tag == "family" else f"{at}="
+    others = [f"{also}{entry}" for entry, kind in kinds.items() if name in types_of(kind)]
     hint += f"; {' and '.join(others)} ha{'ve' if len(others) > 1 else 's'} it" * bool(others)
     return UserError(f"{key}: there is no key '{show(name)}'{where}; {hint}")
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from moezoo.analysis.calls import CallName
 from moezoo.analysis.differences import Change, Differences
 from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding
-from moezoo.config.settings import TAG, TrainConfig
+from moezoo.config.settings import TrainConfig
 from moezoo.config.strategies import path_of
 from moezoo.convert import show
-from moezoo.models import model_shapes
+from moezoo.models import model_shapes, name_of
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.traffic import Traffic
@@ -42,7 +42,6 @@ def as_json(found: Sharding | Differences) -> str:
 
 def describe_run(cfg: TrainConfig, call: CallName) -> str:
     """Return two lines on what is laid out."""
-    family = next(name for name, kind in TAG["model"][1].items() if kind is type(cfg.model))
     total, _ = count_parameters(model_shapes(cfg.model), cfg.model.experts_per_token)
     sizes = {f"mesh.{axis}": size for axis, size in cfg.mesh.sizes.items() if size > 1} or {"mesh": "single"}
     options = {
@@ -53,7 +52,7 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
     chosen = {**sizes, "rules": cfg.rules.name, "dispatch": path_of(type(cfg.dispatch)), **options}
     settings = cfg.execution
     lines = [
-        f"{call} {family}: {total:,} parameters in {settings.param_dtype}, computed in {settings.dtype}; "
+        f"{call} {name_of(cfg.model)}: {total:,} parameters in {settings.param_dtype}, computed in {settings.dtype}; "
         f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
         + f" execution.microbatches={settings.microbatches}"
         * (call == "train" and settings.microbatches > 1),

@@ -40,12 +40,14 @@ class Carried:
         files: names of files other than weights and config.json, copied as they are.
         skipped: names in the other folder that were not copied.
         changed: whether the model's own tensors differ from those of the other folder, as after training.
+        rounded: names of the model's tensors that are those of the other folder in a less precise dtype.
     """
 
     tensors: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     files: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     changed: bool = False
+    rounded: tuple[str, ...] = ()
 
 
 def carry(
@@ -85,7 +87,8 @@ def carry(
     if (source.folder / INDEX).exists():
         _write_index(folder / INDEX, source.folder / INDEX, written)
     _write(folder / "config.json", config)
-    return Carried(unused, tuple(files), tuple(skipped), any(shard.changed for shard in written))
+    rounded = tuple(name for shard in written for name in shard.rounded)
+    return Carried(unused, tuple(files), tuple(skipped), any(shard.changed for shard in written), rounded)
 
 
 def _keys_of_both(model: LanguageModel, source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,7 +157,13 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.d
     if outer == source.mapping:
         with open_file(source.folder / "config.json") as file:
             return file.read()
-    again = family.hub.config_to_hub(family.hub.config_from_hub(text_config(outer)))
+    try:
+        again = family.hub.config_to_hub(family.hub.config_from_hub(text_config(outer)))
+    except UserError as error:
+        raise UserError(
+            f"save_pretrained: like={source.folder}: the model's settings do not fit its config.json ({error}); write "
+            "without like"
+        ) from error
     if lost := [key for key in ours if again.get(key) != ours[key]]:
         raise UserError(
             f"save_pretrained: like={source.folder}: its config.json sets {lost[0]} by another key, so it cannot be "
@@ -176,11 +185,16 @@ def _other_files(folder: Path, apart: set[str]) -> tuple[list[str], list[str]]:
 
 
 class _Written(NamedTuple):
-    """A written file of weights: bytes of its tensors; whether a dtype and whether a number of the model is another."""
+    """A written file of weights.
+
+    `size`: the bytes of its tensors. `retyped`, `changed`: whether a dtype, a number of the model is another.
+    `rounded`: tensors whose numbers are the same but for rounding.
+    """
 
     size: int
     retyped: bool
     changed: bool
+    rounded: list[str]
 
 
 def _write_shard(
@@ -208,19 +222,22 @@ def _write_shard(
         text = json.dumps(places, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         data = len(text).to_bytes(8, "little") + text
-    changed = False
+    changed, rounded = False, []
     with path.open("xb") as file, open_file(original) as before:
         file.write(data)
         for name in order:
             if name in own:
                 parts = [read_part(arrays[part], index) for part, index in own[name].parts]
                 value = np.ascontiguousarray(own[name].to_file(parts))
-                changed = changed or not _same_bits(value, files.read(name))
+                stored = files.read(name)
+                same = _same_bits(value, stored)
+                changed = changed or not same
+                rounded += [name] if same and not _same_bits(stored, value) else []
                 file.write(_bits(value).data)
             else:
                 before.seek(len(header.data) + entries[name]["data_offsets"][0])
                 _copy_bytes(before, file, sizes[name])
-    return _Written(sum(sizes.values()), retyped, changed)
+    return _Written(sum(sizes.values()), retyped, changed, rounded)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

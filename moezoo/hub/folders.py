@@ -146,7 +146,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     if source and folder.resolve() == source.folder.resolve():
         raise UserError(f"save_pretrained: folder and like are both {folder}; name another folder to write")
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
-        raise UserError(f"{folder} already holds a model; name another folder")
+        raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
     if source:
         expected, unused = check_tensors(source, model_shapes(source.config))
         with _writing(folder):
@@ -154,6 +154,10 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
         if carried.changed and carried.tensors:
             parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in unused.items())
             _warn(f"{folder}: the model's weights differ from those of {like}, but {'; '.join(parts)}")
+        if carried.rounded:
+            names = list(carried.rounded)
+            less = f"{count(names)} less precise than in {like}; load it with dtype=float32"
+            _warn(f"{folder}: {less}: {list_names(names)}")
         return carried
     family = family_of(model.config)
     arrays = arrays_by_path(with_auto_axes(model))

@@ -21,6 +21,7 @@ from moezoo.convert import show
 from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
+from moezoo.models import name_of
 from moezoo.models.choice import Compared, compare
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
@@ -187,7 +188,7 @@ def summarize(
     rows = [
         (
             "model",
-            f"{type(model).__name__.lower()}: {parameters:,} parameters, {active:,} active per token "
+            f"{name_of(cfg.model)}: {parameters:,} parameters, {active:,} active per token "
             f"({_counted(cfg.model.layers, 'layer')}, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
         ),
         (

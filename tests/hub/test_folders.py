@@ -266,7 +266,7 @@ def test_one_line(damaged, spoil, line):
 
 def test_saving_overwrites_nothing(good, tmp_path):
     model, folder = good
-    with pytest.raises(moezoo.UserError, match=r"already holds a model; name another folder$"):
+    with pytest.raises(moezoo.UserError, match=r"already holds a model, or a part of one; name another folder$"):
         moezoo.save_pretrained(model, folder)
     (tmp_path / "file").touch()
     with pytest.raises(moezoo.UserError, match=r"cannot be written \(Not a directory\)"):

@@ -200,8 +200,22 @@ LEFT_OUT = {
         drop("first_k_dense_replace", "n_shared_experts", "use_qk_norm", "n_group", "topk_group", *_IN_BOTH),
     ),
     "hy defaults": (
-        of_type("hy_v3", rope_base=11158840.0, router=replace(SIGMOID, scale=2.826), shared_experts=1, mlp_layers=(0,)),
-        drop("mlp_layer_types", "num_shared_experts", "router_scaling_factor", "rope_parameters", "attention_bias"),
+        of_type(
+            "hy_v3",
+            head_dim=128,
+            rope_base=11158840.0,
+            router=replace(SIGMOID, scale=2.826),
+            shared_experts=1,
+            mlp_layers=(0,),
+        ),
+        drop(
+            "head_dim",
+            "mlp_layer_types",
+            "num_shared_experts",
+            "router_scaling_factor",
+            "rope_parameters",
+            "attention_bias",
+        ),
     ),
     "ernie defaults": (
         of_type(

@@ -289,6 +289,16 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("mistral4", {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}}, ("llama_4_scaling_beta=-1.0", "at least 0")),
     (
         "mistral4",
+        {
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.0},
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
+        ("llama_4_scaling_beta=0, n_group=1 and norm_topk_prob=false are not built together",),
+    ),
+    (
+        "mistral4",
         {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}},
         ("partial_rotary_factor=0.5: expected 0.571", "qk_rope_head_dim=8"),
     ),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moezoo.config.overrides import CONF, PACKAGE, read_yaml
+from moezoo.hub.nested import NESTED
 from moezoo.models import FAMILIES
 from moezoo.models.config_json import WITHOUT_EFFECT
 
@@ -16,28 +17,34 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _HEAD = """
 # Which models are there, and how do they differ?
 
-This page is made from the registry of families (`moezoo.models.FAMILIES`) and from `conf/model`; a test compares it
-with both.
-
 A **family** is a file of `models/`: a configuration, layers, and the names of a Hugging Face folder. `model=NAME` takes
-an entry of `conf/model`: a laptop size, which trains in minutes on eight virtual CPU devices, or a released size. A
-folder's family follows from `model_type` in its `config.json`.
+a laptop size, which trains in minutes on eight virtual CPU devices, or a released size. A Hugging Face folder is read
+by its `model_type` in `config.json`; some model types have no size under `model=`. The class of a family's
+configuration describes its settings, such as `moezoo.models.GroupedConfig`.
+
+Of a model for images ({nested}) the text model is read, which is in `text_config` of its `config.json`. Active
+parameters include the whole embedding, of which a token reads one row.
+`python tests/models/families_page.py` makes this page.
 """
 _LISTED = """
 ## What is ignored
+
+### Tensors
 
 Tensors that no parameter has are refused by name, except these, which `moezoo.from_pretrained` names in a warning: the
 layers of multi-token prediction, which follow the last layer; the index of sparse attention; and in a folder of a model
 for images, everything outside the text model. `moezoo.save_pretrained(model, FOLDER, like=SOURCE)` carries them.
 
-A key of `config.json` that moezoo does not know is refused by name, because it may change what the model computes.
+### Keys of config.json
+
+A key that moezoo does not know is refused by name, because it may change what the model computes.
 These keys are known to change nothing that moezoo computes. Every model type ignores
 """
 
 
 def render() -> str:
     """Return the page."""
-    lines = [_HEAD.strip(), ""]
+    lines = [_HEAD.strip().format(nested=" and ".join(f"`{kind}`" for kind in sorted(NESTED))), ""]
     for name, family in FAMILIES.items():
         module = family.model.__module__.rpartition(".")[2]
         entries = {path.stem: path for path in sorted((CONF / "model").glob("*.yaml"))}
