@@ -151,7 +151,9 @@ def test_names_count_layers_and_not_periods():
         "attention.query_bias": "layers.{layer}.q.bias",
         "feed_forward.router.weight": "layers.{layer}.gate",
     }
-    rest = dict.fromkeys(("MODEL_TYPES", "keys", "find_unused", "config_from_hub", "config_to_hub"), print)
+    rest = dict.fromkeys(
+        ("MODEL_TYPES", "WITHOUT_EFFECT", "keys", "find_unused", "config_from_hub", "config_to_hub"), print
+    )
     names: Any = types.SimpleNamespace(NAMES={}, layer_names=always(layer_names), **rest)
     tensors = {t.name: t for t in hub.tensors(model(), names)}
     assert set(tensors) == {f"layers.{i}.q.bias" for i in range(5)} | {f"layers.{i}.gate" for i in WITH_EXPERTS}

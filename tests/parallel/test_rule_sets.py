@@ -41,6 +41,8 @@ LAYOUTS = {
 LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context", "T": "tensor"}
 INNER = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 DEVICES = (8, 64, 256)
+# gpt-oss is 2,880 wide, which 256 devices cannot share: they need an axis `data`.
+SIZES = [case for case in itertools.product(PRESETS, DEVICES) if case[1] < 256 or "gpt_oss" not in case[0]]
 
 
 @functools.cache
@@ -120,21 +122,23 @@ def test_the_layout_is_the_one_of_the_table(name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_parameter_is_split_over_all_axes_of_its_kind(name):
-    """Matrices over every axis that the rules name for them. Only vectors are whole, less than 0.1% of a model.
+    """Arrays over all axes that the rules name for their dimensions. Only vectors are whole, less than 0.1% of a model.
 
     They are norms, which may be as short as a head; biases of queries and keys, where heads are not split; a router's
     bias and choice bias, one number per expert.
     """
     layout = shipped(name)
-    for preset, devices in itertools.product(PRESETS, DEVICES):
+    for preset, devices in SIZES:
         assert fitting(preset, name, devices), (preset, devices)
         for mesh in fitting(preset, name, devices):
             total = whole = 0
             for axes, shape in parameters(preset):
                 placement = place(layout, axes, shape, mesh)
                 dims = ("expert", "expert_embed") if "expert" in axes.names else ("embed",)
+                if axes.role is Role.BIAS:
+                    dims = [dim for dim in dims if dim in axes.names]
                 wanted = {axis for dim in dims for axis in live(layout.store.get(dim, ()), mesh)}
-                if axes.role in (Role.SCALE, Role.BUFFER) or (axes.role is Role.BIAS and "embed" not in axes.names):
+                if axes.role in (Role.SCALE, Role.BUFFER) or not dims:
                     wanted, whole = set(), whole + math.prod(shape)
                 wanted |= inner(layout, axes, shape, mesh)
                 assert set(placement.mesh_axes) == wanted, (preset, mesh, axes)
@@ -146,7 +150,7 @@ def test_every_parameter_is_split_over_all_axes_of_its_kind(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_dimension_is_gathered_by_one_collective(name):
     """For tokens that move, and where experts' weights move too: all its axes split tokens, or none does."""
-    for preset, devices, strategy in itertools.product(PRESETS, DEVICES, (Ragged(), Gather())):
+    for (preset, devices), strategy in itertools.product(SIZES, (Ragged(), Gather())):
         mesh = MeshShape(**fitting(preset, name, devices)[0])
         execution = Execution(mesh=abstract_mesh(mesh), rules=shipped(name), dispatch=strategy)
         for axes, shape in parameters(preset):
@@ -236,5 +240,5 @@ def test_what_a_step_moves(preset, name, devices, dispatch):
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_step_moves_on_every_preset(name):
-    for preset, devices in itertools.product(PRESETS, DEVICES):
+    for preset, devices in SIZES:
         check_trace(preset, name, devices, "ragged")
