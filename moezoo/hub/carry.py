@@ -175,11 +175,15 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.d
 def _other_files(folder: Path, apart: set[str]) -> tuple[list[str], list[str]]:
     """Return the names of the files of a folder that are copied and of those that are not, without those in `apart`."""
     copied, skipped = [], []
+    # A cache of downloads has links to its `blobs`; a link to anywhere else would make a private file public.
+    root = folder.resolve()
+    homes = root, root.parent.parent / "blobs"
     for path in sorted(folder.iterdir()):
         if path.name in apart:
             continue
         known = path.suffix in _COPIED or path.name.startswith(_COPIED_NAMES)
         foreign = path.name.startswith(".") or path.name.endswith(".index.json") or path.is_dir()
+        foreign = foreign or not any(path.resolve().is_relative_to(home) for home in homes)
         (copied if known and not foreign else skipped).append(path.name)
     return copied, skipped
 

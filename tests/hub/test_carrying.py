@@ -228,14 +228,16 @@ def test_changed_settings_replace_those_of_the_folder(model, published, tmp_path
 
 
 def test_links_become_files(model, published, tmp_path):
-    """Hugging Face's cache has links to files beside the folder."""
+    """Hugging Face's cache has links to files beside the folder. Those to anywhere else are not followed."""
     (tmp_path / "blobs").mkdir()
     source = tmp_path / "snapshots" / "x"
     source.mkdir(parents=True)
     for i, (name, data) in enumerate(read_files(published).items()):
         (tmp_path / "blobs" / str(i)).write_bytes(data)
         (source / name).symlink_to(f"../../blobs/{i}")
-    save(model, tmp_path / "new", like=source)
+    (tmp_path / "private.txt").write_text("secret")
+    (source / "vocab.txt").symlink_to(tmp_path / "private.txt")
+    assert "vocab.txt" in save(model, tmp_path / "new", like=source).skipped
     files = read_files(published)
     assert read_files(tmp_path / "new") == {name: files[name] for name in files if name not in NOT_COPIED}
     assert not any(path.is_symlink() for path in (tmp_path / "new").iterdir())
