@@ -329,7 +329,7 @@ DAMAGES: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("has no x but the index places it there",),
     ),
     "a pipe": (lambda f: make_pipe(f / "tokenizer.json"), ("tokenizer.json is no regular file",)),
-    "a link to nothing": (lambda f: (f / "vocab.json").symlink_to("/nowhere"), ("vocab.json cannot be read",)),
+    "a link to nothing": (lambda f: (f / "vocab.json").symlink_to("nowhere"), ("vocab.json cannot be read",)),
     "quantised": (
         lambda f: edit(f / "config.json", lambda c: c.update(quantization_config={"bits": 4})),
         ("quantization_config={'bits': 4}",),
