@@ -77,7 +77,8 @@ def test_changed_settings_are_written_inside(tmp_path):
     model = write(tmp_path / "nested", dtype="float32")
     model = jax.tree.map(lambda x: x.astype("bfloat16"), model)
     object.__setattr__(model, "config", deepseek_v3(rope_base=50.0))
-    moezoo.save_pretrained(model, tmp_path / "new", like=tmp_path / "nested")
+    with pytest.warns(UserWarning, match="less precise"):
+        moezoo.save_pretrained(model, tmp_path / "new", like=tmp_path / "nested")
     found, wanted = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("new", "nested"))
     inner = wanted["text_config"] | {"dtype": "bfloat16"}
     inner["rope_parameters"]["rope_theta"] = 50.0
