@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from moezoo.convert import ANY_NUMBER, Range, convert, show, types_of
 from moezoo.errors import UserError
-from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
 _T = TypeVar("_T")
@@ -241,45 +240,6 @@ def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
         is_float = float in (kind, *typing.get_args(kind)) and value is not None
         written[theirs] = float(value) if is_float else value
     return written
-
-
-def read_head_dim(config: ConfigJson, embed: int, heads: int) -> int:
-    """Return the size of a head, which follows from the other two where the key is missing or null."""
-    return config.read("head_dim", int | None, None) or embed // heads
-
-
-def read_grouped(
-    config: ConfigJson, kind: type, keys: Mapping[str, str], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the settings of a family with grouped-query attention and a softmax router, without rotary positions.
-
-    `keys` maps settings of the dataclass `kind` to the keys of config.json; `defaults` has values for missing keys.
-    """
-    return config.read_all(kind, keys, defaults) | {
-        # transformers reads both names, and its newer versions write the first.
-        "experts": config.read_either(("num_local_experts", "num_experts"), int),
-        "router": {"gates": "renormalised" if config.read("norm_topk_prob", bool, False) else "scores"},
-        "attention_bias": "all" if config.read("attention_bias", bool, False) else "none",
-    }
-
-
-def write_grouped(config: Any, keys: Mapping[str, str], model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the keys of config.json for `model_type`. Raises `UserError` for a router that transformers lacks."""
-    router: Choice = config.router
-    # With one group, `group_score` has no effect; `bias_rate` has none without a choice bias.
-    if router != Choice(gates=router.gates, bias_rate=router.bias_rate, group_score=router.group_score):
-        raise UserError(
-            f"model.router has score={router.score}, groups={router.groups}, scale={router.scale}, "
-            f"choice_bias={router.choice_bias}, least_sum={router.least_sum}; {model_type} in transformers has only "
-            "softmax, 1, 1.0, none and 0"
-        )
-    return write_keys(config, keys) | {
-        "architectures": [f"{architecture}ForCausalLM"],
-        "model_type": model_type,
-        "norm_topk_prob": router.gates == "renormalised",
-        "attention_bias": config.attention_bias == "all",
-        "hidden_act": "silu",
-    }
 
 
 def always(table: _T) -> Callable[[Any], _T]:

@@ -9,7 +9,6 @@ from moezoo.models.config_json import (
     ConfigJson,
     always,
     nothing_unused,
-    read_head_dim,
     read_rope,
     write_keys,
     write_rope,
@@ -38,7 +37,7 @@ def config_from_hub(mapping: Mapping[str, Any]) -> MixtralConfig:
     settings = config.read_all(MixtralConfig, _PLAIN, _DEFAULTS)
     settings |= {
         "kv_heads": config.read("num_key_value_heads", int | None) or settings["heads"],
-        "head_dim": read_head_dim(config, settings["embed"], settings["heads"]),
+        "head_dim": config.read("head_dim", int | None, None) or settings["embed"] // settings["heads"],
         "experts": config.read_either(("num_local_experts", "num_experts"), int),
         "rope_base": read_rope(config, settings["max_length"], base=1e6).base,
     }

@@ -33,9 +33,8 @@ from moezoo.models.config_json import (
     ConfigJson,
     always,
     nothing_unused,
-    read_grouped,
     read_rope,
-    write_grouped,
+    write_keys,
     write_rope,
 )
 from moezoo.models.layers import make_stacks
@@ -172,8 +171,12 @@ _DEFAULTS = {"load_balance": 0.01, "max_length": 4096, "init_std": 0.02, "clip_q
 def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
     """Return the configuration. Raises `UserError` for settings that the family does not have."""
     config = ConfigJson(mapping)
-    settings = read_grouped(config, OlmoeConfig, _PLAIN, _DEFAULTS)
+    settings = config.read_all(OlmoeConfig, _PLAIN, _DEFAULTS)
     settings |= {
+        # transformers reads both names, and its newer versions write the first.
+        "experts": config.read_either(("num_local_experts", "num_experts"), int),
+        "router": {"gates": "renormalised" if config.read("norm_topk_prob", bool, False) else "scores"},
+        "attention_bias": "all" if config.read("attention_bias", bool, False) else "none",
         "kv_heads": config.read("num_key_value_heads", int | None, None) or settings["heads"],
         "head_dim": settings["embed"] // settings["heads"],
         "rope_base": read_rope(config, settings["max_length"]).base,
@@ -184,11 +187,24 @@ def config_from_hub(mapping: Mapping[str, Any]) -> OlmoeConfig:
 
 def config_to_hub(config: OlmoeConfig) -> dict[str, Any]:
     """Return the keys that transformers reads. Raises `UserError` for settings that it does not have."""
-    c = config
+    c, router = config, config.router
     if c.heads * c.head_dim != c.embed:
         raise UserError(
             f"model.head_dim={c.head_dim} times model.heads={c.heads} is not model.embed={c.embed}; OLMoE in "
             "transformers needs them equal"
         )
-    keys = _PLAIN | {ours: KEYS[ours] for ours in ("kv_heads", "experts")}
-    return write_grouped(c, keys, "olmoe", "Olmoe") | {"rope_parameters": write_rope(c.rope_base, Yarn())}
+    # With one group, `group_score` has no effect; `bias_rate` has none without a choice bias.
+    if router != Choice(gates=router.gates, bias_rate=router.bias_rate, group_score=router.group_score):
+        raise UserError(
+            f"model.router has score={router.score}, groups={router.groups}, scale={router.scale}, "
+            f"choice_bias={router.choice_bias}, least_sum={router.least_sum}; olmoe in transformers has only softmax, "
+            "1, 1.0, none and 0"
+        )
+    return write_keys(c, _PLAIN | {ours: KEYS[ours] for ours in ("kv_heads", "experts")}) | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "norm_topk_prob": router.gates == "renormalised",
+        "attention_bias": c.attention_bias == "all",
+        "rope_parameters": write_rope(c.rope_base, Yarn()),
+        "hidden_act": "silu",
+    }
