@@ -6,6 +6,7 @@ from typing import NamedTuple
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|[^( ]\S*) ([a-z][\w\-]*)\((.*)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 
 # HLO's name of a collective -> its name in `moezoo.parallel.traffic.received_bytes`.
 COLLECTIVES = {
@@ -20,29 +21,26 @@ COLLECTIVES = {
 
 
 class Instruction(NamedTuple):
-    """An instruction: the type of its result, the name of its operation, its operands, and the `text` after that."""
+    """An instruction: the type of its result, the name of its operation, and the `text` after the opening parenthesis.
+
+    `called` has the names of the computations that it calls.
+    """
 
     type: str
     op: str
-    operands: tuple[str, ...]
     text: str
+    called: tuple[str, ...]
 
     @property
-    def called(self) -> list[str]:
-        """The names of the computations that it calls."""
-        branches = re.search(r"(?:branch|called)_computations=\{([^}]*)\}", self.text)
-        return _CALLED.findall(self.text) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+    def operands(self) -> list[str]:
+        """The names of its operands, or a constant's value."""
+        end = re.search(r"\)(?:, [a-z][\w-]*=|$)", self.text)
+        assert end, self.text
+        operands = self.text[: end.start()]
+        return re.findall(r"%([\w.\-]+)", operands) or operands.split(", ")
 
 
 Computation = dict[str, Instruction]
-
-
-def _instruction(type_: str, op: str, text: str) -> Instruction:
-    end = re.search(r"\)(?:, [a-z][\w-]*=|$)", text)
-    assert end, text
-    operands = text[: end.start()]
-    names = re.findall(r"%([\w.\-]+)", operands) or operands.split(", ")
-    return Instruction(type_, op, tuple(names), text)
 
 
 def read_computations(text: str) -> tuple[str, dict[str, Computation]]:
@@ -55,8 +53,10 @@ def read_computations(text: str) -> tuple[str, dict[str, Computation]]:
     for line in text.splitlines():
         if line[:1].isspace():
             if match := _INSTRUCTION.match(line):
-                root, name, *rest = match.groups()
-                current[name] = _instruction(*rest)
+                root, name, kind, op, rest = match.groups()
+                branches = _BRANCHES.search(rest)
+                called = *_CALLED.findall(rest), *(re.findall(r"[\w.\-]+", branches[1]) if branches else ())
+                current[name] = Instruction(kind, op, rest, called)
                 if root:
                     current["ROOT"] = current[name]
         elif match := _HEADER.match(line):

@@ -96,17 +96,19 @@ def _walk(
     for equation in jaxpr.eqns:
         here = f"{path}/{equation.source_info.name_stack}"
         yield Equation(equation, times, mesh, here)
+        kind, programs = equation.primitive.name, list(_inner(equation.params.values()))
+        if not programs:
+            continue
         inside, sizes = times, mesh
-        if equation.primitive.name == "scan":
+        if kind == "scan":
             inside = None if times is None else times * equation.params["length"]
-        elif equation.primitive.name == "while":
+        elif kind == "while":
             inside = None
-        elif equation.primitive.name == "shard_map":
+        elif kind == "shard_map":
             sizes = dict(equation.params["mesh"].shape)
-        parts = tuple(equation.params.values())
-        if platform is not None and (branch := _branch(equation, platform)) is not None:
-            parts = (branch,)
-        for inner in _inner(parts):
+        elif platform is not None and (branch := _branch(equation, platform)) is not None:
+            programs = [branch]
+        for inner in programs:
             yield from _walk(inner, inside, platform, sizes, here)
 
 
