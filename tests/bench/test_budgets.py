@@ -3,6 +3,7 @@
 `tests/parity` checks the programs that it compiles for the CPU.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -37,6 +38,7 @@ def budget(kind: str, family: str, strategy: str, rules: str, mesh: str) -> Budg
     return budget_of(step, step.compile())
 
 
+@functools.cache
 def meshes_of(rules: str) -> list[str]:
     """Return the meshes whose axes the rules name."""
     named = moezoo.compose(f"rules={rules}").rules.mesh_axes
