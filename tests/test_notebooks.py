@@ -15,7 +15,6 @@ NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 @pytest.mark.filterwarnings("default")  # Jupyter itself warns
 def test_runs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", getattr(jax.config, CACHE) or "")
-    monkeypatch.delenv("XLA_FLAGS")  # the notebook runs as it does for a user, without the flags of tests/conftest.py
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     shown = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in shown), "commit the notebook executed"
