@@ -41,7 +41,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "pretraining_tp": (1,),
-    "quantization_config": (),
+    "quantization_config": (),  # the only key that has none
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
@@ -137,9 +137,12 @@ class ConfigJson:
                 )
             if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[key]):
                 valid = " or ".join(map(show, only[key]))
-                found = f"this family supports only {valid}" if valid else "no value is supported"
-                other = f"{key}={valid}" if valid else f"another version of the model, without {key}"
-                raise UserError(f"{shown}: {found}; load a folder with {other}")
+                if valid:
+                    raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
+                raise UserError(
+                    f"{shown}: moezoo reads no weights of few bits; load another version of the model, without {key}, "
+                    "or convert this one to bfloat16 first (docs/start.md shows how)"
+                )
 
     def _label(self, key: str) -> str:
         return f"config.json: {self._table}{key}"

@@ -66,12 +66,6 @@ _WINDOW, _ALL = "sliding_attention", "full_attention"
 
 def config_from_hub(mapping: Mapping[str, Any]) -> GptOssConfig:
     """Return the configuration. Raises `UserError` for settings that the family does not have."""
-    if mapping.get("quantization_config") is not None:
-        raise UserError(
-            "config.json: quantization_config: the experts are stored in few bits, which moezoo does not read; convert "
-            "the folder to bfloat16 first, for example with transformers: load it with "
-            "quantization_config=Mxfp4Config(dequantize=True) and call save_pretrained"
-        )
     if not mapping.get("rope_scaling") and not mapping.get("rope_parameters"):
         mapping = {**mapping, "rope_parameters": _YARN}
     config = ConfigJson(mapping)

@@ -226,7 +226,7 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ("max_window_layers=2", "only 0")),
     ("qwen3", {"mlp_only_layers": [0, 1, 2]}, ("decoder_sparse_step=1", "mlp_only_layers=[0, 1, 2]")),
     ("qwen3", {"mlp_only_layers": [1.0]}, ("mlp_only_layers[0]=1.0: expected a whole number",)),
-    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config: ", "bfloat16 first")),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config=", "bfloat16 first")),
     ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ("layer_types names 2 layers", "num_hidden_layers=5")),
     ("gpt_oss", {"layer_types": ["chunked"] * 5}, ("layer_types names 'chunked'", "full_attention")),
     ("gpt_oss", {"sliding_window": None}, ("sliding_window=null, but layer 0 of layer_types is sliding_attention",)),
