@@ -370,15 +370,13 @@ def cover() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-# Cases outside the product: DeepSeek-V2 where tokens move, with two sequences per micro-step on eight devices; where
-# weights move; layers that alternate between an MLP and experts; a router that is split; latents on a ring of four;
-# four devices that share two key-value heads, under norms of projections, and under biases and norms of heads; devices
-# that share a tied table, which decay spares; a GLM whose heads, widths, shared experts and sequences are split;
-# queries that are scaled by their position, on a ring of devices that also share heads;
-# sinks and biases of experts, with heads and widths split.
+# Cases outside the product: DeepSeek-V2, with two sequences per micro-step on eight devices; layers that alternate
+# between an MLP and experts; a router that is split; latents on a ring of four; four devices that share two key-value
+# heads, under norms of projections, and under biases and norms of heads; devices that share a tied table, which decay
+# spares; a GLM whose heads, widths, shared experts and sequences are split; queries that are scaled by their position,
+# on a ring of devices that also share heads; sinks and biases of experts, with heads and widths split.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
-    Case("gather", "fsdp2_ep2_context2", "cp_as_ep", "none", 1, "sequence", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "grouped_periodic"),
     Case("ring", "data2_fsdp2_ep2", "router_on_data", "full", 1, "batch", "deepseek"),
     Case("ragged", "fsdp2_ep4", "ep_as_cp", "full", 2, "sequence", "deepseek", "sgd", "ring"),
