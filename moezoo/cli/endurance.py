@@ -91,7 +91,7 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
     events += [((signal.SIGTERM, signal.SIGINT)[i % 2], "step") for i in range(trial.signals)]
     rng.shuffle(events)
     total = (len(events) + 1) * (_STEPS + trial.checkpoint_every)
-    endless = [*_TRAIN, *_RUN, *overrides, f"checkpoint_every={trial.checkpoint_every}"]
+    endless = [*_TRAIN, *_settings(overrides), f"checkpoint_every={trial.checkpoint_every}"]
     command = [*endless, f"steps={total}"]
     log(_line("", "what", "when", "printed", "saved", "lost", "exit", ""))
 
@@ -102,15 +102,19 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
         raise UserError(f"the undisturbed run ended with {outcome.code}: {outcome.errors.strip()}")
     fine, number, saved = True, 0, 0
     start, on = [*command, f"run_dir={torn}"], [*_TRAIN, f"resume={torn}"]
-    for number, (which, when) in enumerate(events, 1):
+
+    def proceed(killer: Callable[..., None]) -> _Outcome:
         if not saved:
             shutil.rmtree(torn, ignore_errors=True)
-        outcome = _run(on if saved else start, _make_killer(which, when, torn, rng))
+        return _run(on if saved else start, killer)
+
+    for number, (which, when) in enumerate(events, 1):
+        outcome = proceed(_make_killer(which, when, torn, rng))
         fine &= outcome.first in (None, saved)
         last = outcome.last or outcome.first or saved
         saved = max([*steps(torn / "checkpoints"), 0])
         fine &= _check_end(number, which, when, outcome, last, saved, trial, log)
-    outcome = _run(on if saved else start, lambda *_: None)
+    outcome = proceed(lambda *_: None)
     fine &= outcome.code == 0 and outcome.first == (saved or None) and _compare(whole, torn, log)
 
     for i in range(trial.flips):
@@ -125,6 +129,12 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
         which = (signal.SIGINT, signal.SIGTERM)[i % 2]
         fine &= _try_moment(number + i + 1, which, at, [*endless, "steps=1000000"], folder / "moment", log)
     return fine
+
+
+def _settings(overrides: Sequence[str]) -> list[str]:
+    """Return the settings of a run: a key of `overrides` replaces ours, as two choices of a group are refused."""
+    keys = {text.partition("=")[0] for text in overrides}
+    return [*(text for text in _RUN if text.partition("=")[0] not in keys), *overrides]
 
 
 def _run(command: Sequence[str], killer: Callable[..., None]) -> _Outcome:
@@ -275,7 +285,7 @@ def configure(*arguments: str) -> Any:
     """Return the configuration of the runs."""
     from moezoo.config.compose import compose
 
-    return compose(*_RUN, *take(Trial, arguments).rest)
+    return compose(*_settings(take(Trial, arguments).rest))
 
 
 def main(arguments: Sequence[str]) -> int:
