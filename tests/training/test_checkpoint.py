@@ -1,5 +1,6 @@
 """The arrays of a checkpoint against those that a model has, and in every layout that a run may continue in."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -52,8 +53,9 @@ def shapes(rules: str, mesh: str) -> dict[str, Any]:
     """Return the model of a tiny DeepSeek, and what a run saves beside it by optimizer, as shapes in their layouts."""
     settings = (*TINY.split(), "batch_size=8", "seq_len=8", f"rules={rules}", *mesh.split())
     found: dict[str, Any] = {}
+    cfg = moezoo.compose("model=deepseek", *settings)
     for optimizer in groups()["optimizer"]:
-        cfg = moezoo.compose("model=deepseek", f"optimizer={optimizer}", *settings)
+        cfg = dataclasses.replace(cfg, optimizer=moezoo.compose(f"optimizer={optimizer}").optimizer)
         model, *found[optimizer] = build_step(cfg, moezoo.execution(cfg)).arguments[0]
         found["model"] = model
     return found

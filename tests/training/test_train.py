@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import refused
-from training_runs import assert_same_models, read_rows, repeatable, train_and_print
+from training_runs import assert_same_models, read_rows, repeatable, steps_only, train_and_print
 
 import moezoo
 from moezoo.config.build import build_execution
@@ -157,25 +158,26 @@ def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
     assert both.sample == run.sample
 
 
-@pytest.mark.parametrize(("save_seconds", "saved"), [(0, [3, 6, 8]), (10, [4, 8])])
-def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch, save_seconds, saved):
+def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     """With a clock that advances by a minute per look; slow saves are 20 times as far apart as they take."""
-    monkeypatch.setattr(Checkpoints, "seconds", property(lambda self: save_seconds, lambda self, value: None), False)
     overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5", "checkpoint_keep=9")
     cfg = moezoo.compose(*tiny, *overrides)
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     step = build_step(cfg, execution)
-    state = build_state(cfg, execution, step)
     feed = step.feed()
-    log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / "checkpoints", cfg.checkpoint_keep)
-    minutes = iter(range(100))
-    loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=lambda: 60.0 * next(minutes))
-    batches = train_batches(source, seq_len=cfg.seq_len, batch_size=cfg.batch_size, seed=cfg.seed, rows=feed.rows)
-    loop.train(state, batches, 0, Signals())
-    checkpoints.close()
-    assert steps(tmp_path / "checkpoints") == saved
-    assert repeatable(log.history) == repeatable(run.history[:8])
+    sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
+    for save_seconds, saved in ((0, [3, 6, 8]), (10, [4, 8])):
+        seconds = property(lambda self, taken=save_seconds: taken, lambda self, value: None)
+        monkeypatch.setattr(Checkpoints, "seconds", seconds, False)
+        log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), cfg.checkpoint_keep)
+        minutes = map(float, itertools.count(step=60))
+        loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=minutes.__next__)
+        batches = train_batches(source, **sizes, seed=cfg.seed, rows=feed.rows)
+        loop.train(build_state(cfg, execution, step), batches, 0, Signals())
+        checkpoints.close()
+        assert steps(checkpoints.folder) == saved
+        assert repeatable(log.history) == repeatable(run.history[:8])
 
 
 def test_a_save_is_timed(tmp_path):
@@ -208,7 +210,8 @@ def test_model_is_called_on_a_mesh_or_on_none(run):
 
 def test_bfloat16_compute_learns_too(tiny):
     cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "steps=12", "execution.dtype=bfloat16", "eval_every=0")
-    run = moezoo.train(cfg)
+    with steps_only():
+        run = moezoo.train(cfg)
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(run.model))
     assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
 
@@ -221,12 +224,15 @@ def test_deepseek_learns_and_resumes_to_the_bit(tiny_deepseek, tmp_path):
     The resumed part evaluates at step 10 too: an evaluation moves neither the bias nor anything else.
     """
     settings = ("optimizer=muon", "steps=12", "eval_every=0", "checkpoint_every=9", f"run_dir={tmp_path}/a")
-    run, lines = train_and_print(*tiny_deepseek, *settings)
+    with steps_only():
+        run, lines = train_and_print(*tiny_deepseek, *settings)
     summary_of(lines)
     assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
     assert_same_models(moezoo.load_run(run.folder)[0], run.model)
     assert np.asarray(run.model.stacks[1].blocks[0].feed_forward.router.choice_bias).any()  # type: ignore[attr-defined]
-    again = moezoo.train(moezoo.compose(f"resume={tmp_path}/a/checkpoints/9", f"run_dir={tmp_path}/b", "eval_every=2"))
+    resume = (f"resume={tmp_path}/a/checkpoints/9", f"run_dir={tmp_path}/b")
+    with steps_only():
+        again = moezoo.train(moezoo.compose(*resume, "eval_every=2"))
     rows, wanted = read_rows(again.folder), read_rows(run.folder)
     assert rows[9].pop("val_loss") > 0
     assert rows == wanted
@@ -240,7 +246,8 @@ def test_drops_are_reported_and_evaluation_drops_nothing(tiny_text, tmp_path):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 20)
     data = (*tiny_text, f"data.path={tmp_path}/texts")
     chosen = ("mesh=fsdp2_ep4", "dispatch=capacity", "dispatch.capacity_factor=0.5", "steps=2")
-    run, lines = train_and_print(*data, *chosen)
+    with steps_only():
+        run, lines = train_and_print(*data, *chosen)
     assignments = 2 * 8 * 16 * 2  # layers, sequences, tokens, experts per token
     for row in run.history:
         assert row["dropped"] == sum(row["dropped_by_layer"]) > 0

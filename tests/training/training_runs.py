@@ -4,14 +4,18 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import moezoo
 from moezoo.training import report
+from moezoo.training import train as module
+from moezoo.training.sample import Sample
 
 Row = dict[str, Any]
 
@@ -31,6 +35,16 @@ def train_and_print(*overrides: str) -> tuple[moezoo.Run, list[str]]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         run = moezoo.train(moezoo.compose(*overrides))
     return run, out.getvalue().splitlines()
+
+
+@contextlib.contextmanager
+def steps_only() -> Iterator[None]:
+    """Runs end with their last step: what they would then draw and sample takes as long as compiling them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "sample", lambda *_: Sample("", ""))
+        for picture in ("loss_picture", "routing_picture", "load_picture"):
+            patch.setattr(module, picture, lambda *_, **__: None)
+        yield
 
 
 def assert_same_models(one: Any, other: Any) -> None:
