@@ -52,12 +52,15 @@ def _compile_once():
         yield
 
 
-@pytest.fixture
-def shared_cache(monkeypatch, pytestconfig):
+@pytest.fixture(scope="session", autouse=True)
+def _shared_cache(pytestconfig):
     """Separate processes share a compilation cache."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir(f"jax-{jax.__version__}-processes")))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        folder = pytestconfig.cache.mkdir(f"jax-{jax.__version__}-processes")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+        yield
 
 
 @pytest.fixture(scope="session")

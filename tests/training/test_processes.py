@@ -1,5 +1,6 @@
 """Two processes with four devices each train like one process with eight, and end together."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,12 +12,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_runs import read_rows
+from training_runs import read_rows, steps_only
 
 import moezoo
 from moezoo.training.checkpoint import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
+TWO_TRAINS = Path(__file__).with_name("two_trains.py")
 COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=6", "steps=8")
 SECONDS = 600  # far above what any process here takes
 
@@ -28,37 +30,39 @@ def assert_near(ours, theirs):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
 
 
-@pytest.fixture
-def start(tmp_path, shared_cache):
-    """Start a command as processes 0 and 1, numbered by hand or as by Slurm; they end with the test."""
+@contextlib.contextmanager
+def started(folder, *arguments, then=(), how="manual", own=("", ""), folders=(".", ".")):
+    """Start a command as processes 0 and 1, numbered by hand or as by Slurm; they end with the block.
+
+    With `then`, `moezoo.train` runs with the other arguments first, and the command with `then` in the same processes.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    running = []
 
-    def process(number, how, arguments, folder):
-        here = (f"distributed={how}", "distributed.heartbeat_seconds=10", "distributed.start_seconds=300")
+    def process(number):
+        here = [f"distributed={how}", "distributed.heartbeat_seconds=10", "distributed.start_seconds=300"]
         slurm = {}
         if how == "manual":
-            here += (f"distributed.coordinator=localhost:{port}", "distributed.processes=2")
-            here += (f"distributed.process={number}",)
+            here += [f"distributed.coordinator=localhost:{port}", "distributed.processes=2"]
+            here += [f"distributed.process={number}"]
         else:
             slurm = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
             slurm |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
-        with (tmp_path / f"out{number}").open("w") as out, (tmp_path / f"err{number}").open("w") as err:
-            command = [sys.executable, str(TRAIN), *here, *arguments]
-            return subprocess.Popen(command, env=os.environ | slurm, stdout=out, stderr=err, cwd=tmp_path / folder)
+        words = [*here, *arguments, *filter(None, own[number : number + 1])]
+        command = [TWO_TRAINS, *words, "then", *here, *then] if then else [TRAIN, *words]
+        with (folder / f"out{number}").open("w") as out, (folder / f"err{number}").open("w") as err:
+            cwd = folder / folders[number]
+            return subprocess.Popen([sys.executable, *command], env=os.environ | slurm, stdout=out, stderr=err, cwd=cwd)
 
-    def both(*arguments, how="manual", own=("", ""), folders=(".", ".")):
-        pair = [process(i, how, (*arguments, *filter(None, own[i : i + 1])), folders[i]) for i in (0, 1)]
-        running.extend(pair)
-        return pair
-
-    yield both
-    for one in running:
-        if one.poll() is None:
-            one.kill()
-        one.wait()
+    pair = [process(0), process(1)]
+    try:
+        yield pair
+    finally:
+        for one in pair:
+            if one.poll() is None:
+                one.kill()
+            one.wait()
 
 
 def ends(pair, folder):
@@ -70,11 +74,13 @@ def ends(pair, folder):
     return codes, out, [(folder / f"err{i}").read_text() for i in (0, 1)]
 
 
-def wait_for_line(path, start):
-    """Wait until a file has a line that starts with `start`."""
+def wait_for_line(path, start, pair):
+    """Wait until a file has a line that starts with `start`, or a process has ended."""
     for _ in range(SECONDS * 20):
         if any(line.startswith(start) for line in path.read_text().splitlines()):
             return
+        if any(one.poll() is not None for one in pair):
+            break
         time.sleep(0.05)
     raise AssertionError(path.read_text())
 
@@ -82,7 +88,22 @@ def wait_for_line(path, start):
 @pytest.fixture(scope="module")
 def one(tiny, tmp_path_factory):
     """Eight steps in this process."""
-    return moezoo.train(moezoo.compose(*tiny, *COMMON, f"run_dir={tmp_path_factory.mktemp('runs')}/one"))
+    with steps_only():
+        return moezoo.train(moezoo.compose(*tiny, *COMMON, f"run_dir={tmp_path_factory.mktemp('runs')}/one"))
+
+
+@pytest.fixture(scope="module")
+def both(one, tiny, tmp_path_factory):
+    """Two processes, numbered by Slurm, train the run "two", and then go on with that of one process as "again".
+
+    A signal to one of them ends it. Returns the folder, exit codes, lines and errors.
+    """
+    folder = tmp_path_factory.mktemp("both")
+    again = (f"resume={one.folder}/checkpoints/4", "run_dir=again", "steps=100000")
+    with started(folder, *tiny, *COMMON, "run_dir=two", then=again, how="auto") as pair:
+        wait_for_line(folder / "out0", "step 12/", pair)
+        pair[1].send_signal(signal.SIGTERM)
+        return folder, *ends(pair, folder)
 
 
 def stop_step(out):
@@ -91,46 +112,46 @@ def stop_step(out):
     return at
 
 
-def test_two_processes_train_as_one(start, one, tiny, tmp_path):
-    """A run of two, resumed by one; then by two again, whom Slurm numbers, and stopped by a signal to one of them."""
-    codes, out, errors = ends(start(*tiny, *COMMON, "run_dir=two"), tmp_path)
-    assert codes == [0, 0], errors
+def test_two_processes_train_as_one(both, one):
+    """A run of two, and one that they resumed from one process; and one process resumes the run of two."""
+    folder, codes, out, errors = both
     assert errors == ["", ""]
-    assert out[1] == []
-    assert sum(line.startswith("step ") for line in out[0]) == 8
-    names = {path.name for path in (tmp_path / "two").iterdir()}
+    assert codes == [143, 143]
+    assert len(out[1]) == 1
+    assert [line.split("  ")[0] for line in out[0] if "/8  " in line] == [f"step {i}/8" for i in range(1, 9)]
+    names = {path.name for path in (folder / "two").iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "loss.png", "routing.png", "expert_load.png", "checkpoints"}
-    assert "distributed:\n  name: none" in (tmp_path / "two" / "config.yaml").read_text()
-    two = read_rows(tmp_path / "two")
+    assert "distributed:\n  name: none" in (folder / "two" / "config.yaml").read_text()
+    two = read_rows(folder / "two")
     assert_near(two, read_rows(one.folder))
-    saved, _ = moezoo.load_run(tmp_path / "two")
+    saved, _ = moezoo.load_run(folder / "two")
     for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(one.model), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-6)
-    as_one = moezoo.train(moezoo.compose(f"resume={tmp_path}/two/checkpoints/4", "run_dir=as_one"))
+    as_one = moezoo.train(moezoo.compose(f"resume={folder}/two/checkpoints/4", f"run_dir={folder}/as_one"))
     assert_near(read_rows(as_one.folder), two)
 
-    # With as many processes every row is the same to the bit, except that this run is not evaluated at step 8.
-    pair = start("resume=two/checkpoints/4", "run_dir=again", "steps=100000", how="auto")
-    wait_for_line(tmp_path / "out0", "step 12/")
-    pair[1].send_signal(signal.SIGTERM)
-    codes, out, errors = ends(pair, tmp_path)
-    assert codes == [143, 143]
-    assert errors == ["", ""]
-    assert steps(tmp_path / "again" / "checkpoints")[-1] == stop_step(out)
-    del two[7]["val_loss"]
-    assert read_rows(tmp_path / "again")[:8] == two
+    assert steps(folder / "again" / "checkpoints")[-1] == stop_step(out)
+    wanted = read_rows(one.folder)
+    del wanted[7]["val_loss"]  # that run is not evaluated at step 8
+    assert_near(read_rows(folder / "again")[:8], wanted)
 
 
-def test_a_dead_process_ends_both(start, one, tmp_path):
-    """In one line. The run resumes a checkpoint of one process, and saves by the clock of the first one alone."""
+def test_a_dead_process_ends_both(both, tmp_path):
+    """In one line. The run saves by the clock of the first process alone.
+
+    It resumes the run of two, in other processes: every row is the same to the bit, but step 8 is not evaluated.
+    """
     run_dir = tmp_path / "two"
     by_clock = ("checkpoint_every=0", "checkpoint_minutes=1e-9", "checkpoint_keep=99")
-    pair = start(f"resume={one.folder}/checkpoints/4", f"run_dir={run_dir}", "steps=100000", *by_clock)
-    wait_for_line(tmp_path / "out0", "step 20/")
-    pair[1].kill()
-    codes, _, errors = ends(pair, tmp_path)
+    resume = f"resume={both[0]}/two/checkpoints/4"
+    with started(tmp_path, resume, f"run_dir={run_dir}", "steps=100000", *by_clock) as pair:
+        wait_for_line(tmp_path / "out0", "step 12/", pair)
+        pair[1].kill()
+        codes, _, errors = ends(pair, tmp_path)
     assert codes == [3, -signal.SIGKILL]
-    assert_near(read_rows(run_dir)[:4], read_rows(one.folder)[:4])
+    wanted = read_rows(both[0] / "two")
+    del wanted[7]["val_loss"]
+    assert read_rows(run_dir)[:8] == wanted
     saved = steps(run_dir / "checkpoints")
     assert saved[0] == 5  # the first save is due before the first step
     assert errors[0].startswith("error: process 1 of the run ended ")
@@ -141,33 +162,28 @@ def test_a_dead_process_ends_both(start, one, tmp_path):
     assert errors[1] == ""
 
 
-def assert_one_line_each(errors, *starts):
-    """Each process wrote one line, which starts as given."""
-    assert [text.count("\n") for text in errors] == [1] * len(errors), errors
-    for found, expected in zip(errors, starts, strict=True):
-        assert found.startswith(expected), found
-
-
-def test_mistakes_end_all_with_a_line_each(start, tiny, tiny_text, tmp_path):
-    """A mistake that one process makes, and different settings."""
+def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
+    """Different settings, and then a mistake that one process makes."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "text.txt").write_text("abc " * 1000)
     (tmp_path / "1").mkdir()
-    pair = start(*tiny_text, "mesh=fsdp2_ep4", "data.path=text.txt", folders=("0", "1"))
-    codes, _, errors = ends(pair, tmp_path)
+    missing = (*tiny_text, "mesh=fsdp2_ep4", "data.path=text.txt")
+    different = (*tiny, "mesh=fsdp2_ep4")
+    with started(tmp_path, *different, own=("seed=3", "seed=4"), then=missing, folders=("0", "1")) as pair:
+        codes, _, errors = ends(pair, tmp_path)
     assert codes == [2, 2]
-    mistake = "data.path=text.txt does not exist"
-    assert_one_line_each(errors, f"process 0: error: process 1: {mistake}", f"process 1: error: {mistake}")
-
-    codes, _, errors = ends(start(*tiny, "mesh=fsdp2_ep4", own=("seed=3", "seed=4")), tmp_path)
-    assert codes == [2, 2]
-    mistake = "error: processes were started differently: seed is 3 on process 0 and 4 on process 1"
-    assert_one_line_each(errors, f"process 0: {mistake}", f"process 1: {mistake}")
+    for text, who in zip(errors, ("process 0: error: process 1", "process 1: error"), strict=True):
+        first, second = text.splitlines()
+        assert first.startswith("processes were started differently: seed is 3 on process 0 and 4 on process 1")
+        assert second.startswith(f"{who}: data.path=text.txt does not exist")
 
 
-def test_a_process_that_finds_no_other(start, tiny, tmp_path):
+def test_a_process_that_finds_no_other(tiny, tmp_path):
     """It waits for `start_seconds`, and ends with one line."""
-    pair = start(*tiny, "mesh=fsdp2_ep4", "distributed.start_seconds=1", "distributed.processes=3")
-    codes, _, errors = ends(pair, tmp_path)
+    late = ("distributed.start_seconds=1", "distributed.processes=3")
+    with started(tmp_path, *tiny, "mesh=fsdp2_ep4", *late) as pair:
+        codes, _, errors = ends(pair, tmp_path)
     assert codes == [2, 2]
-    assert_one_line_each(errors, *["error: the processes did not all meet at localhost:"] * 2)
+    for text in errors:
+        assert text.count("\n") == 1
+        assert text.startswith("error: the processes did not all meet at localhost:")
