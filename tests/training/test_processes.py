@@ -1,4 +1,4 @@
-"""Two processes with four devices each train like one process with eight, and end together."""
+"""Two processes with two devices each train like one with four, and end together."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from moezoo.training.checkpoint import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 TWO_TRAINS = Path(__file__).with_name("two_trains.py")
-COMMON = ("mesh=fsdp2_ep4", "checkpoint_every=4", "eval_every=6", "steps=8")
+COMMON = ("mesh.fsdp=2", "mesh.expert=2", "checkpoint_every=4", "eval_every=6", "steps=8")
 SECONDS = 600  # far above what any process here takes
 
 
@@ -168,7 +168,7 @@ def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
     (tmp_path / "0" / "text.txt").write_text("abc " * 1000)
     (tmp_path / "1").mkdir()
     missing = (*tiny_text, "mesh=fsdp2_ep4", "data.path=text.txt")
-    different = (*tiny, "mesh=fsdp2_ep4")
+    different = (*tiny, "mesh=fsdp2_ep4", "steps=2", f"run_dir={tmp_path}/never")
     with started(tmp_path, *different, own=("seed=3", "seed=4"), then=missing, folders=("0", "1")) as pair:
         codes, _, errors = ends(pair, tmp_path)
     assert codes == [2, 2]
