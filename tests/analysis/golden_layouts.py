@@ -1,4 +1,4 @@
-"""The layouts whose description is tracked in `goldens/`: laptop presets, every rule set, two meshes.
+"""The layouts whose description is tracked in `goldens/`: two laptop presets, every rule set, two meshes of each.
 
 Of `serve`, the two programs of generation: it reads one long prompt, and a token of eight rows.
 
@@ -25,18 +25,16 @@ _MESHES = {
     "tensor": ("mesh.fsdp=2 mesh.expert=2 mesh.tensor=2", "mesh.context=2 mesh.tensor=4"),
 }
 _SERVED = "rules=serve mesh.data=2 mesh.expert=2 mesh.tensor=2"
-# File name -> the arguments of `moezoo sharding`.
-LAYOUTS: dict[str, str] = {
-    f"{model}-{rules}-{number}.txt": f"model={model} {mesh} rules={rules}"
-    for model in MODELS
-    for rules in groups()["rules"]
-    if rules != "serve"
-    for number, mesh in enumerate(_MESHES.get(rules, ("mesh=fsdp2_ep4", _CONTEXT)), 1)
-} | {
-    f"{model}-serve-{call}.txt": f"model={model} {_SERVED} {sizes} --call={call}"
-    for model in MODELS
-    for call, sizes in (("prefill", "batch_size=1 seq_len=2048"), ("decode", "batch_size=8 seq_len=256"))
-}
+_CALLS = (("decode", "batch_size=8 seq_len=256"), ("prefill", "batch_size=1 seq_len=2048"))
+# File name -> the arguments of `moezoo sharding`. Each model is under every rule set, and every mesh has one of the
+# models, in turn: the meshes of a rule set and the two models are independent.
+LAYOUTS: dict[str, str] = {}
+for place, rules in enumerate(name for name in groups()["rules"] if name != "serve"):
+    for number, mesh in enumerate(_MESHES.get(rules, ("mesh=fsdp2_ep4", _CONTEXT)), 1):
+        model = MODELS[(place + number) % 2]
+        LAYOUTS[f"{model}-{rules}-{number}.txt"] = f"model={model} {mesh} rules={rules}"
+for model, (call, sizes) in zip(MODELS, _CALLS, strict=True):
+    LAYOUTS[f"{model}-serve-{call}.txt"] = f"model={model} {_SERVED} {sizes} --call={call}"
 
 
 def describe_layout(arguments: str) -> str:
