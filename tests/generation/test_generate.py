@@ -51,7 +51,7 @@ NEW = 9
 @functools.cache
 def model(name):
     """Return a model in which every array is random, norms and biases included."""
-    fresh = build_model(CONFIGS[name], key=jax.random.key(1))
+    fresh = jax.jit(lambda key: build_model(CONFIGS[name], key=key))(jax.random.key(1))
     rng = np.random.default_rng(2)
     noise = lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape) * (x.ndim < 3), x.dtype)  # noqa: E731
     return jax.tree.map(lambda x: x + noise(x), fresh)
@@ -77,6 +77,9 @@ def naive(name):
     for at in range(IDS.shape[1], tokens.shape[1]):
         logits.append(np.asarray(whole(name)(tokens, *segments_and_positions(mask)).logits)[:, at - 1])
         tokens[:, at] = logits[-1].argmax(-1)
+    # No near tie decides a token, so rounding cannot change any.
+    top = np.sort(np.stack(logits, axis=1), axis=-1)
+    assert (top[..., -1] - top[..., -2]).min() > 1e-4
     return tokens, np.stack(logits, axis=1)
 
 
@@ -102,19 +105,16 @@ def end_at(tokens, stops):
     return ended[:, : width + max(ends) + 1]
 
 
-@pytest.mark.parametrize("name", ["window", "deepseek"])  # "mixtral" in the test of end tokens
-def test_greedy_equals_running_the_whole_text_again(name):
-    found = moezoo.generate(model(name), IDS, mask=MASK, max_new_tokens=NEW)
-    np.testing.assert_array_equal(found, naive(name)[0])
+def test_greedy_equals_running_the_whole_text_again():
+    """A model with a window; "mixtral" is in the test of end tokens, "deepseek" in that of meshes."""
+    found = moezoo.generate(model("window"), IDS, mask=MASK, max_new_tokens=NEW)
+    np.testing.assert_array_equal(found, naive("window")[0])
     assert found.dtype == np.int32
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", list(CONFIGS)[1:])  # the tokens of "mixtral" in the test of end tokens
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
-    # No near tie decides a token, so rounding cannot change any.
-    top = np.sort(logits, axis=-1)
-    assert (top[..., -1] - top[..., -2]).min() > 1e-4
     width, execution = IDS.shape[1], moezoo.Execution()
     segments, positions = segments_and_positions(np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True))
 
@@ -159,12 +159,11 @@ def make_execution(mesh, strategy, rules="fsdp_ep"):
 # A model, a mesh, a strategy, rules, and rows. With `expert` 8, and for one row, all devices have the same tokens; the
 # other cases split rows. The test of end tokens splits rows on a mesh with a context axis.
 MESHES = [
-    ("deepseek", {"expert": 8}, "ring", "fsdp_ep", 4),
     ("mixtral", {"expert": 8}, "ragged", "fsdp_ep", 4),
     ("window", {"fsdp": 2, "expert": 4}, "gather", "fsdp_ep", 4),
     ("mixtral", {"fsdp": 2, "expert": 4}, "dense", "fsdp_ep", 1),
     ("deepseek", {"fsdp": 2, "expert": 4}, "capacity", "fsdp_ep", 4),
-    ("deepseek", {"fsdp": 4}, "ring", "pure_fsdp", 4),
+    ("window", {"fsdp": 4}, "ring", "pure_fsdp", 4),
     ("window", {"fsdp": 2, "tensor": 4}, "ring", "tensor", 4),
     ("deepseek", {"expert": 4, "tensor": 2}, "ragged", "tensor", 1),
 ]
