@@ -29,6 +29,7 @@ def execution(rules: str, strategy: str, context_parallel: str = "gather", **axe
         mesh,
         layout,
         STRATEGIES[strategy]().exact,
+        remat="none",
         context_parallel=CONTEXT_PARALLEL[context_parallel](),
         sequence_order="balanced" if context_parallel == "ring" else "contiguous",
     )
@@ -63,42 +64,19 @@ def test_ten_updates_with_experts_stored_over_two_axes():
                 np.testing.assert_array_equal(array, other[name], name)
 
 
-def compare_metrics(found: Metrics, wanted: Any) -> None:
+def compare_metrics(found: Metrics, wanted: oracle.Outcome) -> None:
     """Require equal counts, and figures within the tolerance."""
     np.testing.assert_array_equal(found.load, wanted.load)
     for name in ("loss", "load_balance_loss", "z_loss", "gradient_norm"):
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=TOLERANCE, err_msg=name)
-    balance = wanted.balance if isinstance(wanted, oracle.Outcome) else wanted.balance._asdict()
-    np.testing.assert_allclose(found.balance, [balance[name] for name in found.balance._fields], rtol=TOLERANCE)
-
-
-def test_an_expert_axis_that_splits_sequences_equals_a_context_axis():
-    """fsdp 2 x context 2 under `fsdp_ep` equals fsdp 2 x expert 2 under `ep_as_cp`.
-
-    The first has all experts on every device, the second sends tokens to them. So the sums over an expert's tokens have
-    other orders.
-    """
-    context = CompiledStep(DEEPSEEK, execution=execution("fsdp_ep", "ring", fsdp=2, context=2))
-    expert = CompiledStep(DEEPSEEK, execution=execution("ep_as_cp", "ring", fsdp=2, expert=2))
-    for number in range(2):
-        one, other = context(number), expert(number)
-        compare_metrics(one, other)
-        assert not one.dropped.any()
-        assert not other.dropped.any()
-        for trees in ((context.state.model, expert.state.model), (context.gradients, expert.gradients)):
-            mine, theirs = (parameters_of("deepseek", tree) for tree in trees)
-            assert worst_error(mine, theirs) < TOLERANCE
-        one, other = (oracle_deepseek.bias_of(step.state.model) for step in (context, expert))
-        assert one is not None
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(found.balance, [wanted.balance[name] for name in found.balance._fields], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("rules", "strategy", "context_parallel", "axes"),
     [
-        ("ep_as_cp", "ragged", "gather", {"fsdp": 2, "expert": 4}),
+        ("cp_as_ep", "ragged", "gather", {"fsdp": 2, "context": 4}),
         ("ep_as_cp", "ring", "ring", {"fsdp": 2, "expert": 4}),
-        ("cp_as_ep", "ragged", "ring", {"fsdp": 2, "context": 4}),
     ],
 )
 def test_two_sequences_on_eight_devices(rules, strategy, context_parallel, axes):
@@ -108,7 +86,9 @@ def test_two_sequences_on_eight_devices(rules, strategy, context_parallel, axes)
     parameters, settings = parameters_of("deepseek", model("deepseek")), oracle_family("deepseek", "batch")
     for number in range(2):
         outcome = oracle.differentiate(parameters, {n: x[:2] for n, x in batch(number).items()}, 1, settings)
-        compare_metrics(step(number), outcome)
+        metrics = step(number)
+        compare_metrics(metrics, outcome)
+        assert not metrics.dropped.any()
         assert worst_error(parameters_of("deepseek", step.gradients), outcome.gradients) < TOLERANCE
         parameters = oracle.sgd(parameters, outcome.gradients, RATE)
         settings = settings.after_step(outcome.load)
