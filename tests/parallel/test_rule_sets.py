@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from presets import PRESETS
@@ -55,7 +56,7 @@ def shipped(name):
 @functools.cache
 def parameters(preset):
     """Return axes and shape of every parameter of a preset, with the biases that a family may have; each pair once."""
-    settings = compose(f"model={preset}").model
+    settings: Any = compose(f"model={preset}").model
     settings = replace(settings, **({"attention_bias": "all"} if "attention_bias" in vars(settings) else {}))
     return tuple({(axes, shape): None for _, axes, shape in parameter_table(model_shapes(settings))})
 
