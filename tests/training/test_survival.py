@@ -24,6 +24,7 @@ from moezoo.cli import endurance
 from moezoo.cli.endurance import Trial, endure
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.moe.dispatch import Ragged
 from moezoo.training import checkpoint
 from moezoo.training.build import build_step
 from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore, steps
@@ -234,6 +235,11 @@ def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):
     with pytest.raises(OSError, match="No space"):
         replace_file(tmp_path / "config.yaml", write)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_endurance_takes_the_settings_of_its_example():
+    cfg = endurance.configure(*endurance.COMMAND.examples[1].split())
+    assert (cfg.mesh.fsdp, cfg.mesh.expert, type(cfg.dispatch), cfg.model.layers) == (1, 8, Ragged, 2)
 
 
 def test_folders_of_endurance_that_cannot_be_written(tmp_path):
