@@ -21,7 +21,6 @@ from moezoo.optim import AdamW, Constant, Muon, Optimizer
 from moezoo.optim.newton_schulz import orthogonalise
 from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.traces import collective_traffic
-from moezoo.parallel.traffic import Row, Traffic, TrafficTable
 
 RATE, DECAY, UPDATES = 0.1, 0.3, 3
 RULE = Muon(learning_rate=RATE, weight_decay=DECAY, clip_norm=None, epsilon=1e-2)
@@ -90,7 +89,6 @@ class Updated:
         mapped = jax.jit(
             jax.shard_map(update, mesh=execution.mesh, in_specs=(specs, states, specs), out_specs=(specs, states))
         )
-        self.work = optimizer.work(self.parameters, execution.ways)
         parameters, state = self.parameters, optimizer.init(self.parameters)
         self.traffic = collective_traffic(mapped.trace(parameters, state, parameters).jaxpr)
         for number in range(UPDATES):
@@ -128,12 +126,6 @@ def test_updates_are_those_of_loops_over_matrices(family, mesh, layout):
     per_head = family == "grouped"
     done = Updated(dataclasses.replace(RULE, per_head=per_head), family, mesh, layout)
     done.check(per_head)
-    formula = TrafficTable()
-    for move, times in done.work.moves:
-        formula.add(
-            Row("orthogonalise", "outside", move.collective, move.axes), Traffic(times, times * move.received_bytes)
-        )
-    assert done.traffic == formula
     if layout == "shard_exp_on_fsdp":  # experts are whole, so nothing moves over fsdp alone
         assert all(set(row.axes) == {"fsdp", "expert"} for row in done.traffic)
     assert bool(done.traffic) == (mesh != "single")

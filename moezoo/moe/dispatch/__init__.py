@@ -25,7 +25,6 @@ from moezoo.parallel.dispatch import Dispatch as Dispatch
 from moezoo.parallel.dispatch import DispatchChoice as DispatchChoice
 from moezoo.parallel.dispatch import Dispatched as Dispatched
 from moezoo.parallel.dispatch import ExpertGroup as ExpertGroup
-from moezoo.parallel.dispatch import Sizes as Sizes
 
 STRATEGIES: dict[str, type[Dispatch]] = {
     "capacity": Capacity,
