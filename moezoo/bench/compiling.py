@@ -23,7 +23,9 @@ from moezoo.kernels.grouped_matmul import grouped_matmul
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.nn.positions import Context
 from moezoo.parallel.absent import absent_devices
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 
 
@@ -75,9 +77,14 @@ def _layer(shape: Shape, dtype: Any) -> _Program:
         return MoE(router, Experts(e, d, f, out_std=1.0, dtype=dtype, key=key))
 
     block = jax.eval_shape(make, jax.random.key(0))
-    x, valid = jax.ShapeDtypeStruct((1, t, d), dtype), jax.ShapeDtypeStruct((1, t), jnp.bool)
+    x, segments = jax.ShapeDtypeStruct((1, t, d), dtype), jax.ShapeDtypeStruct((1, t), jnp.int32)
     execution = Execution(dtype=dtype)
-    return _Program(lambda p, valid: p[1](p[0], valid, execution)[0], (x, block), valid, x)
+
+    def run(p: PyTree, segments: jax.Array) -> jax.Array:
+        place = Place(segments, segments)  # no layer of experts reads positions
+        return p[1](p[0], Context(place, place), execution).y
+
+    return _Program(run, (x, block), segments, x)
 
 
 def _compile(target: str, device: Any, part: str, name: str, program: _Program) -> Compiled:

@@ -24,6 +24,8 @@ from moezoo.kernels.grouped_matmul import chosen_backend, grouped_matmul
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.nn.positions import Context
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, device_target
 
@@ -104,11 +106,12 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0].set(log_shares(routing, e).astype(dtype)))
     x, c = normal(4, dtype, (1, t, d), (1, t, d))
     x = x.at[..., 0].set(1)
-    block, valid = MoE(router, experts), jnp.ones((1, t), bool)
+    block, place = MoE(router, experts), Place(*(jnp.ones((1, t), jnp.int32),) * 2)
+    context = Context(place, place)
 
     def with_backend(backend: str) -> Candidate:
         execution = Execution(dtype=dtype, remat="none", kernels=Kernels(grouped_matmul=(backend,)))
-        return compile_passes(lambda x, block, valid: block(x, valid, execution)[0], (x, block), (valid,), c)
+        return compile_passes(lambda x, block, context: block(x, context, execution)[0], (x, block), (context,), c)
 
     own = chosen_backend(device_target(jax.devices()[0]))
     yield f"moezoo {own}", partial(with_backend, own)
