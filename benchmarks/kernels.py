@@ -24,6 +24,8 @@ from moezoo.kernels.grouped_matmul import chosen_backend, grouped_matmul
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.nn.positions import Context
+from moezoo.parallel.context_parallel import Place
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, device_target
 from moezoo.parallel.mesh import start
@@ -160,26 +162,27 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
 
 
 def layer_operands(shape: Shape, routing: Routing, dtype: Any) -> tuple[tuple, tuple, jax.Array]:
-    """Return tokens [1, T, d] and an MoE block; which tokens are valid [1, T]; a cotangent [1, T, d]."""
+    """Return tokens [1, T, d] and an MoE block; the context, without padding; a cotangent [1, T, d]."""
     t, d, f, e, k = shape
     experts = Experts(e, d, f, out_std=1.0, dtype=jnp.dtype(dtype), key=jax.random.key(2))
     # The first number of every token is 1, and the router turns it into the experts' shares.
     router = Router(d, e, k, Choice(), dtype=jnp.dtype(dtype), key=jax.random.key(3))
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0].set(log_shares(routing, e).astype(dtype)))
     x, c = normal(4, dtype, (1, t, d), (1, t, d))
-    return (x.at[..., 0].set(1), MoE(router, experts)), (jnp.ones((1, t), bool),), c
+    place = Place(*(jnp.ones((1, t), jnp.int32),) * 2)
+    return (x.at[..., 0].set(1), MoE(router, experts)), (Context(place, place),), c
 
 
-def run_layer(execution: Execution, x: jax.Array, block: MoE, valid: jax.Array) -> jax.Array:
+def run_layer(execution: Execution, x: jax.Array, block: MoE, context: Context) -> jax.Array:
     """Return the result of an MoE block."""
-    return block(x, valid, execution)[0]
+    return block(x, context, execution).y
 
 
 def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     """Yield the implementations of an MoE block; the yardsticks are its three products alone, with sorted rows."""
     t, d, f, e, k = shape
     hidden, rows, back = normal(1, dtype, (t * k, f), (t * k, d), (t * k, d))
-    (x, block), (valid,), c = layer_operands(shape, routing, dtype)
+    (x, block), fixed, c = layer_operands(shape, routing, dtype)
     matrices = (block.experts.gate, block.experts.up, block.experts.down)
 
     def products(rows: jax.Array, hidden: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array):
@@ -195,7 +198,7 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
 
     def with_backend(backend: str) -> Candidate:
         execution = Execution(dtype=dtype, remat="none", kernels=Kernels(grouped_matmul=(backend,)))
-        return compile_passes(partial(run_layer, execution), (x, block), (valid,), c)
+        return compile_passes(partial(run_layer, execution), (x, block), fixed, c)
 
     own = chosen_backend(device_target(jax.devices()[0]))
     yield f"moezoo {own}", partial(with_backend, own)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from contexts import context_of
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import auto_mesh
 from programs import hops_over_loops, largest_array
@@ -127,7 +128,7 @@ def test_devices_work_while_rows_travel():
     x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
 
     def local(moe, x, valid):
-        return execution.whole(moe)(x, valid, execution).y
+        return execution.whole(moe)(x, context_of(valid), execution).y
 
     split = execution.tokens_spec
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
