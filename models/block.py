@@ -21,7 +21,6 @@ from moezoo.nn.cache import Past
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.traffic import Moves, inner_sum
 
 
 class LayerOutput(NamedTuple):
@@ -58,23 +57,6 @@ class Block(eqx.Module):
             y = execution.inner_group("mlp").leave(y)
             x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
         return LayerOutput(x, sums, out.kept)
-
-    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> dict[str, Moves]:
-        """Return the collectives over the devices that share heads or a width, by the scope of each part.
-
-        Arguments are those of `SelfAttention.exchanges`.
-        """
-        embed = self.attention_norm.scale.shape[-1]
-        attention, width = (
-            inner_sum(execution.inner_group(logical), tokens * embed, execution.dtype) for logical in ("heads", "mlp")
-        )
-        # Nothing in the backward pass needs what the feed-forward part adds, except a norm of it.
-        again = () if self.after_feed_forward_norm is None else (width,)
-        return {
-            "attention": Moves((attention,), (attention,))
-            + self.attention.exchanges(tokens, trained.attention, execution),
-            "feed_forward": Moves((width,), again) + self.feed_forward.exchanges(tokens, execution),
-        }
 
     @property
     def moe(self) -> MoE | None:

@@ -1,25 +1,33 @@
 """The strategy that a call of a model runs, where the execution leaves it open (`dispatch=auto`).
 
 Whoever calls the layers of a model resolves the execution first, because the strategy decides which weights are
-gathered. Training, evaluation, prefill and decoding differ in sizes and phases, so each resolves its own.
+gathered. Training, evaluation, prefill and decoding differ in sizes and in what they differentiate, so each resolves
+its own.
+
+Candidates are compared by their traffic: the experts of one layer are traced with each, on the mesh without its
+devices, and the bytes of all collectives in the program are added up.
 """
 
 import dataclasses
-import itertools
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
-from jaxtyping import PyTree
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Array, PyTree
 
-from moezoo.moe.dispatch import Gather, Ring, Sizes
-from moezoo.moe.dispatch.layer import layer_rows, received_bytes
+from moezoo.moe.chunks import run_experts
+from moezoo.moe.dispatch import Assignment, Gather
+from moezoo.moe.dispatch.layer import layer_rows
+from moezoo.moe.experts import Experts
 from moezoo.parallel.axes import Stack, trainable_mask
+from moezoo.parallel.collectives import vary, vary_like
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.traffic import CallName, Phase
-from moezoo.parallel.weights import weight_moves
-
-_PHASES: dict[bool, tuple[Phase, ...]] = {False: ("forward",), True: ("forward", "recomputed", "backward")}
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import CallName, TrafficTable
 
 
 def choose_dispatch(
@@ -44,15 +52,17 @@ def choose_dispatch(
     """
     if isinstance(execution.dispatch, Dispatch | None):
         return execution
-    sizes, group = _sizes(stacks, rows, length, execution, call, trained)
-    return dataclasses.replace(execution, dispatch=execution.dispatch.resolve(sizes, group))
+    layer = expert_layer(stacks, rows, length, call, trained)
+    received = lambda candidate: layer.traffic(execution, candidate).bytes  # noqa: E731
+    chosen = execution.dispatch.resolve(received, execution.expert_group(layer.num_experts))
+    return dataclasses.replace(execution, dispatch=chosen)
 
 
 class Compared(NamedTuple):
     """What a choice compared, for messages.
 
     - `bytes`: candidate -> the bytes that a device receives with it per layer with experts and micro-step, in all
-      phases of the call; empty where there was no choice;
+      phases of the call, without the weights that every candidate gathers; empty where there was no choice;
     - `chosen`: the strategy;
     - `group`: the devices that share experts;
     - `room`: the rows that a device has room for with the chosen strategy, as a multiple of the rows in use if experts
@@ -74,35 +84,109 @@ def compare(
     trained: PyTree | None = None,
 ) -> Compared:
     """Return the strategy of a call and what it was compared with. Arguments are those of `choose_dispatch`."""
-    sizes, group = _sizes(stacks, rows, length, execution, call, trained)
-    dispatch = execution.dispatch or Gather()
-    chosen, candidates = dispatch.resolve(sizes, group), dispatch.candidates(group)
-    found = {strategy: received_bytes(strategy, sizes, group) for strategy in candidates} if len(candidates) > 1 else {}
-    share = -(-sizes.tokens // group.size) if group.replicated else sizes.tokens
-    return Compared(found, chosen, group, layer_rows(chosen, sizes.tokens, sizes.k, group) / (share * sizes.k))
+    layer = expert_layer(stacks, rows, length, call, trained)
+    group, dispatch = execution.expert_group(layer.num_experts), execution.dispatch or Gather()
+    candidates = dispatch.candidates(group)
+    tables = {each: layer.traffic(execution, each) for each in candidates} if len(candidates) > 1 else {}
+    chosen = dispatch.resolve(lambda candidate: layer.traffic(execution, candidate).bytes, group)
+    alike = min((weight_bytes(table) for table in tables.values()), default=0)
+    found = {each: table.bytes - alike for each, table in tables.items()}
+    tokens = rows * length // execution.ways(execution.token_axes)
+    share = -(-tokens // group.size) if group.replicated else tokens
+    return Compared(found, chosen, group, layer_rows(chosen, tokens, layer.k, group) / (share * layer.k))
 
 
-def _sizes(
-    stacks: tuple[Stack, ...], rows: int, length: int, execution: Execution, call: CallName, trained: PyTree | None
-) -> tuple[Sizes, ExpertGroup]:
-    """Return the sizes of a layer with experts, and the devices that share its experts."""
+class ExpertLayer(NamedTuple):
+    """The experts of one layer and the tokens of one call: all that their traffic depends on, beside the execution.
+
+    Attributes:
+        shapes: The shape and dtype of each whole array of the experts.
+        structure: The tree of these arrays.
+        trained: Which of them are trained.
+        num_experts: E.
+        k: The experts per token.
+        embed: The width of a token.
+        rows: The sequences over all devices.
+        length: The tokens of each.
+        differentiated: Whether the call has a backward pass that reaches the layer.
+    """
+
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+    structure: Any
+    trained: tuple[bool, ...]
+    num_experts: int
+    k: int
+    embed: int
+    rows: int
+    length: int
+    differentiated: bool
+
+    def traffic(self, execution: Execution, dispatch: Dispatch) -> TrafficTable:
+        """Return the collectives of a strategy: gathers of weights, dispatch, combine, and the gradients of all three.
+
+        Only sizes are read, so this works while JAX traces the call. Results are remembered.
+        """
+        return _traffic(self, dataclasses.replace(execution, dispatch=dispatch))
+
+
+def expert_layer(
+    stacks: tuple[Stack, ...], rows: int, length: int, call: CallName, trained: PyTree | None = None
+) -> ExpertLayer:
+    """Return the first layer with experts, for a call. Arguments are those of `choose_dispatch`."""
     places = ((number, kind) for number, stack in enumerate(stacks) for kind, b in enumerate(stack.blocks) if b.moe)
     number, kind = next(places)
-    moe, count = stacks[number].blocks[kind].moe, stacks[number].count
-    *_, embed, num_experts = moe.router.weight.shape
-    group, weights = execution.expert_group(num_experts), 0
+    moe = stacks[number].blocks[kind].moe
     # The backward pass ends at the first part, from the embedding on, in which something is trained.
     before = () if trained is None else (trained.embedding, trained.stacks[: number + 1])
-    differentiated = _PHASES[call == "train" and (trained is None or any(jax.tree.leaves(before)))]
-    phases = differentiated
-    if execution.remat == "none":  # then tokens are kept
-        phases = tuple(phase for phase in phases if phase != "recomputed")
-    if group.axes:
-        mask = (trainable_mask(stacks) if trained is None else trained.stacks)[number].blocks[kind].feed_forward.experts
-        for strategy, sign in ((Gather(), 1), (Ring(), -1)):  # one moves weights, the other does not
-            there = dataclasses.replace(execution, dispatch=strategy)
-            moves = weight_moves(Stack((moe.experts,), count), mask, there).phases(recomputed=True)  # never kept
-            used = itertools.chain(*(moves.get(phase, ()) for phase in differentiated))
-            weights += sign * sum(move.received_bytes for move in used)
-    tokens = rows * length // execution.ways(execution.token_axes)
-    return Sizes(tokens, moe.router.k, embed, execution.dtype, weights, phases), group
+    differentiated = call == "train" and (trained is None or any(jax.tree.leaves(before)))
+    mask = trainable_mask(stacks) if trained is None else trained.stacks
+    leaves, structure = jax.tree.flatten(moe.experts)
+    shapes = tuple((x.shape[1:], jnp.dtype(x.dtype)) for x in leaves)
+    learns = tuple(jax.tree.leaves(mask[number].blocks[kind].feed_forward.experts))
+    *_, embed, num_experts = moe.router.weight.shape
+    return ExpertLayer(shapes, structure, learns, num_experts, moe.router.k, embed, rows, length, differentiated)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
+    """Trace the experts of a layer as a step runs them: gathered, rematerialised, differentiated."""
+    assert execution.mesh is not None
+    group, inner, live = execution.expert_group(layer.num_experts), execution.inner_group("mlp"), execution.live_axes
+    experts = jax.tree.unflatten(layer.structure, [jax.ShapeDtypeStruct(*each) for each in layer.shapes])
+    trained = jax.tree.unflatten(layer.structure, layer.trained)
+
+    def local(experts: Experts, x: Array, assignment: Assignment, back: Array) -> Array:
+        learned, fixed = eqx.partition(execution.vary_parameters(experts), trained)
+
+        def run(x: Array, gates: Array, learned: Experts) -> Array:
+            whole = execution.whole(eqx.combine(learned, fixed))
+            return run_experts(whole, x, Assignment(assignment.expert_ids, gates), group, execution)[0]
+
+        # Cast before anything is differentiated: sums over devices that share the width are not the strategy's.
+        inputs = (*inner.enter((x, assignment.gates)), learned)
+        if layer.differentiated:
+            y, pull = jax.vjp(execution.checkpoint(run), *inputs)
+            results: Any = y, pull(vary_like(back, y))
+        else:
+            results = run(*inputs)
+        # One number per device, so that the program needs every result and sums none of them over devices.
+        return sum(vary(each.astype(jnp.float32).sum(), live) for each in jax.tree.leaves(results))[None]
+
+    tokens = layer.rows * layer.length
+    x, ids, gates = (
+        jax.ShapeDtypeStruct((tokens, size), dtype)
+        for size, dtype in ((layer.embed, execution.dtype), (layer.k, jnp.int32), (layer.k, jnp.float32))
+    )
+    split: Any = PartitionSpec(execution.token_axes or None)
+    specs: Any = (execution.specs(experts), split, Assignment(split, split), split)
+    # Axes of type Auto, whatever those of the mesh are: nothing here has a layout.
+    sizes, names = zip(*((size, name) for name, size in execution.mesh.shape.items()), strict=True)
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(live))
+        return collective_traffic(jax.make_jaxpr(program)(experts, x, Assignment(ids, gates), x))
+
+
+def weight_bytes(table: TrafficTable) -> int:
+    """Return the bytes that gathers of weights, and sums of their gradients, bring to a device."""
+    return sum(traffic.bytes for row, traffic in table.items() if row.scope.endswith("weights"))

@@ -1,1 +1,1 @@
-"""What is known before a run: the bytes that a step's collectives bring to each device, by formula."""
+"""What is known before a run: what each device stores, computes and receives, from traced programs."""

@@ -15,10 +15,10 @@ from moezoo.models.block import Block
 from moezoo.models.layers import block_path
 from moezoo.moe.dispatch.layer import for_group
 from moezoo.nn.base import KeptSizes
-from moezoo.nn.context_parallel import context_parallel
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.traffic import TrafficTable
 
 Spec = tuple[MeshAxes, ...]
 
@@ -43,13 +43,18 @@ class ActivationRow(NamedTuple):
     bytes_per_device: int
 
 
-def activations(cfg: TrainConfig, model: LanguageModel, call: Call) -> tuple[ActivationRow, ...]:
-    """Return the main arrays of one pass, in the order in which it makes them. Layers that are alike share rows."""
-    return tuple(dict.fromkeys(_rows(cfg, model, call)))
+def activations(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTable) -> tuple[ActivationRow, ...]:
+    """Return the main arrays of one pass, in the order in which it makes them. Layers that are alike share rows.
+
+    `traffic`: the collectives of the traced call.
+    """
+    return tuple(dict.fromkeys(_rows(cfg, model, call, traffic)))
 
 
-def _rows(cfg: TrainConfig, model: LanguageModel, call: Call) -> Iterator[ActivationRow]:
+def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTable) -> Iterator[ActivationRow]:
     execution, dtype, (rows, length) = call.execution, call.execution.dtype, call.local_tokens
+    gathers = {row.axes for row in traffic.within("layers/attention") if row.collective == "all_gather"}
+    gathered = execution.sequence_axes and execution.sequence_axes in gathers
     split = (execution.batch_axes, execution.sequence_axes)
 
     def of_tokens(name: str, sizes: Mapping[str, int], dtype: DTypeLike = dtype) -> ActivationRow:
@@ -68,12 +73,7 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call) -> Iterator[Activa
             continue
         for name, sizes in _kept(block, execution):
             yield of_tokens(f"{name} kept by attention", sizes)
-            moves = (
-                context_parallel(execution)
-                .exchanges((math.prod(sizes.values()),), dtype, 1, None, execution.sequence_group)
-                .forward
-            )
-            if execution.sequence_axes and "all_gather" in (move.collective for move in moves):
+            if gathered:
                 axes, whole = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
                 yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), whole, dtype, execution)
     for number, kinds in enumerate(() if call.cache is None else call.cache.kept):

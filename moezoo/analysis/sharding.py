@@ -121,7 +121,7 @@ def describe(
     program = CALLS[call](cfg, model, trained)
     parameters = _parameters(model, program.execution, trained)
     traffic = collective_traffic(program.trace(), "tpu")
-    return Sharding(parameters, activations(cfg, model, program), collectives(traffic))
+    return Sharding(parameters, activations(cfg, model, program, traffic), collectives(traffic))
 
 
 def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:

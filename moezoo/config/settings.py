@@ -14,29 +14,12 @@ from moezoo.kernels.attention import Implementation as AttentionBackend
 from moezoo.kernels.grouped_matmul import Implementation as GroupedMatmulBackend
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.moe.dispatch import DISPATCHES, DispatchChoice
-from moezoo.optim import SCHEDULES, UPDATE_RULES, Schedule, UpdateRule
+from moezoo.optim import SCHEDULES, UPDATE_RULES, GuardSettings, Schedule, UpdateRule
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.execution import DType, check_dtype
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
-
-
-@dataclasses.dataclass(frozen=True)
-class GuardSettings:
-    """Which steps are skipped: parameters, moments and the choice bias do not change, and the next batch follows.
-
-    A step is skipped if its loss or gradient norm is not finite, or, after 20 accepted steps, if one of them is more
-    than `loss` or `gradient_norm` times its running mean over accepted steps. None sets no limit. After `patience`
-    skipped steps in a row the run ends.
-    """
-
-    loss: Annotated[float, Range(above=1)] | None = 3.0
-    gradient_norm: Annotated[float, Range(above=1)] | None = 10.0
-    patience: Size = 10
-
-    def __post_init__(self):
-        check_fields("guard", self)
 
 
 @dataclasses.dataclass(frozen=True)

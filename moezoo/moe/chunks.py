@@ -1,7 +1,7 @@
 """Run tokens through their experts chunk by chunk: devices compute one chunk while the rows of the next travel."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -11,10 +11,50 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched
+from moezoo.moe.dispatch.layer import for_group
 from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import ExpertGroup
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Keep, KernelOrder
+
+
+def run_experts(
+    experts: Experts,
+    tokens: Float[Array, "tokens embed"],
+    assignment: Assignment,
+    group: ExpertGroup,
+    execution: Execution,
+    alongside: Callable[[], Array | None] = lambda: None,
+) -> tuple[Float[Array, "tokens embed"], Int[Array, ""], Array | None]:
+    """Bring tokens to their experts and back, in the chunks of the execution's strategy.
+
+    Args:
+        experts: Those that run on this device (`Execution.whole`).
+        tokens: This device's tokens.
+        assignment: Their experts and gates.
+        group: The devices that share experts.
+        execution: Strategy, kernels and what they keep.
+        alongside: Returns what is computed while the first chunk travels.
+
+    Returns:
+        For each token the partial sum over its experts of result times gate, the number of dropped assignments, and
+        the result of `alongside`.
+    """
+    # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
+    assignment = Assignment(*(vary_like(x, tokens) for x in assignment))
+    strategy = for_group(execution.strategy, group)
+    exchange = Exchange(
+        strategy,
+        group,
+        experts.partial(execution.inner_group("mlp")),
+        execution.kernel("grouped_matmul"),
+        execution.keep,
+    )
+    first, *later = cut(tokens, assignment, strategy.chunk_sizes(tokens.shape[0]))
+    there = exchange.send(first)
+    beside = alongside()
+    return *exchange.finish(there, later, beside), beside
 
 
 class Chunk(NamedTuple):

@@ -25,7 +25,6 @@ from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
-from moezoo.parallel.traffic import Moves, inner_sum
 
 # What a norm of queries and keys is computed over.
 NormOver = Literal["nothing", "head", "projection"]
@@ -149,19 +148,6 @@ class Attention(SelfAttention):
         *_, kv_heads, head_dim = self.key.shape
         sizes: Any = {"kv_heads": max(1, kv_heads // group.size), "head_dim": head_dim}
         return KeyValue(sizes, sizes)
-
-    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
-        """Return the sums of the gradients of tokens and of scales, and the sums inside norms of projections."""
-        group = execution.inner_group("heads")
-        x = inner_sum(group, tokens * self.out.shape[-1], execution.dtype)
-        norms = [
-            (norm, learns.scale)
-            for norm, learns in ((self.query_norm, trained.query_norm), (self.key_norm, trained.key_norm))
-            if norm is not None
-        ]
-        squares = (inner_sum(group, tokens, jnp.float32),) * (len(norms) if self.norm_over == "projection" else 0)
-        scales = (inner_sum(group, norm.scale.shape[-1], group.reduce_dtype) for norm, learns in norms if learns)
-        return Moves(squares, squares, (x, *squares, *scales))
 
     def _project(
         self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[..., Array] | None, group: InnerGroup

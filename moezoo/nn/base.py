@@ -11,7 +11,6 @@ from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.traffic import Moves
 
 # The logical axes of an array after [batch, tokens], in order, and their sizes on a device.
 KeptSizes = dict[str, int]
@@ -69,17 +68,7 @@ class SelfAttention(eqx.Module):
     def kept_sizes(self, group: InnerGroup) -> PyTree:
         """Return what a device keeps of a token: a tree like `AttentionOutput.kept`, with a `KeptSizes` for each array.
 
-        The module may hold shapes instead of arrays, as in `exchanges`, and its arrays may be those of a stack.
-        """
-
-    @abc.abstractmethod
-    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
-        """Return the collectives over the devices that share heads, beside the sum of results.
-
-        Args:
-            tokens: The tokens per device.
-            trained: A tree like the module, with whether each array is trained.
-            execution: How the model runs.
+        The module may hold shapes instead of arrays, and its arrays may be those of a stack.
         """
 
 
@@ -108,13 +97,4 @@ class FeedForward(eqx.Module):
         """Return the partial result of this device's part of the width.
 
         `valid` is False at padding, where results are not used and nothing is counted.
-        """
-
-    @abc.abstractmethod
-    def exchanges(self, tokens: int, execution: Execution) -> Moves:
-        """Return the collectives over the devices that share the width, beside the sum of results.
-
-        Args:
-            tokens: The tokens per device.
-            execution: How the model runs.
         """

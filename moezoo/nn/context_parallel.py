@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import attend
@@ -11,7 +10,6 @@ from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.context_parallel import ContextParallel, Expand, Places, Scoring, SequenceGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.traffic import Move, Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +29,6 @@ class GatherKept(ContextParallel):
         """All-gather each array of `kept`; gradients are reduce-scattered."""
         whole = jax.tree.map(lambda x: gather_tokens(x, group.axes, 1, tokens=group.token_axes), kept)
         return attend_whole(q, *expand(weights, whole), places, scoring)
-
-    def exchanges(
-        self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup
-    ) -> Moves:
-        """Return the all-gathers of the arrays, and the reduce-scatters of their gradients."""
-        del tokens, window
-        there = tuple(Move("all_gather", group.axes, group.size, each, dtype) for each in numbers)
-        return Moves(there, there, tuple(move.back() for move in there))
 
 
 CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept, "ring": RotateKept}

@@ -26,13 +26,13 @@ from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.query_scale import NO_QUERY_SCALE, QueryScale
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.axes import Weight
+from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import Places, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
-from moezoo.parallel.traffic import Moves, inner_sum
 
+name_sizes(q_lora_out="model.q_lora", kv_lora_out="model.kv_lora + model.rope_dim")
 _NORM_EPS = 1e-6  # for the norms of latents in all released models, whatever epsilon the other norms have
 
 
@@ -146,13 +146,6 @@ class LatentAttention(SelfAttention):
         latent: Any = {"kv_lora": self.sizes.kv_lora}
         shared: Any = {"rope_dim": self.sizes.rope_dim}
         return Latents(latent, shared)
-
-    def exchanges(self, tokens: int, trained: PyTree, execution: Execution) -> Moves:
-        """Return the sums of the gradients of what heads read: tokens or latents of queries, and what tokens keep."""
-        del trained
-        group, sizes = execution.inner_group("heads"), self.sizes
-        read = sizes.q_lora or self.out.shape[-1], sizes.kv_lora, sizes.rope_dim
-        return Moves(backward=tuple(inner_sum(group, tokens * size, execution.dtype) for size in read))
 
     def _attend_to_latents(
         self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring

@@ -11,7 +11,6 @@ from moezoo.nn.linear import normal, project
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.traffic import Moves, inner_sum
 
 
 class MLP(FeedForward):
@@ -45,8 +44,3 @@ class MLP(FeedForward):
         del valid
         x = execution.inner_group("mlp").enter(x)
         return FeedForwardOutput(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))
-
-    def exchanges(self, tokens: int, execution: Execution) -> Moves:
-        """Return the sum of the gradients of tokens."""
-        group, embed = execution.inner_group("mlp"), self.down.shape[-1]
-        return Moves(backward=(inner_sum(group, tokens * embed, execution.dtype),))

@@ -8,28 +8,24 @@ what passes, and the last hop takes the sum home. What a device adds to its own 
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import FLOOR, Softmax, attend_part, join_softmax, part_gradients
 from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
 from moezoo.parallel.kernels import KernelOrder
-from moezoo.parallel.traffic import Move, Moves
 
 
 @dataclasses.dataclass(frozen=True)
 class RotateKept(ContextParallel):
     """Attend to the tokens of one device at a time, while those of the next are on their way."""
-
-    repeats_with_dots: ClassVar[bool] = False
 
     def attend(
         self,
@@ -49,20 +45,6 @@ class RotateKept(ContextParallel):
         alike = jax.tree.leaves(operands)
         operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
         return _attend(_Options(expand, group, window, order), *operands)
-
-    def exchanges(
-        self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup
-    ) -> Moves:
-        """Return the hops of each array and of its gradient.
-
-        Where they are more than one, the backward pass sends an array once more: in the last turn of its loop.
-        """
-        hops = _count_hops(group, tokens, window)
-        there, sums = (
-            tuple(Move("ppermute", group.axes, group.size, each, kind) for each in numbers)
-            for kind in (dtype, jnp.float32)
-        )
-        return Moves(there * hops, there * hops, there * (hops + (hops > 1)) + sums * hops)
 
 
 class _Options(NamedTuple):

@@ -7,6 +7,8 @@ from moezoo.optim.base import UpdateRule as UpdateRule
 from moezoo.optim.base import Work as Work
 from moezoo.optim.constant import Constant as Constant
 from moezoo.optim.cosine import Cosine as Cosine
+from moezoo.optim.guard import Guard as Guard
+from moezoo.optim.guard import GuardSettings as GuardSettings
 from moezoo.optim.muon import Muon as Muon
 from moezoo.optim.optimizer import Optimizer as Optimizer
 from moezoo.optim.sgd import SGD as SGD

@@ -14,7 +14,6 @@ from moezoo.convert import Count, Positive, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.traffic import Move
 
 if TYPE_CHECKING:
     import optax
@@ -22,25 +21,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an update computes and moves, on each device.
+    """What an update computes on each device.
 
     Attributes:
         flops: FLOPs of its matrix products.
-        moves: Its collectives, each with the number of times that it runs.
         lines: Which parameters it has, for the summary of a run; more than one if it treats them differently.
     """
 
     flops: int = 0
-    moves: tuple[tuple[Move, int], ...] = ()
     lines: tuple[str, ...] = ()
 
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that a device receives by all collectives."""
-        return sum(times * move.received_bytes for move, times in self.moves)
-
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.moves + other.moves, self.lines + other.lines)
+        return Work(self.flops + other.flops, self.lines + other.lines)
 
 
 class UpdateRule(abc.ABC):
@@ -62,7 +54,7 @@ class UpdateRule(abc.ABC):
         """Return the optax transformation from gradients to updates at rate 1.
 
         It runs inside the `shard_map` of the step, on each device's part of every array. Where it is not elementwise it
-        needs the other parts: `placements` tell how each array is split. `work` then states the collectives.
+        needs the other parts: `placements` tell how each array is split.
 
         Args:
             placements: The `Placement` of each array, in the tree of the parameters.
@@ -74,7 +66,7 @@ class UpdateRule(abc.ABC):
         return jax.tree.map(lambda _: group, placements)
 
     def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return the collectives of one update, and the FLOPs of its matrix products. By default there are none.
+        """Return the FLOPs of the matrix products of one update, and its lines. By default there are none.
 
         Args:
             placements: as in `transform`.
@@ -87,11 +79,10 @@ class UpdateRule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that `rule` updates at `rate_factor` times the scheduled rate; `name` is their key in the state."""
+    """Leaves that `rule` updates; `name` is their key in the state."""
 
     name: str
     rule: UpdateRule
-    rate_factor: float = 1.0
 
 
 def short_names(paths: Iterable[str]) -> str:

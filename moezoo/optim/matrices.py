@@ -24,11 +24,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.optim import newton_schulz
-from moezoo.optim.base import Work
 from moezoo.parallel.axes import Axes, Stack
 from moezoo.parallel.collectives import MeshAxes, gather, own_block
 from moezoo.parallel.placement import Placement
-from moezoo.parallel.traffic import Move
 
 Ways = Callable[[MeshAxes], int]
 _HEADS, _LATENTS = ("heads", "kv_heads"), ("q_lora", "kv_lora")
@@ -256,15 +254,7 @@ def _is_stack(x: Any) -> bool:
     return isinstance(x, Stack)
 
 
-def work(found: Sequence[Route], dtype: DTypeLike) -> Work:
-    """Return the FLOPs and the collectives of `routes`."""
-    flops, moves = 0, []
-    for route in found:
-        flops += route.times * route.matrices * newton_schulz.flops(route.kind.rows, route.kind.columns)
-        local = route.kind.rows * route.kind.columns // math.prod(stage.ways for stage in route.stages)
-        for collective, axes, ways, _, count in route.stages:
-            filled = count if collective == "all_gather" else -(-count // ways) * ways
-            times = route.times * (1 if collective == "all_gather" else 2)
-            moves.append((Move(collective, axes, ways, filled * local, dtype), times))
-            local *= ways
-    return Work(flops, tuple(moves))
+def count_flops(found: Sequence[Route]) -> int:
+    """Return the FLOPs of the products of `routes` on each device."""
+    products = ((route.times * route.matrices, route.kind) for route in found)
+    return sum(times * newton_schulz.flops(kind.rows, kind.columns) for times, kind in products)

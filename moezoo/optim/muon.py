@@ -22,7 +22,7 @@ from moezoo.convert import NotNegative, Positive, Range, show
 from moezoo.errors import UserError, nearest
 from moezoo.optim.adamw import AdamW
 from moezoo.optim.base import Group, UpdateRule, Work, short_names
-from moezoo.optim.matrices import Route, orthogonalised, routes, work
+from moezoo.optim.matrices import Route, count_flops, orthogonalised, routes
 from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
@@ -120,8 +120,7 @@ class Muon(UpdateRule):
     def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
         """Return what orthogonalising takes; a line for each way in which matrices become whole, with their names."""
         found = list(routes(placements, parameters, self.per_head, ways))
-        total = work(found, self.orthogonal_dtype)
-        return dataclasses.replace(total, lines=tuple(_lines(found)))
+        return Work(count_flops(found), tuple(_lines(found)))
 
 
 def _wide(x: jax.Array) -> jax.Array:

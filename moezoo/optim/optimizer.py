@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.optim.base import Group, Schedule, UpdateRule, Work, short_names
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.placement import EVERYWHERE, Placement
+from moezoo.parallel.placement import EVERYWHERE
 
 
 class Optimizer:
@@ -20,14 +20,7 @@ class Optimizer:
     The state maps each group's name to the state of its transformation, which has no entries for other leaves.
     """
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        schedule: Schedule,
-        steps: int,
-        placements: PyTree,
-        group_of: Callable[[str, Placement], Group] | None = None,
-    ):
+    def __init__(self, rule: UpdateRule, schedule: Schedule, steps: int, placements: PyTree):
         """Assign leaves to groups.
 
         Args:
@@ -35,8 +28,6 @@ class Optimizer:
             schedule: the learning rate over time.
             steps: the number of updates in the run.
             placements: one `Placement` per leaf.
-            group_of: returns the group of a leaf, given its path, such as ".embedding.weight", and its placement. By
-                default `rule.assign` does.
 
         Raises:
             UserError: A run of `steps` would end before the schedule's warm-up, or as `rule.assign` raises.
@@ -45,12 +36,7 @@ class Optimizer:
         self.rule, self.schedule, self.steps = rule, schedule, steps
         schedule.count_warmup(steps)  # raise here rather than while tracing
         self._placements = placements
-        if group_of is None:
-            self._groups = rule.assign(placements)
-        else:
-            self._groups = jax.tree_util.tree_map_with_path(
-                lambda path, p: group_of(jax.tree_util.keystr(path), p), placements
-            )
+        self._groups = rule.assign(placements)
         groups = dict.fromkeys(jax.tree.leaves(self._groups))
         if len({group.name for group in groups}) < len(groups):
             raise ValueError(f"different groups have the same name: {', '.join(map(str, groups))}")
@@ -81,7 +67,7 @@ class Optimizer:
         }
 
     def work(self, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return the matrix products and collectives of an update, beside clipping; arguments as `UpdateRule.work`.
+        """Return the matrix products of an update; arguments as `UpdateRule.work`.
 
         Its lines name the parameters of each group.
         """
@@ -112,8 +98,7 @@ class Optimizer:
                 update, new_state[group.name] = transform.update(
                     self._part(group, gradients), state[group.name], self._part(group, parameters)
                 )
-            group_rate = rate * group.rate_factor
-            updates.append(jax.tree.map(lambda u, r=group_rate: r * u.astype(jnp.float32), update))
+            updates.append(jax.tree.map(lambda u: rate * u.astype(jnp.float32), update))
         parameters = jax.tree.map(
             lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), parameters, eqx.combine(*updates)
         )

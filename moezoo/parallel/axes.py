@@ -34,30 +34,33 @@ from moezoo.parallel.roles import Axes as Axes
 from moezoo.parallel.roles import Role as Role
 from moezoo.parallel.stored import Stored
 
-# Logical axis -> the configuration key that sets its size. `layer` is the number of stacked layers.
+# Logical axis -> the configuration key that sets its size, for messages. Every annotation adds its axes.
+# `layer` is the number of stacked layers.
 LOGICAL_AXES = {
     "layer": "model.layers",
-    "vocab": "model.vocab",
-    "embed": "model.embed",
-    "heads": "model.heads",
-    "kv_heads": "model.kv_heads",
-    "head_dim": "model.head_dim",
-    "mlp": "model.mlp",
-    "nope_dim": "model.nope_dim",
-    "value_dim": "model.value_dim",
-    "q_lora": "model.q_lora",
-    "q_lora_out": "model.q_lora",
-    "kv_lora": "model.kv_lora",
-    "kv_lora_out": "model.kv_lora + model.rope_dim",
     "expert": "model.experts",
     "expert_embed": "model.embed",
-    "expert_mlp": "model.expert_mlp",
     "router": "model.experts",
     "norm": "the size of a norm",
 }
 
 
+def name_sizes(**keys: str) -> None:
+    """State, for logical axes, the configuration keys that set their sizes, where these have other names than the axes.
+
+    Call it above the annotations of these axes.
+    """
+    LOGICAL_AXES.update(keys)
+
+
 def _parse(role: Role, text: str) -> Axes:
+    axes = _read(role, text)
+    for name in axes.names:
+        LOGICAL_AXES.setdefault(name, f"model.{name}")
+    return axes
+
+
+def _read(role: Role, text: str) -> Axes:
     stacked, comma, matrix = text.rpartition(",")
     inputs, arrow, outputs = matrix.partition("->")
     if role is Role.WEIGHT and not arrow:

@@ -14,16 +14,13 @@ Devices exchange `kept`, which may be much smaller than the keys and values made
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.parallel.collectives import MeshAxes, gather
 from moezoo.parallel.kernels import KernelOrder
 from moezoo.parallel.sequence_order import SequenceOrder
-from moezoo.parallel.traffic import Move, Moves
 
 
 class Place(NamedTuple):
@@ -85,15 +82,10 @@ Expand = Callable[[PyTree, PyTree], tuple[Array, Array]]
 class ContextParallel(abc.ABC):
     """How queries meet the keys of other devices. On a group of one device, queries meet their own keys.
 
-    An implementation is a frozen dataclass; its fields are its options. All methods except the two that describe
-    exchanges run inside `jax.shard_map(check_vma=True)`, or without a mesh. Arrays of tokens vary over
-    `group.token_axes`, and so do the results.
-
-    `repeats_with_dots`: whether the collectives of `attend` run again in the backward pass with `remat=dots`. They do
-    not where the results that a policy saves make them needless.
+    An implementation is a frozen dataclass; its fields are its options. Its methods run inside
+    `jax.shard_map(check_vma=True)`, or without a mesh. Arrays of tokens vary over `group.token_axes`, and so do the
+    results.
     """
-
-    repeats_with_dots: ClassVar[bool] = True
 
     def places(self, queries: Place, group: SequenceGroup) -> Places:
         """Return the places that every layer passes to `attend`. Called once per forward pass.
@@ -131,22 +123,4 @@ class ContextParallel(abc.ABC):
 
         Returns:
             The attended values, in the dtype of the values.
-        """
-
-    def place_exchanges(self, tokens: int, group: SequenceGroup) -> Moves:
-        """Return the collectives of `places`, for `tokens` tokens per device. `group` has more than one device."""
-        return Moves((Move("all_gather", group.axes, group.size, tokens, jnp.int32),) * 2)
-
-    @abc.abstractmethod
-    def exchanges(
-        self, numbers: tuple[int, ...], dtype: DTypeLike, tokens: int, window: int | None, group: SequenceGroup
-    ) -> Moves:
-        """Return the collectives of `attend` on a group of more than one device.
-
-        Args:
-            numbers: The numbers in each array of `kept`, per device.
-            dtype: The dtype of the arrays of `kept`.
-            tokens: The tokens of a sequence on each device.
-            window: The number of tokens that a query sees; None for all.
-            group: The devices that share sequences.
         """

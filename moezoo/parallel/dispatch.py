@@ -20,16 +20,15 @@ An execution holds a strategy, or a `DispatchChoice` that chooses one from the s
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.convert import Size, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.traffic import Move, Moves, Phase
 
 
 class Assignment(NamedTuple):
@@ -85,27 +84,6 @@ class Dispatched(NamedTuple):
     state: Any
 
 
-class Sizes(NamedTuple):
-    """The sizes of what passes through a strategy.
-
-    Attributes:
-        tokens: T, the tokens per device.
-        k: K, the experts per token.
-        embed: d, the width of a token.
-        dtype: The dtype of the tokens.
-        weights: The bytes that a device receives per layer if the weights of all experts move to it. Only a choice
-            between strategies reads it.
-        phases: The phases of a call in which tokens move. Only a choice reads it.
-    """
-
-    tokens: int
-    k: int
-    embed: int
-    dtype: DTypeLike
-    weights: int = 0
-    phases: tuple[Phase, ...] = ("forward",)
-
-
 @dataclasses.dataclass(frozen=True)
 class ExpertGroup:
     """The devices that share one set of experts. Each runs E/P of them, in the order of devices.
@@ -139,10 +117,6 @@ class ExpertGroup:
         """
         most = self.size * tokens * min(k, self.num_local)
         return most if factor is None else min(most, math.ceil(factor * tokens * k))
-
-    def move(self, collective: str, numbers: int, dtype: DTypeLike) -> Move:
-        """Return a collective over the group, to which each device gives `numbers` values of `dtype`."""
-        return Move(collective, self.axes, self.size, numbers, dtype)
 
     def index(self) -> Int[Array, ""] | int:
         """Return this device's number in the group."""
@@ -185,8 +159,13 @@ class DispatchChoice(abc.ABC):
         """Return the strategies that `resolve` compares."""
 
     @abc.abstractmethod
-    def resolve(self, sizes: Sizes, group: ExpertGroup) -> "Dispatch":
-        """Return the strategy for layers of these sizes."""
+    def resolve(self, received: "Callable[[Dispatch], int]", group: ExpertGroup) -> "Dispatch":
+        """Return the strategy for the layers of a call.
+
+        Args:
+            received: Returns the bytes that a device receives per layer with a candidate. Each call may trace a layer.
+            group: The devices that share experts.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +197,9 @@ class Dispatch(DispatchChoice):
         del group
         return (self,)
 
-    def resolve(self, sizes: Sizes, group: ExpertGroup) -> "Dispatch":
+    def resolve(self, received: "Callable[[Dispatch], int]", group: ExpertGroup) -> "Dispatch":
         """Return the strategy itself."""
-        del sizes, group
+        del received, group
         return self
 
     @property
@@ -248,13 +227,6 @@ class Dispatch(DispatchChoice):
             tokens: T, the tokens per device.
             k: K, the experts per token.
             group: The devices that share experts.
-        """
-
-    @abc.abstractmethod
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return the collectives of `dispatch` and `combine` on one chunk, for a group of more than one device.
-
-        The formula of the traffic (`moezoo.analysis.cost`) adds these up. Tests compare it with the traced program.
         """
 
     @abc.abstractmethod

@@ -1,13 +1,8 @@
-"""The bytes that collectives bring to a device: one definition for the formula and for traced programs."""
+"""The bytes that collectives bring to a device, and the table of those of a program."""
 
-import dataclasses
-import itertools
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
-from moezoo.parallel.collectives import InnerGroup, MeshAxes
+from moezoo.parallel.collectives import MeshAxes
 
 # The result of a reduction does not depend on the order of axes.
 UNORDERED = ("pmax", "pmin", "psum")
@@ -42,67 +37,6 @@ def received_bytes(collective: str, given: int, ways: int) -> int:
         return given
     parts = -(-given * (ways - 1) // ways)
     return 2 * parts if collective in UNORDERED else parts
-
-
-class Move(NamedTuple):
-    """One collective.
-
-    Attributes:
-        collective: Its name, as in `received_bytes`.
-        axes: The mesh axes it runs over.
-        ways: The number of devices along them.
-        numbers: How many numbers each device gives.
-        dtype: Their dtype.
-    """
-
-    collective: str
-    axes: MeshAxes
-    ways: int
-    numbers: int
-    dtype: DTypeLike
-
-    @property
-    def received_bytes(self) -> int:
-        """The bytes that each device receives."""
-        return received_bytes(self.collective, self.numbers * jnp.dtype(self.dtype).itemsize, self.ways)
-
-    def back(self, dtype: DTypeLike | None = None) -> "Move":
-        """Return the transposed collective, which carries gradients back; `dtype` is theirs, if it differs."""
-        kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(self.collective, self.collective)
-        numbers = {"reduce_scatter": self.numbers * self.ways, "all_gather": self.numbers // self.ways}
-        return Move(kind, self.axes, self.ways, numbers.get(kind, self.numbers), dtype or self.dtype)
-
-
-def inner_sum(group: InnerGroup, numbers: int, dtype: DTypeLike) -> Move:
-    """Return the psum of so many numbers over the devices that share an inner dimension."""
-    return Move("psum", group.axes, group.size, numbers, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Moves:
-    """The collectives of a differentiated part of a step.
-
-    Attributes:
-        forward: Those of the forward pass.
-        recomputed: Those that run a second time where the part is rematerialised.
-        backward: Those of the backward pass.
-    """
-
-    forward: tuple[Move, ...] = ()
-    recomputed: tuple[Move, ...] = ()
-    backward: tuple[Move, ...] = ()
-
-    def __add__(self, other: "Moves") -> "Moves":
-        return Moves(self.forward + other.forward, self.recomputed + other.recomputed, self.backward + other.backward)
-
-    def phases(self, *, recomputed: bool) -> dict[Phase, tuple[Move, ...]]:
-        """Return the collectives of a training step by phase; `recomputed`: whether the part is rematerialised."""
-        repeated = self.recomputed if recomputed else ()
-        return {"forward": self.forward, "recomputed": repeated, "backward": self.backward}
-
-    def of_a_step(self, *, recomputed: bool) -> tuple[Move, ...]:
-        """Return all collectives of a training step, in the order of phases; `recomputed` as in `phases`."""
-        return tuple(itertools.chain(*self.phases(recomputed=recomputed).values()))
 
 
 class Row(NamedTuple):
@@ -146,6 +80,10 @@ class TrafficTable(dict[Row, Traffic]):
         for row, traffic in self.items():
             table.add(row._replace(scope="/".join(row.scope.split("/")[:depth])), traffic)
         return table
+
+    def within(self, scope: str) -> "TrafficTable":
+        """Return the rows of a scope and of those inside it."""
+        return TrafficTable({row: each for row, each in self.items() if f"{row.scope}/".startswith(f"{scope}/")})
 
     def by(self, *fields: str) -> dict[tuple[Any, ...], Traffic]:
         """Return the sums over rows that agree in these fields of `Row`, the most bytes first."""

@@ -23,6 +23,7 @@ from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
 from moezoo.models.choice import Compared, compare
+from moezoo.optim import Work
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
@@ -162,15 +163,14 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
     ]
 
 
-def optimizer_lines(step: Step) -> list[str]:
+def optimizer_lines(work: Work, traffic: TrafficTable) -> list[str]:
     """List what updates which parameters, and what orthogonalising takes, where several rules do."""
-    work = step.update_work
     if len(work.lines) == 1:
         return []
+    received = traffic.within("optimizer/orthogonalise").bytes
     return [
         *work.lines,
-        f"orthogonalising takes {work.flops / 1e9:.3g} GFLOP and receives {_bytes(work.received_bytes)} per device and "
-        "step",
+        f"orthogonalising takes {work.flops / 1e9:.3g} GFLOP and receives {_bytes(received)} per device and step",
     ]
 
 
@@ -180,7 +180,7 @@ def summarize(
     """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
     state, placements = step.arguments[0], step.placements
-    model = state.model
+    model, traffic = state.model, collective_traffic(step.traced.jaxpr)
     parameters, active = count_parameters(model, cfg.model.experts_per_token)
     used = [f"{axis}={size}" for axis, size in execution.sizes.items() if size > 1]
     devices = execution.mesh.devices
@@ -204,7 +204,7 @@ def summarize(
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
     rows += [
-        *(("optimizer", line) for line in optimizer_lines(step)),
+        *(("optimizer", line) for line in optimizer_lines(step.update_work, traffic)),
         ("kernels", kernels_line(execution, cfg.seq_len)),
         (
             "memory",
@@ -212,7 +212,7 @@ def summarize(
             f"{_bytes(local_bytes(state.optimizer, placements.optimizer))}, gradients {_bytes(gradients)}, plus "
             "activations",
         ),
-        *(("traffic", line) for line in traffic_lines(collective_traffic(step.traced.jaxpr))),
+        *(("traffic", line) for line in traffic_lines(traffic)),
         (
             "precision",
             f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "

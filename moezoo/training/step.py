@@ -22,19 +22,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.config.settings import GuardSettings
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
 from moezoo.moe.routing import Balance, Routing, balance_of
-from moezoo.optim import Optimizer, Work
+from moezoo.optim import Guard, GuardSettings, Optimizer, Work
+from moezoo.optim.guard import select
 from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.feed import Feed
 from moezoo.training.gradients import global_norm, reduce_gradients
-from moezoo.training.guard import Guard, select
 from moezoo.training.loss import losses
 
 
@@ -195,7 +194,7 @@ class Step:
 
     @property
     def update_work(self) -> Work:
-        """The matrix products and collectives of an update on each device, beside the norm."""
+        """The matrix products of an update on each device."""
         return self.optimizer.work(eqx.filter(self.arguments[0].model, self.trained), self._execution.ways)
 
     def begin(self, model: LanguageModel) -> State:

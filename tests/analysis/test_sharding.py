@@ -55,7 +55,7 @@ def test_activations_are_arrays_of_the_traced_program(name):
     inside = [each.equation for each in equations(jaxpr, "tpu") if each.mesh]
     arrays: list[Any] = [value.aval for each in inside for value in (*each.invars, *each.outvars)]
     found = {(x.shape, x.size * x.dtype.itemsize) for x in arrays if hasattr(x, "shape")}
-    rows = activations(cfg, model, call)
+    rows = activations(cfg, model, call, collective_traffic(jaxpr))
     assert [row.name for row in rows if (row.local_shape, row.bytes_per_device) not in found] == []
     for row in rows:
         assert len(row.axes) == len(row.spec) == len(row.shape) == len(row.local_shape)
@@ -70,7 +70,8 @@ def test_activations_by_hand():
         *words.split(), "seq_len=4096", "execution.microbatches=2", "dispatch=ragged", "dispatch.chunks=3"
     )
     model = model_shapes(cfg.model)
-    rows = {row.name: row for row in activations(cfg, model, CALLS["train"](cfg, model, None))}
+    gathers = TrafficTable({Row("layers/attention", "forward", "all_gather", ("context",)): Traffic(1, 1)})
+    rows = {row.name: row for row in activations(cfg, model, CALLS["train"](cfg, model, None), gathers)}
     batch, sequence = 4096 // 2 // (8 * 8 * 16), 4096 // 4
     # 64 devices share the experts, 4 each; a token needs at most 4 rows on one of them.
     room = 64 * -(-batch * sequence // 3) * 4
@@ -102,7 +103,7 @@ def test_activations_by_hand():
 
 def test_cache_by_hand():
     cfg, model, call, _ = trace("decode")
-    rows = {row.name: row for row in activations(cfg, model, call) if "cache" in row.name}
+    rows = {row.name: row for row in activations(cfg, model, call, TrafficTable()) if "cache" in row.name}
     # 384 rows on all 128 devices; 3,000 tokens and 16 more, rounded up.
     slots = 3072 + 16
     assert {name: row.local_shape for name, row in rows.items()} == {

@@ -30,9 +30,6 @@ class Mine(Dispatch):
     def rows(self, tokens, k, group):
         return Gather().rows(tokens, k, group)
 
-    def exchanges(self, sizes, group):
-        return Gather().exchanges(sizes, group)
-
     def dispatch(self, tokens, assignment, group):
         return Gather().dispatch(tokens, assignment, group)
 

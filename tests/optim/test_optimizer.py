@@ -43,15 +43,22 @@ def started() -> Started:
     return Started(model, eqx.filter(model, trained), placements, eqx.filter(placements, trained))
 
 
-def by_role(path: str, placement: Any) -> Group:
-    """Return AdamW for matrices except those of the router, and SGD at half the rate for other leaves."""
-    return MATRICES if placement.axes.role is Role.WEIGHT and "router" not in path else Group("rest", SGD(), 0.5)
+class ByRole(AdamW):
+    """AdamW for matrices except those of the router, and SGD for other leaves."""
+
+    def assign(self, placements: Any) -> Any:
+        """Return the group of each leaf."""
+        rest = Group("rest", SGD())
+        return jax.tree.map(lambda matrix: MATRICES if matrix else rest, is_matrix(placements))
+
+
+BY_ROLE = ByRole(clip_norm=0.5)
 
 
 def is_matrix(placements: Any) -> Any:
-    """Return for each leaf whether `by_role` assigns it to the matrices."""
+    """Return for each leaf whether it is a matrix outside of the router."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, placement: by_role(jax.tree_util.keystr(path), placement) == MATRICES, placements
+        lambda path, p: p.axes.role is Role.WEIGHT and "router" not in jax.tree_util.keystr(path), placements
     )
 
 
@@ -61,13 +68,13 @@ def gradients(parameters: Any, seed: int) -> Any:
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), parameters)
 
 
-def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree, factor: float = 1.0) -> tuple[Any, Any]:
+def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree) -> tuple[Any, Any]:
     """Return parameters and state after updates of the leaves that `select` keeps; the norm is that of all leaves."""
     some, update = select(parameters), jax.jit(optimizer.update)
     state = optimizer.init(some)
     for number in range(STEPS):
         every = gradients(parameters, number)
-        rate = optimizer.rate(jnp.int32(number)) * factor
+        rate = optimizer.rate(jnp.int32(number))
         some, state = update(select(every), state, some, rate, optax.tree.norm(every))
     return some, state
 
@@ -98,8 +105,8 @@ def test_one_group_is_the_transformation_of_its_rule(started):
 
 
 def test_two_groups_are_two_optimizers(started):
-    """SGD at half the rate updates the other leaves, and both are clipped by the norm of all leaves."""
-    optimizer = Optimizer(RULE, Constant(), STEPS, started.all_placements, by_role)
+    """SGD updates the other leaves, and both are clipped by the norm of all leaves."""
+    optimizer = Optimizer(BY_ROLE, Constant(), STEPS, started.all_placements)
     found, found_state = run(optimizer, started.parameters)
     matrices = is_matrix(started.placements)
 
@@ -109,7 +116,7 @@ def test_two_groups_are_two_optimizers(started):
     first = Optimizer(RULE, Constant(), STEPS, select(False)(started.placements))
     second = Optimizer(SGD(RULE.learning_rate, RULE.clip_norm), Constant(), STEPS, select(True)(started.placements))
     one, state = run(first, started.parameters, select(False))
-    other, _ = run(second, started.parameters, select(True), 0.5)
+    other, _ = run(second, started.parameters, select(True))
     assert_equal(found, eqx.combine(one, other))
     assert_equal(jax.tree.leaves(found_state["matrices"]), jax.tree.leaves(state))
     assert jax.tree.leaves(found_state["rest"]) == []
@@ -121,7 +128,7 @@ def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(star
     """Tracing the step checks every layout; a checkpoint restores the state."""
     cfg = moezoo.compose(*DEEPSEEK)
     execution = build_execution(cfg)
-    optimizer = Optimizer(RULE, Constant(), STEPS, started.all_placements, by_role)
+    optimizer = Optimizer(BY_ROLE, Constant(), STEPS, started.all_placements)
     state = optimizer.init(started.parameters)
     placements = optimizer.placements(started.parameters, started.placements)
     assert jax.tree.structure(placements) == jax.tree.structure(state)
@@ -140,6 +147,14 @@ def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(star
     assert_equal(restored, state)
 
 
+class OfOneName(AdamW):
+    """Two rules whose groups have one name."""
+
+    def assign(self, placements: Any) -> Any:
+        """Return the group of each leaf."""
+        return jax.tree.map(lambda matrix: Group("a", RULE if matrix else SGD()), is_matrix(placements))
+
+
 def test_refuses_different_groups_of_one_name(started):
     with pytest.raises(ValueError, match=r"^different groups have the same name: Group\(name='a'"):
-        Optimizer(RULE, Constant(), STEPS, started.all_placements, lambda path, _: Group("a", RULE, 0.1 * len(path)))
+        Optimizer(OfOneName(), Constant(), STEPS, started.all_placements)

@@ -13,9 +13,9 @@ import moezoo
 from moezoo.config.build import build_execution
 from moezoo.config.settings import GuardSettings
 from moezoo.data import Batch
+from moezoo.optim.guard import Guard
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import steps
-from moezoo.training.guard import Guard
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,21 @@ Naive equivalent: the user compares `moezoo.analysis.cost.communication(cfg, dis
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from moezoo.moe.dispatch.gather import Gather
-from moezoo.moe.dispatch.layer import received_bytes
 from moezoo.moe.dispatch.ragged import Ragged
 from moezoo.moe.dispatch.ring import Ring
-from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup, Sizes
+from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto(DispatchChoice):
     """Choose `ring`, `ragged` or `gather`: the one with which a device receives the fewest bytes per layer.
 
-    The three drop nothing. Bytes follow from the formulas of the strategies (`Dispatch.exchanges`), so the choice
-    depends on the tokens of a call, the mesh, the dtypes and the phases. Where experts are not split, it is `gather`:
-    nothing moves. Links, latency and memory do not count.
+    The three drop nothing. Bytes are those of a traced layer (`moezoo.models.choice`), so the choice depends on the
+    tokens of a call, the mesh, the dtypes, and on what is recomputed and differentiated. Where experts are not split,
+    it is `gather`: nothing moves. Links, latency and memory do not count.
     """
 
     @property
@@ -31,6 +31,7 @@ class Auto(DispatchChoice):
         kinds = (Ring, Ragged, Gather) if group.axes else (Gather,)
         return tuple(kind(chunks=self.chunks) for kind in kinds)
 
-    def resolve(self, sizes: Sizes, group: ExpertGroup) -> Dispatch:
+    def resolve(self, received: Callable[[Dispatch], int], group: ExpertGroup) -> Dispatch:
         """Return the candidate with the fewest bytes."""
-        return min(self.candidates(group), key=lambda strategy: received_bytes(strategy, sizes, group))
+        first, *others = self.candidates(group)
+        return min((first, *others), key=received) if others else first

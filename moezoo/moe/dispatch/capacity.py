@@ -19,8 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import Plan, permute, plan_with_capacity, unpermute
-from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 class _State(NamedTuple):
@@ -51,11 +50,6 @@ class Capacity(Dispatch):
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return R = E C: each of the P devices fills a buffer of C rows for each of the E/P experts here."""
         return group.num_experts * self._capacity(tokens, k, group)
-
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return both all-to-alls. Rematerialisation repeats both, as gradients need received rows and results."""
-        once = group.move("all_to_all", self.rows(sizes.tokens, sizes.k, group) * sizes.embed, sizes.dtype)
-        return Moves((once, once), (once, once), (once, once))
 
     def _capacity(self, tokens: int, k: int, group: ExpertGroup) -> int:
         if self.capacity_factor is None:

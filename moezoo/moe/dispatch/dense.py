@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import plan_of_all
-from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +33,6 @@ class Dense(Dispatch):
         """Return R = E T: every token for every expert."""
         del k
         return group.num_experts * tokens
-
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return no collective: expert weights are gathered together with the other weights of the layer."""
-        del sizes, group
-        return Moves()
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Make each expert's rows all tokens, and each token's gates one per expert."""

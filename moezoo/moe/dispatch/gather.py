@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import plan
-from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +31,6 @@ class Gather(Dispatch):
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return R = T K: the assignments of this device."""
         return tokens * min(k, group.num_experts)
-
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return no collective: expert weights are gathered together with the other weights of the layer."""
-        del sizes, group
-        return Moves()
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Sort the assignments of this device by expert: T K rows."""

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
 from moezoo.moe.transport import Transfer, exchange
-from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 class _State(NamedTuple):
@@ -55,13 +54,6 @@ class Ragged(Dispatch):
         if not group.axes:
             return tokens * min(k, group.num_experts)
         return group.room(tokens, k, self.buffer_factor)
-
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return counts and both exchanges. Rematerialisation repeats all: gradients need received rows and results."""
-        rows = min(sizes.tokens * min(sizes.k, group.num_experts), self.rows(sizes.tokens, sizes.k, group))
-        counts = group.move("all_gather", group.num_experts, jnp.int32)
-        once = group.move("ragged_all_to_all", rows * sizes.embed, sizes.dtype)
-        return Moves((counts, once, once), (counts, once, once), (once, once))
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Send the token of each assignment to the device of its expert, and sort the received rows by expert."""

@@ -13,8 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moezoo.parallel.collectives import varying_axes
-from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 class _State(NamedTuple):
@@ -45,17 +44,6 @@ class Replicated(Dispatch):
     def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
         """Return whether `strategy` can drop assignments of a share."""
         return self.strategy.can_drop(self._share(tokens, group), k, group)
-
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return the collectives of `strategy` for a share, the all-gather of results, and the sums of gradients."""
-        share = sizes._replace(tokens=self._share(sizes.tokens, group))
-        joined = group.move("all_gather", share.tokens * sizes.embed, sizes.dtype)
-        dropped = group.move("psum", 1, jnp.int32)
-        drops = (dropped,) if self.can_drop(sizes.tokens, sizes.k, group) else ()
-        padded = share.tokens * group.size
-        tokens = group.move("psum", padded * sizes.embed, sizes.dtype)
-        gates = group.move("psum", padded * sizes.k, jnp.float32)
-        return self.strategy.exchanges(share, group) + Moves((joined, *drops), (), (tokens, gates))
 
     @staticmethod
     def _share(tokens: int, group: ExpertGroup) -> int:

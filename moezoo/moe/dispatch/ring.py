@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from moezoo.kernels.permute import plan
 from moezoo.parallel.collectives import gather_tokens
-from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup, Sizes
-from moezoo.parallel.traffic import Moves
+from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +38,6 @@ class Ring(Dispatch):
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
         """Return R: the rows that the tokens of the group can need here, or the bound of `buffer_factor`."""
         return group.room(tokens, k, self.buffer_factor)
-
-    def exchanges(self, sizes: Sizes, group: ExpertGroup) -> Moves:
-        """Return the gathers of tokens and routing and the scatter of sums, which rematerialisation does not repeat."""
-        tokens = group.move("all_gather", sizes.tokens * sizes.embed, sizes.dtype)
-        routing = group.move("all_gather", sizes.tokens * 2 * sizes.k, jnp.float32)
-        sums = tokens.back()
-        return Moves((tokens, routing, sums), (tokens, routing), (tokens.back(), routing.back(), sums.back()))
 
     def dispatch(self, tokens: Float[Array, "tokens embed"], assignment: Assignment, group: ExpertGroup) -> Dispatched:
         """Gather tokens and routing of the group, and sort the assignments to the experts of this device."""

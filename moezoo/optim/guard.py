@@ -1,17 +1,35 @@
 """Skip a step whose loss or gradient norm is not finite, or is far above its running mean."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.config.settings import GuardSettings
+from moezoo.convert import Range, Size, check_fields
 from moezoo.parallel.collectives import vary_like
 
 # A running mean keeps half of its weight for 34 steps. No step is skipped as a spike before 20 were accepted.
 _DECAY, _SEEN = 0.98, 20
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardSettings:
+    """Which steps are skipped: parameters, moments and the choice bias do not change, and the next batch follows.
+
+    A step is skipped if its loss or gradient norm is not finite, or, after 20 accepted steps, if one of them is more
+    than `loss` or `gradient_norm` times its running mean over accepted steps. None sets no limit. After `patience`
+    skipped steps in a row the run ends.
+    """
+
+    loss: Annotated[float, Range(above=1)] | None = 3.0
+    gradient_norm: Annotated[float, Range(above=1)] | None = 10.0
+    patience: Size = 10
+
+    def __post_init__(self):
+        check_fields("guard", self)
 
 
 class Guard(NamedTuple):
