@@ -1,39 +1,37 @@
 """The model families: one file each, in the order of its paper."""
 
-import dataclasses
-
 import jax
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek_hub, gpt_oss_hub, grouped_hub, mixtral_hub, olmoe
+from moezoo.models import (
+    deepseek,
+    deepseek_hub,
+    gpt_oss,
+    gpt_oss_hub,
+    grouped,
+    grouped_hub,
+    mixtral,
+    mixtral_hub,
+    olmoe,
+)
 from moezoo.models.arguments import check_key
-from moezoo.models.base import Hub, LanguageModel
+from moezoo.models.base import LanguageModel
 from moezoo.models.config import ModelConfig
-from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
-from moezoo.models.gpt_oss import GptOss, GptOssConfig
-from moezoo.models.grouped import Grouped, GroupedConfig
-from moezoo.models.mixtral import Mixtral, MixtralConfig
-from moezoo.models.olmoe import Olmoe, OlmoeConfig
+from moezoo.models.deepseek import DeepSeekConfig
+from moezoo.models.family import Family
+from moezoo.models.gpt_oss import GptOssConfig
+from moezoo.models.grouped import GroupedConfig
+from moezoo.models.mixtral import MixtralConfig
+from moezoo.models.olmoe import OlmoeConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The configuration class and model class of a family, and its mapping to Hugging Face folders."""
-
-    config: type[ModelConfig]
-    model: type
-    hub: Hub
-
-
-FAMILIES = {
-    "deepseek": Family(DeepSeekConfig, DeepSeek, deepseek_hub),
-    "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
-    "olmoe": Family(OlmoeConfig, Olmoe, olmoe),
-    "grouped": Family(GroupedConfig, Grouped, grouped_hub),
-    "gpt_oss": Family(GptOssConfig, GptOss, gpt_oss_hub),
-}
+DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub)
+Mixtral = Family("mixtral", MixtralConfig, mixtral.kinds, mixtral.make_block, mixtral_hub)
+Olmoe = Family("olmoe", OlmoeConfig, olmoe.kinds, olmoe.make_block, olmoe)
+Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub)
+GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss_hub)
+FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -47,8 +45,7 @@ def family_of(config: ModelConfig) -> Family:
 
 def name_of(config: ModelConfig) -> str:
     """Return the name of a configuration's family, and which model of the family it is where there are several."""
-    family = family_of(config)
-    name = next(name for name, registered in FAMILIES.items() if registered is family)
+    name = family_of(config).name
     return f"{name} ({config.variant})" if config.variant else name
 
 
@@ -65,7 +62,7 @@ def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") 
     """
     family = family_of(config)
     check_key(key)
-    return family.model(config, dtype=check_dtype("dtype", dtype, StoredDType), key=key)
+    return family(config, dtype=check_dtype("dtype", dtype, StoredDType), key=key)
 
 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:

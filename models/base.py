@@ -1,10 +1,10 @@
-"""The base class of every family's model: `embed`, `layers`, `head`, and the call that composes them on any mesh.
+"""The model of every family: `embed`, `layers`, `head`, and the call that composes them on any mesh.
 
 Also the contract of a family's mapping to Hugging Face folders.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -88,17 +88,17 @@ class Output(NamedTuple):
     routing: Routing
 
 
+@final
 class LanguageModel(eqx.Module):
     """A token embedding, stacks of layers, and an unembedding. All leaves are arrays.
 
-    Every layer is a `moezoo.models.block.Block`. A family declares the four fields and an `__init__(config, *, dtype,
-    key)`.
+    Every layer is a `moezoo.models.block.Block`. A `moezoo.models.family.Family` makes models.
     """
 
-    embedding: eqx.AbstractVar[TokenEmbedding]
-    stacks: eqx.AbstractVar[tuple[Stack, ...]]
-    unembedding: eqx.AbstractVar[Unembedding]
-    config: eqx.AbstractVar[ModelConfig]
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: ModelConfig = eqx.field(static=True)
 
     @property
     def routing_config(self) -> RoutingConfig:

@@ -1,7 +1,7 @@
 """DeepSeek-V2 (2024, arXiv:2405.04434), V3 (2024, arXiv:2412.19437) and their kin. The settings choose among them.
 
-The file has, in this order, the configuration, the two kinds of layer, the model, and its tensor names in a Hugging
-Face folder.
+The file has, in this order, the configuration and the two kinds of layer. `moezoo.models.deepseek_hub` maps them to
+Hugging Face folders.
 
     x = embedding[tokens]                                              # [B, S, d]
     for each layer:
@@ -27,18 +27,15 @@ The index is not built: up to so many tokens it selects all, and longer texts ar
 import dataclasses
 from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Count, Positive, Size
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, OfExperts, TokenEmbedding, Unembedding
+from moezoo.models.base import OfExperts
 from moezoo.models.block import Block
 from moezoo.models.config import Limit, ModelConfig, check_rotary
-from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -49,7 +46,6 @@ from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 # DeepSeek-V3's router, with groups for the experts of the laptop size.
 _ROUTER = Choice("sigmoid", groups=4, kept_groups=2, group_score="sum_of_top2", scale=2.5, choice_bias="learned")
@@ -138,7 +134,13 @@ class DeepSeekConfig(ModelConfig):
         return self.nope_dim + self.rope_dim + self.value_dim
 
 
-def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
+def kinds(c: DeepSeekConfig) -> list[list[Literal["dense", "moe"]]]:
+    """The feed-forward part of each layer, in two runs."""
+    return [["dense"] * c.dense_layers, ["moe"] * (c.layers - c.dense_layers)]
+
+
+def make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
     for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
     out_std = (2 * c.layers) ** -0.5
     attention = LatentAttention(
@@ -161,28 +163,6 @@ def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dty
         )
     norms = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
     return Block(next(norms), attention, next(norms), feed_forward)
-
-
-class DeepSeek(LanguageModel):
-    """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: DeepSeekConfig = eqx.field(static=True)
-
-    def __init__(self, config: DeepSeekConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_dense, for_moe, for_head = jax.random.split(key, 4)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        with_experts = c.layers - c.dense_layers
-        kinds = ["dense"] * c.dense_layers + ["moe"] * with_experts
-        keys = jnp.concatenate([jax.random.split(for_dense, c.dense_layers), jax.random.split(for_moe, with_experts)])
-        self.stacks = make_stacks(kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
 
 
 # Path of our array -> tensor name in a Hugging Face folder; the arrays of a tuple are joined in one tensor.

@@ -1,7 +1,7 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): windows in every second layer, attention sinks, experts with biases.
 
-The file has, in this order, the configuration, one layer and the model. `moezoo.models.gpt_oss_hub` maps it to Hugging
-Face folders.
+The file has, in this order, the configuration and the layers. `moezoo.models.gpt_oss_hub` maps them to Hugging Face
+folders.
 
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
@@ -19,18 +19,14 @@ a head's scores and has no value. With router logits x W + b, gates are a softma
 import dataclasses
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Positive, Size
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -39,7 +35,6 @@ from moezoo.nn.clamped_swiglu import ClampedSwiGLU
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 # What a query sees.
 Kind = Literal["window", "all"]
@@ -93,20 +88,21 @@ class GptOssConfig(GroupedAttentionConfig):
             )
 
     @property
-    def kinds(self) -> list[Kind]:
-        """What the queries of each layer see."""
-        if self.window is None:
-            return ["all"] * self.layers
-        full = range(1, self.layers, 2) if self.full_layers is None else frozenset(self.full_layers)
-        return ["all" if i in full else "window" for i in range(self.layers)]
-
-    @property
     def sees_all(self) -> bool:
         """Whether the queries of some layer see all tokens up to themselves."""
-        return "all" in self.kinds
+        return "all" in kinds(self)[0]
 
 
-def _make_block(kind: Kind, c: GptOssConfig, dtype: jnp.dtype, key: Array) -> Block:
+def kinds(c: GptOssConfig) -> list[list[Kind]]:
+    """What the queries of each layer see."""
+    if c.window is None:
+        return [["all"] * c.layers]
+    full = range(1, c.layers, 2) if c.full_layers is None else frozenset(c.full_layers)
+    return [["all" if i in full else "window" for i in range(c.layers)]]
+
+
+def make_block(kind: Kind, c: GptOssConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
     for_attention, for_router, for_experts = jax.random.split(key, 3)
     options: dict[str, Any] = {"out_std": (2 * c.layers) ** -0.5, "dtype": dtype}
     attention = Attention(
@@ -126,23 +122,3 @@ def _make_block(kind: Kind, c: GptOssConfig, dtype: jnp.dtype, key: Array) -> Bl
     experts = Experts(c.experts, c.embed, c.expert_mlp, activation=activation, biases="all", **options, key=for_experts)
     norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
     return Block(norms[0], attention, norms[1], MoE(router, experts))
-
-
-class GptOss(LanguageModel):
-    """The model: `model(tokens)` returns logits, and routing (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: GptOssConfig = eqx.field(static=True)
-
-    def __init__(self, config: GptOssConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(c.kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )

@@ -16,7 +16,7 @@ from moezoo.models.config_json import (
     write_keys,
     write_rope,
 )
-from moezoo.models.gpt_oss import GptOssConfig
+from moezoo.models.gpt_oss import GptOssConfig, kinds
 
 MODEL_TYPES = {"gpt_oss": "sinks, windows in every second layer, experts with biases; gpt-oss-20b and 120b"}
 find_unused = nothing_unused
@@ -86,21 +86,21 @@ def config_from_hub(mapping: Mapping[str, Any]) -> GptOssConfig:
 def _read_windows(config: ConfigJson, layers: int) -> dict[str, Any]:
     """Return the window and the layers without one."""
     window = config.read("sliding_window", int | None, 128)
-    kinds = config.read("layer_types", tuple[str, ...] | None, None)
-    if kinds is None:
-        kinds = tuple(_ALL if i % 2 else _WINDOW for i in range(layers))
-    if unknown := sorted(set(kinds) - {_WINDOW, _ALL}):
+    types = config.read("layer_types", tuple[str, ...] | None, None)
+    if types is None:
+        types = tuple(_ALL if i % 2 else _WINDOW for i in range(layers))
+    if unknown := sorted(set(types) - {_WINDOW, _ALL}):
         raise UserError(f"config.json: layer_types names '{unknown[0]}': expected {_WINDOW} or {_ALL}")
-    if len(kinds) != layers:
+    if len(types) != layers:
         raise UserError(
-            f"config.json: layer_types names {len(kinds)} layers, but num_hidden_layers={layers}; one of them is wrong"
+            f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is wrong"
         )
-    if window is None and _WINDOW in kinds:
+    if window is None and _WINDOW in types:
         raise UserError(
-            f"config.json: sliding_window=null, but layer {kinds.index(_WINDOW)} of layer_types is {_WINDOW}; "
+            f"config.json: sliding_window=null, but layer {types.index(_WINDOW)} of layer_types is {_WINDOW}; "
             "write the size of the window"
         )
-    full = tuple(i for i, kind in enumerate(kinds) if kind == _ALL)
+    full = tuple(i for i, kind in enumerate(types) if kind == _ALL)
     if len(full) == layers:
         return {"window": None}
     return {"window": window, "full_layers": None if full == tuple(range(1, layers, 2)) else full}
@@ -114,7 +114,7 @@ def config_to_hub(config: GptOssConfig) -> dict[str, Any]:
         "attention_bias": config.attention_bias == "all",
         # transformers makes a mask of the window even where no layer uses it.
         "sliding_window": config.window or config.max_length,
-        "layer_types": [_ALL if kind == "all" else _WINDOW for kind in config.kinds],
+        "layer_types": [_ALL if kind == "all" else _WINDOW for kind in kinds(config)[0]],
         "rope_parameters": write_rope(config.rope_base, config.yarn),
         "hidden_act": "silu",
     }

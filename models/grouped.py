@@ -1,6 +1,7 @@
 """Models with grouped-query attention whose layers are an MLP or a mixture of experts. The settings choose the model.
 
-The file has, in this order, the configuration, one layer, the model, and its tensor names in a Hugging Face folder.
+The file has, in this order, the configuration and the layers. `moezoo.models.grouped_hub` maps them to Hugging Face
+folders.
 
     x = embedding[tokens]                                          # [B, S, d]
     for each layer:
@@ -28,18 +29,15 @@ The sigmoid routers are DeepSeek-V3's (2024, arXiv:2412.19437, section 2.1.2); t
 import dataclasses
 from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Count, Size
 from moezoo.errors import UserError
-from moezoo.models.base import AsRow, LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.base import AsRow
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, check_rotary
-from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -49,7 +47,6 @@ from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +127,15 @@ class GroupedConfig(GroupedAttentionConfig):
         """The `model_type`."""
         return self.model_type
 
-    @property
-    def kinds(self) -> list[Literal["mlp", "moe"]]:
-        """The feed-forward part of each layer."""
-        without = frozenset(self.mlp_layers)
-        with_experts = [(i + 1) % self.moe_every == 0 and i not in without for i in range(self.layers)]
-        return ["moe" if has else "mlp" for has in with_experts]
+
+def kinds(c: GroupedConfig) -> list[list[Literal["mlp", "moe"]]]:
+    """The feed-forward part of each layer."""
+    without = frozenset(c.mlp_layers)
+    return [["moe" if (i + 1) % c.moe_every == 0 and i not in without else "mlp" for i in range(c.layers)]]
 
 
-def _make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:
+def make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
     for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
     out_std = (2 * c.layers) ** -0.5
     attention = Attention(
@@ -166,26 +163,6 @@ def _make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype,
         )
     norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
     return Block(norms[0], attention, norms[1], feed_forward)
-
-
-class Grouped(LanguageModel):
-    """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: GroupedConfig = eqx.field(static=True)
-
-    def __init__(self, config: GroupedConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(c.kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
 
 
 # Path of our array -> tensor name in a Hugging Face folder.

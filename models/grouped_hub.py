@@ -16,7 +16,7 @@ from moezoo.models.config_json import (
 )
 from moezoo.models.deepseek_hub import find_unused as find_next_token_layers
 from moezoo.models.grouped import NAMES as NAMES
-from moezoo.models.grouped import GroupedConfig
+from moezoo.models.grouped import GroupedConfig, kinds
 from moezoo.models.grouped import layer_names as layer_names
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
@@ -79,7 +79,7 @@ class _Type(NamedTuple):
 
 
 def _each(config: GroupedConfig, without: str, other: str) -> list[str]:
-    return [other if kind == "moe" else without for kind in config.kinds]
+    return [other if kind == "moe" else without for kind in kinds(config)[0]]
 
 
 def _read_listed(config: ConfigJson, layers: int) -> tuple[int, Iterable[int]]:
@@ -92,11 +92,11 @@ def _read_first(default: int) -> Callable[[ConfigJson, int], tuple[int, Iterable
 
 
 def _read_types(config: ConfigJson, layers: int) -> tuple[int, Iterable[int]]:
-    kinds = config.read("mlp_layer_types", tuple[Literal["dense", "sparse"], ...] | None, None)
-    kinds = ("dense", *["sparse"] * (layers - 1)) if kinds is None else kinds
-    if len(kinds) != layers:
-        raise UserError(f"config.json: mlp_layer_types names {len(kinds)} layers, but num_hidden_layers={layers}")
-    without = [i for i, kind in enumerate(kinds) if kind == "dense"]
+    types = config.read("mlp_layer_types", tuple[Literal["dense", "sparse"], ...] | None, None)
+    types = ("dense", *["sparse"] * (layers - 1)) if types is None else types
+    if len(types) != layers:
+        raise UserError(f"config.json: mlp_layer_types names {len(types)} layers, but num_hidden_layers={layers}")
+    without = [i for i, kind in enumerate(types) if kind == "dense"]
     # Another spelling, which transformers does not read.
     first = config.read("first_k_dense_replace", int | None, None, least=0)
     if first is not None and [*range(first)] != without:
@@ -113,7 +113,7 @@ def _read_interval(config: ConfigJson, layers: int) -> tuple[int, Iterable[int]]
 
 
 def _write_interval(config: GroupedConfig) -> dict[str, Any]:
-    with_experts = [i for i, kind in enumerate(config.kinds) if kind == "moe"]
+    with_experts = [i for i, kind in enumerate(kinds(config)[0]) if kind == "moe"]
     ends = {"moe_layer_start_index": with_experts[0], "moe_layer_end_index": with_experts[-1]}
     return {"moe_layer_interval": config.moe_every, **ends}
 
@@ -135,7 +135,7 @@ _NO_MLP = _Layers((), lambda config, layers: (1, ()), lambda c: {})
 def _first(default: int) -> _Layers:
     """The first layers have an MLP; `default` of them where the key is missing."""
     key = "first_k_dense_replace"
-    return _Layers((key,), _read_first(default), lambda c: {key: (*c.kinds, "moe").index("moe")})
+    return _Layers((key,), _read_first(default), lambda c: {key: (*kinds(c)[0], "moe").index("moe")})
 
 
 _COMMON: dict[str, tuple[str, ...]] = {ours: (key,) for ours, key in COMMON_KEYS.items()}
@@ -443,10 +443,10 @@ def _check_same(config: GroupedConfig, read: GroupedConfig) -> None:
         router |= {"group_score": None} if c.router.groups == 1 else {}  # of one group nothing is chosen
         if c.yarn.factor == 1:
             found["yarn"] = Yarn()
-        if "mlp" in c.kinds:
+        if "mlp" in kinds(c)[0]:
             found["mlp"] = c.mlp
         found |= {f"router.{name}": value for name, value in router.items()}
-        return found | {"rotary_dims": c.rotary_dims or c.head_dim, "mlp_layers": c.kinds}
+        return found | {"rotary_dims": c.rotary_dims or c.head_dim, "mlp_layers": kinds(c)[0]}
 
     wanted, found = comparable(config), comparable(read)
     for name, value in found.items():

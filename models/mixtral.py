@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al., 2024, arXiv:2401.04088): a transformer in which every MLP is a mixture of experts.
 
-The file has, in this order, the configuration, one layer, the model, and its tensor names in a Hugging Face folder.
+The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
 
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
@@ -16,24 +16,19 @@ biases, and the unembedding is a matrix of its own or, with `tied_embeddings`, t
 import dataclasses
 from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Size
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +58,14 @@ class MixtralConfig(GroupedAttentionConfig):
     tied_embeddings: bool = False
 
 
-def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
+def kinds(c: MixtralConfig) -> list[list[str]]:
+    """Layers of one kind."""
+    return [["moe"] * c.layers]
+
+
+def make_block(kind: str, c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
+    del kind
     for_attention, for_router, for_experts = jax.random.split(key, 3)
     out_std = (2 * c.layers) ** -0.5
     return Block(
@@ -85,26 +87,6 @@ def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
             Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
         ),
     )
-
-
-class Mixtral(LanguageModel):
-    """The model: `model(tokens)` returns logits and routing (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: MixtralConfig = eqx.field(static=True)
-
-    def __init__(self, config: MixtralConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
 
 
 # Path of our array -> tensor name in a Hugging Face folder.

@@ -1,6 +1,6 @@
 """OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): many small experts, and normalised queries and keys.
 
-The file has, in this order, the configuration, one layer, the model, and its mapping to Hugging Face folders.
+The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
 
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
@@ -17,15 +17,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Positive, convert
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
 from moezoo.models.config_json import (
@@ -37,7 +34,6 @@ from moezoo.models.config_json import (
     write_keys,
     write_rope,
 )
-from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
@@ -45,7 +41,6 @@ from moezoo.nn.attention import Attention
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +82,14 @@ class OlmoeConfig(GroupedAttentionConfig):
         self.router.check(self.experts, self.experts_per_token)
 
 
-def _make_block(c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Block:
+def kinds(c: OlmoeConfig) -> list[list[str]]:
+    """Layers of one kind."""
+    return [["moe"] * c.layers]
+
+
+def make_block(kind: str, c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
+    del kind
     for_attention, for_router, for_experts = jax.random.split(key, 3)
     out_std = (2 * c.layers) ** -0.5
     attention = Attention(
@@ -108,26 +110,6 @@ def _make_block(c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Block:
     experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts)
     norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
     return Block(norms[0], attention, norms[1], MoE(router, experts))
-
-
-class Olmoe(LanguageModel):
-    """The model: `model(tokens)` returns logits and routing (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: OlmoeConfig = eqx.field(static=True)
-
-    def __init__(self, config: OlmoeConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
 
 
 # Hugging Face folders: path of our array -> tensor name, and our setting -> key of config.json.

@@ -96,7 +96,8 @@ def _keys_of_both(model: LanguageModel, source: Source) -> tuple[dict[str, Any],
     place, family = source.place, source.family
     if family_of(model.config) is not family:
         kind = text_config(source.mapping)["model_type"]
-        raise _another(source, f"it has {place.table}model_type={kind} and the model is a {type(model).__name__}")
+        ours = type(model.config).__name__.removesuffix("Config")
+        raise _another(source, f"it has {place.table}model_type={kind} and the model is a {ours}")
     ours, theirs = (family.hub.config_to_hub(config) for config in (model.config, source.config))
     if ours["model_type"] != theirs["model_type"]:
         kinds = f"model_type={theirs['model_type']} and the model {ours['model_type']}"

@@ -46,11 +46,11 @@ def render() -> str:
     """Return the page."""
     lines = [_HEAD.strip().format(nested=" and ".join(f"`{kind}`" for kind in sorted(NESTED))), ""]
     for name, family in FAMILIES.items():
-        module = family.model.__module__.rpartition(".")[2]
+        module = family.config.__module__.rpartition(".")[2]
         entries = {path.stem: path for path in sorted((CONF / "model").glob("*.yaml"))}
         mine = {entry: path for entry, path in entries.items() if _family_of(path) == name}
         laptop = [entry for entry, path in mine.items() if not path.read_text().startswith(PACKAGE)]
-        lines += [f"## {name}", "", _wrap(f"{_about(family.model.__module__)} File: `models/{module}.py`."), ""]
+        lines += [f"## {name}", "", _wrap(f"{_about(family.config.__module__)} File: `models/{module}.py`."), ""]
         lines += ["| `model_type` | what distinguishes it |", "|---|---|"]
         lines += [f"| `{kind}` | {text} |" for kind, text in family.hub.MODEL_TYPES.items()]
         lines += ["", f"Laptop: {_code(laptop)}. As released:"]
