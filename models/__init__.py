@@ -4,33 +4,23 @@ import jax
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import (
-    deepseek,
-    deepseek_hub,
-    gpt_oss,
-    gpt_oss_hub,
-    grouped,
-    grouped_hub,
-    mixtral,
-    mixtral_hub,
-    olmoe,
-)
+from moezoo.models import deepseek, deepseek_hub, gpt_oss, grouped, grouped_hub, mixtral, olmoe
 from moezoo.models.arguments import check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeekConfig
-from moezoo.models.family import Family
+from moezoo.models.family import Family, alike
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
-DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub)
-Mixtral = Family("mixtral", MixtralConfig, mixtral.kinds, mixtral.make_block, mixtral_hub)
-Olmoe = Family("olmoe", OlmoeConfig, olmoe.kinds, olmoe.make_block, olmoe)
-Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub)
-GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss_hub)
+DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
+Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HUB)
+Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
+Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB)
+GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
 FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
 
 
@@ -68,24 +58,3 @@ def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
     """Return the model with a `jax.ShapeDtypeStruct` for each array. This uses no device and no memory for arrays."""
     return jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=dtype))
-
-
-__all__ = [
-    "FAMILIES",
-    "DeepSeek",
-    "DeepSeekConfig",
-    "Family",
-    "GptOss",
-    "GptOssConfig",
-    "Grouped",
-    "GroupedConfig",
-    "Mixtral",
-    "MixtralConfig",
-    "ModelConfig",
-    "Olmoe",
-    "OlmoeConfig",
-    "build_model",
-    "family_of",
-    "model_shapes",
-    "name_of",
-]

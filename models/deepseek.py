@@ -33,15 +33,11 @@ from jaxtyping import Array
 
 from moezoo.convert import Count, Positive, Size
 from moezoo.errors import UserError
-from moezoo.models.base import OfExperts
 from moezoo.models.block import Block
 from moezoo.models.config import Limit, ModelConfig, check_rotary
-from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
-from moezoo.moe.router import Choice, Router
+from moezoo.models.parts import block, mixture, mlp, out_std
+from moezoo.moe.router import Choice
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
-from moezoo.nn.mlp import MLP
-from moezoo.nn.norm import RMSNorm
 from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
@@ -73,20 +69,13 @@ class DeepSeekConfig(ModelConfig):
     `moezoo.models.config.ModelConfig` describes the others.
     """
 
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
     dense_layers: Count = 1
-    heads: int = 4
     q_lora: Size | None = 64
     kv_lora: Size = 32
     nope_dim: Size = 32
     rope_dim: Size = 16
     value_dim: Size = 32
     mlp: int = 512
-    expert_mlp: int = 128
-    experts: int = 16
-    experts_per_token: int = 4
     shared_experts: Count = 1
     router: Choice = _ROUTER
     rope_base: Positive = 1e4
@@ -95,13 +84,9 @@ class DeepSeekConfig(ModelConfig):
     query_scale: QueryScale = dataclasses.field(default_factory=QueryScale)
     index_topk: Size | None = None
     index_pairs: Pairs = "halves"
-    max_length: int = 4096
     norm_eps: float = 1e-6
     load_balance: float = 0.0001
     load_balance_over: Literal["batch", "sequence"] = "sequence"
-    z_loss: float = 0.0
-    init_std: float = 0.02
-    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -141,63 +126,16 @@ def kinds(c: DeepSeekConfig) -> list[list[Literal["dense", "moe"]]]:
 
 def make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
     """Return one layer."""
-    for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
-    out_std = (2 * c.layers) ** -0.5
+    first, *others = jax.random.split(key, 4)
     attention = LatentAttention(
         c.embed,
         LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
         rotary=Rotary(c.rope_dim, c.rope_base, c.yarn, c.rope_pairs),
         query_scale=c.query_scale,
-        out_std=out_std,
+        out_std=out_std(c),
         dtype=dtype,
-        key=for_attention,
+        key=first,
     )
     if kind == "dense":
-        feed_forward = MLP(c.embed, c.mlp, out_std=out_std, dtype=dtype, key=first)
-    else:
-        width = c.shared_experts * c.expert_mlp
-        feed_forward = MoE(
-            Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first),
-            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
-            MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None,
-        )
-    norms = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
-    return Block(next(norms), attention, next(norms), feed_forward)
-
-
-# Path of our array -> tensor name in a Hugging Face folder; the arrays of a tuple are joined in one tensor.
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "unembedding.norm.scale": "model.norm.weight",
-    "unembedding.weight": "lm_head.weight",
-}
-_MLP = "model.layers.{layer}.mlp"
-LAYER_NAMES = {
-    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
-    "attention.query_down": "model.layers.{layer}.self_attn.q_a_proj.weight",
-    "attention.query_norm.scale": "model.layers.{layer}.self_attn.q_a_layernorm.weight",
-    "attention.query_up": "model.layers.{layer}.self_attn.q_b_proj.weight",
-    "attention.kv_down": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
-    "attention.kv_norm.scale": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
-    ("attention.key_up", "attention.value_up"): "model.layers.{layer}.self_attn.kv_b_proj.weight",
-    "attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
-    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "feed_forward.gate": f"{_MLP}.gate_proj.weight",
-    "feed_forward.up": f"{_MLP}.up_proj.weight",
-    "feed_forward.down": f"{_MLP}.down_proj.weight",
-    "feed_forward.router.weight": f"{_MLP}.gate.weight",
-    "feed_forward.router.choice_bias": f"{_MLP}.gate.e_score_correction_bias",
-    "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
-    "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
-    "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
-    "feed_forward.shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
-    "feed_forward.shared.up": f"{_MLP}.shared_experts.up_proj.weight",
-    "feed_forward.shared.down": f"{_MLP}.shared_experts.down_proj.weight",
-}
-# Mistral 4 has one tensor for all experts of a layer.
-JOINED_NAMES = {ours: name for ours, name in LAYER_NAMES.items() if "{expert}" not in name}
-JOINED_NAMES |= {
-    ("feed_forward.experts.gate", "feed_forward.experts.up"): OfExperts(f"{_MLP}.experts.gate_up_proj"),
-    "feed_forward.experts.down": OfExperts(f"{_MLP}.experts.down_proj"),
-}
+        return block(c, dtype, attention, mlp(c, dtype, others[0], c.mlp))
+    return block(c, dtype, attention, mixture(c, dtype, others, c.router, c.shared_experts))

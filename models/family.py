@@ -9,10 +9,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moezoo.models.base import Hub, LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import ModelConfig
+from moezoo.models.hub import Hub
 from moezoo.models.layers import make_stacks
+
+
+def alike(config: ModelConfig) -> Sequence[Sequence[None]]:
+    """Return the `kinds` of a family whose layers are of one kind."""
+    return [[None] * config.layers]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): windows in every second layer, attention sinks, experts with biases.
 
-The file has, in this order, the configuration and the layers. `moezoo.models.gpt_oss_hub` maps them to Hugging Face
-folders.
+The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
 
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
@@ -17,6 +16,7 @@ a head's scores and has no value. With router logits x W + b, gates are a softma
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -27,12 +27,12 @@ from moezoo.convert import Positive, Size
 from moezoo.errors import UserError
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
-from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attention
+from moezoo.models.config_json import ConfigJson
+from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, rope
+from moezoo.models.names import GROUPED_ATTENTION, MLP, MOE, layers, rows
+from moezoo.models.parts import block, grouped_attention, mixture
+from moezoo.moe.router import Choice
 from moezoo.nn.clamped_swiglu import ClampedSwiGLU
-from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
 
@@ -55,15 +55,6 @@ class GptOssConfig(GroupedAttentionConfig):
     `moezoo.models.config` describes the others.
     """
 
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    expert_mlp: int = 128
-    experts: int = 16
-    experts_per_token: int = 4
     attention_bias: Literal["none", "all"] = "all"
     window: Size | None = 64
     full_layers: tuple[int, ...] | None = None
@@ -72,12 +63,6 @@ class GptOssConfig(GroupedAttentionConfig):
     rope_base: float = 150000.0
     yarn: Yarn = dataclasses.field(default_factory=lambda: Yarn(mscale=0.0, mscale_all=0.0, truncate=False))
     max_length: int = 32768
-    norm_eps: float = 1e-5
-    load_balance: float = 0.01
-    load_balance_over: Literal["batch", "sequence"] = "batch"
-    z_loss: float = 0.0
-    init_std: float = 0.02
-    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,22 +88,77 @@ def kinds(c: GptOssConfig) -> list[list[Kind]]:
 
 def make_block(kind: Kind, c: GptOssConfig, dtype: jnp.dtype, key: Array) -> Block:
     """Return one layer."""
-    for_attention, for_router, for_experts = jax.random.split(key, 3)
-    options: dict[str, Any] = {"out_std": (2 * c.layers) ** -0.5, "dtype": dtype}
-    attention = Attention(
-        c.embed,
-        c.heads,
-        c.kv_heads,
-        c.head_dim,
-        rotary=Rotary(c.head_dim, c.rope_base, c.yarn),
-        biases=c.attention_bias,
-        sinks=True,
-        window=c.window if kind == "window" else None,
-        **options,
-        key=for_attention,
-    )
-    router = Router(c.embed, c.experts, c.experts_per_token, Choice(), bias="trained", dtype=dtype, key=for_router)
+    first, *others = jax.random.split(key, 3)
+    rotary, window = Rotary(c.head_dim, c.rope_base, c.yarn), c.window if kind == "window" else None
+    options: dict[str, Any] = {"biases": c.attention_bias, "sinks": True, "window": window}
+    attention = grouped_attention(c, dtype, first, rotary=rotary, **options)
     activation = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
-    experts = Experts(c.experts, c.embed, c.expert_mlp, activation=activation, biases="all", **options, key=for_experts)
-    norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
-    return Block(norms[0], attention, norms[1], MoE(router, experts))
+    experts = mixture(c, dtype, others, Choice(), bias="trained", activation=activation, biases="all")
+    return block(c, dtype, attention, experts)
+
+
+# Hugging Face folders.
+_EXPERTS = """
+    experts.gate+experts.up=gate_up_proj experts.gate_bias+experts.up_bias=gate_up_proj_bias
+    experts.down=down_proj experts.down_bias=down_proj_bias
+"""
+_ROUTER = rows(f"{MOE}router.", f"{MLP}router.", "weight=weight bias=bias")
+_ROWS = layers(GROUPED_ATTENTION, (*_ROUTER, *rows(MOE, f"{MLP}experts.", _EXPERTS, "alternating")))
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 4096}
+_WINDOW, _ALL = "sliding_attention", "full_attention"
+
+
+def _read_windows(config: ConfigJson, found: Found) -> Found:
+    """Return the window and the layers without one."""
+    window = config.read("sliding_window", int | None, 128)
+    types, layers = config.read("layer_types", tuple[str, ...] | None, None), found["layers"]
+    if types is None:
+        types = tuple(_ALL if i % 2 else _WINDOW for i in range(layers))
+    if unknown := sorted(set(types) - {_WINDOW, _ALL}):
+        raise UserError(f"config.json: layer_types names '{unknown[0]}': expected {_WINDOW} or {_ALL}")
+    if len(types) != layers:
+        raise UserError(
+            f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is wrong"
+        )
+    if window is None and _WINDOW in types:
+        raise UserError(
+            f"config.json: sliding_window=null, but layer {types.index(_WINDOW)} of layer_types is {_WINDOW}; "
+            "write the size of the window"
+        )
+    full = tuple(i for i, kind in enumerate(types) if kind == _ALL)
+    if len(full) == layers:
+        return {"window": None}
+    return {"window": window, "full_layers": None if full == tuple(range(1, layers, 2)) else full}
+
+
+def _write_windows(c: GptOssConfig) -> Mapping[str, Any]:
+    return {
+        # transformers makes a mask of the window even where no layer uses it.
+        "sliding_window": c.window or c.max_length,
+        "layer_types": [_ALL if kind == "all" else _WINDOW for kind in kinds(c)[0]],
+    }
+
+
+_SETTINGS = common(131072, norm_eps=1e-5) | {
+    "expert_mlp": Key("intermediate_size"),
+    "load_balance": Key("router_aux_loss_coef", 0.001),
+    "swiglu_alpha": Key("swiglu_alpha", 1.702),
+    "swiglu_limit": Key("swiglu_limit", 7.0),
+    "kv_heads": Key("num_key_value_heads", 8),
+    "head_dim": Key("head_dim", 64),
+    "experts": Key("num_local_experts num_experts"),
+}
+_FURTHER = {
+    "attention_bias": Key("attention_bias", True, words=("none", "all")),
+    "windows": Part(_read_windows, _write_windows, {"window": "sliding_window", "full_layers": "layer_types"}),
+    "rope": rope(150000.0, missing=_YARN),
+    "hidden_act": SILU,
+}
+# Second names of settings, which transformers does not read.
+_ONLY, _WITHOUT_EFFECT = {"experts_per_token": lambda found: found["experts_per_token"]}, "initial_context_length"
+HUB = Hub(
+    {"gpt_oss": "sinks, windows in every second layer, experts with biases; gpt-oss-20b and 120b"},
+    {"gpt_oss": ModelType("GptOss", _SETTINGS, _FURTHER, _ROWS, _ONLY, _WITHOUT_EFFECT)},
+    lambda config: "gpt_oss",
+)
