@@ -172,7 +172,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
             room = SHARD_BYTES
         shards[-1].append(tensor)
         room -= size
-    config = family.hub.config_to_hub(model.config)
+    config = family.hub.write(model.config)
     config["dtype"] = str(model.embedding.weight.dtype)
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
