@@ -12,7 +12,7 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
-from moezoo.nn.base import FeedForward, SelfAttention
+from moezoo.nn.base import FeedForward, Mixer
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
 
@@ -22,7 +22,7 @@ def out_std(c: ModelConfig) -> float:
     return (2 * c.layers) ** -0.5
 
 
-def block(c: ModelConfig, dtype: jnp.dtype, attention: SelfAttention, feed_forward: FeedForward) -> Block:
+def block(c: ModelConfig, dtype: jnp.dtype, attention: Mixer, feed_forward: FeedForward) -> Block:
     """Return a layer of these parts."""
     first, second = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
     return Block(first, attention, second, feed_forward)
