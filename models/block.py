@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from moezoo.moe.mixture import MoE
 from moezoo.moe.routing import LayerSums
-from moezoo.nn.base import FeedForward, SelfAttention
+from moezoo.nn.base import FeedForward, Mixer
 from moezoo.nn.cache import Past
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
@@ -24,7 +24,7 @@ from moezoo.parallel.execution import Execution
 
 
 class LayerOutput(NamedTuple):
-    """The activations `x`, the routing `sums` (None without experts), and what attention `kept` for later tokens."""
+    """The activations `x`, the routing `sums` (None without experts), and what the mixer `kept` for later tokens."""
 
     x: Float[Array, "batch seq embed"]
     sums: LayerSums | None
@@ -38,7 +38,7 @@ class Block(eqx.Module):
     """
 
     attention_norm: RMSNorm
-    attention: SelfAttention
+    attention: Mixer
     feed_forward_norm: RMSNorm
     feed_forward: FeedForward
     after_attention_norm: RMSNorm | None = None
@@ -53,7 +53,7 @@ class Block(eqx.Module):
             y = out.whole(execution.inner_group("heads"))
             x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
         with jax.named_scope("feed_forward"):
-            y, sums, _ = self.feed_forward(self.feed_forward_norm(x), context.queries.segment > 0, execution)
+            y, sums, _ = self.feed_forward(self.feed_forward_norm(x), context, execution)
             y = execution.inner_group("mlp").leave(y)
             x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
         return LayerOutput(x, sums, out.kept)

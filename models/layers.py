@@ -4,8 +4,8 @@ Layers that repeat a pattern of kinds are stored as one `Stack` and run by one s
 period is A A B: the stack has three blocks, and each of their arrays has a leading dimension of three periods.
 """
 
-import math
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, PyTree
 from moezoo.models.block import Block, LayerOutput
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.cache import Cache
-from moezoo.nn.positions import Context, LayerNumbers
+from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Stack
 from moezoo.parallel.execution import Execution
 
-# (block, what its attention kept) -> what the loop keeps of the layer.
+# (block, what its mixer kept) -> what the loop keeps of the layer.
 Keep = Callable[[Block, PyTree], PyTree]
 
 
@@ -72,47 +72,40 @@ def routing_rows(stacks: tuple[Stack, ...]) -> dict[tuple[int, int], np.ndarray]
 def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
     """Cut layers, given by their kinds, into runs of (layers per period, periods).
 
-    One block is compiled for each layer of a period, so the cut has the fewest blocks; among equal cuts, the shortest
-    first period.
+    They are leading layers, one pattern that repeats, and remaining layers, or no pattern. Leading and remaining layers
+    are runs of equal ones, of period 1. One block is compiled for each layer of a period, and the pattern is the
+    shortest with which the cut has the fewest blocks.
     """
     total = len(kinds)
-    codes = np.asarray([*map({kind: code for code, kind in enumerate(dict.fromkeys(kinds))}.get, kinds)], np.int32)
-    fewest, runs = np.zeros(total + 1, np.int32), [(0, 0)] * total  # blocks from a layer on, and the first of its runs
-    periods = np.arange(1, total + 1, dtype=np.int32)
-    same = np.zeros(total, np.int32)  # same[p - 1]: so many layers, from `start` on, equal the one p layers later
-    for start in reversed(range(total)):
-        left = total - start
-        same[: left - 1] = np.where(codes[start + 1 :] == codes[start], same[: left - 1] + 1, 0)
-        once = periods[:left] + fewest[start + 1 :]
-        best = int(once.min()), int(once.argmin()) + 1, -1  # blocks, period, -count: the least is the best
-        for period in map(int, periods[: left - 1][same[: left - 1] >= periods[: left - 1]]):
-            if period > best[0]:
-                break
-            for count in range(1 + int(same[period - 1]) // period, 1, -1):
-                best = min(best, (period + int(fewest[start + period * count]), period, -count))
-                if best[:2] <= (period + 1, period):  # with fewer periods at least one more block follows
-                    break
-        fewest[start], runs[start] = best[0], (best[1], -best[2])
-    cuts, start = [], 0
-    while start < total:
-        cuts.append(runs[start])
-        start += math.prod(runs[start])
-    return cuts
+    changes = [0, *accumulate(one != other for one, other in pairwise(kinds))]
+
+    def count_runs(first: int, end: int) -> int:
+        return 1 + changes[end - 1] - changes[first] if first < end else 0
+
+    fewest, pattern = count_runs(0, total), (total, 1, 0)  # the pattern: its first layer, period and periods
+    for period in range(2, total // 2 + 1):
+        if period >= fewest:
+            break
+        same = 0  # so many layers, from `first` on, equal the one `period` layers later
+        for first in reversed(range(total - period)):
+            same = same + 1 if kinds[first] == kinds[first + period] else 0
+            periods = 1 + same // period
+            blocks = count_runs(0, first) + period + count_runs(first + period * periods, total)
+            if periods > 1 and blocks < fewest:
+                fewest, pattern = blocks, (first, period, periods)
+    first, period, periods = pattern
+    before, after = kinds[:first], kinds[first + period * periods :]
+    leading, remaining = ([(1, len([*run])) for _, run in groupby(part)] for part in (before, after))
+    return leading + [(period, periods)] * (periods > 0) + remaining
 
 
-def make_stacks(
-    kinds: Sequence[Hashable],
-    make_block: Callable[[Any, Array], Block],
-    keys: Array,
-    numbers: Sequence[LayerNumbers] | None = None,
-) -> tuple[Stack, ...]:
+def make_stacks(kinds: Sequence[Hashable], make_block: Callable[[Any, Array], Block], keys: Array) -> tuple[Stack, ...]:
     """Return the stacks of a model.
 
     Args:
         kinds: the kind of each layer in order. Layers of one kind have the same structure.
         make_block: `make_block(kind, key)` returns one layer.
         keys: a random key per layer.
-        numbers: the numbers of each layer, where they differ by layer.
     """
     stacks, first = [], 0
     for period, count in find_periods(kinds):
@@ -120,8 +113,7 @@ def make_stacks(
             jax.vmap(lambda key, kind=kinds[at]: make_block(kind, key))(keys[at : first + period * count : period])
             for at in range(first, first + period)
         )
-        mine = None if numbers is None else tuple(numbers[first : first + period * count])
-        stacks.append(Stack(blocks, count, mine))
+        stacks.append(Stack(blocks, count))
         first += period * count
     return tuple(stacks)
 
@@ -168,10 +160,8 @@ def run_layers(
         if learns:
             run = execution.checkpoint(run)
 
-        # Sines of positions are computed once, neither again in the backward pass nor, by a compiler, for each head.
-        shared = [context] * len(stack.blocks)
-        if stack.numbers is None:
-            shared = [context._replace(turn=block.attention.rotary.turn(context)) for block in stack.blocks]
+        # Computed once: neither again in the backward pass nor, by a compiler, for each head.
+        shared = [context._replace(prepared=block.attention.prepare(context)) for block in stack.blocks]
 
         def step(
             x: Array,
@@ -181,16 +171,11 @@ def run_layers(
             shared: Any = shared,
             stacked: Any = stack.blocks,
         ) -> Any:
-            blocks, numbers, index = scanned
+            blocks, index = scanned
             collected = []
             for kind, block in enumerate(execution.layer(stacked, index) if blocks is None else blocks):
-                own, past = shared[kind], None
-                if numbers is not None:
-                    own = own._replace(numbers=numbers[kind])
-                if cache is not None:
-                    past, keys = cache.past(number, kind, index)
-                    own = own._replace(keys=keys)
-                out = run(x, block, own, past)
+                past = None if cache is None else cache.past(number, kind, index)
+                out = run(x, block, shared[kind], past)
                 x = out.x
                 if learns:
                     collected.append(out.sums)
@@ -200,22 +185,11 @@ def run_layers(
 
         # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
         blocks, index = (stack.blocks, None) if learns else (None, jnp.arange(stack.count))
-        x, collected = jax.lax.scan(step, x, (blocks, _by_kind(stack), index))
+        x, collected = jax.lax.scan(step, x, (blocks, index))
         kept.append(collected)
         if learns:
             sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}
     return LayersOutput(x, (), _in_order(sums, stacks)) if learns else LayersOutput(x, tuple(kept), None)
-
-
-def _by_kind(stack: Stack) -> list[LayerNumbers] | None:
-    """Return the numbers of a stack for a scan: for each kind, arrays [periods]."""
-    if stack.numbers is None:
-        return None
-    period = len(stack.blocks)
-    return [
-        LayerNumbers(*(jnp.asarray(column, jnp.float32) for column in zip(*stack.numbers[kind::period], strict=True)))
-        for kind in range(period)
-    ]
 
 
 def _in_order(sums: dict[tuple[int, int], LayerSums], stacks: tuple[Stack, ...]) -> LayerSums:

@@ -14,7 +14,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.layers import block_path
 from moezoo.moe.dispatch.layer import for_group
-from moezoo.nn.base import KeptSizes
+from moezoo.nn.cache import Kept
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
@@ -71,21 +71,23 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
                 )
         if call.cache is not None:
             continue
-        for name, sizes in _kept(block, execution):
+        for name, kept in _kept(block, call.length):
+            # Fewer key-value heads than devices are on several of them.
+            sizes = {axis: max(1, size // _ways(axis, execution)) for axis, size in kept.sizes.items()}
+            if not sizes.pop("slots", None):
+                continue
             yield of_tokens(f"{name} kept by attention", sizes)
             if gathered:
                 axes, whole = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
                 yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), whole, dtype, execution)
-    for number, kinds in enumerate(() if call.cache is None else call.cache.kept):
-        for kind, kept in enumerate(kinds):
-            fields = _kept(model.stacks[number].blocks[kind], execution)
-            for (name, sizes), array in zip(fields, jax.tree.leaves(kept), strict=True):
-                axes, local = (
-                    ("layer", "batch", "slots", *sizes),
-                    (array.shape[0], rows, array.shape[2], *sizes.values()),
-                )
-                name = f"{name} in the cache of .{block_path(number, kind)}"
-                yield _row(name, axes, ((), split[0], ()), local, array.dtype, execution)
+    for number, kinds in enumerate(() if call.cache is None else call.cache.states):
+        for kind, state in enumerate(kinds):
+            fields = _kept(model.stacks[number].blocks[kind], call.length)
+            for (name, kept), array in zip(fields, jax.tree.leaves(state), strict=True):
+                ways = (1, execution.ways(split[0]), *(_ways(axis, execution) for axis in kept.sizes))
+                local = tuple(size // parts for size, parts in zip(array.shape, ways, strict=True))
+                name, axes = f"{name} in the cache of .{block_path(number, kind)}", ("layer", "batch", *kept.sizes)
+                yield _row(name, axes, ((), split[0]), local, array.dtype, execution)
     if any(block.moe is not None for block in blocks):
         yield of_tokens("router probabilities", {"router": cfg.model.experts}, jnp.float32)
         room, over = _room(cfg, call), (*execution.token_axes, *execution.expert_axes)
@@ -107,11 +109,15 @@ def _row(
     return ActivationRow(name, tuple(axes), spec, shape, tuple(local), math.prod(local) * jnp.dtype(dtype).itemsize)
 
 
-def _kept(block: Block, execution: Execution) -> Iterator[tuple[str, KeptSizes]]:
-    """Yield the name and the sizes of each array that a device keeps of a token."""
-    sizes = block.attention.kept_sizes(execution.inner_group("heads"))
-    for path, array in jax.tree_util.tree_leaves_with_path(sizes, is_leaf=lambda x: isinstance(x, dict)):
-        yield jax.tree_util.keystr(path).removeprefix("."), array
+def _kept(block: Block, length: int) -> Iterator[tuple[str, Kept]]:
+    """Yield the name and the declaration of each array that a layer keeps of texts of `length` tokens."""
+    for path, kept in jax.tree_util.tree_leaves_with_path(block.attention.state(length)):
+        yield jax.tree_util.keystr(path[-1:]).removeprefix("."), kept
+
+
+def _ways(axis: str, execution: Execution) -> int:
+    """Return the number of parts that a logical axis is split into while computing."""
+    return execution.ways(execution.rules.kept(axis, execution.sizes))
 
 
 def _room(cfg: TrainConfig, call: Call) -> int:

@@ -9,13 +9,13 @@ from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
+from moezoo.config.blueprint import blueprint
 from moezoo.config.compose import compose
 from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.overrides import groups
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
-from moezoo.models import model_shapes
 from moezoo.models.base import check_tokens
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
@@ -87,7 +87,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
             f"choose a mesh whose {' x '.join(axes)} divides {num_experts}"
         )
     check_sizes(cfg.model, execution)
-    execution.specs(model_shapes(cfg.model))
+    execution.specs(blueprint(cfg).shapes)
     return execution
 
 

@@ -19,8 +19,7 @@ from moezoo.models.arguments import as_integers, check_inside, check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.choice import choose_dispatch
-from moezoo.nn.base import KeptSizes, SelfAttention
-from moezoo.nn.cache import Cache, fit
+from moezoo.nn.cache import Cache, Kept, State
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Place
@@ -47,16 +46,11 @@ def prefill(
     `at` holds each token's position and segment; segment 0 is padding.
     """
 
-    def keep(block: Block, kept: PyTree) -> PyTree:
-        slots = block.attention.count_slots(length)
-        return jax.tree.map(lambda leaf: fit(leaf, slots, dim=1), kept)
+    def keep(block: Block, kept: PyTree) -> State:
+        return block.attention.state(length).fill(kept)
 
-    context = Context(at, at)
-    x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, keep=keep)
-    room = {block.attention.count_slots(length) for stack in model.stacks for block in stack.blocks}
-    keys = {slots: Place(*(fit(p, slots, dim=1) for p in at)) for slots in room}
-    cache = Cache(kept, keys, jnp.int32(tokens.shape[1]))
-    return Advanced(_last_logits(model, x, execution), cache)
+    x, states, _ = model.layers(model.embed(tokens, execution), Context(at, at), execution, keep=keep)
+    return Advanced(_last_logits(model, x, execution), Cache.of_prompts(states, at))
 
 
 def decode(
@@ -67,10 +61,9 @@ def decode(
     execution: Execution,
 ) -> Advanced:
     """Read one more token of each row, inside `shard_map` or on one device."""
-    cache = cache.add_key(at)
-    context = Context(at, at)
-    x, kept, _ = model.layers(model.embed(tokens, execution), context, execution, cache)
-    return Advanced(_last_logits(model, x, execution), cache.append(kept))
+    cache = cache.add_place(at)
+    x, fresh, _ = model.layers(model.embed(tokens, execution), Context(at, at), execution, cache)
+    return Advanced(_last_logits(model, x, execution), cache.advance(fresh))
 
 
 def _last_logits(model: LanguageModel, x: Float[Array, "batch seq embed"], execution: Execution) -> Array:
@@ -228,11 +221,12 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """How prompts are continued, by at most `room` tokens.
+    """How prompts are continued, by at most `room` tokens to texts of at most `length`.
 
     `begin`, `advance` and `run` run inside `shard_map`, or on one device.
     """
 
+    length: int
     room: int
     sampling: Sampling
     prefill: Execution
@@ -244,7 +238,7 @@ class Continuation:
         lengths = valid.sum(1, dtype=jnp.int32)
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
         place = Place(position, valid.astype(jnp.int32))
-        logits, cache = prefill(model, tokens, place, width + self.room, self.prefill)
+        logits, cache = prefill(model, tokens, place, self.length, self.prefill)
         empty = vary(jnp.zeros((len(tokens), self.room), jnp.int32), self.prefill.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), self.prefill.token_axes)
         start = Progress(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
@@ -282,10 +276,9 @@ class Continuation:
         """Return the methods as functions of whole arrays, for models like `model`."""
         rows: Any = PartitionSpec(self.prefill.batch_axes or None)
         everywhere: Any = PartitionSpec()
-        kept: Any = tuple(
-            tuple(_cache_specs(block.attention, self.prefill) for block in stack.blocks) for stack in model.stacks
-        )
-        now = Progress(everywhere, rows, rows, rows, everywhere, Cache(kept, rows, everywhere))
+        states = tuple(tuple(block.attention.state(self.length) for block in s.blocks) for s in model.stacks)
+        laid_out: Any = jax.tree.map(functools.partial(_state_spec, execution=self.prefill), states)
+        now = Progress(everywhere, rows, rows, rows, everywhere, Cache(laid_out, rows, everywhere))
         given = (self.prefill.specs(model), Prompts(rows, rows, rows, *(everywhere,) * 3), now)
         run = self.prefill.run
         return Programs(
@@ -295,15 +288,10 @@ class Continuation:
         )
 
 
-def _cache_specs(attention: SelfAttention, execution: Execution) -> PyTree:
-    """Return the layouts of what the layers of a stack keep, arrays [layer, batch, slots, ...]."""
-
-    def leaf(sizes: KeptSizes) -> PartitionSpec:
-        inner = (execution.rules.kept(logical, execution.sizes) or None for logical in sizes)
-        return PartitionSpec(None, execution.batch_axes or None, None, *inner)
-
-    kept = attention.kept_sizes(execution.inner_group("heads"))
-    return jax.tree.map(leaf, kept, is_leaf=lambda x: isinstance(x, dict))
+def _state_spec(kept: Kept, execution: Execution) -> PartitionSpec:
+    """Return the layout of an array [layer, batch, ...] of a state."""
+    inner = (execution.rules.kept(logical, execution.sizes) or None for logical in kept.sizes)
+    return PartitionSpec(None, execution.batch_axes or None, *inner)
 
 
 def continuation(
@@ -311,7 +299,7 @@ def continuation(
 ) -> Continuation:
     """Return how `rows` prompts of `length` tokens are continued; reading and writing may use two strategies."""
     chosen = (choose_dispatch(model.stacks, *n, execution, call) for call, n in calls(rows, length).items())
-    return Continuation(room, sampling, *chosen)
+    return Continuation(round_up(length) + room, room, sampling, *chosen)
 
 
 class Programs(NamedTuple):

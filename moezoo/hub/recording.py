@@ -17,7 +17,7 @@ from moezoo.models.block import Block, LayerOutput
 from moezoo.models.layers import block_path, layer_places, run_layers
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
-from moezoo.nn.base import AttentionOutput, FeedForwardOutput
+from moezoo.nn.base import FeedForwardOutput, MixerOutput
 from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Place
@@ -98,7 +98,7 @@ class _RecordingBlock(eqx.Module):
 
     @property
     def attention(self) -> Any:
-        """The attention of the block, of which the loop reads the rotary positions."""
+        """The mixer of the block, which the loop asks to prepare."""
         return self.block.attention
 
     def __call__(self, *arguments: Any) -> LayerOutput:
@@ -147,6 +147,6 @@ def _array(result: Any) -> Array:
         expert_ids, gates = result.assignment
         num_experts = result.sums.counts.shape[-1]
         return (jax.nn.one_hot(expert_ids, num_experts, dtype=gates.dtype) * gates[..., None]).sum(1)
-    if isinstance(result, AttentionOutput):
+    if isinstance(result, MixerOutput):
         return result.whole(ALONE)
     return result[0] if isinstance(result, tuple) else result

@@ -6,13 +6,14 @@ Naive equivalent for each token x: y = sum_k gate_k * expert_k(x) + shared(x), o
 import equinox as eqx
 import jax
 from einops import rearrange
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from moezoo.moe.chunks import run_experts
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.mlp import MLP
+from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import vary, varying_axes
 from moezoo.parallel.execution import Execution
 
@@ -27,9 +28,7 @@ class MoE(FeedForward):
     experts: Experts
     shared: MLP | None = None
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
-    ) -> FeedForwardOutput:
+    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
         """Return each token's sum over its experts times their gates, plus the shared MLP. Padding is not routed.
 
         Routed and shared experts return partial results of the same devices, so one sum over devices serves both.
@@ -38,7 +37,7 @@ class MoE(FeedForward):
         """
         group = execution.expert_group(self.router.weight.shape[1])
         with jax.named_scope("router"):
-            assignment, sums = self.router(x, valid, execution.routing)
+            assignment, sums = self.router(x, context.queries.segment > 0, execution.routing)
         # Before the dispatch, so that the gradient is summed over devices once per token, not per routed row.
         inner = execution.inner_group("mlp")
         x = inner.enter(x)
@@ -46,7 +45,7 @@ class MoE(FeedForward):
 
         def run_shared() -> Array | None:
             with jax.named_scope("shared"):
-                return None if self.shared is None else self.shared(x, valid, execution).y
+                return None if self.shared is None else self.shared(x, context, execution).y
 
         rows, dropped, shared = run_experts(self.experts, tokens, assignment, group, execution, run_shared)
         routed = rearrange(rows, "(b s) d -> b s d", b=x.shape[0])

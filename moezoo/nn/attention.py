@@ -13,16 +13,17 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.base import AttentionOutput, SelfAttention
-from moezoo.nn.cache import Past
+from moezoo.nn.base import Mixer, MixerOutput
+from moezoo.nn.cache import Kept, Past, Slots
 from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
+from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import Scoring
+from moezoo.parallel.context_parallel import Places, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -45,7 +46,7 @@ def expand(weights: None, kept: KeyValue) -> tuple[Array, Array]:
     return kept.key, kept.value
 
 
-class Attention(SelfAttention):
+class Attention(Mixer):
     """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions.
 
     Optional parts:
@@ -116,38 +117,39 @@ class Attention(SelfAttention):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> AttentionOutput:
+    ) -> MixerOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence keys and values travel."""
         group = execution.inner_group("heads")
         x, (query_norm, key_norm) = group.enter(x), group.enter_parameters((self.query_norm, self.key_norm))
-        q = self.rotary(self._project(x, self.query, self.query_bias, query_norm, group), context)
-        k = self.rotary(self._project(x, self.key, self.key_bias, key_norm, group), context)
+        turn = self.prepare(context) if context.prepared is None else context.prepared
+        q = self.rotary(self._project(x, self.query, self.query_bias, query_norm, group), turn)
+        k = self.rotary(self._project(x, self.key, self.key_bias, key_norm, group), turn)
         v = self._project(x, self.value, self.value_bias, None, group)
         kept: PyTree = KeyValue(k, v)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
         scale = q.shape[-1] ** -0.5
-        if context.numbers is not None:
-            scale = scale * context.numbers.score_scale
         sinks = None if self.sinks is None else rearrange(self.sinks, "(k g) -> k g", k=k.shape[2])
         scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
         if past is None:
             attend = context_parallel(execution).attend
             y = attend(q, kept, None, expand, context.places, scoring, execution.sequence_group)
         else:
-            k, v = past.with_token(kept)
-            y = attend_whole(q, k, v, context.places, scoring)
+            assert past.places is not None
+            k, v = past.state.with_token(kept, past)
+            y = attend_whole(q, k, v, Places(context.queries, past.places), scoring)
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
-        return AttentionOutput(y, kept, self.out_bias)
+        return MixerOutput(y, kept, self.out_bias)
 
-    def count_slots(self, length: int) -> int:
-        """Return the tokens of the window."""
-        return length if self.window is None else min(length, self.window)
+    def prepare(self, context: Context) -> Turn:
+        """Return the turn of rotary positions."""
+        return self.rotary.turn(context.queries.position)
 
-    def kept_sizes(self, group: InnerGroup) -> PyTree:
-        """Return the sizes of key and value: of the key-value heads that this device has a part of, or shares."""
+    def state(self, length: int) -> Slots:
+        """Declare a key and a value per token, with a window those of its tokens."""
+        slots = length if self.window is None else min(length, self.window)
         *_, kv_heads, head_dim = self.key.shape
-        sizes: Any = {"kv_heads": max(1, kv_heads // group.size), "head_dim": head_dim}
-        return KeyValue(sizes, sizes)
+        each: Any = Kept({"slots": slots, "kv_heads": kv_heads, "head_dim": head_dim})
+        return Slots(KeyValue(each, each), slots)
 
     def _project(
         self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[..., Array] | None, group: InnerGroup

@@ -1,27 +1,23 @@
-"""The contracts of the two parts of a block: attention and feed-forward."""
+"""The contracts of the two parts of a block: the mixer, which is attention, and the feed-forward part."""
 
 import abc
 from typing import NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.cache import Past
+from moezoo.nn.cache import Past, State
 from moezoo.nn.positions import Context
-from moezoo.nn.rotary import Rotary
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.execution import Execution
 
-# The logical axes of an array after [batch, tokens], in order, and their sizes on a device.
-KeptSizes = dict[str, int]
 
-
-class AttentionOutput(NamedTuple):
-    """What attention returns.
+class MixerOutput(NamedTuple):
+    """What a mixer returns.
 
     Attributes:
         y: The partial result of this device's heads. `whole` sums it over the devices that share heads.
-        kept: What later tokens need of these tokens.
+        kept: What later tokens need of these tokens, for `State.fill` and `State.advance`.
         bias: What is added to the sum, once; None for nothing.
     """
 
@@ -35,38 +31,38 @@ class AttentionOutput(NamedTuple):
         return y if self.bias is None else y + self.bias[None, None]
 
 
-class SelfAttention(eqx.Module):
-    """Causal attention within documents.
+class Mixer(eqx.Module):
+    """The part of a block in which a token reads earlier tokens of its document, such as causal attention.
 
     Heads may be split over devices (`execution.inner_group("heads")`). An implementation casts activations with `enter`
     where they meet weights that are split by heads, and returns its partial result. The caller sums.
 
-    Attributes:
-        rotary: The rotary positions of queries and keys.
+    A mixer owns what it keeps of the past: the loop over layers, the cache and generation only carry its `state`.
     """
-
-    rotary: eqx.AbstractVar[Rotary]
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> AttentionOutput:
-        """Return attention over these tokens, or with a `past` over the tokens in it and this one.
+    ) -> MixerOutput:
+        """Mix these tokens, or with a `past` the tokens in it and this one.
 
         Args:
             x: activations, the same on all devices that share heads; with a `past` of one token per row.
-            context: places of queries and keys.
+            context: places of these tokens and of the keys, and what `prepare` returned, if it was called.
             execution: mesh, context parallelism and kernels.
-            past: the layer's cache when generating.
+            past: the layer's past when generating; its state is that of this mixer.
         """
 
     @abc.abstractmethod
-    def count_slots(self, length: int) -> int:
-        """Return the number of cache slots for a text of `length` tokens: the most tokens that a query can see."""
+    def prepare(self, context: Context) -> PyTree:
+        """Return what depends on places only. It is computed once per forward pass for all layers of one kind.
+
+        The arrays of the module are those of all these layers, and not gathered.
+        """
 
     @abc.abstractmethod
-    def kept_sizes(self, group: InnerGroup) -> PyTree:
-        """Return what a device keeps of a token: a tree like `AttentionOutput.kept`, with a `KeptSizes` for each array.
+    def state(self, length: int) -> State:
+        """Declare what is kept of the past of texts of `length` tokens: a state whose leaves are `Kept`.
 
         The module may hold shapes instead of arrays, and its arrays may be those of a stack.
         """
@@ -91,10 +87,8 @@ class FeedForward(eqx.Module):
     """
 
     @abc.abstractmethod
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
-    ) -> FeedForwardOutput:
+    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
         """Return the partial result of this device's part of the width.
 
-        `valid` is False at padding, where results are not used and nothing is counted.
+        At padding (`context.queries.segment` 0) results are not used and nothing is counted.
         """

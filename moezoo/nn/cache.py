@@ -1,10 +1,15 @@
-"""The cache of generation: what layers keep of earlier tokens.
+"""What mixers keep of the past of texts, and the cache of generation, which carries it.
 
-The cache is a ring buffer: token t of a text goes to slot t modulo the number of slots.
+A mixer declares its state as a tree that only it understands (`Mixer.state`). `Slots` is the state of attention: one
+slot per token, or with a window the last tokens. A recurrent mixer declares another `State`.
 """
 
-from typing import NamedTuple
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,75 +18,146 @@ from jaxtyping import Array, Int, PyTree
 from moezoo.parallel.context_parallel import Place
 
 
-class Past(NamedTuple):
-    """The cache as one layer sees it: what index `layer` of arrays [layer, batch, slots, ...] holds.
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A declared array [batch, ...]: the sizes of its dimensions after `batch`, by logical axis, in order.
 
-    The next token belongs in slot `slot`.
+    `slots` is the axis of tokens. Sizes are those of the whole array or of a device's part, as the mixer's arrays are.
+    """
+
+    sizes: Mapping[str, int]
+
+
+class State(eqx.Module):
+    """What the layers of one kind keep of the past. Its leaves:
+
+    | where | leaf |
+    |---|---|
+    | as declared by a mixer, for texts of a given length | `Kept` |
+    | after `fill`, of one layer | array [batch, ...] |
+    | in a `Cache`, of all layers | array [layer, batch, ...] |
+    """
+
+    @property
+    @abc.abstractmethod
+    def places(self) -> int:
+        """The number of last tokens whose places the mixer reads beside its state; it sees no others. 0 for none."""
+
+    @abc.abstractmethod
+    def fill(self, kept: PyTree) -> "State":
+        """Return the declared state with what a layer kept of prompts (`MixerOutput.kept`)."""
+
+    @abc.abstractmethod
+    def advance(self, fresh: PyTree, column: Int[Array, ""]) -> "State":
+        """Return the state of all layers after they have read token `column`.
+
+        `fresh` is what they kept of it: the tree `MixerOutput.kept`, arrays with a leading dimension of layers.
+        """
+
+
+class Slots(State):
+    """What each token keeps, in a ring buffer: token t of a text is in slot t modulo `count`.
+
+    `kept` is a tree like `MixerOutput.kept`; its arrays are [layer, batch, slots, ...].
     """
 
     kept: PyTree
-    layer: Int[Array, ""]
-    slot: Int[Array, ""]
+    count: int = eqx.field(static=True)
 
-    def with_token(self, fresh: PyTree) -> PyTree:
-        """Return the layer's arrays [batch, slots, ...] with a token's `fresh` [batch, 1, ...] in its slot.
+    @property
+    def places(self) -> int:
+        """All slots."""
+        return self.count
 
-        The cache itself stays as it is: if every layer wrote into it, XLA would copy all of it for every layer.
+    def fill(self, kept: PyTree) -> "Slots":
+        """Arrange arrays [batch, tokens, ...] of whole prompts."""
+        return Slots(jax.tree.map(lambda x: fit(x, self.count), kept), self.count)
+
+    def with_token(self, fresh: PyTree, past: "Past") -> PyTree:
+        """Return the arrays [batch, slots, ...] of the layer of `past`, with a token's `fresh` [batch, 1, ...].
+
+        The state itself stays as it is: if every layer wrote into it, XLA would copy all of it for every layer.
         """
+        slot = past.column % self.count
 
         def one(kept: Array, token: Array) -> Array:
-            mine = lax.dynamic_index_in_dim(kept, self.layer, keepdims=False)
-            here = lax.broadcasted_iota(jnp.int32, (1, kept.shape[2], *(1,) * (kept.ndim - 3)), 1) == self.slot
+            mine = lax.dynamic_index_in_dim(kept, past.layer, keepdims=False)
+            here = lax.broadcasted_iota(jnp.int32, (1, kept.shape[2], *(1,) * (kept.ndim - 3)), 1) == slot
             return jnp.where(here, token.astype(kept.dtype), mine)
 
         return jax.tree.map(one, self.kept, fresh)
 
+    def advance(self, fresh: PyTree, column: Int[Array, ""]) -> "Slots":
+        """Write token `column` into its slot."""
+        return Slots(jax.tree.map(lambda kept, token: write(kept, token, column, dim=2), self.kept, fresh), self.count)
+
+
+class Past(NamedTuple):
+    """The past as one layer sees it, which reads token `column`: index `layer` of the arrays of `state`.
+
+    `places` are those of the last tokens (`State.places`), token `column` among them; None if it reads none.
+    """
+
+    state: Any
+    layer: Int[Array, ""]
+    column: Int[Array, ""]
+    places: Place | None = None
+
 
 class Cache(NamedTuple):
-    """What the blocks of a model keep of the tokens before `column`.
+    """What a model keeps of the tokens before `column`.
 
     | field | meaning |
     |---|---|
-    | `kept[stack][kind]` | arrays [layer, batch, slots, ...] |
-    | `keys[slots]` | for each number of slots, the place of the token in each slot; segment 0 in empty slots |
+    | `states[stack][kind]` | a `State` of arrays |
+    | `places[n]` | the places of the last n tokens, in n slots as in `Slots`; segment 0 in empty ones |
     | `column` | index of the token that is read next, the same for all texts |
+
+    Layers share places, for each number of tokens that some of them read.
     """
 
-    kept: tuple[tuple[PyTree, ...], ...]
-    keys: dict[int, Place]
+    states: tuple[tuple[Any, ...], ...]
+    places: dict[int, Place]
     column: Int[Array, ""]
 
-    def add_key(self, at: Place) -> "Cache":
-        """Return the cache with the place [batch, 1] of token `column`."""
+    @classmethod
+    def of_prompts(cls, states: tuple[tuple[Any, ...], ...], at: Place) -> "Cache":
+        """Return the cache of prompts whose tokens have places `at` [batch, tokens]."""
+        counts = {state.places for stack in states for state in stack} - {0}
+        return cls(states, {n: Place(*(fit(p, n) for p in at)) for n in counts}, jnp.int32(at.position.shape[1]))
 
-        def write(slots: int, keys: Place) -> Place:
-            slot = (0, self.column % slots)
-            return Place(*(lax.dynamic_update_slice(p, new, slot) for p, new in zip(keys, at, strict=True)))
+    def add_place(self, at: Place) -> "Cache":
+        """Return the cache with the place [batch, 1] of token `column`, before layers read it."""
+        places = {
+            n: Place(*(write(p, new, self.column, dim=1) for p, new in zip(old, at, strict=True)))
+            for n, old in self.places.items()
+        }
+        return self._replace(places=places)
 
-        return self._replace(keys={slots: write(slots, keys) for slots, keys in self.keys.items()})
+    def past(self, stack: int, kind: int, layer: Int[Array, ""]) -> Past:
+        """Return the past of one layer, which reads token `column`."""
+        state = self.states[stack][kind]
+        return Past(state, layer, self.column, self.places.get(state.places))
 
-    def past(self, stack: int, kind: int, layer: Int[Array, ""]) -> tuple[Past, Place]:
-        """Return the past of one layer and the places of its slots."""
-        kept = self.kept[stack][kind]
-        slots = jax.tree.leaves(kept)[0].shape[2]
-        return Past(kept, layer, self.column % slots), self.keys[slots]
-
-    def append(self, fresh: tuple[tuple[PyTree, ...], ...]) -> "Cache":
-        """Return the cache with token `column` in it; `fresh[stack][kind]` has arrays [layer, batch, 1, ...]."""
-
-        def write(kept: Array, token: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(kept, token.astype(kept.dtype), self.column % kept.shape[2], 2)
-
-        return self._replace(kept=jax.tree.map(write, self.kept, fresh), column=self.column + 1)
+    def advance(self, fresh: tuple[tuple[PyTree, ...], ...]) -> "Cache":
+        """Return the cache after token `column`; `fresh[stack][kind]` is what the layers kept of it."""
+        is_state = lambda x: isinstance(x, State)  # noqa: E731
+        states = jax.tree.map(lambda state, new: state.advance(new, self.column), self.states, fresh, is_leaf=is_state)
+        return self._replace(states=states, column=self.column + 1)
 
 
-def fit(columns: Array, slots: int, *, dim: int) -> Array:
-    """Arrange what was kept of all columns of a text as a cache: column t in slot t modulo `slots`.
+def fit(columns: Array, slots: int) -> Array:
+    """Arrange an array [batch, columns, ...] of all columns of a text as a ring: column t in slot t modulo `slots`.
 
     With more columns than slots, the last ones stay. With fewer, zeros fill the rest.
     """
-    count = columns.shape[dim]
+    count = columns.shape[1]
     if count <= slots:
-        return jnp.pad(columns, [(0, slots - count if i == dim else 0) for i in range(columns.ndim)])
-    last = lax.slice_in_dim(columns, count - slots, count, axis=dim)
-    return jnp.roll(last, (count - slots) % slots, axis=dim)
+        return jnp.pad(columns, [(0, slots - count if i == 1 else 0) for i in range(columns.ndim)])
+    last = lax.slice_in_dim(columns, count - slots, count, axis=1)
+    return jnp.roll(last, (count - slots) % slots, axis=1)
+
+
+def write(ring: Array, token: Array, column: Int[Array, ""], *, dim: int) -> Array:
+    """Write `token`, of size 1 along the dimension `dim` of slots, into the slot of token `column`."""
+    return lax.dynamic_update_slice_in_dim(ring, token.astype(ring.dtype), column % ring.shape[dim], dim)

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.base import AttentionOutput, SelfAttention
-from moezoo.nn.cache import Past
+from moezoo.nn.base import Mixer, MixerOutput
+from moezoo.nn.cache import Kept, Past, Slots
 from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.query_scale import NO_QUERY_SCALE, QueryScale
+from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
@@ -72,7 +73,7 @@ def expand(
     return jnp.concatenate([keys, shared], axis=-1), project(latents.latent, value_up)
 
 
-class LatentAttention(SelfAttention):
+class LatentAttention(Mixer):
     """Attention whose keys and values come from one latent per token and one rotated key per token."""
 
     query: Weight[Array, "embed -> heads head_dim"] | None
@@ -119,12 +120,14 @@ class LatentAttention(SelfAttention):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
-    ) -> AttentionOutput:
+    ) -> MixerOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence latents travel."""
         group = execution.inner_group("heads")
-        plain, turned = self._queries(x, context, group)
-        kept: PyTree = self.latents(x, context)
-        scoring = Scoring(self._scale_scores(context), order=execution.kernel("attention"))
+        turn = self.prepare(context) if context.prepared is None else context.prepared
+        plain, turned = self._queries(x, context, turn, group)
+        kept: PyTree = self.latents(x, turn)
+        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
+        scoring = Scoring(scale, order=execution.kernel("attention"))
         if past is None:
             # With many queries, making keys and values of every head takes the fewest operations.
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
@@ -132,20 +135,20 @@ class LatentAttention(SelfAttention):
             mine = group.enter(kept)
             y = attend(q, mine, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
         else:
-            seen = group.enter(past.with_token(kept))
-            y = self._attend_to_latents(plain, turned, seen, context.places, scoring)
-        return AttentionOutput(project(y, self.out, inputs=2), kept)
+            assert past.places is not None
+            seen = group.enter(past.state.with_token(kept, past))
+            y = self._attend_to_latents(plain, turned, seen, Places(context.queries, past.places), scoring)
+        return MixerOutput(project(y, self.out, inputs=2), kept)
 
-    def count_slots(self, length: int) -> int:
-        """Return `length`: every token."""
-        return length
+    def prepare(self, context: Context) -> Turn:
+        """Return the turn of rotary positions."""
+        return self.rotary.turn(context.queries.position)
 
-    def kept_sizes(self, group: InnerGroup) -> PyTree:
-        """Return the sizes of the latent and of the shared key, which devices that share heads have whole."""
-        del group
-        latent: Any = {"kv_lora": self.sizes.kv_lora}
-        shared: Any = {"rope_dim": self.sizes.rope_dim}
-        return Latents(latent, shared)
+    def state(self, length: int) -> Slots:
+        """Declare a latent and a shared key per token."""
+        latent: Any = Kept({"slots": length, "kv_lora": self.sizes.kv_lora})
+        shared: Any = Kept({"slots": length, "rope_dim": self.sizes.rope_dim})
+        return Slots(Latents(latent, shared), length)
 
     def _attend_to_latents(
         self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring
@@ -160,13 +163,8 @@ class LatentAttention(SelfAttention):
         y = attend_whole(q[:, :, None], k, past.latent[:, :, None], places, scoring)[:, :, 0]
         return contract("bshl,lhv->bshv", y, self.value_up)
 
-    def _scale_scores(self, context: Context) -> float | Array:
-        """Return the factor on q . k."""
-        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
-        return scale if context.numbers is None else scale * context.numbers.score_scale
-
     def _queries(
-        self, x: Array, context: Context, group: InnerGroup
+        self, x: Array, context: Context, turn: Turn, group: InnerGroup
     ) -> tuple[Float[Array, "batch seq heads nope_dim"], Float[Array, "batch seq heads rope_dim"]]:
         if self.query is not None:
             q = project(group.enter(x), self.query)
@@ -176,9 +174,9 @@ class LatentAttention(SelfAttention):
             assert self.query_up is not None
             q = project(group.enter(self.query_norm(project(x, self.query_down))), self.query_up)
         plain, turned = jnp.split(self.query_scale(q, context), [self.sizes.nope_dim], axis=-1)
-        return plain, self.rotary(turned, context)
+        return plain, self.rotary(turned, turn)
 
-    def latents(self, x: Float[Array, "batch seq embed"], context: Context) -> Latents:
+    def latents(self, x: Float[Array, "batch seq embed"], turn: Turn) -> Latents:
         """Return what tokens keep for later ones."""
         latent, shared = jnp.split(project(x, self.kv_down), [self.sizes.kv_lora], axis=-1)
-        return Latents(self.kv_norm(latent), self.rotary(shared[:, :, None], context)[:, :, 0])
+        return Latents(self.kv_norm(latent), self.rotary(shared[:, :, None], turn)[:, :, 0])

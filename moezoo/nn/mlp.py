@@ -3,11 +3,12 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from moezoo.nn.activation import Activation
 from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.linear import normal, project
+from moezoo.nn.positions import Context
 from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.execution import Execution
@@ -37,10 +38,8 @@ class MLP(FeedForward):
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
         self.activation = activation
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], execution: Execution
-    ) -> FeedForwardOutput:
+    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
         """Apply the MLP to each token, padding included."""
-        del valid
+        del context
         x = execution.inner_group("mlp").enter(x)
         return FeedForwardOutput(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))

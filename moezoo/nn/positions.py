@@ -1,33 +1,24 @@
-"""The inputs of attention besides activations: the places of tokens, and numbers that differ by layer."""
+"""The inputs of a layer besides activations: the places of tokens, and what follows from them for all layers."""
 
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import PyTree
 
 from moezoo.nn.context_parallel import context_parallel
-from moezoo.nn.rope import Turn
 from moezoo.parallel.context_parallel import Place, Places
 from moezoo.parallel.execution import Execution
 
 
-class LayerNumbers(NamedTuple):
-    """Numbers of attention that may differ by layer: the rotary base, and a factor on the scores."""
-
-    rope_base: float | Float[Array, ""]
-    score_scale: float | Float[Array, ""]
-
-
 class Context(NamedTuple):
-    """The places of the queries of this device and of the keys; `numbers` is None where layers do not differ.
+    """The places of the queries of this device and of the keys.
 
-    `turn` is what the rotary positions of the layer make of the places, if it was computed before the layer.
+    `prepared` is what `Mixer.prepare` returned for the layer, if it was called before the layer.
     """
 
     queries: Place
     keys: Place
-    numbers: LayerNumbers | None = None
-    turn: Turn | None = None
+    prepared: PyTree = None
 
     @property
     def places(self) -> Places:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 Pairs = Literal["halves", "interleaved"]
 
 
-def frequencies(size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
+def frequencies(size: int, base: float) -> Float[Array, " half"]:
     """Return the radians per position of each of `size` / 2 pairs: base ** (-2 i / size), float32."""
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -21,7 +21,7 @@ class RotaryScaling(abc.ABC):
     """An extension of rotary positions to texts longer than those of training."""
 
     @abc.abstractmethod
-    def frequencies(self, size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return the radians per position of each of `size` / 2 pairs, float32."""
 
     @property
@@ -39,7 +39,7 @@ class RotaryScaling(abc.ABC):
 class Unscaled(RotaryScaling):
     """No extension."""
 
-    def frequencies(self, size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return base ** (-2 i / size)."""
         return frequencies(size, base)
 

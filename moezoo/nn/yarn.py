@@ -23,7 +23,7 @@ class Yarn(RotaryScaling):
     | between | a linear ramp between the two |
 
     With m(s) = 0.1 s ln(factor) + 1, rotated queries and keys are multiplied by m(mscale) / m(mscale_all), or by m(1)
-    where either is 0; scores of latent attention by m(mscale_all) ** 2. All layers must have the same rotary base.
+    where either is 0; scores of latent attention by m(mscale_all) ** 2.
 
     Args:
         factor: how many times longer than `length` texts may be; 1 is no extension.
@@ -60,11 +60,10 @@ class Yarn(RotaryScaling):
     def _mscale(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
-    def frequencies(self, size: int, base: float | Float[Array, ""]) -> Float[Array, " half"]:
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return the radians per position of each of `size` / 2 pairs, computed in float64 and rounded to float32."""
         if self.factor == 1:
             return frequencies(size, base)
-        base = float(base)  # a number, not an array from the scan over layers
         plain = base ** (-np.arange(0, size, 2) / size)
 
         def pair_that_turns(times: float) -> float:

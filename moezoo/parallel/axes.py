@@ -105,13 +105,10 @@ class Stack(eqx.Module):
     Attributes:
         blocks: One module per layer of a period. Every array has a leading `layer` dimension of size `count`.
         count: The number of periods.
-        numbers: One tuple of numbers per layer, in the order of layers, for layers that differ by numbers; None if all
-            layers are alike.
     """
 
     blocks: tuple[Any, ...]
     count: int = eqx.field(static=True)
-    numbers: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
 
 @functools.cache

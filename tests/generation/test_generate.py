@@ -143,8 +143,12 @@ def test_what_is_kept():
         at: Any = Place(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
         read = functools.partial(generation.prefill, length=14, execution=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
-        kept = jax.tree.leaves(cache.kept)
+        kept = jax.tree.leaves(cache.states)
         assert {int(np.prod(x.shape[3:])) for x in kept} == numbers
+        # As declared.
+        states = [block.attention.state(14) for stack in model(name).stacks for block in stack.blocks]
+        declared = [tuple(leaf.sizes.values()) for leaf in jax.tree.leaves(states)]
+        assert [x.shape[2:] for x in kept] == declared
         assert {x.shape[1:3] for x in kept} == {(4, slots)}
 
 

@@ -20,7 +20,6 @@ from moezoo.nn.activation import Activation
 from moezoo.nn.attention import Attention
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
-from moezoo.nn.positions import LayerNumbers
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Stack
 
@@ -36,7 +35,6 @@ class Kind(NamedTuple):
 
 LOCAL, GLOBAL, DENSE = Kind(3, True), Kind(None, True), Kind(None, False)
 KINDS = [LOCAL, GLOBAL, LOCAL, GLOBAL, DENSE]
-NUMBERS = [LayerNumbers(10.0 * (i + 1), 1.0 - 0.1 * i) for i in range(len(KINDS))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class PatternedConfig(GroupedAttentionConfig):
     expert_mlp: int = 12
     experts: int = 8
     experts_per_token: int = 2
-    rope_base: float = 1.0
+    rope_base: float = 10.0
     max_length: int = 64
     norm_eps: float = 1e-3
     load_balance: float = 0.1
@@ -109,7 +107,7 @@ class Patterned(LanguageModel):
     def __init__(self, keys: Array):
         c = self.config = PatternedConfig()
         self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=F32, key=jax.random.key(1))
-        self.stacks = make_stacks(KINDS, make_block, keys, NUMBERS)
+        self.stacks = make_stacks(KINDS, make_block, keys)
         self.unembedding = Unembedding(
             c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=F32, key=jax.random.key(2)
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patterned import KINDS, NUMBERS, make_model
+from patterned import KINDS, make_model
 
 import moezoo
 from moezoo.generation import generate as generation
@@ -42,8 +42,8 @@ def one_after_the_other(model: Any, tokens: Any) -> tuple[Any, Any]:
     execution, loads = moezoo.Execution(), []
     at = Place(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
     x = model.embedding.weight[tokens]
-    for block, numbers in zip(unstacked(model), NUMBERS, strict=True):
-        x, sums, _ = block(x, Context(at, at, numbers), execution)
+    for block in unstacked(model):
+        x, sums, _ = block(x, Context(at, at), execution)
         if sums is not None:
             loads.append(sums.counts.sum(0))
     return model.unembedding(x), jnp.stack(loads)
@@ -71,20 +71,48 @@ def test_kinds_are_cut_into_periods():
     assert find_periods("AAABAAABAAAB") == [(4, 3)]
     assert find_periods("MMDMMMM") == [(1, 2), (1, 1), (1, 4)]
     assert find_periods("MDMDMMMM") == [(2, 2), (1, 4)]
+    assert find_periods("WAWAW") == [(1, 1), (2, 2)]
+    assert find_periods("WAW") == [(1, 1)] * 3
+    assert find_periods("DDDMMMMM") == [(1, 3), (1, 5)]
+    assert find_periods("DWAWAWAX") == [(1, 1), (2, 3), (1, 1)]
+    assert find_periods("M") == [(1, 1)]
     # As many layers as a model may have, in less than a second.
     assert find_periods("M" * 10_000) == [(1, 10_000)]
     assert find_periods("LLLLLG" * 1666 + "LLLL") == [(1, 4), (6, 1666)]
 
 
-@given(st.text(alphabet="AB", min_size=1, max_size=12))
-def test_a_cut_gives_the_kinds_back(kinds):
-    """For any kinds; and no cut into runs of equal layers has fewer blocks."""
+def count_runs(kinds):
+    """Return the number of runs of equal layers."""
+    return len([*itertools.groupby(kinds)])
+
+
+def blocks_and_layers(kinds):
+    """Return the number of blocks that a model of these kinds compiles, and the kinds as its cut gives them back."""
     periods, found = find_periods(kinds), ""
     for period, count in periods:
         found += kinds[len(found) : len(found) + period] * count
+    return sum(period for period, _ in periods), found
+
+
+@given(st.text(alphabet="ABC", min_size=1, max_size=12))
+def test_a_cut_gives_the_kinds_back(kinds):
+    """For any kinds; and no cut into equal layers, one pattern and equal layers has fewer blocks."""
+    blocks, found = blocks_and_layers(kinds)
     assert found == kinds
-    changes = 1 + sum(a != b for a, b in itertools.pairwise(kinds))
-    assert sum(period for period, _ in periods) <= changes
+    fewest = count_runs(kinds)
+    for first, period, count in itertools.product(range(12), range(1, 7), range(2, 13)):
+        pattern, end = kinds[first : first + period], first + period * count
+        if kinds[first:end] == pattern * count and len(pattern) == period:
+            fewest = min(fewest, count_runs(kinds[:first]) + period + count_runs(kinds[end:]))
+    assert blocks == fewest
+
+
+@given(*(st.text(alphabet="AB", min_size=1, max_size=4),) * 2, st.integers(2, 9), st.text(alphabet="AB", max_size=3))
+def test_a_pattern_is_found(leading, pattern, count, remaining):
+    """Layers that repeat a pattern, between others, compile its blocks once."""
+    blocks, found = blocks_and_layers(leading + pattern * count + remaining)
+    assert found == leading + pattern * count + remaining
+    assert blocks <= len(leading) + len(pattern) + len(remaining)
 
 
 def test_places():
@@ -129,9 +157,9 @@ def test_each_kind_has_the_cache_it_needs():
         return generation.prefill(model, jnp.asarray(prompt), at, 14, moezoo.Execution()).cache
 
     cache = jax.eval_shape(prefill, model())
-    slots = [[jax.tree.leaves(kept)[0].shape[:3] for kept in stack] for stack in cache.kept]
+    slots = [[jax.tree.leaves(kept)[0].shape[:3] for kept in stack] for stack in cache.states]
     assert slots == [[(2, 4, 3), (2, 4, 14)], [(1, 4, 14)]]
-    assert sorted(cache.keys) == [3, 14]
+    assert sorted(cache.places) == [3, 14]
 
 
 def test_a_step_moves_the_choice_bias_of_the_layer_that_had_the_load():
@@ -178,7 +206,7 @@ def test_a_block_by_its_formula():
     """Each part reads the normalised stream; its result is normalised and added."""
     block, x = unstacked(model())[0], jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16), np.float32))
     at = Place(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
-    context, execution = Context(at, at, NUMBERS[0]), moezoo.Execution()
+    context, execution = Context(at, at), moezoo.Execution()
 
     def normed(norm: Any, y: Any) -> Any:
         return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-3) * norm.scale[None, None]
@@ -186,7 +214,7 @@ def test_a_block_by_its_formula():
     def formula(block: Any, x: Any) -> Any:
         y = block.attention(normed(block.attention_norm, x), context, execution).whole(ALONE)
         x = x + normed(block.after_attention_norm, y)
-        y = block.feed_forward(normed(block.feed_forward_norm, x), at.segment > 0, execution).y
+        y = block.feed_forward(normed(block.feed_forward_norm, x), context, execution).y
         return x + normed(block.after_feed_forward_norm, y)
 
     found = jax.jit(lambda b, x: b(x, context, execution).x)(block, x)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from contexts import context_of
 
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -20,7 +21,7 @@ def test_equals_its_formula():
     x, valid = jax.random.normal(keys[3], (2, 3, 8)), jnp.asarray([[True, True, True], [True, False, False]])
 
     def run(block, x):
-        out = block(x, valid, Execution())
+        out = block(x, context_of(valid), Execution())
         return out.y, out.routed, block.router(x, valid).assignment
 
     y, routed, (expert_ids, gates) = jax.jit(run)(MoE(router, experts, shared), x)
@@ -51,7 +52,7 @@ def test_nothing_is_added_by_scatter():
 
     def both(block, x):
         def results(block, x):
-            y, sums, _ = block(x, valid, Execution())
+            y, sums, _ = block(x, context_of(valid), Execution())
             return y, sums.probabilities, sums.z
 
         values, pull = jax.vjp(results, block, x)

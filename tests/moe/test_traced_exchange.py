@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from contexts import context_of
 
 import moezoo
 from moezoo.models import model_shapes
@@ -47,7 +48,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 
     def local(moe, x, valid):
-        return MoE(moe.router, execution.whole(moe.experts))(x, valid, execution)[0]
+        return MoE(moe.router, execution.whole(moe.experts))(x, context_of(valid), execution)[0]
 
     rules, split = execution.rules, execution.tokens_spec
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), moe)

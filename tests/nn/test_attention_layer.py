@@ -7,7 +7,7 @@ import pytest
 from definitions import attention, complex_rotation, rms_norm
 
 from moezoo.nn.attention import Attention
-from moezoo.nn.positions import Context, LayerNumbers
+from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Place
@@ -22,22 +22,20 @@ SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32
 POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
 PLACE = Place(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
-# Options of a layer, and its numbers where layers differ: no options; norms of each head, biases, and half of the
-# dimensions rotated; norms of whole projections and a bound on all numbers; a rotary base and a scale from the scan.
+# Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
+# and a bound on all numbers.
 PARTS = {
-    "plain": ({"rotary": Rotary(HEAD_DIM, 100.0)}, None),
-    "head": ({"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)}, None),
-    "projection": ({"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)}, None),
-    "numbers": ({"rotary": Rotary(HEAD_DIM, 1.0)}, LayerNumbers(100.0, 0.5)),
+    "plain": {"rotary": Rotary(HEAD_DIM, 100.0)},
+    "head": {"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)},
+    "projection": {"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)},
 }
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_equals_a_loop(name):
     """Query head n is served by key-value head n // 2, as in released weights."""
-    options, numbers = PARTS[name]
     common = {"norm_eps": 0.1, "window": 3, "out_std": 1.0, "dtype": jnp.dtype("float32")}
-    layer = Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **common, **options, key=jax.random.key(0))
+    layer = Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **common, **PARTS[name], key=jax.random.key(0))
     rng = np.random.default_rng(3)
     x = rng.standard_normal((BATCH, SEQ, EMBED), np.float32)
     layer = jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.standard_normal(x.shape) * (x.ndim < 3), x.dtype), layer)
@@ -58,10 +56,9 @@ def test_equals_a_loop(name):
     k = part(layer.key, layer.key_bias, layer.key_norm, True)
     v = part(layer.value, layer.value_bias, None, False)
     q = q.reshape(BATCH, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    scale = HEAD_DIM**-0.5 * (1 if numbers is None else 0.5)
-    y = attention(q, k, v, POSITIONS, SEGMENTS, scale, window=3)
+    y = attention(q, k, v, POSITIONS, SEGMENTS, HEAD_DIM**-0.5, window=3)
     wanted = np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
     wanted += 0 if layer.out_bias is None else np.asarray(layer.out_bias, np.float64)
-    context = Context(PLACE, PLACE, numbers)
+    context = Context(PLACE, PLACE)
     found = jax.jit(lambda layer, x: layer(x, context, Execution()).whole(ALONE))(layer, x)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())

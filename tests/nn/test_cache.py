@@ -1,10 +1,13 @@
-"""The cache against a ring buffer that is written token by token."""
+"""The cache against a ring buffer that is written token by token, and with a state that is no ring buffer."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moezoo.nn.cache import Cache, fit
+from moezoo.nn.cache import Cache, Kept, Slots, State, fit
 from moezoo.parallel.context_parallel import Place
 
 BATCH, SLOTS = 2, 3
@@ -16,22 +19,62 @@ def test_a_text_is_arranged_as_if_written_token_by_token(count):
     slots = np.zeros((BATCH, SLOTS), np.float32)
     for token in range(count):
         slots[:, token % SLOTS] = columns[:, token]
-    np.testing.assert_array_equal(fit(jnp.asarray(columns), SLOTS, dim=1), slots)
+    np.testing.assert_array_equal(fit(jnp.asarray(columns), SLOTS), slots)
+    declared: Any = Kept({"slots": SLOTS})
+    np.testing.assert_array_equal(Slots(declared, SLOTS).fill(jnp.asarray(columns)).kept, slots)
 
 
 def test_a_token_is_written_into_its_slot():
     """What each layer keeps of it, and its place, for each number of slots."""
     kept = jnp.zeros((4, BATCH, SLOTS))
     place = Place(*(jnp.zeros((BATCH, SLOTS), jnp.int32) for _ in range(2)))
-    cache = Cache(((kept,),), {SLOTS: place}, jnp.int32(7))
+    cache = Cache(((Slots(kept, SLOTS),),), {SLOTS: place}, jnp.int32(7))
     tokens = jnp.arange(1.0, 9).reshape(4, BATCH, 1)
-    past, _ = cache.past(0, 0, jnp.int32(2))
+    past = cache.past(0, 0, jnp.int32(2))
     wanted = np.zeros((4, BATCH, SLOTS))
     wanted[:, :, 7 % SLOTS] = tokens[:, :, 0]
-    np.testing.assert_array_equal(past.with_token(tokens[2]), wanted[2])
-    after = cache.append(((tokens,),))
-    np.testing.assert_array_equal(after.kept[0][0], wanted)
+    np.testing.assert_array_equal(past.state.with_token(tokens[2], past), wanted[2])
+    after = cache.advance(((tokens,),))
+    np.testing.assert_array_equal(after.states[0][0].kept, wanted)
     assert after.column == 8
-    position, segment = cache.add_key(Place(*(jnp.full((BATCH, 1), n, jnp.int32) for n in (9, 1)))).keys[SLOTS]
+    position, segment = cache.add_place(Place(*(jnp.full((BATCH, 1), n, jnp.int32) for n in (9, 1)))).places[SLOTS]
     np.testing.assert_array_equal(position, [[0, 9, 0]] * BATCH)
     np.testing.assert_array_equal(segment, [[0, 1, 0]] * BATCH)
+
+
+class Total(State):
+    """A sum over tokens, as a recurrent mixer has one: it is replaced whole, and needs no places."""
+
+    total: Any
+
+    @property
+    def places(self):
+        """None."""
+        return 0
+
+    def fill(self, kept):
+        """Keep the sum over the prompt."""
+        return Total(kept)
+
+    def advance(self, fresh, column):
+        """Keep the sum with the token."""
+        del column
+        return Total(fresh)
+
+
+def test_the_cache_carries_any_state():
+    """Beside slots of two sizes: places are kept once for each size, and none for a state that needs none."""
+    at = Place(*(jnp.ones((BATCH, 5), jnp.int32),) * 2)
+    rings = [Slots(jnp.zeros((1, BATCH, n)), n) for n in (8, SLOTS, 8)]
+    total = Total(jnp.zeros((2, BATCH)))
+    cache = Cache.of_prompts(((total, *rings[:2]), (rings[2],)), at)
+    assert sorted(cache.places) == [SLOTS, 8]
+    assert cache.column == 5
+    assert cache.past(0, 0, jnp.int32(1)).places is None
+    assert cache.past(1, 0, jnp.int32(0)).places is cache.places[8]
+    token = jnp.ones((1, BATCH, 1))
+    fresh = ((jnp.full((2, BATCH), 3.0), token, token), (token,))
+    after = jax.jit(lambda cache: cache.add_place(Place(*(a[:, :1] for a in at))).advance(fresh))(cache)
+    assert jax.tree.structure(after) == jax.tree.structure(cache)  # as a loop needs
+    np.testing.assert_array_equal(after.states[0][0].total, np.full((2, BATCH), 3.0))
+    np.testing.assert_array_equal(after.states[1][0].kept[0, :, 5], np.ones(BATCH))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from definitions import attention, complex_rotation, rms_norm
 
-from moezoo.nn.cache import Past
+from moezoo.nn.cache import Past, Slots
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import Context
 from moezoo.nn.query_scale import QueryScale
@@ -67,8 +67,8 @@ def test_equals_a_loop(q_lora):
         # A stack of one layer, whose last slot is empty.
         slots = jax.tree.map(lambda a: a.at[:, -1].set(0)[None], whole.kept)
         last = Place(*(a[:, -1:] for a in PLACE))
-        past = Past(slots, jnp.int32(0), jnp.int32(SEQ - 1))
-        return whole.y, layer(x[:, -1:], Context(last, PLACE), Execution(), past).y
+        past = Past(Slots(slots, SEQ), jnp.int32(0), jnp.int32(SEQ - 1), PLACE)
+        return whole.y, layer(x[:, -1:], Context(last, last), Execution(), past).y
 
     whole, last = both(layer, x)
     wanted = by_definition(layer, x.astype(np.float64))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from contexts import context_of
 
 from moezoo.nn.mlp import MLP
 from moezoo.nn.swiglu import SwiGLU
@@ -13,7 +14,7 @@ def test_formula():
     mlp = MLP(4, 6, out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
     assert mlp.activation == SwiGLU()
     x = np.random.default_rng(0).standard_normal((2, 3, 4), np.float32)
-    out = jax.jit(lambda mlp, x: mlp(x, jnp.ones((2, 3), bool), Execution()))(mlp, x)
+    out = jax.jit(lambda mlp, x: mlp(x, context_of(np.ones((2, 3))), Execution()))(mlp, x)
     gate, up, down = (np.asarray(w, np.float64) for w in (mlp.gate, mlp.up, mlp.down))
     g = x @ gate
     np.testing.assert_allclose(out.y, (g / (1 + np.exp(-g)) * (x @ up)) @ down, rtol=0, atol=1e-5)

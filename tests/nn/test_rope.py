@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 from definitions import complex_rotation
 
-from moezoo.nn.positions import Context
 from moezoo.nn.rope import Unscaled, frequencies, make_turn, rotate
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import Place
 
 SHAPE = (2, 5, 3, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
@@ -37,8 +35,8 @@ def test_a_rotation_is_a_complex_product(base):
 
 def test_some_dimensions_rotate_and_others_stay():
     """With interleaved pairs, which come out as halves, and the factor of an extension."""
-    place = Place(jnp.asarray(POSITIONS), jnp.ones_like(jnp.asarray(POSITIONS)))
-    found = Rotary(4, 100.0, Louder(), "interleaved")(jnp.asarray(X), Context(place, place))
+    rotary = Rotary(4, 100.0, Louder(), "interleaved")
+    found = rotary(jnp.asarray(X), rotary.turn(jnp.asarray(POSITIONS)))
     halves = np.concatenate([X[..., 0:4:2], X[..., 1:4:2]], axis=-1)
     wanted = complex_rotation(halves, POSITIONS, 100.0) * 1.5
     np.testing.assert_allclose(found[..., :4], wanted, rtol=0, atol=2 * PRECISION)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import traffic_oracle
+from contexts import context_of
 from cover import Case, config, product
 from running import STEPS, batch_shapes
 from traffic_oracle import step_traffic
@@ -179,7 +180,7 @@ def test_experts_have_no_scatter_add(strategy):
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
 
     def objective(moe: Any, x: Any, valid: Any) -> Any:
-        y, sums, _ = moe(x, valid, Execution(dispatch=STRATEGIES[strategy]()))
+        y, sums, _ = moe(x, context_of(valid), Execution(dispatch=STRATEGIES[strategy]()))
         return (y**2).sum() + sums.probabilities.sum() + sums.z
 
     program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(unstacked, x, valid)

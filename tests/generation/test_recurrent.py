@@ -1,0 +1,164 @@
+"""A recurrent mixer between layers of attention: the loop, the cache and generation carry its state as they are."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxtyping import Array
+
+import moezoo
+from moezoo.generation import generate as generation
+from moezoo.models import MixtralConfig
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.block import Block
+from moezoo.models.layers import make_stacks
+from moezoo.moe.dispatch import STRATEGIES
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
+from moezoo.moe.router import Choice, Router
+from moezoo.nn.attention import Attention
+from moezoo.nn.base import Mixer, MixerOutput
+from moezoo.nn.cache import Kept, State
+from moezoo.nn.linear import normal, project
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.rotary import Rotary
+from moezoo.parallel.axes import Stack, Weight
+from moezoo.parallel.context_parallel import Place
+
+F32 = jnp.dtype("float32")
+CONFIG = MixtralConfig(
+    vocab=40, embed=16, layers=5, heads=4, kv_heads=2, head_dim=8, expert_mlp=16, experts=8, window=4, init_std=0.5
+)
+FADING = 0.75
+IDS = np.random.default_rng(0).integers(1, 40, (4, 5)).astype(np.int32)
+MASK = np.arange(5)[None] >= np.array([0, 4, 2, 1])[:, None]
+NEW = 8
+
+
+class Memory(State):
+    """One vector per head, whatever the length of the text."""
+
+    vector: Any
+
+    @property
+    def places(self):
+        """None."""
+        return 0
+
+    def fill(self, kept):
+        """Keep the vector after the prompt."""
+        return Memory(kept)
+
+    def advance(self, fresh, column):
+        """Keep the vector after the token."""
+        del column
+        return Memory(fresh)
+
+
+class Fading(Mixer):
+    """y = out(h), with h = 3/4 h + value(x) along the tokens of a document."""
+
+    value: Weight[Array, "embed -> heads head_dim"]
+    out: Weight[Array, "heads head_dim -> embed"]
+
+    def __init__(self, key):
+        one, other = jax.random.split(key)
+        self.value = normal(one, (16, 4, 8), 0.25, F32)
+        self.out = normal(other, (4, 8, 16), 0.2, F32)
+
+    def prepare(self, context):
+        """Return how much of each token is left at each other, [batch, later, earlier]; nothing of padding."""
+        (later, own), (earlier, theirs) = ((p.position, p.segment) for p in context.places)
+        distance = later[:, :, None] - earlier[:, None]
+        seen = (own[:, :, None] == theirs[:, None]) & (theirs[:, None] > 0) & (distance >= 0)
+        return jnp.where(seen, FADING ** distance.astype(F32), 0)
+
+    def __call__(self, x, context, execution, past=None):
+        """Sum over all tokens, or add one to the vector of the past."""
+        v = project(execution.inner_group("heads").enter(x), self.value)
+        left = self.prepare(context) if context.prepared is None else context.prepared
+        h = jnp.einsum("bts,bsnh->btnh", left, v)
+        if past is not None:
+            h = h + FADING * lax.dynamic_index_in_dim(past.state.vector, past.layer, keepdims=False)[:, None]
+        return MixerOutput(project(h, self.out, inputs=2), h[:, -1])
+
+    def state(self, length):
+        """Declare the vector."""
+        del length
+        vector: Any = Kept({"heads": self.value.shape[-2], "head_dim": self.value.shape[-1]})
+        return Memory(vector)
+
+
+def make_block(kind, key):
+    """Return one layer; with `kind` None one that fades, else attention, with this window."""
+    c, keys = CONFIG, jax.random.split(key, 3)
+    options: dict[str, Any] = {"out_std": 0.5, "dtype": F32}
+    mixer = Fading(keys[0])
+    if kind is not None:
+        mixer = Attention(16, 4, 2, 8, rotary=Rotary(8, 100.0), window=kind, **options, key=keys[0])
+    router = Router(c.embed, c.experts, c.experts_per_token, Choice(), dtype=F32, key=keys[1])
+    feed_forward = MoE(router, Experts(c.experts, c.embed, c.expert_mlp, **options, key=keys[2]))
+    norms = [RMSNorm(c.embed, 1e-5, dtype=F32) for _ in range(2)]
+    return Block(norms[0], mixer, norms[1], feed_forward)
+
+
+class Hybrid(LanguageModel):
+    """Two periods of a layer that fades and one with a window, then one that sees everything."""
+
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: MixtralConfig = eqx.field(static=True)
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 7)
+        self.config = CONFIG
+        self.embedding = TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0])
+        self.stacks = make_stacks([None, 4, None, 4, 99], make_block, keys[1:6])
+        self.unembedding = Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6])
+
+
+@functools.cache
+def hybrid():
+    """Return the model."""
+    return jax.jit(Hybrid)(jax.random.key(0))
+
+
+@functools.cache
+def naive():
+    """Return greedy tokens of a model that reads the whole text again for every token, without a cache."""
+    tokens, mask = np.pad(IDS, ((0, 0), (0, NEW))), np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True)
+    segments, positions = mask.astype(np.int32), np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
+    read = jax.jit(lambda m, t: m(t, segments=segments, positions=positions).logits)
+    for at in range(IDS.shape[1], tokens.shape[1]):
+        logits = np.asarray(read(hybrid(), tokens))[:, at - 1]
+        top = np.sort(logits, axis=-1)
+        assert (top[:, -1] - top[:, -2]).min() > 1e-4  # no near tie that rounding could turn
+        tokens[:, at] = logits.argmax(-1)
+    return tokens
+
+
+@pytest.mark.parametrize("rules", [None, "serve"])
+def test_tokens_are_those_without_a_cache(rules):
+    """On one device, and with heads and their vectors split."""
+    execution = moezoo.Execution()
+    if rules is not None:
+        mesh = moezoo.make_mesh(moezoo.MeshShape(data=2, expert=2, tensor=2))
+        execution = moezoo.Execution(mesh, moezoo.compose(f"rules={rules}").rules, STRATEGIES["ring"]())
+    found = moezoo.generate(hybrid(), IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
+    np.testing.assert_array_equal(found, naive())
+
+
+def test_what_is_kept():
+    """A vector per layer that fades, a window's tokens, all tokens; and the places of the latter two."""
+    at = Place(*(jnp.ones(IDS.shape, jnp.int32),) * 2)
+    read = functools.partial(generation.prefill, length=13, execution=moezoo.Execution())
+    cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid()).cache
+    shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
+    assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 4, 2, 8)}], [{(1, 4, 13, 2, 8)}]]
+    assert sorted(cache.places) == [4, 13]
