@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import Budget, Collective, collectives
+from compiled import ALL, UNMERGED, Budget, Collective, collectives, merged_on_cpu
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
@@ -221,6 +221,46 @@ def test_budget(lines, trace, message):
         with pytest.raises(AssertionError, match=message) as failure:
             budget.check()
         assert str(budget) in str(failure.value)
+
+
+def test_budget_without_slack():
+    """A byte more is found; with `equal` one less too, of the collectives named."""
+    lines = [f"%a = f32[8,4] {REDUCE}", f"%b = f32[1,4] {SCATTER}"]  # 224 and 112 bytes
+    for received, slack, equal, message in (
+        (224, 1, ALL, None),
+        (223, 1, (), "336 bytes, traced 335"),
+        (225, 1, UNMERGED, None),
+        (225, 1, ALL, r"all-reduce over fsdp expert runs \(1, 224\) \(count, bytes\), traced \(1, 225\)"),
+    ):
+        trace = traced(("psum", EVERYWHERE, 1, received), ("reduce_scatter", EVERYWHERE, 1, 112))
+        budget = Budget(trace, program(*lines), SIZES, slack=slack)
+        if message is None:
+            budget.check(equal)
+        else:
+            with pytest.raises(AssertionError, match=message):
+                budget.check(equal)
+
+
+def test_what_a_cpu_merges_by_hand():
+    """Three micro-steps with a tied table, and rings of two and four devices."""
+    sizes = {"fsdp": 2, "expert": 4}
+    kept = {
+        Row("head/weights", "forward", "all_gather", ("fsdp",)): Traffic(3, 30),
+        Row("head/weights", "backward", "reduce_scatter", ("fsdp",)): Traffic(3, 60),
+        Row("layers/weights", "forward", "all_gather", ("fsdp",)): Traffic(6, 6),
+        Row("layers/attention", "forward", "ppermute", ("fsdp",)): Traffic(6, 6),
+        Row("layers/attention", "recomputed", "ppermute", ("expert",)): Traffic(18, 18),
+    }
+    merged = {
+        Row("embedding/weights", "forward", "all_gather", ("fsdp",)): Traffic(3, 30),
+        Row("layers/attention", "recomputed", "ppermute", ("fsdp",)): Traffic(6, 6),
+    }
+    once = {
+        row: Traffic(1, 10) if row.scope == "head/weights" and row.phase == "forward" else t for row, t in kept.items()
+    }
+    assert merged_on_cpu(TrafficTable(kept | merged), 3, True, sizes) == once
+    (table, _) = merged
+    assert merged_on_cpu(TrafficTable(kept | merged), 3, False, sizes) == once | {table: Traffic(1, 10)}
 
 
 def scanned(weights: Any, x: Any, again: bool = False, around: bool = False) -> Any:

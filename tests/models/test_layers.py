@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import Case
 from hypothesis import given
 from hypothesis import strategies as st
 from patterned import KINDS, make_model
+from running import batch_shapes
+from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo.generation import generate as generation
@@ -19,8 +22,11 @@ from moezoo.models.hub import Hub, ModelType
 from moezoo.models.layers import find_periods, layer_places
 from moezoo.models.names import rows
 from moezoo.nn.positions import Context
+from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.traces import collective_traffic
+from moezoo.training.step import Step
 
 VOCAB, LENGTH, NEW = 40, 6, 8
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (4, LENGTH + NEW)).astype(np.int32)
@@ -194,6 +200,14 @@ def test_a_mesh_changes_nothing(rules, axis):
     wanted, load = by_blocks(model(), TOKENS)[0][1]
     np.testing.assert_array_equal(found.routing.load, load)
     np.testing.assert_allclose(found.logits, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_traffic_of_layers_with_norms_after_each_part():
+    """Sums over devices that such a norm reads are needed again for its gradient."""
+    case = Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch")
+    optimizer = Optimizer(SGD(), Constant(), 1, case.execution.placements(model()))
+    step = Step(model(), optimizer, case.execution, batch_shapes(1))
+    assert collective_traffic(step.traced.jaxpr).outline(2) == step_traffic(case.settings, model())
 
 
 def test_a_block_by_its_formula():

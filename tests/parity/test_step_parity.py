@@ -9,7 +9,7 @@ Each case runs three steps in float32 on virtual CPU devices, and the oracle run
 | every parameter and moment | after the last step | within `TOLERANCE` |
 | choice bias | after the last step | equal |
 | collectives of the traced step, with those of `traffic_oracle` | once | equal in count and bytes |
-| collectives of the compiled step, with the traced step | once | no more (`compiled.Budget.check`) |
+| collectives of the compiled step, with the traced step | once | equal, or no more (`compiled.merged_on_cpu`) |
 
 The error of an array is its largest difference from the oracle's, divided by the oracle's largest absolute value.
 """
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from compiled import ALL, UNMERGED
 from cover import EXTRA_CASES, FAMILIES, LAYERS, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped, clamped_swiglu
@@ -58,7 +59,8 @@ def compare_with_oracle(case: Case) -> Errors:
     found, wanted = run_case(case), expected(case.family, case.balance, case.microbatches, case.optimizer)
     # This also shows that no collective is in a loop of unknown length: `collective_traffic` refuses one.
     assert found.traffic.outline(2) == step_traffic(case.settings, model(case.family, case.balance))
-    found.budget.check()
+    looped = all(stack.count > 1 for stack in model(case.family, case.balance).stacks)
+    found.budget.check(equal=ALL if looped else UNMERGED)
     loss = gradients = 0.0
     for metrics, gradient, outcome, rate in zip(
         found.metrics, found.gradients, wanted.outcomes, wanted.rates, strict=True
