@@ -79,31 +79,27 @@ def _speed(done: Running, reference: Running) -> float:
 def report(rows: Sequence[Row]) -> Report:
     """Return one table per model and mesh; the picture has speed and bytes by mesh axes, a line of panels per model."""
     optional = [key for key in ("optimizer", "sequences") if len({row[key] for row in rows}) > 1]
+
+    def words(row: Row) -> list[str]:
+        return [row[key] for key in ("rules", "strategy", *optional)]
+
+    def place(row: Row) -> str:
+        return f"{row['mesh']}  {', '.join(words(row))}"
+
     tables, panels = [], []
     for model, mine in split(rows, "model").items():
         for mesh, here in split(mine, "mesh").items():
             title = f"{model} on {mesh} {here[0]['settings']}".strip() + f", {here[0]['updates']} updates"
             caption = f"{here[0]['speed']:.2f} is the first layout's speed on {mesh}, divided by that of "
-            caption += (
-                " ".join(str(mine[0][key]) for key in ("rules", "strategy", *optional)) + f" on {mine[0]['mesh']}"
-            )
-            columns = _columns(here, optional)
-            tables.append(Table(title, columns, here, None if here[0] is mine[0] else caption))
-        names = [
-            ", ".join([f"{row['mesh']}  {row['rules']}", row["strategy"], *(row[key] for key in optional)])
+            caption += f"{' '.join(words(mine[0]))} on {mine[0]['mesh']}"
+            tables.append(Table(title, _columns(here, optional), here, None if here[0] is mine[0] else caption))
+        speed = {place(row): {"": row["tokens_per_second_per_device"]} for row in mine}
+        received = {
+            place(row): {axes.replace(" ", " and "): row["received_bytes"].get(axes, 0) / 1e6 for axes in _axes(rows)}
             for row in mine
-        ]
-        speed = {name: {"": row["tokens_per_second_per_device"]} for name, row in zip(names, mine, strict=True)}
-        traffic = {
-            name: {axes.replace(" ", " and "): row["received_bytes"].get(axes, 0) / 1e6 for axes in _axes(rows)}
-            for name, row in zip(names, mine, strict=True)
         }
-        panels.append(
-            [
-                Panel(f"{model}: tokens/s per device", speed),
-                Panel("MB received per device and update", traffic, stacked=True),
-            ]
-        )
+        traffic = Panel("MB received per device and update", received, stacked=True)
+        panels.append([Panel(f"{model}: tokens/s per device", speed), traffic])
     return Report(rows, tables, panels, f"{rows[0]['device']}, {rows[0]['dtype']} {rows[0]['settings']}".strip())
 
 

@@ -72,15 +72,14 @@ def _sum(part: dict[Operation, float], **fields: Any) -> float:
 def report(rows: Sequence[Row]) -> Report:
     """Return one table, with the whole step as its last line; the picture has a bar per part."""
     first = rows[0]
-    total = {"name": "whole step", "ms": first["step_ms"], "whole": True}
-    total |= {key: sum(row[key] for row in rows) for key in ("share", *_TIMES)}
+    lines = [row | {key: row[key] if row[key] >= 0.05 else None for key in _TIMES} for row in rows]
+    lines.append({"name": "whole step", "ms": first["step_ms"]})
+    lines[-1] |= {key: sum(row[key] for row in rows) for key in ("share", *_TIMES)}
     columns = [Column("part", "name"), Column("ms", "ms", ".1f"), Column("share", "share", ".1%")]
-    for key, title in zip(_TIMES, ("forward", "recomputed", "backward", "moving data"), strict=True):
-        columns.append(
-            Column(title, lambda row, key=key: row[key] if "whole" in row or row[key] >= 0.05 else None, ".1f")
-        )
+    titles = ("forward", "recomputed", "backward", "moving data")
+    columns += [Column(title, key, ".1f") for key, title in zip(_TIMES, titles, strict=True)]
     devices = f"{first['devices']} {first['device']} device{'s' * (first['devices'] != 1)}"
     title = f"{first['settings']}: {first['steps']} steps of {first['step_ms']:.1f} ms "
     title += f"({first['untraced_ms']:.1f} ms without the trace), {devices}, {first['dtype']}"
     panel = Panel("ms per step", {row["name"]: {"": row["ms"]} for row in rows})
-    return Report(rows, [Table(title, columns, [*rows, total])], [[panel]], first["settings"])
+    return Report(rows, [Table(title, columns, lines)], [[panel]], first["settings"])
