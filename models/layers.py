@@ -99,9 +99,7 @@ def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
     return leading + [(period, periods)] * (periods > 0) + remaining
 
 
-def make_stacks(
-    kinds: Sequence[Hashable], make_block: Callable[[Any, Array], Block], keys: Array
-) -> tuple[Stack, ...]:
+def make_stacks(kinds: Sequence[Hashable], make_block: Callable[[Any, Array], Block], keys: Array) -> tuple[Stack, ...]:
     """Return the stacks of a model.
 
     Args:

@@ -1,6 +1,18 @@
-"""Measure a part of moezoo: `python scripts/bench.py PART` does what `moezoo bench` does."""
+"""Measure a part of moezoo next to alternatives: `python scripts/bench.py PART KEY=VALUE ...`."""
 
-from moezoo.cli import run_script
+import sys
+from pathlib import Path
+
+import moezoo.interrupts as interrupts
+
+# `benchmarks` is not installed. The path is removed again, because libraries look for packages `kernels` and `models`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import benchmarks  # noqa: F401
+
+del sys.path[0]
 
 if __name__ == "__main__":
-    run_script("bench")
+    with interrupts.ending():
+        from benchmarks.parts import main
+
+        main()

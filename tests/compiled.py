@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.bench.hlo import COLLECTIVES, Computation, Instruction, read_computations
+from moezoo.analysis.hlo import COLLECTIVES, Computation, Instruction, read_computations
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import UNORDERED, Traffic, TrafficTable, received_bytes

@@ -13,6 +13,7 @@ import glob
 import importlib.metadata
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 root = Path(__file__).parents[1]
+# As in scripts/bench.py: the path is removed again, because libraries look for packages `kernels` and `models`.
+sys.path.insert(0, str(root))
+import benchmarks  # noqa: E402, F401
+
+sys.path.remove(str(root))
 files = glob.glob("moezoo/**/*.py", root_dir=root, recursive=True)
 with_arrays = [file.removesuffix(".py").replace("/", ".") for file in files if "jaxtyping" in (root / file).read_text()]
 install_import_hook(with_arrays, "beartype.beartype")

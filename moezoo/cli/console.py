@@ -1,34 +1,42 @@
 """All commands by name, and the console command that runs one of them."""
 
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
-from moezoo.cli import bench, endurance, evaluate, generate, parity, prepare_data, sharding, train
+from moezoo.cli import evaluate, generate, parity, prepare_data, sharding, train
 from moezoo.cli.command import Command, drop_output, execute, refuse
 from moezoo.cli.help import table
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 
 COMMANDS: dict[str, Command] = {
-    module.COMMAND.name: module.COMMAND
-    for module in (train, evaluate, generate, sharding, parity, prepare_data, bench, endurance)
+    module.COMMAND.name: module.COMMAND for module in (train, evaluate, generate, sharding, parity, prepare_data)
 }
 
 
 def main() -> NoReturn:
     """Run the console command `moezoo`: one of the commands, or the list of them."""
+    choose(COMMANDS, "moezoo", "command")
+
+
+def choose(commands: Mapping[str, Command], prog: str, what: str) -> NoReturn:
+    """Run the one of `commands` that the first argument names, or print the list of them.
+
+    `prog` is how the user called the program, and `what` the word for one of them.
+    """
     first, *rest = sys.argv[1:] or ["--help"]
-    if first in COMMANDS:
-        execute(COMMANDS[first], rest, f"moezoo {first}")
+    if first in commands:
+        execute(commands[first], rest, f"{prog} {first}")
     if first not in ("--help", "-h"):
         name = show(first)
         if first.startswith("-"):
-            refuse(UserError(f"{name}: no such option; valid: --help, or a command: {', '.join(COMMANDS)}"))
-        refuse(UserError(f"moezoo {name}: no such command; {nearest(first, COMMANDS)}"))
-    commands = table((command.name, command.summary) for command in COMMANDS.values())
-    ending = "moezoo COMMAND --help explains a command."
+            refuse(UserError(f"{name}: no such option; valid: --help, or a {what}: {', '.join(commands)}"))
+        refuse(UserError(f"{prog} {name}: no such {what}; {nearest(first, commands)}"))
+    rows, word = table((command.name, command.summary) for command in commands.values()), what.upper()
+    usage, ending = f"usage: {prog} {word} [ARGUMENT ...]", f"{prog} {word} --help explains a {what}."
     try:
-        print("\n".join(["usage: moezoo COMMAND [ARGUMENT ...]", "", "Commands:", *commands, "", ending]), flush=True)
+        print("\n".join([usage, "", f"{what.capitalize()}s:", *rows, "", ending]), flush=True)
     except BrokenPipeError:
         sys.exit(drop_output())
     sys.exit(0)

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from moezoo.convert import Range, convert, show, types_of
+from moezoo.convert import Range, convert, ranges_of, show, types_of
 from moezoo.errors import UserError, nearest
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ def split(kind: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
     """Make an instance of the dataclass `kind` from those of `arguments` whose key is one of its fields.
 
-    The value of a text is taken literally. A field of several texts may be given several times, any other field once.
+    The value of a text is taken literally. A field of several values is given once for each, any other field once.
 
     Raises `UserError` where a required option is missing, and for a value of the wrong type or outside its range.
     """
@@ -59,10 +59,11 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
     types, values = types_of(kind), {}
     for argument in own:
         name, _, text = argument.partition("=")
-        if types[name] == tuple[str, ...]:
-            if not text:
+        if typing.get_origin(types[name]) is tuple:
+            item = typing.get_args(types[name])[0]
+            if item is str and not text:
                 raise UserError(f"{show(argument)}: expected text, found nothing; write {name}=TEXT")
-            values.setdefault(name, []).append(text)
+            values.setdefault(name, []).append(convert(item, _value(item, text), name, valid=ranges_of(kind)[name]))
         elif name in values:
             raise UserError(f"{argument}: {name} is given twice; leave one out")
         else:

@@ -1,6 +1,6 @@
 """Run transformers' model of a Hugging Face folder and record the input and output of its modules.
 
-Only this module, `moezoo.bench.torch_peers` and `moezoo.bench.generate` import PyTorch and transformers.
+In moezoo only this module imports PyTorch and transformers.
 """
 
 import functools

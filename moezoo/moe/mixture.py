@@ -28,9 +28,7 @@ class MoE(FeedForward):
     experts: Experts
     shared: MLP | None = None
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution
-    ) -> FeedForwardOutput:
+    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
         """Return each token's sum over its experts times their gates, plus the shared MLP. Padding is not routed.
 
         Routed and shared experts return partial results of the same devices, so one sum over devices serves both.

@@ -87,9 +87,7 @@ class FeedForward(eqx.Module):
     """
 
     @abc.abstractmethod
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution
-    ) -> FeedForwardOutput:
+    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
         """Return the partial result of this device's part of the width.
 
         At padding (`context.queries.segment` 0) results are not used and nothing is counted.

@@ -38,9 +38,7 @@ class MLP(FeedForward):
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
         self.activation = activation
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution
-    ) -> FeedForwardOutput:
+    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
         """Apply the MLP to each token, padding included."""
         del context
         x = execution.inner_group("mlp").enter(x)

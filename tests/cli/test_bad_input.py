@@ -93,14 +93,13 @@ def test_a_tokenizer_larger_than_the_vocabulary(capsys, monkeypatch, tmp_path):
 
 
 def test_a_platform_that_is_not_there():
-    lines = ["train", "bench grouped_matmul", "bench attention", "bench train_step", "parity folder=x"]
+    lines = ["train.py", "bench.py grouped_matmul", "bench.py attention", "bench.py train_step", "parity.py folder=x"]
     code = f"""
-import sys
-from moezoo.cli import main
+import runpy, sys
 for line in {lines}:
-    sys.argv = ["moezoo", *line.split()]
+    sys.argv = f"{TRAIN.parent}/{{line}}".split()
     try:
-        main()
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         assert end.code == 2, line
 """

@@ -207,22 +207,26 @@ MISTYPED = {
     "train modle.layers=2": "modle.layers: there is no key 'modle'; did you mean 'model'?",
     "evaluate": "run_dir is missing; write run_dir=FOLDER",
     "generate run_dir=x prompt=a temprature=1": "temprature: there is no key 'temprature'; did you mean 'temperature'?",
-    "endurance kill=3 folder=x": "kill: there is no key 'kill'; did you mean 'kills'?",
     "parity foldr=x": "foldr: there is no key 'foldr'; did you mean 'folder'?",
     "sharding --jsn": "--jsn: no such option; did you mean '--json'?",
     "sharding --against rules=fsdp_epp": "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?",
-    "bench atention": "part atention: not known; did you mean 'attention'?",
+    "endurance.py kill=3 folder=x": "kill: there is no key 'kill'; did you mean 'kills'?",
+    "bench.py atention": f"python {SCRIPTS}/bench.py atention: no such part; did you mean 'attention'?",
+    "bench.py layouts update=3": "update: there is no key 'update'; did you mean 'updates'?",
+    "bench.py moe_layer passes=forwards": "passes=forwards: expected one of forward, backward, both, found forwards",
 }
 
 
 def test_mistyped_words_are_answered_without_importing_jax():
     code = f"""
-import sys
+import runpy, sys
 from moezoo.cli import main
 for line in {list(MISTYPED)}:
-    sys.argv = ["moezoo", *line.split()]
+    first, *rest = line.split()
+    script = first.endswith(".py")
+    sys.argv = ["{SCRIPTS}/" + first, *rest] if script else ["moezoo", first, *rest]
     try:
-        main()
+        runpy.run_path(sys.argv[0], run_name="__main__") if script else main()
     except SystemExit as end:
         assert end.code == 2, line
 print(sorted({{"jax", "equinox", "optax", "numpy"}} & set(sys.modules)))

@@ -18,6 +18,8 @@ class Own:
     rate: float = 0.5
     top: int | None = None
     stop: Literal["eos", "length"] = "eos"
+    sizes: tuple[int, ...] = key("some sizes", default=(), valid=Range(at_least=1))
+    ways: tuple[Literal["up", "down"], ...] = ("up",)
 
 
 def test_takes_its_own_and_leaves_the_rest():
@@ -26,6 +28,7 @@ def test_takes_its_own_and_leaves_the_rest():
     )
     assert taken == (Own("a=b", ("x: [1", " "), 7, 0.01, None, "eos"), ["mesh=ep8", "steps"])
     assert take(Own, ["folder=1"]).options == Own("1")
+    assert take(Own, ["folder=1", "sizes=3", "ways=down", "sizes=2"]).options == Own("1", sizes=(3, 2), ways=("down",))
 
 
 def test_describes_its_keys():
@@ -44,6 +47,9 @@ def test_describes_its_keys():
         (["folder=a", "count=many"], ["count=many: expected a whole number", "found text"]),
         (["folder=a", "rate=fast"], ["rate=fast: expected a number", "found text"]),
         (["folder=a", "stop=never"], ["stop=never: expected one of eos, length", "never"]),
+        (["folder=a", "sizes=3", "sizes=0"], ["sizes=0 must be at least 1"]),
+        (["folder=a", "ways=left"], ["ways=left: expected one of up, down", "left"]),
+        (["folder=a", "prompt="], ["prompt=: expected text", "write prompt=TEXT"]),
         (["folder=a", "count=1", "count=2"], ["count=2: count is given twice"]),
     ],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moezoo.cli.bench import COMMAND
+from benchmarks.parts import PARTS
 from moezoo.cli.command import execute
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
@@ -19,9 +19,9 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
     ],
 )
 def test_peers_are_timed(capsys, part, implementations):
-    options = ["--shapes", "tiny", "--routing", "uniform", "--only", "torch", "transformers", "--json"]
+    options = ["shape=tiny", "routing=uniform", "only=torch", "only=transformers", "json=true"]
     with pytest.raises(SystemExit) as caught:
-        execute(COMMAND, [part, *options, "--seconds", "0.001", "--samples", "1"], "moezoo bench")
+        execute(PARTS[part], [*options, "seconds=0.001", "samples=1"], part)
     assert not caught.value.code
     rows = json.loads(capsys.readouterr().out)
     assert {row["implementation"] for row in rows} == implementations | {"matmul", "batched matmul"}
@@ -32,9 +32,9 @@ def test_peers_are_timed(capsys, part, implementations):
 def test_generation_is_timed_next_to_transformers(capsys):
     """The same tokens, by both; what a token reads does not depend on who reads it."""
     words = "mixtral model.vocab=40 model.embed=32 model.layers=2 model.expert_mlp=16"
-    options = ["--models", words, "--calls", "2x5x3", "--seconds", "0.001", "--samples", "1", "--json"]
+    options = [f"model={words}", "call=2x5x3", "seconds=0.001", "samples=1", "json=true"]
     with pytest.raises(SystemExit) as caught:
-        execute(COMMAND, ["generate", *options], "moezoo bench")
+        execute(PARTS["generate"], options, "generate")
     assert not caught.value.code
     ours, theirs = json.loads(capsys.readouterr().out)
     assert (ours["implementation"], theirs["implementation"]) == ("moezoo", "transformers")

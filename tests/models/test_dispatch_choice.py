@@ -6,10 +6,11 @@ import itertools
 import jax
 import pytest
 from presets import ONE_OF_EACH_FAMILY, PRESETS
+from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo.analysis.calls import CALLS
-from moezoo.analysis.cost import communication, expert_rows
+from moezoo.analysis.cost import expert_rows
 from moezoo.config.build import build_execution
 from moezoo.data import Batch, load
 from moezoo.models import model_shapes
@@ -35,7 +36,7 @@ SIZED = [pytest.param(name, marks=() if name in ONE_OF_EACH_FAMILY else pytest.m
 
 @pytest.mark.parametrize("preset", SIZED)
 def test_takes_the_least_of_whole_steps(preset):
-    """The formula of the whole step has the least bytes with the strategy chosen: few and very many tokens per device,
+    """The whole step, by the oracle, has the least bytes with the strategy chosen: few and very many tokens per device,
     8 and 512 devices, tokens that differ over the expert axis and tokens that do not.
     """
     chosen = set()
@@ -57,10 +58,8 @@ def test_takes_the_least_of_whole_steps(preset):
         assert cfg.dispatch == Auto()
         model = model_shapes(cfg.model)
         found = compare(model.stacks, rows, tokens, build_execution(cfg, abstract_mesh(cfg.mesh)), "train")
-        # The step of `auto` stands for that of the strategy chosen.
-        totals = {type(found.chosen): communication(cfg, model=model).bytes}
-        for strategy in {Ring, Ragged, Gather} - set(totals):
-            totals[strategy] = communication(cfg, dispatch=strategy(), model=model).bytes
+        steps = {strategy: step_traffic(cfg, model, strategy=strategy()) for strategy in (Ring, Ragged, Gather)}
+        totals: dict[type, int] = {key: sum(received for _, received in step.values()) for key, step in steps.items()}
         assert totals[type(found.chosen)] == min(totals.values())
         # The differences between strategies are those of whole steps, layer by layer.
         layers = sum(stack.count for stack in model.stacks for block in stack.blocks if block.moe is not None)
@@ -115,14 +114,15 @@ SIZES += ("model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6")
 TINY = (*SIZES, "mesh=ep8", "dispatch=auto")
 
 
-@pytest.mark.parametrize(("parts", "strategy"), [(16, "ragged"), (1, "gather")])
+@pytest.mark.parametrize(("parts", "strategy"), [(16, Ragged()), (1, Gather())])
 def test_a_step_runs_the_strategy_of_its_tokens(parts, strategy):
-    """The same batch at once, and in micro-steps; the formula and the traced step agree."""
+    """The same batch at once, and in micro-steps; the traced step is the oracle's with the strategy expected."""
     cfg = moezoo.compose(*TINY, "batch_size=128", "seq_len=16", f"execution.microbatches={parts}")
     step = build_step(cfg, build_execution(cfg, abstract_mesh(cfg.mesh)))
-    traffic = collective_traffic(step.traced.jaxpr)
-    assert traffic.outline(2) == communication(cfg) == communication(cfg, dispatch=strategy)
-    assert traffic.outline(2) != communication(cfg, dispatch={"ragged": "gather", "gather": "ragged"}[strategy])
+    traffic = collective_traffic(step.traced.jaxpr).outline(2)
+    for chosen in (Ragged(), Gather()):
+        wanted = step_traffic(cfg, step.arguments[0].model, strategy=chosen)
+        assert (traffic == wanted) == (chosen == strategy)
 
 
 def test_an_open_choice_does_not_reach_a_layer():

@@ -7,7 +7,6 @@ from definitions import complex_rotation
 
 from moezoo.nn.rope import Unscaled, frequencies, make_turn, rotate
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import Place
 
 SHAPE = (2, 5, 3, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, np.float32)

@@ -11,10 +11,11 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from cover import MESHES, model, rules
+from cover import MESHES, Case, model, rules
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
+from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo.optim import AdamW, Constant, Muon, Optimizer
@@ -74,6 +75,7 @@ class Updated:
     """The parameters after updates on a mesh, by the optimiser inside `shard_map`, and the traffic of one update."""
 
     def __init__(self, rule: Muon, family: str, mesh: str, layout: str):
+        self.rule = rule
         execution = moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules()[layout])
         start = model(family)
         placements = execution.placements(start)
@@ -126,6 +128,9 @@ def test_updates_are_those_of_loops_over_matrices(family, mesh, layout):
     per_head = family == "grouped"
     done = Updated(dataclasses.replace(RULE, per_head=per_head), family, mesh, layout)
     done.check(per_head)
+    settings = Case("gather", mesh, layout, "full", 1, "batch", family, "muon").settings
+    wanted = step_traffic(dataclasses.replace(settings, optimizer=done.rule), model(family)).items()
+    assert done.traffic == {("orthogonalise", *row): t for (scope, *row), t in wanted if "orthogonalise" in scope}
     if layout == "shard_exp_on_fsdp":  # experts are whole, so nothing moves over fsdp alone
         assert all(set(row.axes) == {"fsdp", "expert"} for row in done.traffic)
     assert bool(done.traffic) == (mesh != "single")

@@ -1,7 +1,6 @@
 """The shipped rule sets on released models: where every parameter is stored, and what a traced step moves.
 
-`moezoo.analysis.cost.communication` is held to the traces here too, so its figures for any preset, rule set and mesh
-can be trusted.
+Traces are held to `traffic_oracle` here too, for any preset, rule set and mesh.
 """
 
 import functools
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 from presets import PRESETS
+from traffic_oracle import step_traffic
 
 from moezoo import UserError
-from moezoo.analysis.cost import communication
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose, groups
 from moezoo.models import model_shapes
@@ -181,7 +180,8 @@ def check_trace(preset, name, devices, dispatch):
     words += ["optimizer=sgd", "seq_len=512", f"batch_size={rows}"]
     cfg = compose(*words, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
-    table = collective_traffic(build_step(cfg, execution).traced.jaxpr)
+    step = build_step(cfg, execution)
+    table = collective_traffic(step.traced.jaxpr)
     moves_weights = execution.moves_weights
     store = {dim: live(axes, mesh) for dim, axes in layout.store.items()}
     kept = () if moves_weights else live(layout.compute.get("expert", ()), mesh)
@@ -219,7 +219,7 @@ def check_trace(preset, name, devices, dispatch):
         gathers = {r: t for r, t in table.items() if "feed_forward" in r.scope and r.collective == "all_gather"}
         ways = execution.ways(execution.expert_axes)
         assert all(t.bytes == t.count * 4 * cfg.model.experts * (ways - 1) for t in gathers.values())
-    assert table.outline(2) == communication(cfg)
+    assert table.outline(2) == step_traffic(cfg, step.arguments[0].model)
 
 
 # Every rule set that trains, every strategy but `dense`, every number of devices. All presets with `-m full`.

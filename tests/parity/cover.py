@@ -301,7 +301,7 @@ class Case:
 
     @property
     def settings(self) -> TrainConfig:
-        """The case as a training configuration, the input of the formula for its traffic."""
+        """The case as a training configuration, the input of `traffic_oracle`."""
         execution: Any = {"remat": self.remat, "microbatches": self.microbatches, "sequence_order": self.order}
         execution["context_parallel"] = self.context_parallel
         return replace(

@@ -1,24 +1,27 @@
 """The traced step has exactly the collectives that the rules and the strategy ask for.
 
-`moezoo.analysis.cost` has a formula for the count and bytes of every collective. `test_step_parity` compares it with
-the trace of each case of the cover. This file counts one case by hand, compares the whole product with `-m full`, and
-reads three other properties from traced programs.
+`traffic_oracle` says the count and bytes of every collective. `test_step_parity` compares it with the trace of each
+case of the cover. This file checks that it shares nothing with moezoo, counts cases by hand, compares the whole product
+with `-m full`, and reads three other properties from traced programs.
 """
 
+import ast
 import functools
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+import traffic_oracle
 from contexts import context_of
 from cover import Case, config, product
 from running import STEPS, batch_shapes
+from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo import Execution
-from moezoo.analysis.cost import communication
 from moezoo.models import model_shapes
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.optim import SGD, Constant, Optimizer
@@ -37,9 +40,21 @@ def traced(case: Case, **changes: int) -> Any:
     return Step(model, optimizer, case.execution, batch_shapes(case.microbatches)).traced.jaxpr
 
 
-def predicted(case: Case) -> TrafficTable:
-    """Return the traffic by the formula."""
-    return communication(case.settings)
+def predicted(case: Case) -> traffic_oracle.Traffic:
+    """Return the traffic by the oracle."""
+    return step_traffic(case.settings, model_shapes(config(case.family, case.balance)))
+
+
+def test_the_oracle_of_traffic_shares_nothing_with_what_it_checks():
+    """It imports the standard library, paths in trees, and of moezoo what reads the declarations of parameters."""
+    tree = ast.parse(Path(traffic_oracle.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {(getattr(node, "module", None) or alias.name, alias.name) for node in imports for alias in node.names}
+    read = {("moezoo.parallel.axes", name) for name in ("Axes", "axes_of", "parameter_table")}
+    read |= {("jax.tree_util", name) for name in ("keystr", "tree_leaves", "tree_leaves_with_path")}
+    standard = ("math", "re", "collections", "collections.abc", "dataclasses", "itertools", "typing")
+    assert {pair for pair in names if pair[0] not in standard} == read
+    assert "__import__" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 @pytest.mark.full
@@ -119,7 +134,7 @@ def test_traffic_of_a_tied_table(frozen):
     optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(shapes))
     step = Step(shapes, optimizer, case.execution, batch_shapes(1), trained=trained)
     table = collective_traffic(step.traced.jaxpr).outline(2)
-    assert table == communication(case.settings, trained=trained)
+    assert table == step_traffic(case.settings, shapes, trained=trained)
     found = {key: t.count for key, t in table.by("scope", "collective").items() if "scatter" in key[1]}
     gradients = {scope: found.get((f"{scope}/weights", "reduce_scatter"), 0) for scope in ("embedding", "head")}
     assert gradients == dict.fromkeys(gradients, int(not frozen))

@@ -8,7 +8,7 @@ Each case runs three steps in float32 on virtual CPU devices, and the oracle run
 | expert loads | after each step | equal |
 | every parameter and moment | after the last step | within `TOLERANCE` |
 | choice bias | after the last step | equal |
-| collectives of the traced step, with the formula of `moezoo.analysis.cost` | once | equal in count and bytes |
+| collectives of the traced step, with those of `traffic_oracle` | once | equal in count and bytes |
 | collectives of the compiled step, with the traced step | once | no more (`compiled.Budget.check`) |
 
 The error of an array is its largest difference from the oracle's, divided by the oracle's largest absolute value.
@@ -28,8 +28,8 @@ from oracle_grouped import Grouped, clamped_swiglu
 from oracle_router import softmax
 from running import expected, oracle_family, parameters_of, run_case, worst_error
 from table import write_section
+from traffic_oracle import step_traffic
 
-from moezoo.analysis.cost import communication
 from moezoo.parallel.axes import trainable_mask
 
 # float32 rounds by up to 6e-8 of a number. A gradient here is the result of about forty operations in a row, with sums
@@ -57,7 +57,7 @@ def compare_with_oracle(case: Case) -> Errors:
     """Run a case, assert what must be equal, and return the errors of the rest."""
     found, wanted = run_case(case), expected(case.family, case.balance, case.microbatches, case.optimizer)
     # This also shows that no collective is in a loop of unknown length: `collective_traffic` refuses one.
-    assert found.traffic.outline(2) == communication(case.settings)
+    assert found.traffic.outline(2) == step_traffic(case.settings, model(case.family, case.balance))
     found.budget.check()
     loss = gradients = 0.0
     for metrics, gradient, outcome, rate in zip(

@@ -12,15 +12,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import endurance
 import jax
 import numpy as np
 import pytest
+from endurance import Trial, endure
 from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_with_signal
 
 import moezoo
-from moezoo.cli import endurance
-from moezoo.cli.endurance import Trial, endure
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.moe.dispatch import Ragged
@@ -151,7 +151,7 @@ def test_the_files_of_a_killed_run_are_repaired(copy, whole):
 
 
 def test_kills_signals_and_flipped_bits(tmp_path, capsys):
-    """`moezoo endurance` in short: separate processes, killed in a step, in a save, at the start; a flipped bit."""
+    """`scripts/endurance.py` in short: separate processes, killed in a step, in a save, at the start; a flipped bit."""
     trial = Trial(str(tmp_path / "runs"), kills=2, signals=0, flips=1, moments=1)
     fine = endure(trial, (), print)
     out = capsys.readouterr().out

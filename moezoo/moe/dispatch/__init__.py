@@ -13,6 +13,10 @@ moves between devices. Letters in these files:
 | d, f | width of the model, width of an expert |
 """
 
+import importlib
+import inspect
+import pkgutil
+
 from moezoo.moe.dispatch.auto import Auto as Auto
 from moezoo.moe.dispatch.capacity import Capacity as Capacity
 from moezoo.moe.dispatch.dense import Dense as Dense
@@ -26,13 +30,21 @@ from moezoo.parallel.dispatch import DispatchChoice as DispatchChoice
 from moezoo.parallel.dispatch import Dispatched as Dispatched
 from moezoo.parallel.dispatch import ExpertGroup as ExpertGroup
 
-STRATEGIES: dict[str, type[Dispatch]] = {
-    "capacity": Capacity,
-    "dense": Dense,
-    "gather": Gather,
-    "ragged": Ragged,
-    "ring": Ring,
-}
+
+def _find_strategies() -> dict[str, type[Dispatch]]:
+    """Return the strategies in the files of this folder: `name.py` holds the class `Name`.
+
+    So a strategy is one file, and one of the same name in `conf/dispatch/`.
+    """
+    found = {}
+    for name in sorted(each.name for each in pkgutil.iter_modules(__path__)):
+        kind = getattr(importlib.import_module(f"{__name__}.{name}"), name.capitalize(), None)
+        if inspect.isclass(kind) and issubclass(kind, Dispatch) and kind is not Replicated:  # which is a wrapper
+            found[name] = kind
+    return found
+
+
+STRATEGIES = _find_strategies()
 
 # What a configuration can name: a strategy, or a choice between some.
 DISPATCHES: dict[str, type[DispatchChoice]] = {"auto": Auto, **STRATEGIES}

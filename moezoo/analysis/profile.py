@@ -1,8 +1,4 @@
-"""Where the time of a training step on CPU devices goes, by named scope, from a trace.
-
-Measures: the compiled step of a training run, optimiser included, on random tokens.
-Against: the whole step; the parts add up to it.
-Columns: see `ProfileRow`.
+"""Where the time of a compiled step on CPU devices goes, by named scope, from a trace.
 
 XLA's CPU runtime records what every thread does: the operations of each device's program, the tasks that they hand to
 the thread pool, and the waits in collectives. An instant at which `n` threads work gives each of them 1 / n. So parts
@@ -16,20 +12,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from moezoo.bench.hlo import COLLECTIVES, Computation, Instruction, read_computations
-from moezoo.bench.timing import measure
-from moezoo.bench.train_step import prepare_step
-from moezoo.config.compose import compose
-from moezoo.errors import UserError
-from moezoo.parallel.mesh import start
+from moezoo.analysis.hlo import COLLECTIVES, Computation, Instruction, read_computations
 from moezoo.parallel.traces import phase_of
 from moezoo.parallel.traffic import Phase
 
@@ -54,8 +42,8 @@ _PARTS = {
     "layers": "other",
 }
 _COLLECTIVES, _WAITING, _COPIES, _IDLE = "collectives", "waiting in collectives", "copies", "no operation"
-# The order of rows.
-_ORDER = tuple(dict.fromkeys((*_PARTS.values(), _COLLECTIVES, _WAITING, _COPIES, _IDLE)))
+# All parts, in the order in which they are shown.
+ORDER = tuple(dict.fromkeys((*_PARTS.values(), _COLLECTIVES, _WAITING, _COPIES, _IDLE)))
 # Operations that contain others, whose time is that of the others.
 _CONTAINERS = ("while", "call", "conditional")
 # Operations that compute nothing.
@@ -70,38 +58,6 @@ _LONG = 1e15  # nanoseconds, much longer than a trace
 _ORDERS = {"StopRegion": -_LONG / 10, "StartRegion": -_LONG / 100, "Record": 0.0}
 
 
-class ProfileRow(TypedDict):
-    """One part of a step.
-
-    Attributes:
-        settings: the overrides.
-        name: the part.
-        ms: milliseconds per step, on average over the traced steps.
-        share: of the traced step.
-        forward_ms, recomputed_ms, backward_ms: of `ms`, by phase; the rest is outside of differentiation.
-        moving_ms: of `ms`, in operations that only move data: copies, transposes, slices, fills.
-        step_ms: the whole traced step.
-        untraced_ms: the median step without a trace.
-        steps, devices: the number of traced steps, and of devices.
-    """
-
-    part: str
-    settings: str
-    name: str
-    ms: float
-    share: float
-    forward_ms: float
-    recomputed_ms: float
-    backward_ms: float
-    moving_ms: float
-    step_ms: float
-    untraced_ms: float
-    steps: int
-    device: str
-    devices: int
-    dtype: str
-
-
 class Operation(NamedTuple):
     """An operation of a compiled program: its part, its phase, and whether it only moves data."""
 
@@ -110,65 +66,29 @@ class Operation(NamedTuple):
     moves: bool
 
 
-def profile_step(
-    overrides: Sequence[str], seconds: float, samples: int, log: Callable[[str], None]
-) -> list[ProfileRow]:
-    """Trace steps of a configuration and return the time of each part.
+class Profile(NamedTuple):
+    """The milliseconds of a traced step, and of each part of it by operation, on average over the steps."""
+
+    whole: float
+    parts: dict[str, dict[Operation, float]]
+
+
+def profile(step: Callable[[], object], times: int, text: str) -> Profile:
+    """Trace `times` calls of `step` on CPU devices; other devices record other events.
 
     Args:
-        overrides: as for `moezoo.compose`.
-        seconds: trace about as many steps as take this long.
-        samples: the most steps to trace.
-        log: receives progress lines.
-
-    Raises:
-        UserError: the devices are no CPUs; their traces have other events.
+        step: Runs a compiled program, and returns when it is done.
+        times: The number of calls.
+        text: The program, as `compiled.as_text()` gives it.
     """
-    cfg = compose(*overrides)
-    devices = start(cfg.mesh.devices)
-    if devices[0].platform != "cpu":
-        raise UserError(
-            f"bench profile reads traces of CPU devices, and these are {devices[0].platform}; set JAX_PLATFORMS=cpu"
-        )
-    log(f"compiling {' '.join(overrides)}")
-    # Otherwise a program from a compilation cache may have the named scopes of older code.
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    call, compiled = prepare_step(cfg)
-    untraced = measure({"step": call}, seconds=seconds / 2, samples=samples)["step"].ms
-    count = int(np.clip(seconds * 1e3 / untraced, 1, samples))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(count):
+            for _ in range(times):
                 with jax.profiler.TraceAnnotation(_STEP):
-                    call()
-        log(f"reading the trace of {count} step{'s' * (count != 1)}")
-        whole, parts = read_trace(Path(folder), operations(str(compiled.as_text())))
-    return [
-        {
-            "part": "profile",
-            "settings": " ".join(overrides),
-            "name": name,
-            "ms": round(sum(parts[name].values()), 4),
-            "share": round(sum(parts[name].values()) / whole, 5),
-            **{f"{phase}_ms": _sum(parts[name], phase=phase) for phase in ("forward", "recomputed", "backward")},
-            "moving_ms": _sum(parts[name], moves=True),
-            "step_ms": round(whole, 4),
-            "untraced_ms": round(untraced, 4),
-            "steps": count,
-            "device": devices[0].device_kind,
-            "devices": cfg.mesh.devices,
-            "dtype": cfg.execution.dtype,
-        }
-        for name in _ORDER
-        if name in parts
-    ]  # pyright: ignore[reportReturnType]  (the keys of the phases)
-
-
-def _sum(part: dict[Operation, float], **fields: Any) -> float:
-    chosen = (ms for op, ms in part.items() if all(getattr(op, name) == value for name, value in fields.items()))
-    return round(sum(chosen, 0.0), 4)
+                    step()
+        return _read_trace(Path(folder), operations(text))
 
 
 def operations(text: str) -> dict[str, Operation]:
@@ -205,11 +125,11 @@ class Event(NamedTuple):
     """An event of a trace.
 
     Attributes:
-        time: in nanoseconds.
-        order: decides among events at the same time: ends precede beginnings, and the longer frame is the outer one.
-        thread: the thread that it happened on.
-        what: a frame begins or ends, a task of the thread pool is recorded, starts or stops.
-        name: the name of the frame, or the number of the task.
+        time: In nanoseconds.
+        order: Decides among events at the same time: ends precede beginnings, and the longer frame is the outer one.
+        thread: The thread that it happened on.
+        what: A frame begins or ends, a task of the thread pool is recorded, starts or stops.
+        name: The name of the frame, or the number of the task.
     """
 
     time: float
@@ -227,13 +147,8 @@ class _Busy(NamedTuple):
     name: str
 
 
-def read_trace(folder: Path, named: dict[str, Operation]) -> tuple[float, dict[str, dict[Operation, float]]]:
-    """Return the milliseconds of a traced step, and of each part of it by operation, on average over the steps.
-
-    Args:
-        folder: where `jax.profiler.trace` wrote; every step has the annotation `_STEP`.
-        named: the operations of the program.
-    """
+def _read_trace(folder: Path, named: dict[str, Operation]) -> Profile:
+    """Read what `jax.profiler.trace` wrote; every step has the annotation `_STEP`."""
     steps: list[tuple[float, float]] = []
     events: list[Event] = []
     with warnings.catch_warnings():
@@ -281,18 +196,13 @@ def _busy(events: Sequence[Event]) -> Iterator[_Busy]:
             stack.pop()
 
 
-def divide(
-    intervals: Sequence[tuple[float, float]], events: Sequence[Event], named: dict[str, Operation]
-) -> tuple[float, dict[str, dict[Operation, float]]]:
+def divide(intervals: Sequence[tuple[float, float]], events: Sequence[Event], named: dict[str, Operation]) -> Profile:
     """Divide each instant of the steps equally among the threads that run an operation then.
 
     Args:
-        intervals: the start and end of each step, in nanoseconds.
-        events: what happened, in any order.
-        named: the operations of the program.
-
-    Returns:
-        The milliseconds of a step, and of each part of it by operation, on average over the steps.
+        intervals: The start and end of each step, in nanoseconds.
+        events: What happened, in any order.
+        named: The operations of the program.
     """
     steps, busy = np.asarray(sorted(intervals)), list(_busy(events))
     starts, ends = np.asarray([span[:2] for span in busy]).T
@@ -314,38 +224,4 @@ def divide(
         parts[_WAITING][nothing] = float(lengths[(working == 0) & (waiting > 0)].sum())
     whole = float((steps[:, 1] - steps[:, 0]).mean()) / 1e6
     parts[_IDLE][nothing] = whole - sum(sum(part.values()) for part in parts.values())
-    return whole, parts
-
-
-def print_table(rows: Sequence[ProfileRow], console: Console) -> None:
-    """Print the parts of a step."""
-    first = rows[0]
-    devices = f"{first['devices']} {first['device']} device{'s' * (first['devices'] != 1)}"
-    table = Table(
-        *("part", "ms", "share", "forward", "recomputed", "backward", "moving data"),
-        title=f"{first['settings']}: {first['steps']} steps of {first['step_ms']:.1f} ms "
-        f"({first['untraced_ms']:.1f} ms without the trace), {devices}, {first['dtype']}",
-        box=box.SIMPLE,
-    )
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
-    times = ("forward_ms", "recomputed_ms", "backward_ms", "moving_ms")
-    for row in rows:
-        cells = (f"{row[key]:.1f}" if row[key] >= 0.05 else "" for key in times)
-        table.add_row(row["name"], f"{row['ms']:.1f}", f"{row['share']:.1%}", *cells)
-    totals = (f"{sum(row[key] for row in rows):.1f}" for key in times)
-    table.add_row("whole step", f"{first['step_ms']:.1f}", f"{sum(row['share'] for row in rows):.1%}", *totals)
-    console.print(table)
-
-
-def picture(rows: Sequence[ProfileRow], path: Path) -> None:
-    """Draw the milliseconds of each part as a bar."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh([row["name"] for row in rows][::-1], [row["ms"] for row in rows][::-1])
-    axes.set_xlabel("ms per step")
-    axes.grid(axis="x", alpha=0.3)
-    figure.suptitle(rows[0]["settings"], fontsize=8, wrap=True)
-    figure.savefig(path, dpi=120)
+    return Profile(whole, parts)

@@ -1,18 +1,18 @@
-"""The benchmark command: its results, how they follow from the times, and its error messages."""
+"""The benchmarks: their results, how they follow from the times, and their error messages."""
 
 import json
+import shlex
 from itertools import count, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import kernels, timing
+from benchmarks.parts import LAYOUTS, NARROW, PARTS
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.steps import Turns, model_flops, overrides
 from moezoo.analysis.cost import communication
-from moezoo.bench import parts, timing
-from moezoo.bench.shapes import SHAPES, Shape
-from moezoo.bench.train_step import model_flops
-from moezoo.bench.turns import Turns, overrides
-from moezoo.cli.bench import COMMAND, LAYOUTS, NARROW
 from moezoo.cli.command import execute
 from moezoo.config.compose import compose
 from moezoo.config.overrides import groups
@@ -34,13 +34,13 @@ KEYS = [
 ]
 SMALL = "model.layers=1 model.embed=32 model.expert_mlp=32 seq_len=16 execution.remat=none"
 SYNTHETIC = "optimizer=sgd model.vocab=32 model.init_std=0.3 data=synthetic data.vocab=32 data.documents=99"
-QUICK = ["--seconds", "0.001", "--samples", "2"]
+QUICK = ["seconds=0.001", "samples=2"]
 
 
-def bench(capsys, *arguments):
+def bench(capsys, part, *arguments):
     """Return the exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as caught:
-        execute(COMMAND, arguments, "moezoo bench")
+        execute(PARTS[part], arguments, f"python scripts/bench.py {part}")
     return caught.value.code, *capsys.readouterr()
 
 
@@ -61,7 +61,7 @@ def assert_rows(rows, part, products):
 
 def test_grouped_matmul(capsys):
     """The table, the picture and the file of rows. (tests/hub runs PyTorch's implementations.)"""
-    options = ["--shapes", "tiny", "--routing", "zipf", "--only", "moezoo", "xla", "loop", "--out", "a/b"]
+    options = ["shape=tiny", "routing=zipf", "only=moezoo", "only=xla", "only=loop", "out=a/b"]
     code, out, err = bench(capsys, "grouped_matmul", *options, *QUICK)
     assert code == 0
     assert "loop over experts" in out
@@ -75,7 +75,7 @@ def test_grouped_matmul(capsys):
 
 def test_moe_layer(capsys):
     """Selected implementations and passes, as JSON."""
-    options = ["--shapes", "tiny", "--routing", "zipf", "--only", "moezoo", "--passes", "forward", "both", "--json"]
+    options = ["shape=tiny", "routing=zipf", "only=moezoo", "passes=forward", "passes=both", "json=true"]
     code, out, _ = bench(capsys, "moe_layer", *options, *QUICK)
     assert code == 0
     rows = json.loads(out)  # stdout has nothing else
@@ -86,7 +86,7 @@ def test_moe_layer(capsys):
 
 def test_train_step(capsys):
     step = f"mesh=single {SMALL} optimizer=sgd model.tied_embeddings=true"
-    code, out, _ = bench(capsys, "train_step", "--steps", step, "--json", *QUICK)
+    code, out, _ = bench(capsys, "train_step", f"step={step}", "json=true", *QUICK)
     assert code == 0
     rows = json.loads(out)
     assert [r["implementation"] for r in rows] == [f"moezoo {step}", "matmul"]
@@ -100,22 +100,9 @@ def test_train_step(capsys):
 
 def test_strategies(capsys):
     """Exact strategies agree after some updates on the same batches; rows, room and drops are as routed."""
-    settings = f"{SMALL} {SYNTHETIC}"
     chosen = ["ring", "gather", "capacity dispatch.capacity_factor=0.5"]
-    code, out, err = bench(
-        capsys,
-        "strategies",
-        "--dispatch",
-        *chosen,
-        "--mesh",
-        "ep8",
-        "--settings",
-        settings,
-        "--updates",
-        "3",
-        "--out",
-        "s",
-    )
+    settings = f"mesh=ep8 {SMALL} {SYNTHETIC} updates=3 out=s".split()
+    code, out, err = bench(capsys, "strategies", *(f"dispatch={each}" for each in chosen), *settings)
     assert code == 0
     assert "wrote s/rows.json and s/speed.png" in err
     assert "gather" in out
@@ -140,7 +127,7 @@ def test_layouts(capsys):
     ring = "rules=ep_as_cp dispatch=ring dispatch.chunks=2 mesh=fsdp4_ep2 execution.context_parallel=ring"
     chosen = ["rules=fsdp_ep mesh=fsdp2_ep4", ring]
     settings = f"{SMALL} {SYNTHETIC.replace('sgd', 'muon')}"
-    options = ["--layouts", *chosen, "--models", "mixtral", "--settings", settings, "--updates", "3", "--out", "s"]
+    options = [*(f"layout={each}" for each in chosen), "model=mixtral", *settings.split(), "updates=3", "out=s"]
     code, out, err = bench(capsys, "layouts", *options)
     assert code == 0
     assert "wrote s/rows.json and s/speed.png" in err
@@ -174,7 +161,7 @@ def test_generate_under_layouts(capsys):
     """Layouts give the same tokens; under `serve` no weight is received."""
     layouts = ["mesh.fsdp=2 mesh.expert=2", "rules=serve mesh.expert=2 mesh.tensor=2"]
     model = "mixtral model.layers=1 model.embed=32 model.expert_mlp=32"
-    options = ["--models", model, "--calls", "2x4x4", "--layouts", *layouts, *QUICK, "--out", "s"]
+    options = [f"model={model}", "call=2x4x4", *(f"layout={each}" for each in layouts), *QUICK, "out=s"]
     code, out, _ = bench(capsys, "generate", *options)
     assert code == 0
     assert "received" in out
@@ -188,7 +175,7 @@ def test_generate_under_layouts(capsys):
 def test_compiled_steps(capsys):
     """A whole step, compiled for this machine: its bytes are those of the formula."""
     words = f"{SMALL} mesh.context=2 execution.context_parallel=ring optimizer=sgd"
-    code, out, _ = bench(capsys, "compile", "--absent", "cpu", "--steps", words)
+    code, out, _ = bench(capsys, "compile", "absent=cpu", f"step={words}")
     assert code == 0
     assert "temporaries" in out
     assert f"{communication(compose(*words.split())).bytes / 1e6:,.1f}" in out
@@ -209,8 +196,8 @@ def test_default_layouts(model):
 
 def test_attention(capsys):
     """One result per backend, length and pass; a table with ratios, and a picture."""
-    options = ["attention", "--tokens", "8", "96", "--heads", "1x2", "--dims", "4x3", "--documents", "3", *QUICK]
-    code, out, _ = bench(capsys, *options, "--out", "new")
+    options = ["tokens=8", "tokens=96", "kv_heads=1", "group=2", "head_dim=4", "value_dim=3", "documents=3", *QUICK]
+    code, out, _ = bench(capsys, "attention", *options, "out=new")
     assert not code
     assert "ratio" in out
     assert "products" in out
@@ -223,88 +210,86 @@ def test_attention(capsys):
     assert rows[0]["sizes"]["value_dim"] == 3
 
 
+def test_profile(capsys):
+    """On eight devices: every part of a step has a row, and rows add up to the step."""
+    small = "model.layers=1 model.embed=32 model.expert_mlp=32 model.vocab=32 seq_len=16 mesh=ep8 dispatch=ring"
+    code, out, _ = bench(capsys, "profile", *small.split(), "seconds=0.01", "samples=2", "out=new")
+    assert code == 0
+    assert "whole step" in out
+    rows = json.loads(Path("new/rows.json").read_text())
+    parts = {"attention", "router", "dispatch", "experts", "loss", "optimizer", "collectives", "copies"}
+    assert parts <= {row["name"] for row in rows}
+    assert sum(row["ms"] for row in rows) == pytest.approx(rows[0]["step_ms"], rel=1e-3)
+    for row in rows:
+        phases = row["forward_ms"] + row["recomputed_ms"] + row["backward_ms"]
+        assert 0 <= phases <= row["ms"] + 1e-3
+        assert 0 <= row["moving_ms"] <= row["ms"] + 1e-3
+        assert (row["devices"], row["settings"]) == (8, small)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["grouped_matmull"], "part grouped_matmull: not known; did you mean 'grouped_matmul'?"),
-        (["moe_layer", "--shapes", "L9"], "--shapes L9: not known; valid: L1, L2, L3, S1"),
-        (["moe_layer", "--routing", "zip"], "--routing zip: not known; did you mean 'zipf'?"),
-        (["moe_layer", "--seconds", "0"], "--seconds 0.0: must be more than 0"),
-        (["moe_layer", "--steps", "mesh=ep8"], "--steps is no option of moe_layer, which takes --shapes --routing"),
-        (["train_step", "--shapes", "L1"], "--shapes is no option of train_step, which takes --steps"),
-        (["train_step", "--steps", "mesh=epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        (["attention", "--heads", "2"], "--heads 2: must be two numbers more than 0, such as 2x2"),
-        (["moe_layer", "--seconds", "nan"], "--seconds nan: must be more than 0"),
-        (["generate", "--calls", "1x2"], "--calls 1x2: must be three numbers more than 0, such as 1x32x64"),
+        ("moe_layer shape=L9", "shape=L9: not known; valid: L1, L2, L3, S1"),
+        ("moe_layer routing=zip", "routing=zip: expected one of uniform, zipf, found zip"),
+        ("moe_layer seconds=0", "seconds=0 must be above 0"),
+        ("moe_layer seconds=nan", "seconds=nan: expected a number such as 0.5, found no finite number"),
+        ("moe_layer step=mesh=ep8", "step: there is no key 'step'"),
+        ("moe_layer mesh=ep8", "mesh: there is no key 'mesh'"),
+        ("moe_layer only=bloked", "only=bloked: no implementation of moe_layer has this in its name"),
+        ("moe_layer --json", "--json: no such option; valid: --help, and KEY=VALUE"),
+        ("moe_layer shapes=tiny", "shapes: there is no key 'shapes'; did you mean 'shape'?"),
+        ("moe_layer tiny", "tiny: expected KEY=VALUE"),
+        ("train_step shape=L1", "shape: there is no key 'shape'"),
+        ("train_step step=mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
+        ("attention kv_heads=0", "kv_heads=0 must be at least 1"),
+        ("attention tokens=0", "tokens=0 must be at least 1"),
+        ("attention tokens=128 tokens=many", "tokens=many: expected a whole number such as 4, found text"),
+        ("attention window=0", "window=0 must be at least 1"),
+        ("attention shape=L1", "shape: there is no key 'shape'"),
+        ("generate call=1x2", "call=1x2: must be three numbers more than 0, such as 1x32x64"),
+        ("generate call=1x4000x200", "call=1x4000x200: 4200 tokens exceed model.max_length=4096"),
         (
-            ["generate", "--calls", "1x4000x200"],
-            "--calls 1x4000x200: 4200 tokens exceed model.max_length=4096",
+            "generate 'model=deepseek model.index_topk=64' call=1x60x5",
+            "call=1x60x5: 65 tokens exceed model.index_topk=64 (beyond it DeepSeek's sparse attention",
         ),
+        ("generate model=mixtral call=1x8x1 layout=mesh=ep8", "call=1x8x1: needs two or more new tokens"),
+        ("generate 'model= '", "model=' ': must be a model, such as mixtral"),
+        ("generate 'model=mixtral_115m mesh=ep8'", "mesh=ep8 does not belong to the model"),
+        ("generate 'model=mixtral_115m model.embd=3'", "model.embd"),
+        ("compile shape=L1 step=model=mixtral", "shape= is for kernels and step= for training steps; leave one of"),
+        ("compile absent=cpu", "absent=cpu: only whole steps are compiled for it; name them with step="),
+        ("compile absent=v5q", "absent device v5q: not known; did you mean"),
+        ("profile mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
+        ("profile mesh=ep8 dtype=float32", "dtype: there is no key 'dtype'"),
+        ("strategies updates=0", "updates=0 must be at least 1"),
+        ("strategies updates=x", "updates=x: expected a whole number such as 4, found text"),
+        ("strategies mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
+        ("strategies dispatch=rong", "dispatch=rong: no such dispatch; did you mean 'ring'?"),
+        ("strategies mesh=ep8 model.experts=6", "mesh.expert=8 splits experts 8 ways but"),
         (
-            ["generate", "--models", "deepseek model.index_topk=64", "--calls", "1x60x5"],
-            "--calls 1x60x5: 65 tokens exceed model.index_topk=64 (beyond it DeepSeek's sparse attention",
+            "strategies mesh=single dispatch=ring 'dispatch=gather batch_size=16'",
+            "gather batch_size=16 on single: batch_size must be the same for all; set it once, outside of the quotes",
         ),
+        ("strategies mesh=single model.vocab=64", "data=python_stdlib has 256 byte values but"),
+        ("strategies optimizer=sgdd", "optimizer=sgdd: no such optimizer; did you mean 'sgd'?"),
         (
-            ["generate", "--models", "mixtral", "--calls", "1x8x1", "--layouts", "mesh=ep8"],
-            "--calls 1x8x1: needs two or more new tokens",
-        ),
-        (
-            ["compile", "--shapes", "L1", "--steps", "model=mixtral"],
-            "--shapes is for kernels and --steps for training steps; leave one of them out",
-        ),
-        (["generate", "--models", ""], "--models '': must be a model, such as mixtral"),
-        (
-            ["generate", "--models", "mixtral_115m mesh=ep8"],
-            "mesh=ep8 does not belong to the model",
-        ),
-        (["generate", "--models", "mixtral_115m model.embd=3"], "model.embd"),
-        (["attention", "--tokens", "0"], "--tokens 0: must be more than 0"),
-        (["attention", "--window", "0"], "--window 0: must be more than 0"),
-        (["attention", "--shapes", "L1"], "--shapes is no option of attention, which takes --tokens"),
-        (["moe_layer", "mesh=ep8"], "mesh=ep8: moe_layer takes only --options; --help lists them"),
-        (["profile", "mesh=epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        (["profile", "mesh=ep8", "--dtype", "f"], "--dtype is no option of profile, which takes KEY=VALUE --seconds"),
-        (["compile", "--json"], "--json is no option of compile, which takes --shapes --steps --absent"),
-        (["strategies", "--updates", "0"], "--updates 0: must be more than 0"),
-        (["strategies", "--mesh", "epp8"], "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        (["strategies", "--dispatch", "rong"], "dispatch=rong: no such dispatch; did you mean 'ring'?"),
-        (["strategies", "--mesh", "ep8", "--settings", "model.experts=6"], "mesh.expert=8 splits experts 8 ways but"),
-        (
-            ["strategies", "--settings", "dispatch=ring"],
-            "--settings dispatch=ring: holds for all that is compared; name it in --dispatch",
-        ),
-        (
-            ["strategies", "--mesh", "single", "--dispatch", "ring", "gather batch_size=16"],
-            "gather batch_size=16 on single: batch_size must be the same for all; set it with --settings",
-        ),
-        (
-            ["strategies", "--mesh", "single", "--settings", "model.vocab=64"],
-            "data=python_stdlib has 256 byte values but",
-        ),
-        (
-            ["layouts", "--layouts", "optimizer.learning_rate=1e-3", "--settings", "optimizer.learning_rate=1e-2"],
+            "layouts layout=optimizer.learning_rate=1e-3 optimizer.learning_rate=1e-2",
             "optimizer.learning_rate=1e-2: optimizer.learning_rate is also set for optimizer.learning_rate=1e-3",
         ),
-        (["layouts", "--layouts", "ring"], "ring: expected KEY=VALUE, found no '='; write dispatch=ring"),
-        (["layouts", "--layouts", "rules=fsdp_epp"], "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?"),
-        (["layouts", "--models", "mixtral", "mixtrel"], "model=mixtrel: no such model; did you mean 'mixtral'?"),
+        ("layouts layout=ring", "ring: expected KEY=VALUE, found no '='; write dispatch=ring"),
+        ("layouts layout=rules=fsdp_epp", "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?"),
+        ("layouts model=mixtral model=mixtrel", "model=mixtrel: no such model; did you mean 'mixtral'?"),
+        ("layouts 'layout=rules=pure_fsdp mesh=ep8'", "mesh.expert=8 but rules pure_fsdp name no axis 'expert'"),
+        ("layouts rules=ep_as_cp", "rules=ep_as_cp: holds for all that is compared; name it in layout="),
         (
-            ["layouts", "--layouts", "rules=pure_fsdp mesh=ep8"],
-            "mesh.expert=8 but rules pure_fsdp name no axis 'expert'",
+            "layouts layout=mesh=ep8 'layout=mesh=fsdp8 execution.dtype=bfloat16'",
+            "execution, except context_parallel and sequence_order, must be the same for all",
         ),
-        (
-            ["layouts", "--settings", "rules=ep_as_cp"],
-            "--settings rules=ep_as_cp: holds for all that is compared; name it in --layouts",
-        ),
-        (["strategies", "--updates", "x"], "argument --updates: invalid int value: 'x'; --help lists the options"),
-        (["moe_layer", "--bogus"], "unrecognized arguments: --bogus; --help lists the options"),
-        (["moe_layer", "--shape", "tiny"], "unrecognized arguments: --shape tiny; --help lists the options"),
-        (["compile", "--absent", "cpu"], "--absent cpu: only whole steps are compiled for it; name them with --steps"),
-        (["compile", "--absent", "v5q"], "absent device v5q: not known; did you mean"),
     ],
 )
 def test_mistakes_get_one_line(capsys, arguments, line):
-    code, out, err = bench(capsys, *arguments)
+    code, out, err = bench(capsys, *shlex.split(arguments))
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("error: ")
     assert line in err
@@ -313,7 +298,7 @@ def test_mistakes_get_one_line(capsys, arguments, line):
 
 def test_does_not_overwrite(capsys, tmp_path):
     (tmp_path / "rows.json").touch()
-    code, _, err = bench(capsys, "moe_layer", "--out", str(tmp_path))
+    code, _, err = bench(capsys, "moe_layer", f"out={tmp_path}")
     assert code == 2
     assert "is not empty; name a new folder" in err
 
@@ -356,12 +341,12 @@ def test_short_calls_are_repeated(monkeypatch):
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf"])
 def test_group_sizes(routing):
-    sizes = parts.group_sizes(Shape(1000, 1, 1, 16, 4), routing)
+    sizes = kernels.group_sizes(Shape(1000, 1, 1, 16, 4), routing)
     assert sizes.sum() == 4000
     assert sizes.max() <= 1000  # the experts of a token differ
     skew = sizes.max() / sizes.mean()
     assert skew < 1.3 if routing == "uniform" else skew > 2
-    np.testing.assert_array_equal(sizes, parts.group_sizes(Shape(1000, 1, 1, 16, 4), routing))
+    np.testing.assert_array_equal(sizes, kernels.group_sizes(Shape(1000, 1, 1, 16, 4), routing))
 
 
 def test_registry_has_the_published_sizes():

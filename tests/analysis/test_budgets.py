@@ -11,11 +11,11 @@ import pytest
 from compiled import Budget, budget_of
 
 import moezoo
+from moezoo.analysis.absent import absent_devices
 from moezoo.config.build import build_execution
 from moezoo.config.compose import groups
 from moezoo.models import FAMILIES
 from moezoo.moe.dispatch import STRATEGIES
-from moezoo.parallel.absent import absent_devices
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training.build import build_step
 

@@ -1,6 +1,6 @@
 """PyTorch's grouped product and transformers' Mixtral block on the same numbers, if the libraries are installed.
 
-Besides this module, only `moezoo.bench.generate` imports them.
+Besides this module, only `benchmarks.generate` imports them.
 """
 
 import importlib.util
@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moezoo.bench.candidates import Candidate, Pass
-from moezoo.bench.timing import Call
+from benchmarks.timing import Call, Candidate, Pass
 from moezoo.moe.mixture import MoE
 
 Named = tuple[str, Callable[[], Candidate]]
@@ -26,11 +25,9 @@ def products(x: jax.Array, w: jax.Array, sizes: jax.Array, cotangent: jax.Array)
     def make() -> Candidate:
         import torch
 
-        device = _device()
-        ends = torch.tensor(np.cumsum(np.asarray(sizes)).astype(np.int32), device=device)
-        rows, weights, c = (_tensor(a, device) for a in (x, w, cotangent))
+        ends = torch.tensor(np.cumsum(np.asarray(sizes)).astype(np.int32), device=_device())
         function = partial(torch.nn.functional.grouped_mm, offs=ends)
-        return _candidate(function, [rows, weights], c, device)
+        return _candidate(function, [_tensor(x), _tensor(w)], _tensor(cotangent))
 
     yield "torch grouped_mm", make
 
@@ -45,20 +42,18 @@ def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-        device = _device()
         e, d, f = block.experts.gate.shape
         sizes: dict[str, Any] = {"hidden_size": d, "intermediate_size": f, "num_local_experts": e}
         config = MixtralConfig(**sizes, num_experts_per_tok=block.router.k)
         config._experts_implementation = implementation
         arrays = (block.experts.gate, block.experts.up, block.experts.down, block.router.weight)
-        gate, up, down, router = (_tensor(a, device) for a in arrays)
-        theirs: Any = MixtralSparseMoeBlock(config).to(device=device, dtype=gate.dtype)
+        gate, up, down, router = map(_tensor, arrays)
+        theirs: Any = MixtralSparseMoeBlock(config).to(device=_device(), dtype=gate.dtype)
         with torch.no_grad():
             theirs.gate.weight.copy_(router.T)
             theirs.experts.gate_up_proj.copy_(torch.cat([gate, up], dim=2).transpose(1, 2))
             theirs.experts.down_proj.copy_(down.transpose(1, 2))
-        inputs = [_tensor(x, device), *theirs.parameters()]
-        return _candidate(lambda x, *_: theirs(x), inputs, _tensor(cotangent, device), device)
+        return _candidate(lambda x, *_: theirs(x), [_tensor(x), *theirs.parameters()], _tensor(cotangent))
 
     for implementation in ("eager", "grouped_mm"):
         yield f"transformers {implementation}", partial(make, implementation)
@@ -70,23 +65,22 @@ def _device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _tensor(x: jax.Array, device: Any) -> Any:
+def _tensor(x: jax.Array) -> Any:
     import torch
 
     # PyTorch does not read NumPy's bfloat16.
-    tensor = torch.tensor(np.asarray(x, np.float32), device=device)
-    return tensor.to(getattr(torch, str(x.dtype)))
+    return torch.tensor(np.asarray(x, np.float32), device=_device()).to(getattr(torch, str(x.dtype)))
 
 
-def _candidate(function: Callable[..., Any], inputs: list[Any], cotangent: Any, device: Any) -> Candidate:
+def _candidate(function: Callable[..., Any], inputs: list[Any], cotangent: Any) -> Candidate:
     import torch
 
     for tensor in inputs:
         tensor.requires_grad_(True)
 
     def done(result: Any) -> Any:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if cotangent.is_cuda:
+            torch.cuda.synchronize()
         return result
 
     def forward() -> Any:

@@ -1,5 +1,6 @@
 """Programs compiled for absent devices: their memory, their collectives and the order of their operations."""
 
+import itertools
 import re
 from typing import Any
 
@@ -12,8 +13,9 @@ from meshes import auto_mesh
 from programs import hops_over_loops, largest_array
 
 import moezoo
-from moezoo.bench.compiling import compile_all
-from moezoo.bench.shapes import ACCELERATOR
+from benchmarks.compiled import compile_kernels
+from benchmarks.shapes import ACCELERATOR
+from moezoo.analysis.absent import ABSENT, absent_devices
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul.routed import SIZES
@@ -21,7 +23,6 @@ from moezoo.models import MixtralConfig, model_shapes
 from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
-from moezoo.parallel.absent import ABSENT, absent_devices
 from moezoo.parallel.context_parallel import Place, Scoring, SequenceGroup
 from moezoo.parallel.kernels import KernelOrder, target_of
 from moezoo.training.build import build_step
@@ -36,7 +37,7 @@ def test_names_what_to_install(monkeypatch):
     def missing(**_):
         raise NotImplementedError("topology not implemented for cuda\nand more")
 
-    monkeypatch.setattr("moezoo.parallel.absent.topologies.get_topology_desc", missing)
+    monkeypatch.setattr("moezoo.analysis.absent.topologies.get_topology_desc", missing)
     with pytest.raises(
         UserError, match=r"^cannot compile for v5p here \(topology not implemented for cuda\); pip inst"
     ):
@@ -56,15 +57,16 @@ def test_eight_devices(kind):
 @pytest.mark.parametrize("kind", ["h200", "v5p"])
 def test_no_row_is_copied_for_every_expert(kind):
     """No array of a forward and backward pass has that size, and temporaries stay below the stated bound."""
-    for result in compile_all([kind], ["L1", "S2"], jnp.bfloat16):
-        shape = ACCELERATOR[result.name]
+    for row, program in itertools.chain(*(compile_kernels(kind, name, jnp.bfloat16) for name in ("L1", "S2"))):
+        shape, text = ACCELERATOR[row["shape"]], program.as_text()
         weights = shape.experts * shape.embed * shape.mlp
         rows = (shape.rows + SIZES[0]) * max(shape.embed, shape.mlp)  # the last block may reach beyond all rows
-        assert largest_array(result.text) <= max(weights, rows), result[:3]
+        assert text is not None
+        assert largest_array(text) <= max(weights, rows), row
         # In float32: gradients and products before they are rounded, and a layer's activations.
-        bound = {"grouped_matmul": weights + rows, "moe_layer": 3 * weights + 6 * rows}[result.part]
-        assert result.temporaries < 4 * 1.05 * bound, result[:3]
-        assert ("tpu_custom_call" in result.text) == (kind == "v5p"), result[:3]
+        bound = {"grouped_matmul": weights + rows, "moe_layer": 3 * weights + 6 * rows}[row["part"]]
+        assert row["temporaries_bytes"] < 4 * 1.05 * bound, row
+        assert ("tpu_custom_call" in text) == (kind == "v5p"), row
 
 
 @pytest.mark.absent

@@ -1,10 +1,10 @@
-"""Where the time of a step goes: operations by scope, the division of instants, and the command."""
+"""Where the time of a step goes: operations by scope, and the division of instants."""
 
 from typing import Any
 
 import pytest
 
-from moezoo.bench.profile import Event, Operation, divide, operations, profile_step
+from moezoo.analysis.profile import Event, Operation, divide, operations
 
 PROGRAM = """HloModule jit_f
 
@@ -75,17 +75,3 @@ def test_instants_are_divided():
         whole, parts = divide(steps, happened, operations(PROGRAM))
         assert {name: sum(part.values()) * 1e6 for name, part in parts.items()} == pytest.approx(expected)
         assert whole * 1e6 == pytest.approx(100)
-
-
-def test_profile_of_a_step():
-    """On eight devices: every part of a step has a row, and rows add up to the step."""
-    small = "model.layers=1 model.embed=32 model.expert_mlp=32 model.vocab=32 seq_len=16 mesh=ep8 dispatch=ring"
-    rows = profile_step(small.split(), seconds=0.01, samples=2, log=lambda _: None)
-    parts = {"attention", "router", "dispatch", "experts", "loss", "optimizer", "collectives", "copies"}
-    assert parts <= {row["name"] for row in rows}
-    assert sum(row["ms"] for row in rows) == pytest.approx(rows[0]["step_ms"], rel=1e-3)
-    for row in rows:
-        phases = row["forward_ms"] + row["recomputed_ms"] + row["backward_ms"]
-        assert 0 <= phases <= row["ms"] + 1e-3
-        assert 0 <= row["moving_ms"] <= row["ms"] + 1e-3
-        assert (row["devices"], row["settings"]) == (8, small)

@@ -1,4 +1,4 @@
-"""`moezoo endurance`: disturb a run by kills, signals and flipped bits, and compare it with an undisturbed run."""
+"""`python scripts/endurance.py`: disturb a run by kills, signals and flipped bits, and compare it with another."""
 
 import contextlib
 import dataclasses

@@ -1,0 +1,93 @@
+"""`compile`: the memory of programs that are compiled and not run, for absent devices, or steps for this machine.
+
+- Kernels: a grouped product, and an MoE layer with router; forward and backward pass in one program. Columns: target;
+  part; shape; in GB on one device arguments, results, temporaries, and `E x T x K x d`: the array with one copy of each
+  row per expert, which XLA's own expansion of a grouped product makes.
+- Whole training steps. Columns: target; step (the overrides that compose it); MB on one device: arguments, temporaries,
+  and the peak, which also has results that are not stored in arguments; MB received per step, by the traced step.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels import layer_operands, product_operands, run_layer
+from benchmarks.results import Column, Report, Row, Table, log
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import passes_of
+from moezoo.analysis.absent import absent_devices
+from moezoo.analysis.compiling import compile_for, memory_of
+from moezoo.config.build import build_execution
+from moezoo.config.compose import compose
+from moezoo.errors import UserError
+from moezoo.kernels.grouped_matmul import grouped_matmul
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import mesh_of, prepare, start
+from moezoo.parallel.traces import collective_traffic
+from moezoo.training.build import build_step
+
+# The target that is this machine: its virtual CPU devices.
+CPU = "cpu"
+
+
+def run(keys: Any) -> Report:
+    """Compile kernels or whole steps for each target. Raises `UserError` for unknown targets."""
+    if keys.step:
+        rows = list(_steps(keys.absent, keys.step))
+        columns = [Column("target", "target"), Column("step", "step")]
+        names = ("arguments", "temporaries", "peak", "received")
+        columns += [Column(name, f"{name}_bytes", ",.1f", 1e6) for name in names]
+        return Report(rows, [Table("compiled, not run; MB on one device", columns, rows)])
+    if CPU in keys.absent:
+        raise UserError("absent=cpu: only whole steps are compiled for it; name them with step=, or other devices")
+    prepare(1)
+    rows = [
+        row
+        for target in keys.absent
+        for name in keys.shapes("accelerator")
+        for row, _ in compile_kernels(target, name, keys.dtype or "bfloat16")
+    ]
+    columns = [Column(name, name) for name in ("target", "part", "shape")]
+    columns += [Column(name, f"{name}_bytes", ".3f", 1e9) for name in ("arguments", "results", "temporaries")]
+    columns.append(Column("E x T x K x d", "copies_bytes", ".3f", 1e9))
+    return Report(rows, [Table("compiled, not run; forward and backward, GB on one device", columns, rows)])
+
+
+def compile_kernels(target: str, name: str, dtype: Any) -> Iterator[tuple[Row, jax.stages.Compiled]]:
+    """Compile both kernels of a shape for an absent device; yield each one's memory, in bytes, and its program."""
+    shape, device = SHAPES[name], absent_devices(target)[0]
+    layer = partial(run_layer, Execution(dtype=dtype))
+    for part, function, make in (
+        ("grouped_matmul", grouped_matmul, product_operands),
+        ("moe_layer", layer, layer_operands),
+    ):
+        operands = jax.eval_shape(partial(make, shape, "uniform", dtype))
+        program = compile_for(device, passes_of(function)["both"], *operands)
+        memory = memory_of(program)
+        assert memory is not None
+        log(f"compiled {part} {name} for {target}")
+        sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "results", "temporaries")}
+        sizes["copies_bytes"] = shape.experts * shape.rows * shape.embed * jnp.dtype(dtype).itemsize
+        yield {"target": target, "part": part, "shape": name, **sizes}, program
+
+
+def _steps(targets: Sequence[str], steps: Sequence[str]) -> Iterator[Row]:
+    """Compile each of `steps`, overrides of a configuration, for each of `targets`: `cpu`, or absent devices."""
+    configs = {words: compose(*words.split()) for words in steps}
+    devices = start(max(cfg.mesh.devices for cfg in configs.values()))
+    there = {target: devices if target == CPU else absent_devices(target) for target in targets}
+    built = {
+        (target, words): build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, there[target])))
+        for target in targets
+        for words, cfg in configs.items()
+    }
+    for (target, words), step in built.items():
+        log(f"compiling {words} for {target}")
+        memory = memory_of(step.compile())
+        assert memory is not None
+        sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "temporaries", "peak")}
+        received = collective_traffic(step.traced.jaxpr).bytes
+        yield {"target": target, "step": words, **sizes, "received_bytes": received}

@@ -1,0 +1,291 @@
+"""The parts of the benchmarks by name, and the keys of each.
+
+Only `_run` and `_configure` import JAX, so a mistyped word is answered quickly.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from benchmarks import results
+from benchmarks.shapes import ACCELERATOR, LAPTOP, SHAPES
+from moezoo.cli.command import Command, ConfiguredCommand, KeysCommand
+from moezoo.cli.console import choose
+from moezoo.config import overrides
+from moezoo.config.options import key, take
+from moezoo.convert import Range, show
+from moezoo.errors import UserError, nearest
+
+# A training step in one word each: overrides of `moezoo.compose`.
+STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
+MESHES = ("single", "fsdp8", "ep8", "fsdp2_ep4", "fsdp4_ep2")
+# The first layout on a mesh is the reference of the others there. `pure_fsdp` names no expert axis, `cp_as_ep` differs
+# from `fsdp_ep` only where there is a context axis, and only `tensor` names that axis; `serve` is not for training.
+LAYOUTS = (
+    *(f"rules=fsdp_ep dispatch={name} mesh=fsdp2_ep4" for name in ("ring", "dense", "capacity", "gather", "ragged")),
+    *(f"rules={name} dispatch=ring mesh=fsdp2_ep4" for name in ("shard_exp_on_fsdp", "ep_as_cp", "ep_as_dp")),
+    *(f"rules={name} dispatch=ring mesh=fsdp8" for name in ("fsdp_ep", "pure_fsdp")),
+    *(f"rules={name} dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2" for name in ("fsdp_ep", "cp_as_ep")),
+    "rules=tensor dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
+)
+# DeepSeek-V2-Lite with its router, experts, experts per token and shared experts; 3 layers, and narrow (most by 16).
+NARROW = (
+    "deepseek_v2_lite model.vocab=256 model.embed=128 model.layers=3 model.heads=4 model.kv_lora=32 model.nope_dim=32 "
+    "model.rope_dim=16 model.value_dim=32 model.mlp=684 model.expert_mlp=88 model.init_std=0.02 execution.dtype=float32"
+)
+# Models of about 100 million parameters, for `generate`.
+_WIDE = "model.vocab=8192 model.embed=512 model.layers=8 model.heads=8 model.max_length=4096"
+GENERATED = {
+    "mixtral_115m": f"mixtral {_WIDE} model.kv_heads=4 model.head_dim=64 model.expert_mlp=1024",
+    "deepseek_109m": f"deepseek {_WIDE} model.q_lora=256 model.kv_lora=128 model.nope_dim=64 model.rope_dim=32 "
+    "model.value_dim=64 model.mlp=2048 model.expert_mlp=256 model.experts=32",
+}
+# Names of models that stand for a preset with overrides; any other name is that of a preset.
+MODELS = {"narrow": NARROW, **GENERATED}
+CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
+
+_POSITIVE = Range(at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Keys of every part."""
+
+    json: bool = key("print only the rows, as JSON", default=False)
+    out: str | None = key("a new folder for the rows and the picture, by default one in runs/", "FOLDER", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed(Keys):
+    """Keys of parts that time calls."""
+
+    seconds: float = key("time per implementation and pass", default=5.0, valid=Range(above=0))
+    samples: int = key("most samples per implementation and pass", default=15, valid=_POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed(Keys):
+    """Keys of parts that compute in a dtype."""
+
+    dtype: Literal["float32", "bfloat16"] | None = key(
+        "float32 or bfloat16, by default float32 on a CPU and otherwise bfloat16; of train_step as configured",
+        "NAME",
+        default=None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WithShapes(Typed):
+    """Keys of parts that measure kernels of the sizes in `benchmarks.shapes`."""
+
+    shape: tuple[str, ...] = key(
+        f"{', '.join(SHAPES)}; or laptop, accelerator; by default for these devices", "NAME", default=()
+    )
+
+    def shapes(self, otherwise: str) -> list[str]:
+        """Return the names of all shapes; of `otherwise` where none is named."""
+        words = {name: [name] for name in SHAPES} | {"laptop": list(LAPTOP), "accelerator": list(ACCELERATOR)}
+        for name in self.shape:
+            if name not in words:
+                raise UserError(f"shape={show(name)}: not known; {nearest(name, words)}")
+        return [name for word in self.shape or [otherwise] for name in words[word]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel(WithShapes, Timed):
+    """Keys of `grouped_matmul` and `moe_layer`."""
+
+    routing: tuple[Literal["uniform", "zipf"], ...] = key(
+        "how tokens choose experts; by default both", "uniform|zipf", default=("uniform", "zipf")
+    )
+    passes: tuple[Literal["forward", "backward", "both"], ...] = key(
+        "passes; by default all three", "forward|backward|both", default=("forward", "backward", "both")
+    )
+    only: tuple[str, ...] = key("implementations whose name contains one of these words", "WORD", default=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(Typed, Timed):
+    """Keys of `train_step`."""
+
+    step: tuple[str, ...] = key(f"a configuration; by default each of {STEPS}", '"KEY=VALUE ..."', default=STEPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategies(Keys):
+    """Keys of `strategies`."""
+
+    dispatch: tuple[str, ...] = key(
+        'a strategy, with overrides if needed: dispatch="ring dispatch.chunks=2"; by default all',
+        "NAME",
+        default=tuple(overrides.groups()["dispatch"]),
+    )
+    mesh: tuple[str, ...] = key(f"a mesh; by default {', '.join(MESHES)}", "NAME", default=MESHES)
+    updates: int = key("updates of the parameters", default=20, valid=_POSITIVE)
+
+
+class WithModels:
+    """What parts have that compare layouts of models."""
+
+    model: tuple[str, ...]
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Each name with the overrides that its first word stands for."""
+        if empty := [name for name in self.model if not name.strip()]:
+            raise UserError(f"model={empty[0]!r}: must be a model, such as mixtral")
+        words = {name: name.split() for name in self.model}
+        return {name: " ".join([MODELS.get(first, first), *rest]) for name, (first, *rest) in words.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts(WithModels, Keys):
+    """Keys of `layouts`."""
+
+    model: tuple[str, ...] = key(
+        'a preset, with overrides if needed: model="olmoe model.layers=2"; narrow is a narrow deepseek_v2_lite; '
+        "by default mixtral, deepseek and narrow",
+        "NAME",
+        default=("mixtral", "deepseek", "narrow"),
+    )
+    layout: tuple[str, ...] = key(
+        "rules, strategy, mesh, optimizer, execution.context_parallel, execution.sequence_order; by default every rule "
+        "set and every strategy, on four meshes",
+        '"KEY=VALUE ..."',
+        default=LAYOUTS,
+    )
+    updates: int = key("updates of the parameters", default=20, valid=_POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(WithModels, Timed):
+    """Keys of `generate`."""
+
+    model: tuple[str, ...] = key(
+        f"a preset, with overrides if needed; by default {', '.join(GENERATED)}", "NAME", default=tuple(GENERATED)
+    )
+    call: tuple[str, ...] = key(
+        f"rows x prompt tokens x new tokens; by default {', '.join(CALLS)}", "RxPxN", default=CALLS
+    )
+    layout: tuple[str, ...] = key(
+        "compare these layouts; by default one device, next to transformers", '"KEY=VALUE ..."', default=()
+    )
+
+    @property
+    def calls(self) -> list[list[int]]:
+        """The numbers of each call. Raises `UserError` also for words that are not of the model."""
+        for name in self.model:
+            if other := [word for word in name.split()[1:] if not word.startswith("model.")]:
+                raise UserError(f"model={name}: {other[0]} does not belong to the model; write model.KEY=VALUE")
+        if wrong := [text for text in self.call if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){2}", text)]:
+            raise UserError(f"call={show(wrong[0])}: must be three numbers more than 0, such as {CALLS[0]}")
+        return [[int(number) for number in text.split("x")] for text in dict.fromkeys(self.call)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Typed, Timed):
+    """Keys of `attention`."""
+
+    tokens: tuple[int, ...] = key(
+        "tokens per row, by default powers of 2 from 128 to 16384; a batch has one row, or as many as make 1024 tokens",
+        "N",
+        default=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        valid=_POSITIVE,
+    )
+    kv_heads: int = key("key-value heads", default=2, valid=_POSITIVE)
+    group: int = key("query heads per key-value head", default=2, valid=_POSITIVE)
+    head_dim: int = key("dimensions of a key", default=32, valid=_POSITIVE)
+    value_dim: int = key("dimensions of a value", default=32, valid=_POSITIVE)
+    documents: int = key("documents per row", default=1, valid=_POSITIVE)
+    window: int | None = key("tokens that a query sees, by default all", "N", default=None, valid=_POSITIVE)
+    absent: tuple[str, ...] = key("compile for these devices instead of running", "NAME", default=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile(WithShapes):
+    """Keys of `compile`."""
+
+    step: tuple[str, ...] = key("compile training steps instead of kernels", '"KEY=VALUE ..."', default=())
+    absent: tuple[str, ...] = key(
+        "a device, by default h200 and v5p; with step= also cpu: this machine", "NAME", default=("h200", "v5p")
+    )
+
+    def __post_init__(self):
+        for name in ("shape", "dtype"):
+            if self.step and getattr(self, name):
+                raise UserError(f"{name}= is for kernels and step= for training steps; leave one of them out")
+
+
+def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
+    taken = take(kind, arguments)
+    keys: Any = taken.options
+    with results.new_folder(keys.out):
+        from benchmarks import attention, compiled, generate, kernels, layouts, profile, strategies, train_step
+
+        runs = {
+            "grouped_matmul": lambda: kernels.run(part, keys),
+            "moe_layer": lambda: kernels.run(part, keys),
+            "attention": lambda: attention.run(keys),
+            "train_step": lambda: train_step.run(keys),
+            "profile": lambda: profile.run(keys, taken.rest),
+            "strategies": lambda: strategies.run(keys, taken.rest),
+            "layouts": lambda: layouts.run(keys, taken.rest),
+            "generate": lambda: generate.run(keys),
+            "compile": lambda: compiled.run(keys),
+        }
+        results.show(part, runs[part](), keys.json, keys.out)
+
+
+def _configure(kind: type[Keys], *arguments: str) -> Any:
+    from moezoo.config.compose import compose
+
+    return compose(*take(kind, arguments).rest)
+
+
+def _part(name: str, kind: type[Keys], summary: str, *examples: str) -> Command:
+    task: Any = partial(_run, name, kind)
+    description = f"Measure {summary}, alternately in one process.\nA key with several values is given once for each. "
+    description += "docs/benchmarks.md defines every number."
+    if name not in ("profile", "strategies", "layouts"):
+        return KeysCommand(name, summary, task, description, kind, examples)
+    # Arguments that are no keys of the part configure a training run.
+    configure = partial(_configure, kind)
+    return ConfiguredCommand(name, summary, task, description, kind, configure=configure, examples=examples)
+
+
+_STEPS = 'step="mesh=ep8" step="mesh=ep8 dispatch=gather"'
+_STRATEGIES = 'mesh=ep8 mesh=fsdp2_ep4 dispatch=ring dispatch="ragged dispatch.chunks=2" model=deepseek'
+_LAYOUTS = 'layout="rules=fsdp_ep mesh=ep8" layout="rules=ep_as_cp mesh=ep8" model=olmoe batch_size=16'
+_SERVED = 'model=mixtral layout="mesh=fsdp2_ep4" layout="rules=serve mesh.expert=4 mesh.tensor=2"'
+_PARTS = (
+    _part("grouped_matmul", Kernel, "a grouped product, in all backends and alternatives", "shape=e8k2 passes=forward"),
+    _part("moe_layer", Kernel, "a layer of experts with its router", "shape=e8k2 shape=e32k4 only=moezoo json=true"),
+    _part("train_step", Step, "whole training steps", _STEPS),
+    _part("profile", Timed, "where the time of a training step goes", "model=deepseek mesh=ep8"),
+    _part("strategies", Strategies, "a run's first updates, by every dispatch strategy on several meshes", _STRATEGIES),
+    _part("layouts", Layouts, "a run's first updates, under every rule set and by every dispatch strategy", _LAYOUTS),
+    _part(
+        "attention",
+        Attention,
+        "backends of attention by length: time and temporary memory",
+        "tokens=128 tokens=1024 kv_heads=8 group=1",
+        "absent=h200 absent=v5p tokens=2048 head_dim=128 value_dim=128",
+    ),
+    _part("generate", Generate, "generation next to transformers, or under several layouts", "call=8x32x64", _SERVED),
+    _part(
+        "compile",
+        Compile,
+        "the memory of kernels or training steps that are compiled, also for devices that this machine does not have",
+        "shape=L1 absent=h200",
+        'absent=cpu step="model=mixtral mesh.context=8 seq_len=8192 batch_size=1"',
+    ),
+)
+PARTS = {part.name: part for part in _PARTS}
+
+
+def main() -> None:
+    """Run the part that the first argument names, or list all parts."""
+    choose(PARTS, f"python {sys.argv[0]}", "part")

@@ -1,0 +1,86 @@
+"""`profile`: where the time of a training step on CPU devices goes, by named scope (`moezoo.analysis.profile`).
+
+Measures: the compiled step of a training run, optimiser included, on random tokens.
+Against: the whole step; the parts add up to it.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.results import Column, Panel, Report, Row, Table, log
+from benchmarks.steps import Running, random_batch
+from benchmarks.timing import measure
+from moezoo.analysis.profile import ORDER, Operation, profile
+from moezoo.config.compose import compose
+from moezoo.errors import UserError
+from moezoo.parallel.mesh import start
+
+_TIMES = ("forward_ms", "recomputed_ms", "backward_ms", "moving_ms")
+
+
+def run(keys: Any, overrides: Sequence[str]) -> Report:
+    """Trace steps of a configuration, about as many as take `keys.seconds`, and report the time of each part.
+
+    Raises `UserError` where the devices are no CPUs; their traces have other events.
+    """
+    cfg = compose(*overrides)
+    devices = start(cfg.mesh.devices)
+    if devices[0].platform != "cpu":
+        raise UserError(
+            f"profile reads traces of CPU devices, and these are {devices[0].platform}; set JAX_PLATFORMS=cpu"
+        )
+    log(f"compiling {' '.join(overrides)}")
+    # Otherwise a program from a compilation cache may have the named scopes of older code.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    running = Running(cfg)
+    call = partial(running.run, random_batch(running))
+    untraced = measure({"step": call}, seconds=keys.seconds / 2, samples=keys.samples)["step"].ms
+    count = int(np.clip(keys.seconds * 1e3 / untraced, 1, keys.samples))
+    log(f"tracing {count} step{'s' * (count != 1)}")
+    whole, parts = profile(call, count, str(running.compiled.as_text()))
+    rows = [
+        {
+            "part": "profile",
+            "settings": " ".join(overrides),
+            "name": name,
+            "ms": round(sum(parts[name].values()), 4),
+            "share": round(sum(parts[name].values()) / whole, 5),
+            **{f"{phase}_ms": _sum(parts[name], phase=phase) for phase in ("forward", "recomputed", "backward")},
+            "moving_ms": _sum(parts[name], moves=True),
+            "step_ms": round(whole, 4),
+            "untraced_ms": round(untraced, 4),
+            "steps": count,
+            "device": devices[0].device_kind,
+            "devices": cfg.mesh.devices,
+            "dtype": cfg.execution.dtype,
+        }
+        for name in ORDER
+        if name in parts
+    ]
+    return report(rows)
+
+
+def _sum(part: dict[Operation, float], **fields: Any) -> float:
+    chosen = (ms for op, ms in part.items() if all(getattr(op, name) == value for name, value in fields.items()))
+    return round(sum(chosen, 0.0), 4)
+
+
+def report(rows: Sequence[Row]) -> Report:
+    """Return one table, with the whole step as its last line; the picture has a bar per part."""
+    first = rows[0]
+    total = {"name": "whole step", "ms": first["step_ms"], "whole": True}
+    total |= {key: sum(row[key] for row in rows) for key in ("share", *_TIMES)}
+    columns = [Column("part", "name"), Column("ms", "ms", ".1f"), Column("share", "share", ".1%")]
+    for key, title in zip(_TIMES, ("forward", "recomputed", "backward", "moving data"), strict=True):
+        columns.append(
+            Column(title, lambda row, key=key: row[key] if "whole" in row or row[key] >= 0.05 else None, ".1f")
+        )
+    devices = f"{first['devices']} {first['device']} device{'s' * (first['devices'] != 1)}"
+    title = f"{first['settings']}: {first['steps']} steps of {first['step_ms']:.1f} ms "
+    title += f"({first['untraced_ms']:.1f} ms without the trace), {devices}, {first['dtype']}"
+    panel = Panel("ms per step", {row["name"]: {"": row["ms"]} for row in rows})
+    return Report(rows, [Table(title, columns, [*rows, total])], [[panel]], first["settings"])
