@@ -45,19 +45,14 @@ class Memory(State):
 
     vector: Any
 
-    @property
-    def places(self):
-        """None."""
-        return 0
-
     def fill(self, kept):
         """Keep the vector after the prompt."""
-        return Memory(kept)
+        return Memory(0, kept)
 
     def advance(self, fresh, column):
         """Keep the vector after the token."""
         del column
-        return Memory(fresh)
+        return Memory(0, fresh)
 
 
 class Fading(Mixer):
@@ -91,7 +86,7 @@ class Fading(Mixer):
         """Declare the vector."""
         del length
         vector: Any = Kept({"heads": self.value.shape[-2], "head_dim": self.value.shape[-1]})
-        return Memory(vector)
+        return Memory(0, vector)
 
 
 def make_block(kind, key):
