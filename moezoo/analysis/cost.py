@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
-from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch, expert_layer, weight_bytes
 from moezoo.moe.dispatch import Dispatch, DispatchChoice, Gather
@@ -82,7 +81,7 @@ def break_even(
     # Many tokens, so that rounding and what is sent once, such as counts of rows, do not matter.
     tokens = 2**20
     rows = tokens * execution.ways(execution.batch_axes)
-    layer = expert_layer(model_shapes(config.model).stacks, rows, execution.ways(execution.sequence_axes), "train")
+    layer = expert_layer(blueprint(config).shapes.stacks, rows, execution.ways(execution.sequence_axes), "train")
 
     def split_bytes(strategy: Dispatch) -> tuple[int, float]:
         """Return the bytes of weights, and the other bytes per token."""
@@ -96,7 +95,7 @@ def break_even(
 
 def expert_rows(config: TrainConfig) -> int:
     """Return the rows per device that a layer with experts has room for in a micro-step."""
-    rows, model = config.batch_size // config.execution.microbatches, model_shapes(config.model)
+    rows, model = config.batch_size // config.execution.microbatches, blueprint(config).shapes
     execution = build_execution(config, abstract_mesh(config.mesh))
     strategy = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train").strategy
     tokens = rows * config.seq_len // execution.ways(execution.token_axes)

@@ -6,10 +6,9 @@ import jax
 
 from moezoo.analysis.activations import ActivationRow, Spec, activations
 from moezoo.analysis.calls import CALLS, CallName, Trained
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert
-from moezoo.models import model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import MeshAxes
@@ -114,7 +113,7 @@ def describe(
     check_config(cfg)
     convert(CallName, call, "call")
     convert(Literal["all", "parameters"], parts, "parts")
-    model = model_shapes(cfg.model, cfg.execution.param_dtype) if model is None else model
+    model = blueprint(cfg).shapes if model is None else model
     if parts == "parameters":
         execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
         return Sharding(_parameters(model, execution, trained))

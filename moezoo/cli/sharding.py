@@ -80,11 +80,11 @@ def main(arguments: Sequence[str]) -> None:
 def _notes(cfg: Any, call: Any) -> list[str]:
     """Return what a choice between strategies chose, with the bytes that it compared, and much unused room."""
     from moezoo.analysis.calls import CALLS
-    from moezoo.models import model_shapes
+    from moezoo.config.build import blueprint
     from moezoo.models.choice import compare
     from moezoo.training.report import choice_lines, room_lines
 
-    model = model_shapes(cfg.model)
+    model = blueprint(cfg).shapes
     program = CALLS[call](cfg, model, None)
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
     found = compare(model.stacks, program.rows, program.length, execution, call)

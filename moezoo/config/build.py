@@ -1,4 +1,4 @@
-"""Build the mesh and the execution that a configuration describes."""
+"""Build the mesh, the execution and the blueprint of the model that a configuration describes."""
 
 import dataclasses
 import functools
@@ -15,13 +15,18 @@ from moezoo.config.overrides import groups
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
-from moezoo.models import model_shapes
 from moezoo.models.base import check_tokens
+from moezoo.models.blueprint import Blueprint
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
+
+
+def blueprint(cfg: TrainConfig) -> Blueprint:
+    """Return what `cfg` says of the model."""
+    return Blueprint(cfg.model, cfg.execution.param_dtype)
 
 
 def build_execution(
@@ -87,7 +92,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
             f"choose a mesh whose {' x '.join(axes)} divides {num_experts}"
         )
     check_sizes(cfg.model, execution)
-    execution.specs(model_shapes(cfg.model))
+    execution.specs(blueprint(cfg).shapes)
     return execution
 
 

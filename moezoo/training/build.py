@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from moezoo.config.build import blueprint
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
-from moezoo.models import build_model, model_shapes
 from moezoo.models.base import LanguageModel
 from moezoo.optim import Optimizer
 from moezoo.parallel.execution import Execution, place
@@ -19,11 +19,8 @@ from moezoo.training.step import State, Step
 
 def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel:
     """Return a fresh model, created in its layout: no device ever holds more than its part. The seed decides values."""
-    make = jax.jit(
-        lambda key: build_model(cfg.model, key=key, dtype=cfg.execution.param_dtype),
-        out_shardings=execution.shardings(model_shapes(cfg.model, cfg.execution.param_dtype)),
-    )
-    return make(jax.random.key(cfg.seed))
+    plan = blueprint(cfg)
+    return jax.jit(plan.make, out_shardings=execution.shardings(plan.shapes))(jax.random.key(cfg.seed))
 
 
 def build_step(
@@ -43,7 +40,7 @@ def build_step(
     Raises:
         UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices.
     """
-    shapes = model_shapes(cfg.model, cfg.execution.param_dtype) if model is None else model
+    shapes = blueprint(cfg).shapes if model is None else model
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)

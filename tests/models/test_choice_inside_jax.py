@@ -1,15 +1,18 @@
 """`dispatch=auto` inside the user's own `jit` and `grad`, on axes of both types: only sizes are read, none is kept."""
 
 import contextlib
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 import moezoo
 from moezoo.models import choice
+from moezoo.moe.dispatch import Ragged
 
 SIZES = ("model=mixtral", "model.layers=1", "model.embed=16", "model.expert_mlp=32", "model.vocab=32", "model.heads=2")
 SIZES += ("model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6", "mesh=ep8")
@@ -26,11 +29,12 @@ def test_a_call_inside_jit_and_grad_runs_what_it_runs_outside(types, ambient):
 
     def loss(model, execution):
         key = tuple(choice.expert_layer(model.stacks, 8, 24, "evaluate"))
-        assert any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model))
-        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(key))
+        assert any(isinstance(x, Tracer) for x in jax.tree.leaves(model))
+        assert not any(isinstance(x, Tracer) for x in jax.tree.leaves(key))
         return (model(tokens, execution=execution).logits ** 2).mean()
 
-    there = jax.set_mesh(execution.mesh) if ambient == "its mesh" else contextlib.nullcontext()
+    mesh: Any = execution.mesh
+    there = jax.set_mesh(mesh) if ambient == "its mesh" else contextlib.nullcontext()
     with there:
         value, gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, execution)
         misses = choice._traffic.cache_info().misses
@@ -38,7 +42,7 @@ def test_a_call_inside_jit_and_grad_runs_what_it_runs_outside(types, ambient):
         named = choice.choose_dispatch(model.stacks, 8, 24, execution, "evaluate")
         assert choice._traffic.cache_info().misses == misses
         wanted, by_named = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, named)
-    assert named.dispatch == moezoo.moe.dispatch.Ragged()
+    assert named.dispatch == Ragged()
     np.testing.assert_array_equal(value, wanted)
     jax.tree.map(np.testing.assert_array_equal, gradients, by_named)
 
