@@ -150,46 +150,37 @@ def run_layers(
 
     Naive equivalent: `for block in blocks: x = block(x, context, execution).x`.
     """
-    kept, sums = [], {}
     learns = cache is None and keep is None
-    for number, stack in enumerate(stacks):
 
-        def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-            return (execution.whole(block) if learns else block)(x, own, execution, past)
+    def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
+        return (execution.whole(block) if learns else block)(x, own, execution, past)
 
-        if learns:
-            run = execution.checkpoint(run)
+    if learns:
+        run = execution.checkpoint(run)
 
+    def run_stack(number: int, stack: Stack, x: Array) -> tuple[Array, tuple[PyTree, ...]]:
         # Computed once: neither again in the backward pass nor, by a compiler, for each head.
-        shared = [context._replace(prepared=block.attention.prepare(context)) for block in stack.blocks]
+        prepared = [context._replace(prepared=block.attention.prepare(context)) for block in stack.blocks]
 
-        def step(
-            x: Array,
-            scanned: Any,
-            number: int = number,
-            run: Any = run,
-            shared: Any = shared,
-            stacked: Any = stack.blocks,
-        ) -> Any:
-            blocks, index = scanned
-            collected = []
-            for kind, block in enumerate(execution.layer(stacked, index) if blocks is None else blocks):
-                past = None if cache is None else cache.past(number, kind, index)
-                out = run(x, block, shared[kind], past)
-                x = out.x
-                if learns:
-                    collected.append(out.sums)
-                else:
-                    collected.append(out.kept if keep is None else keep(block, out.kept))
+        def step(x: Array, scanned: Any) -> tuple[Array, tuple[PyTree, ...]]:
+            # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
+            blocks, collected = scanned if learns else execution.layer(stack.blocks, scanned), []
+            for kind, block in enumerate(blocks):
+                past = None if cache is None else cache.past(number, kind, scanned)
+                x, sums, kept = run(x, block, prepared[kind], past)
+                collected.append(sums if learns else kept if keep is None else keep(block, kept))
             return x, tuple(collected)
 
-        # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
-        blocks, index = (stack.blocks, None) if learns else (None, jnp.arange(stack.count))
-        x, collected = jax.lax.scan(step, x, (blocks, index))
-        kept.append(collected)
-        if learns:
-            sums |= {(number, kind): one for kind, one in enumerate(collected) if one is not None}
-    return LayersOutput(x, (), _in_order(sums, stacks)) if learns else LayersOutput(x, tuple(kept), None)
+        return jax.lax.scan(step, x, stack.blocks if learns else jnp.arange(stack.count))
+
+    collected = []
+    for number, stack in enumerate(stacks):
+        x, of_stack = run_stack(number, stack, x)
+        collected.append(of_stack)
+    if not learns:
+        return LayersOutput(x, tuple(collected), None)
+    sums = {(n, kind): one for n, kinds in enumerate(collected) for kind, one in enumerate(kinds) if one is not None}
+    return LayersOutput(x, (), _in_order(sums, stacks))
 
 
 def _in_order(sums: dict[tuple[int, int], LayerSums], stacks: tuple[Stack, ...]) -> LayerSums:

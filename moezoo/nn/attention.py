@@ -149,7 +149,7 @@ class Attention(Mixer):
         slots = length if self.window is None else min(length, self.window)
         *_, kv_heads, head_dim = self.key.shape
         each: Any = Kept({"slots": slots, "kv_heads": kv_heads, "head_dim": head_dim})
-        return Slots(KeyValue(each, each), slots)
+        return Slots(slots, KeyValue(each, each))
 
     def _project(
         self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[..., Array] | None, group: InnerGroup

@@ -1,8 +1,4 @@
-"""What mixers keep of the past of texts, and the cache of generation, which carries it.
-
-A mixer declares its state as a tree that only it understands (`Mixer.state`). `Slots` is the state of attention: one
-slot per token, or with a window the last tokens. A recurrent mixer declares another `State`.
-"""
+"""What mixers keep of the past of texts, and the cache of generation, which carries it."""
 
 import abc
 import dataclasses
@@ -22,26 +18,23 @@ from moezoo.parallel.context_parallel import Place
 class Kept:
     """A declared array [batch, ...]: the sizes of its dimensions after `batch`, by logical axis, in order.
 
-    `slots` is the axis of tokens. Sizes are those of the whole array or of a device's part, as the mixer's arrays are.
+    `slots` is the axis of tokens. The size of an axis is that of the mixer's arrays, whole or a device's part.
     """
 
     sizes: Mapping[str, int]
 
 
 class State(eqx.Module):
-    """What the layers of one kind keep of the past. Its leaves:
+    """What the layers of one kind keep of the past: a tree that only their mixer understands.
 
-    | where | leaf |
-    |---|---|
-    | as declared by a mixer, for texts of a given length | `Kept` |
-    | after `fill`, of one layer | array [batch, ...] |
-    | in a `Cache`, of all layers | array [layer, batch, ...] |
+    Its leaves are `Kept` as a mixer declares it, arrays [batch, ...] of one layer after `fill`, and arrays
+    [layer, batch, ...] of all layers in a `Cache`.
+
+    Attributes:
+        places: The number of last tokens whose places the mixer reads too. It sees no others. 0 for none.
     """
 
-    @property
-    @abc.abstractmethod
-    def places(self) -> int:
-        """The number of last tokens whose places the mixer reads beside its state; it sees no others. 0 for none."""
+    places: int = eqx.field(static=True)
 
     @abc.abstractmethod
     def fill(self, kept: PyTree) -> "State":
@@ -49,36 +42,27 @@ class State(eqx.Module):
 
     @abc.abstractmethod
     def advance(self, fresh: PyTree, column: Int[Array, ""]) -> "State":
-        """Return the state of all layers after they have read token `column`.
-
-        `fresh` is what they kept of it: the tree `MixerOutput.kept`, arrays with a leading dimension of layers.
-        """
+        """Return the state after token `column`, of which the layers kept `fresh` (`MixerOutput.kept`, by layer)."""
 
 
 class Slots(State):
-    """What each token keeps, in a ring buffer: token t of a text is in slot t modulo `count`.
+    """What each token keeps, in a ring buffer: token t of a text is in slot t modulo `places`.
 
     `kept` is a tree like `MixerOutput.kept`; its arrays are [layer, batch, slots, ...].
     """
 
     kept: PyTree
-    count: int = eqx.field(static=True)
-
-    @property
-    def places(self) -> int:
-        """All slots."""
-        return self.count
 
     def fill(self, kept: PyTree) -> "Slots":
         """Arrange arrays [batch, tokens, ...] of whole prompts."""
-        return Slots(jax.tree.map(lambda x: fit(x, self.count), kept), self.count)
+        return Slots(self.places, jax.tree.map(lambda x: fit(x, self.places), kept))
 
     def with_token(self, fresh: PyTree, past: "Past") -> PyTree:
         """Return the arrays [batch, slots, ...] of the layer of `past`, with a token's `fresh` [batch, 1, ...].
 
         The state itself stays as it is: if every layer wrote into it, XLA would copy all of it for every layer.
         """
-        slot = past.column % self.count
+        slot = past.column % self.places
 
         def one(kept: Array, token: Array) -> Array:
             mine = lax.dynamic_index_in_dim(kept, past.layer, keepdims=False)
@@ -89,31 +73,29 @@ class Slots(State):
 
     def advance(self, fresh: PyTree, column: Int[Array, ""]) -> "Slots":
         """Write token `column` into its slot."""
-        return Slots(jax.tree.map(lambda kept, token: write(kept, token, column, dim=2), self.kept, fresh), self.count)
+        return Slots(self.places, jax.tree.map(lambda x, new: write(x, new, column, dim=2), self.kept, fresh))
 
 
 class Past(NamedTuple):
-    """The past as one layer sees it, which reads token `column`: index `layer` of the arrays of `state`.
+    """The past as layer `layer` of `state` sees it, which reads token `column`.
 
-    `places` are those of the last tokens (`State.places`), token `column` among them; None if it reads none.
+    `places` is the `Place` of the last tokens (`State.places`), token `column` among them; None for none.
     """
 
     state: Any
     layer: Int[Array, ""]
     column: Int[Array, ""]
-    places: Place | None = None
+    places: Any = None
 
 
 class Cache(NamedTuple):
-    """What a model keeps of the tokens before `column`.
+    """What a model keeps of the tokens before `column`. Layers share places, for each number that some of them read.
 
     | field | meaning |
     |---|---|
     | `states[stack][kind]` | a `State` of arrays |
     | `places[n]` | the places of the last n tokens, in n slots as in `Slots`; segment 0 in empty ones |
     | `column` | index of the token that is read next, the same for all texts |
-
-    Layers share places, for each number of tokens that some of them read.
     """
 
     states: tuple[tuple[Any, ...], ...]
@@ -128,11 +110,8 @@ class Cache(NamedTuple):
 
     def add_place(self, at: Place) -> "Cache":
         """Return the cache with the place [batch, 1] of token `column`, before layers read it."""
-        places = {
-            n: Place(*(write(p, new, self.column, dim=1) for p, new in zip(old, at, strict=True)))
-            for n, old in self.places.items()
-        }
-        return self._replace(places=places)
+        one = lambda old: jax.tree.map(lambda x, new: write(x, new, self.column, dim=1), old, at)  # noqa: E731
+        return self._replace(places={n: one(old) for n, old in self.places.items()})
 
     def past(self, stack: int, kind: int, layer: Int[Array, ""]) -> Past:
         """Return the past of one layer, which reads token `column`."""
@@ -141,8 +120,10 @@ class Cache(NamedTuple):
 
     def advance(self, fresh: tuple[tuple[PyTree, ...], ...]) -> "Cache":
         """Return the cache after token `column`; `fresh[stack][kind]` is what the layers kept of it."""
-        is_state = lambda x: isinstance(x, State)  # noqa: E731
-        states = jax.tree.map(lambda state, new: state.advance(new, self.column), self.states, fresh, is_leaf=is_state)
+        states = tuple(
+            tuple(state.advance(new, self.column) for state, new in zip(*kinds, strict=True))
+            for kinds in zip(self.states, fresh, strict=True)
+        )
         return self._replace(states=states, column=self.column + 1)
 
 

@@ -148,7 +148,7 @@ class LatentAttention(Mixer):
         """Declare a latent and a shared key per token."""
         latent: Any = Kept({"slots": length, "kv_lora": self.sizes.kv_lora})
         shared: Any = Kept({"slots": length, "rope_dim": self.sizes.rope_dim})
-        return Slots(Latents(latent, shared), length)
+        return Slots(length, Latents(latent, shared))
 
     def _attend_to_latents(
         self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring

@@ -44,19 +44,14 @@ class Memory(State):
 
     vector: Any
 
-    @property
-    def places(self):
-        """None."""
-        return 0
-
     def fill(self, kept):
         """Keep the vector after the prompt."""
-        return Memory(kept)
+        return Memory(0, kept)
 
     def advance(self, fresh, column):
         """Keep the vector after the token."""
         del column
-        return Memory(fresh)
+        return Memory(0, fresh)
 
 
 class Fading(Mixer):
@@ -90,7 +85,7 @@ class Fading(Mixer):
         """Declare the vector."""
         del length
         vector: Any = Kept({"heads": self.value.shape[-2], "head_dim": self.value.shape[-1]})
-        return Memory(vector)
+        return Memory(0, vector)
 
 
 def make_block(kind, key):
@@ -108,15 +103,14 @@ def make_block(kind, key):
 
 @functools.cache
 def hybrid():
-    """Return a model: two periods of a layer that fades and one with a window, then one that sees everything."""
+    """Return two periods of a layer that fades and one with a window, then one that sees everything."""
 
-    def make(key):
+    def make(key: Array) -> LanguageModel:
         keys = jax.random.split(key, 7)
+        embedding = TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0])
+        stacks = make_stacks([None, 4, None, 4, 99], make_block, keys[1:6])
         return LanguageModel(
-            TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0]),
-            make_stacks([None, 4, None, 4, 99], make_block, keys[1:6]),
-            Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6]),
-            CONFIG,
+            embedding, stacks, Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6]), CONFIG
         )
 
     return jax.jit(make)(jax.random.key(0))

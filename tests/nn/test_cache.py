@@ -21,14 +21,14 @@ def test_a_text_is_arranged_as_if_written_token_by_token(count):
         slots[:, token % SLOTS] = columns[:, token]
     np.testing.assert_array_equal(fit(jnp.asarray(columns), SLOTS), slots)
     declared: Any = Kept({"slots": SLOTS})
-    np.testing.assert_array_equal(Slots(declared, SLOTS).fill(jnp.asarray(columns)).kept, slots)
+    np.testing.assert_array_equal(Slots(SLOTS, declared).fill(jnp.asarray(columns)).kept, slots)
 
 
 def test_a_token_is_written_into_its_slot():
     """What each layer keeps of it, and its place, for each number of slots."""
     kept = jnp.zeros((4, BATCH, SLOTS))
     place = Place(*(jnp.zeros((BATCH, SLOTS), jnp.int32) for _ in range(2)))
-    cache = Cache(((Slots(kept, SLOTS),),), {SLOTS: place}, jnp.int32(7))
+    cache = Cache(((Slots(SLOTS, kept),),), {SLOTS: place}, jnp.int32(7))
     tokens = jnp.arange(1.0, 9).reshape(4, BATCH, 1)
     past = cache.past(0, 0, jnp.int32(2))
     wanted = np.zeros((4, BATCH, SLOTS))
@@ -47,26 +47,21 @@ class Total(State):
 
     total: Any
 
-    @property
-    def places(self):
-        """None."""
-        return 0
-
     def fill(self, kept):
         """Keep the sum over the prompt."""
-        return Total(kept)
+        return Total(0, kept)
 
     def advance(self, fresh, column):
         """Keep the sum with the token."""
         del column
-        return Total(fresh)
+        return Total(0, fresh)
 
 
 def test_the_cache_carries_any_state():
     """Beside slots of two sizes: places are kept once for each size, and none for a state that needs none."""
     at = Place(*(jnp.ones((BATCH, 5), jnp.int32),) * 2)
-    rings = [Slots(jnp.zeros((1, BATCH, n)), n) for n in (8, SLOTS, 8)]
-    total = Total(jnp.zeros((2, BATCH)))
+    rings = [Slots(n, jnp.zeros((1, BATCH, n))) for n in (8, SLOTS, 8)]
+    total = Total(0, jnp.zeros((2, BATCH)))
     cache = Cache.of_prompts(((total, *rings[:2]), (rings[2],)), at)
     assert sorted(cache.places) == [SLOTS, 8]
     assert cache.column == 5

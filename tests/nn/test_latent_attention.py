@@ -67,7 +67,7 @@ def test_equals_a_loop(q_lora):
         # A stack of one layer, whose last slot is empty.
         slots = jax.tree.map(lambda a: a.at[:, -1].set(0)[None], whole.kept)
         last = Place(*(a[:, -1:] for a in PLACE))
-        past = Past(Slots(slots, SEQ), jnp.int32(0), jnp.int32(SEQ - 1), PLACE)
+        past = Past(Slots(SEQ, slots), jnp.int32(0), jnp.int32(SEQ - 1), PLACE)
         return whole.y, layer(x[:, -1:], Context(last, last), Execution(), past).y
 
     whole, last = both(layer, x)
