@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks.results import Row, log
 from benchmarks.timing import by_turns, peak_bytes, quartiles
-from moezoo.config.blueprint import blueprint
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches

@@ -1,39 +1,27 @@
 """The model families: one file each, in the order of its paper."""
 
-import dataclasses
-
 import jax
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek_hub, gpt_oss_hub, grouped_hub, mixtral_hub, olmoe
+from moezoo.models import deepseek, deepseek_hub, gpt_oss, grouped, grouped_hub, mixtral, olmoe
 from moezoo.models.arguments import check_key
-from moezoo.models.base import Hub, LanguageModel
+from moezoo.models.base import LanguageModel
 from moezoo.models.config import ModelConfig
-from moezoo.models.deepseek import DeepSeek, DeepSeekConfig
-from moezoo.models.gpt_oss import GptOss, GptOssConfig
-from moezoo.models.grouped import Grouped, GroupedConfig
-from moezoo.models.mixtral import Mixtral, MixtralConfig
-from moezoo.models.olmoe import Olmoe, OlmoeConfig
+from moezoo.models.deepseek import DeepSeekConfig
+from moezoo.models.family import Family, alike
+from moezoo.models.gpt_oss import GptOssConfig
+from moezoo.models.grouped import GroupedConfig
+from moezoo.models.mixtral import MixtralConfig
+from moezoo.models.olmoe import OlmoeConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The configuration class and model class of a family, and its mapping to Hugging Face folders."""
-
-    config: type[ModelConfig]
-    model: type
-    hub: Hub
-
-
-FAMILIES = {
-    "deepseek": Family(DeepSeekConfig, DeepSeek, deepseek_hub),
-    "mixtral": Family(MixtralConfig, Mixtral, mixtral_hub),
-    "olmoe": Family(OlmoeConfig, Olmoe, olmoe),
-    "grouped": Family(GroupedConfig, Grouped, grouped_hub),
-    "gpt_oss": Family(GptOssConfig, GptOss, gpt_oss_hub),
-}
+DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
+Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HUB)
+Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
+Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB)
+GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
+FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -47,8 +35,7 @@ def family_of(config: ModelConfig) -> Family:
 
 def name_of(config: ModelConfig) -> str:
     """Return the name of a configuration's family, and which model of the family it is where there are several."""
-    family = family_of(config)
-    name = next(name for name, registered in FAMILIES.items() if registered is family)
+    name = family_of(config).name
     return f"{name} ({config.variant})" if config.variant else name
 
 
@@ -65,30 +52,9 @@ def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") 
     """
     family = family_of(config)
     check_key(key)
-    return family.model(config, dtype=check_dtype("dtype", dtype, StoredDType), key=key)
+    return family(config, dtype=check_dtype("dtype", dtype, StoredDType), key=key)
 
 
 def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
     """Return the model with a `jax.ShapeDtypeStruct` for each array. This uses no device and no memory for arrays."""
     return jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=dtype))
-
-
-__all__ = [
-    "FAMILIES",
-    "DeepSeek",
-    "DeepSeekConfig",
-    "Family",
-    "GptOss",
-    "GptOssConfig",
-    "Grouped",
-    "GroupedConfig",
-    "Mixtral",
-    "MixtralConfig",
-    "ModelConfig",
-    "Olmoe",
-    "OlmoeConfig",
-    "build_model",
-    "family_of",
-    "model_shapes",
-    "name_of",
-]

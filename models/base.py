@@ -1,10 +1,6 @@
-"""The base class of every family's model: `embed`, `layers`, `head`, and the call that composes them on any mesh.
+"""The model of every family: `embed`, `layers`, `head`, and the call that composes them on any mesh."""
 
-Also the contract of a family's mapping to Hugging Face folders.
-"""
-
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -88,17 +84,17 @@ class Output(NamedTuple):
     routing: Routing
 
 
+@final
 class LanguageModel(eqx.Module):
     """A token embedding, stacks of layers, and an unembedding. All leaves are arrays.
 
-    Every layer is a `moezoo.models.block.Block`. A family declares the four fields and an `__init__(config, *, dtype,
-    key)`.
+    Every layer is a `moezoo.models.block.Block`. A `moezoo.models.family.Family` makes models.
     """
 
-    embedding: eqx.AbstractVar[TokenEmbedding]
-    stacks: eqx.AbstractVar[tuple[Stack, ...]]
-    unembedding: eqx.AbstractVar[Unembedding]
-    config: eqx.AbstractVar[ModelConfig]
+    embedding: TokenEmbedding
+    stacks: tuple[Stack, ...]
+    unembedding: Unembedding
+    config: ModelConfig = eqx.field(static=True)
 
     @property
     def routing_config(self) -> RoutingConfig:
@@ -237,63 +233,3 @@ def check_tokens(
             raise UserError(
                 f"{key}={size} is not divisible by {ways} ({' x '.join(factors)}); make it a multiple of {ways}"
             )
-
-
-class AsRow(str):
-    """The name of a tensor [1, n] that holds an array [n]."""
-
-
-class OfExperts(str):
-    """The name of one tensor of all experts: [experts, outputs, inputs], where others have a tensor for each."""
-
-
-class Alternating(str):
-    """The name of one tensor of all experts with our dimensions, as [experts, inputs, outputs].
-
-    Arrays that are joined in it alternate along the last dimension: gate 0, up 0, gate 1, up 1, and so on.
-    """
-
-
-# Path of our array -> name of the tensor. A tuple of paths: arrays joined along their last dimension in one tensor.
-Names = Mapping[str | tuple[str, ...], str]
-
-
-@runtime_checkable
-class Hub(Protocol):
-    """The mapping between a family and Hugging Face folders, provided by a module.
-
-    | name | meaning |
-    |---|---|
-    | `MODEL_TYPES` | values of `model_type` in config.json that the family reads, and what distinguishes each |
-    | `NAMES` | tensor names of arrays outside the layers |
-    | `WITHOUT_EFFECT` | by model type, the keys that change nothing here, besides those of every family |
-
-    Where all model types have the same keys or names, `moezoo.models.config_json.always` makes the function of a table.
-    """
-
-    MODEL_TYPES: Mapping[str, str]
-    NAMES: Names
-    WITHOUT_EFFECT: Mapping[str, Collection[str]]
-
-    def keys(self, model_type: str, /) -> Mapping[str, str]:
-        """Return our settings (`router.NAME`, `yarn.NAME` of sections) and their keys in config.json, for messages."""
-        ...
-
-    def layer_names(self, config: Any, /) -> Names:
-        """Return tensor names of a layer's arrays, with `{layer}` and `{expert}`; paths start at the block."""
-        ...
-
-    def find_unused(self, left: set[str], expected: set[str]) -> Mapping[str, str]:
-        """Return those of the `left` tensors, which no parameter has, that may be ignored, and what each is for.
-
-        `expected`: all others.
-        """
-        ...
-
-    def config_from_hub(self, mapping: Mapping[str, Any]) -> Any:
-        """Return the configuration that a config.json describes. Raises `UserError` for what the family cannot do."""
-        ...
-
-    def config_to_hub(self, config: Any) -> dict[str, Any]:
-        """Return the config.json of a configuration, without the dtype. Raises `UserError` where there is none."""
-        ...

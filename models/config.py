@@ -1,6 +1,7 @@
 """The contract of a family's configuration: the fields that the library reads."""
 
 import abc
+import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from moezoo.convert import NotNegative, Positive, Range, Size, check_fields
@@ -28,8 +29,11 @@ class Limit(NamedTuple):
         return f"{self.key}={self.tokens}" + (f" ({self.why})" if self.why else "")
 
 
+@dataclasses.dataclass(frozen=True)
 class ModelConfig(abc.ABC):
     """The settings of a model. A family's configuration is a frozen dataclass with these fields and others.
+
+    The defaults are those of a laptop size; a family repeats fields whose default is another.
 
     | field | meaning |
     |---|---|
@@ -47,26 +51,26 @@ class ModelConfig(abc.ABC):
     1 / sqrt(2 `layers` inputs). Values beyond two of these deviations are drawn again, so the actual deviation is 0.88
     times as large.
 
-    The ranges here also hold for the fields of a family, which need not repeat them.
+    The ranges here also hold for the fields of a family that have another default.
 
     Raises:
         UserError: a value has a wrong type, a number is out of its range, or sizes contradict each other.
     """
 
-    vocab: Size
-    embed: Size
-    layers: Annotated[int, Range(at_least=1, at_most=MAX_LAYERS)]
-    heads: Size
-    expert_mlp: Size
-    experts: Size
-    experts_per_token: Size
-    max_length: Size
-    norm_eps: Positive
-    init_std: Positive
-    tied_embeddings: bool
-    load_balance: NotNegative
-    load_balance_over: Literal["batch", "sequence"]
-    z_loss: NotNegative
+    vocab: Size = 256
+    embed: Size = 128
+    layers: Annotated[int, Range(at_least=1, at_most=MAX_LAYERS)] = 4
+    heads: Size = 4
+    expert_mlp: Size = 128
+    experts: Size = 16
+    experts_per_token: Size = 4
+    max_length: Size = 4096
+    norm_eps: Positive = 1e-5
+    init_std: Positive = 0.02
+    tied_embeddings: bool = False
+    load_balance: NotNegative = 0.01
+    load_balance_over: Literal["batch", "sequence"] = "batch"
+    z_loss: NotNegative = 0.0
 
     @property
     def longest(self) -> Limit:
@@ -116,6 +120,7 @@ class ModelConfig(abc.ABC):
             )
 
 
+@dataclasses.dataclass(frozen=True)
 class GroupedAttentionConfig(ModelConfig):
     """The settings of a model with grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
 
@@ -126,9 +131,9 @@ class GroupedAttentionConfig(ModelConfig):
     | `rope_base` | base of the rotary frequencies |
     """
 
-    kv_heads: Size
-    head_dim: Size
-    rope_base: Positive
+    kv_heads: Size = 2
+    head_dim: Size = 32
+    rope_base: Positive = 1e4
 
     @property
     def dims_of_a_pair(self) -> int:

@@ -3,15 +3,14 @@
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
-from moezoo.convert import ANY_NUMBER, Range, convert, show, types_of
+from moezoo.convert import ANY_NUMBER, Range, convert, show
 from moezoo.errors import UserError
 from moezoo.nn.yarn import Yarn
 
-_T = TypeVar("_T")
-_REQUIRED: Any = object()
+REQUIRED: Any = object()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _LARGEST = 2**31 - 1
 
@@ -49,14 +48,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-# Settings that are under the same keys in every family: ours, and the keys of config.json.
-COMMON_KEYS = {"vocab": "vocab_size", "embed": "hidden_size", "layers": "num_hidden_layers"}
-COMMON_KEYS |= {"heads": "num_attention_heads", "experts_per_token": "num_experts_per_tok"}
-COMMON_KEYS |= {"max_length": "max_position_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
-COMMON_KEYS |= {"tied_embeddings": "tie_word_embeddings"}
-_COMMON_DEFAULTS = {"tied_embeddings": False}
-
-
 class ConfigJson:
     """The keys of a config.json, or of a table in it. `read` checks a value; `refuse_others` ends the reading.
 
@@ -67,7 +58,7 @@ class ConfigJson:
     def __init__(self, mapping: Mapping[str, Any], table: str = ""):
         self._mapping, self._table, self._seen = mapping, table, set[str]()
 
-    def read(self, key: str, kind: Any, default: Any = _REQUIRED, *, least: int = 1) -> Any:
+    def read(self, key: str, kind: Any, default: Any = REQUIRED, *, least: int = 1) -> Any:
         """Return the value of `key`, or `default` where the key is missing.
 
         Args:
@@ -85,19 +76,16 @@ class ConfigJson:
             whole = kind is int or int in typing.get_args(kind)
             valid = Range(at_least=least, at_most=_LARGEST) if whole else ANY_NUMBER
             return convert(kind, self._mapping[key], label, valid=valid)
-        if default is _REQUIRED:
+        if default is REQUIRED:
             raise UserError(f"{self._label(key)} is missing; the folder has another kind of model, or is damaged")
         return default
 
-    def read_all(self, config: type, keys: Mapping[str, str], defaults: Mapping[str, Any] = _NOTHING) -> dict[str, Any]:
-        """Return the settings of the dataclass `config` that `keys` maps to keys of config.json.
+    def get(self, key: str) -> Any:
+        """Return the value of `key` as it is, which has no effect; None where the key is missing."""
+        self._seen.add(key)
+        return self._mapping.get(key)
 
-        `defaults` has the values of settings whose key may be missing.
-        """
-        kinds, defaults = types_of(config), {**_COMMON_DEFAULTS, **defaults}
-        return {ours: self.read(key, kinds[ours], defaults.get(ours, _REQUIRED)) for ours, key in keys.items()}
-
-    def read_either(self, keys: tuple[str, ...], kind: Any, default: Any = _REQUIRED, *, least: int = 1) -> Any:
+    def read_either(self, keys: tuple[str, ...], kind: Any, default: Any = REQUIRED, *, least: int = 1) -> Any:
         """Return the value of one of `keys`, which are names of one setting. Raises `UserError` where two differ."""
         given = [key for key in keys if key in self._mapping] or [keys[0]]
         values = [self.read(key, kind, default, least=least) for key in given]
@@ -113,6 +101,11 @@ class ConfigJson:
         if found is not None and not isinstance(found, Mapping):
             raise UserError(f"{self._label(key)}={_show(found)}: expected a table with keys, or null")
         return ConfigJson(found, f"{self._table}{key}.") if found else None
+
+    def rope_table(self, missing: Mapping[str, Any] = _NOTHING) -> "ConfigJson":
+        """Return the table of rotary settings, or `missing` where there is none. Raises as `table` does."""
+        tables = [self.table(key) for key in ("rope_scaling", "rope_parameters")]
+        return tables[0] or tables[1] or ConfigJson(missing, "rope_parameters.")
 
     def refuse_others(self, only: Mapping[str, tuple[Any, ...]] = _NOTHING, without_effect: Iterable[str] = ()) -> None:
         """Raise `UserError` for a key that was not read and may change what the model computes.
@@ -171,6 +164,7 @@ def read_rope(
     base: float = 1e4,
     share: float | None = None,
     others: Iterable[str] = (),
+    missing: Mapping[str, Any] = _NOTHING,
 ) -> RopeSettings:
     """Return the rotary settings.
 
@@ -184,12 +178,12 @@ def read_rope(
         base: the base where no key has it.
         share: the share where no key has it; None where the family rotates whole heads, and refuses another share.
         others: keys of the table that the caller reads, or that change nothing.
+        missing: the table where there is none.
 
     Raises:
         UserError: a value does not fit, or the family does not have the extension.
     """
-    tables = [config.table(key) for key in ("rope_scaling", "rope_parameters")]
-    rope = tables[0] or tables[1] or ConfigJson({})
+    rope = config.rope_table(missing)
     base = rope.read("rope_theta", float, config.read("rope_theta", float, base))
     kind = rope.read("rope_type", str, rope.read("type", str, "default"))
     if kind not in extensions:
@@ -232,25 +226,3 @@ def write_rope(base: float, yarn: Yarn) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": base}
     settings = {key: getattr(yarn, ours.removeprefix("yarn.")) for ours, key in YARN_KEYS.items()}
     return {"rope_type": "yarn", "rope_theta": base, **settings}
-
-
-def write_keys(config: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings by the keys of config.json. Values get their declared type: transformers refuses 1 for 1.0."""
-    kinds = types_of(type(config))
-    written = {}
-    for ours, theirs in keys.items():
-        value, kind = getattr(config, ours), kinds[ours]
-        is_float = float in (kind, *typing.get_args(kind)) and value is not None
-        written[theirs] = float(value) if is_float else value
-    return written
-
-
-def always(table: _T) -> Callable[[Any], _T]:
-    """`keys` or `layer_names` of families whose model types have one table."""
-    return lambda _: table
-
-
-def nothing_unused(left: set[str], expected: set[str]) -> dict[str, str]:
-    """`find_unused` of families that use every tensor of their folders."""
-    del left, expected
-    return {}

@@ -1,7 +1,7 @@
 """DeepSeek-V2 (2024, arXiv:2405.04434), V3 (2024, arXiv:2412.19437) and their kin. The settings choose among them.
 
-The file has, in this order, the configuration, the two kinds of layer, the model, and its tensor names in a Hugging
-Face folder.
+The file has, in this order, the configuration and the two kinds of layer. `moezoo.models.deepseek_hub` maps them to
+Hugging Face folders.
 
     x = embedding[tokens]                                              # [B, S, d]
     for each layer:
@@ -27,29 +27,21 @@ The index is not built: up to so many tokens it selects all, and longer texts ar
 import dataclasses
 from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Count, Positive, Size
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, OfExperts, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import Limit, ModelConfig, check_rotary
-from moezoo.models.layers import make_stacks
-from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
-from moezoo.moe.router import Choice, Router
+from moezoo.models.parts import block, mixture, mlp, out_std
+from moezoo.moe.router import Choice
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
-from moezoo.nn.mlp import MLP
-from moezoo.nn.norm import RMSNorm
 from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 # DeepSeek-V3's router, with groups for the experts of the laptop size.
 _ROUTER = Choice("sigmoid", groups=4, kept_groups=2, group_score="sum_of_top2", scale=2.5, choice_bias="learned")
@@ -77,20 +69,13 @@ class DeepSeekConfig(ModelConfig):
     `moezoo.models.config.ModelConfig` describes the others.
     """
 
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
     dense_layers: Count = 1
-    heads: int = 4
     q_lora: Size | None = 64
     kv_lora: Size = 32
     nope_dim: Size = 32
     rope_dim: Size = 16
     value_dim: Size = 32
     mlp: int = 512
-    expert_mlp: int = 128
-    experts: int = 16
-    experts_per_token: int = 4
     shared_experts: Count = 1
     router: Choice = _ROUTER
     rope_base: Positive = 1e4
@@ -99,13 +84,9 @@ class DeepSeekConfig(ModelConfig):
     query_scale: QueryScale = dataclasses.field(default_factory=QueryScale)
     index_topk: Size | None = None
     index_pairs: Pairs = "halves"
-    max_length: int = 4096
     norm_eps: float = 1e-6
     load_balance: float = 0.0001
     load_balance_over: Literal["batch", "sequence"] = "sequence"
-    z_loss: float = 0.0
-    init_std: float = 0.02
-    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -138,86 +119,23 @@ class DeepSeekConfig(ModelConfig):
         return self.nope_dim + self.rope_dim + self.value_dim
 
 
-def _make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
-    for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
-    out_std = (2 * c.layers) ** -0.5
+def kinds(c: DeepSeekConfig) -> list[list[Literal["dense", "moe"]]]:
+    """The feed-forward part of each layer, in two runs."""
+    return [["dense"] * c.dense_layers, ["moe"] * (c.layers - c.dense_layers)]
+
+
+def make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
+    first, *others = jax.random.split(key, 4)
     attention = LatentAttention(
         c.embed,
         LatentSizes(c.heads, c.q_lora, c.kv_lora, c.nope_dim, c.rope_dim, c.value_dim),
         rotary=Rotary(c.rope_dim, c.rope_base, c.yarn, c.rope_pairs),
         query_scale=c.query_scale,
-        out_std=out_std,
+        out_std=out_std(c),
         dtype=dtype,
-        key=for_attention,
+        key=first,
     )
     if kind == "dense":
-        feed_forward = MLP(c.embed, c.mlp, out_std=out_std, dtype=dtype, key=first)
-    else:
-        width = c.shared_experts * c.expert_mlp
-        feed_forward = MoE(
-            Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first),
-            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
-            MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None,
-        )
-    norms = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
-    return Block(next(norms), attention, next(norms), feed_forward)
-
-
-class DeepSeek(LanguageModel):
-    """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: DeepSeekConfig = eqx.field(static=True)
-
-    def __init__(self, config: DeepSeekConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_dense, for_moe, for_head = jax.random.split(key, 4)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        with_experts = c.layers - c.dense_layers
-        kinds = ["dense"] * c.dense_layers + ["moe"] * with_experts
-        keys = jnp.concatenate([jax.random.split(for_dense, c.dense_layers), jax.random.split(for_moe, with_experts)])
-        self.stacks = make_stacks(kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
-
-
-# Path of our array -> tensor name in a Hugging Face folder; the arrays of a tuple are joined in one tensor.
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "unembedding.norm.scale": "model.norm.weight",
-    "unembedding.weight": "lm_head.weight",
-}
-_MLP = "model.layers.{layer}.mlp"
-LAYER_NAMES = {
-    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
-    "attention.query_down": "model.layers.{layer}.self_attn.q_a_proj.weight",
-    "attention.query_norm.scale": "model.layers.{layer}.self_attn.q_a_layernorm.weight",
-    "attention.query_up": "model.layers.{layer}.self_attn.q_b_proj.weight",
-    "attention.kv_down": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
-    "attention.kv_norm.scale": "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
-    ("attention.key_up", "attention.value_up"): "model.layers.{layer}.self_attn.kv_b_proj.weight",
-    "attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
-    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "feed_forward.gate": f"{_MLP}.gate_proj.weight",
-    "feed_forward.up": f"{_MLP}.up_proj.weight",
-    "feed_forward.down": f"{_MLP}.down_proj.weight",
-    "feed_forward.router.weight": f"{_MLP}.gate.weight",
-    "feed_forward.router.choice_bias": f"{_MLP}.gate.e_score_correction_bias",
-    "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
-    "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
-    "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
-    "feed_forward.shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
-    "feed_forward.shared.up": f"{_MLP}.shared_experts.up_proj.weight",
-    "feed_forward.shared.down": f"{_MLP}.shared_experts.down_proj.weight",
-}
-# Mistral 4 has one tensor for all experts of a layer.
-JOINED_NAMES = {ours: name for ours, name in LAYER_NAMES.items() if "{expert}" not in name}
-JOINED_NAMES |= {
-    ("feed_forward.experts.gate", "feed_forward.experts.up"): OfExperts(f"{_MLP}.experts.gate_up_proj"),
-    "feed_forward.experts.down": OfExperts(f"{_MLP}.experts.down_proj"),
-}
+        return block(c, dtype, attention, mlp(c, dtype, others[0], c.mlp))
+    return block(c, dtype, attention, mixture(c, dtype, others, c.router, c.shared_experts))

@@ -1,7 +1,6 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): windows in every second layer, attention sinks, experts with biases.
 
-The file has, in this order, the configuration, one layer and the model. `moezoo.models.gpt_oss_hub` maps it to Hugging
-Face folders.
+The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
 
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
@@ -17,29 +16,25 @@ a head's scores and has no value. With router logits x W + b, gates are a softma
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Positive, Size
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.layers import make_stacks
-from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
-from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attention
+from moezoo.models.config_json import ConfigJson
+from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, rope
+from moezoo.models.names import GROUPED_ATTENTION, MLP, MOE, layers, rows
+from moezoo.models.parts import block, grouped_attention, mixture
+from moezoo.moe.router import Choice
 from moezoo.nn.clamped_swiglu import ClampedSwiGLU
-from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 # What a query sees.
 Kind = Literal["window", "all"]
@@ -60,15 +55,6 @@ class GptOssConfig(GroupedAttentionConfig):
     `moezoo.models.config` describes the others.
     """
 
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    expert_mlp: int = 128
-    experts: int = 16
-    experts_per_token: int = 4
     attention_bias: Literal["none", "all"] = "all"
     window: Size | None = 64
     full_layers: tuple[int, ...] | None = None
@@ -77,12 +63,6 @@ class GptOssConfig(GroupedAttentionConfig):
     rope_base: float = 150000.0
     yarn: Yarn = dataclasses.field(default_factory=lambda: Yarn(mscale=0.0, mscale_all=0.0, truncate=False))
     max_length: int = 32768
-    norm_eps: float = 1e-5
-    load_balance: float = 0.01
-    load_balance_over: Literal["batch", "sequence"] = "batch"
-    z_loss: float = 0.0
-    init_std: float = 0.02
-    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -93,56 +73,92 @@ class GptOssConfig(GroupedAttentionConfig):
             )
 
     @property
-    def kinds(self) -> list[Kind]:
-        """What the queries of each layer see."""
-        if self.window is None:
-            return ["all"] * self.layers
-        full = range(1, self.layers, 2) if self.full_layers is None else frozenset(self.full_layers)
-        return ["all" if i in full else "window" for i in range(self.layers)]
-
-    @property
     def sees_all(self) -> bool:
         """Whether the queries of some layer see all tokens up to themselves."""
-        return "all" in self.kinds
+        return "all" in kinds(self)[0]
 
 
-def _make_block(kind: Kind, c: GptOssConfig, dtype: jnp.dtype, key: Array) -> Block:
-    for_attention, for_router, for_experts = jax.random.split(key, 3)
-    options: dict[str, Any] = {"out_std": (2 * c.layers) ** -0.5, "dtype": dtype}
-    attention = Attention(
-        c.embed,
-        c.heads,
-        c.kv_heads,
-        c.head_dim,
-        rotary=Rotary(c.head_dim, c.rope_base, c.yarn),
-        biases=c.attention_bias,
-        sinks=True,
-        window=c.window if kind == "window" else None,
-        **options,
-        key=for_attention,
-    )
-    router = Router(c.embed, c.experts, c.experts_per_token, Choice(), bias="trained", dtype=dtype, key=for_router)
+def kinds(c: GptOssConfig) -> list[list[Kind]]:
+    """What the queries of each layer see."""
+    if c.window is None:
+        return [["all"] * c.layers]
+    full = range(1, c.layers, 2) if c.full_layers is None else frozenset(c.full_layers)
+    return [["all" if i in full else "window" for i in range(c.layers)]]
+
+
+def make_block(kind: Kind, c: GptOssConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
+    first, *others = jax.random.split(key, 3)
+    rotary, window = Rotary(c.head_dim, c.rope_base, c.yarn), c.window if kind == "window" else None
+    options: dict[str, Any] = {"biases": c.attention_bias, "sinks": True, "window": window}
+    attention = grouped_attention(c, dtype, first, rotary=rotary, **options)
     activation = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
-    experts = Experts(c.experts, c.embed, c.expert_mlp, activation=activation, biases="all", **options, key=for_experts)
-    norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
-    return Block(norms[0], attention, norms[1], MoE(router, experts))
+    experts = mixture(c, dtype, others, Choice(), bias="trained", activation=activation, biases="all")
+    return block(c, dtype, attention, experts)
 
 
-class GptOss(LanguageModel):
-    """The model: `model(tokens)` returns logits, and routing (`LanguageModel.__call__`)."""
+# Hugging Face folders.
+_EXPERTS = """
+    experts.gate+experts.up=gate_up_proj experts.gate_bias+experts.up_bias=gate_up_proj_bias
+    experts.down=down_proj experts.down_bias=down_proj_bias
+"""
+_ROUTER = rows(f"{MOE}router.", f"{MLP}router.", "weight=weight bias=bias")
+_ROWS = layers(GROUPED_ATTENTION, (*_ROUTER, *rows(MOE, f"{MLP}experts.", _EXPERTS, "alternating")))
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 4096}
+_WINDOW, _ALL = "sliding_attention", "full_attention"
 
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: GptOssConfig = eqx.field(static=True)
 
-    def __init__(self, config: GptOssConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(c.kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+def _read_windows(config: ConfigJson, found: Found) -> Found:
+    """Return the window and the layers without one."""
+    window = config.read("sliding_window", int | None, 128)
+    types, layers = config.read("layer_types", tuple[str, ...] | None, None), found["layers"]
+    if types is None:
+        types = tuple(_ALL if i % 2 else _WINDOW for i in range(layers))
+    if unknown := sorted(set(types) - {_WINDOW, _ALL}):
+        raise UserError(f"config.json: layer_types names '{unknown[0]}': expected {_WINDOW} or {_ALL}")
+    if len(types) != layers:
+        raise UserError(
+            f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is wrong"
         )
+    if window is None and _WINDOW in types:
+        raise UserError(
+            f"config.json: sliding_window=null, but layer {types.index(_WINDOW)} of layer_types is {_WINDOW}; "
+            "write the size of the window"
+        )
+    full = tuple(i for i, kind in enumerate(types) if kind == _ALL)
+    if len(full) == layers:
+        return {"window": None}
+    return {"window": window, "full_layers": None if full == tuple(range(1, layers, 2)) else full}
+
+
+def _write_windows(c: GptOssConfig) -> Mapping[str, Any]:
+    return {
+        # transformers makes a mask of the window even where no layer uses it.
+        "sliding_window": c.window or c.max_length,
+        "layer_types": [_ALL if kind == "all" else _WINDOW for kind in kinds(c)[0]],
+    }
+
+
+_SETTINGS = common(131072, norm_eps=1e-5) | {
+    "expert_mlp": Key("intermediate_size"),
+    "load_balance": Key("router_aux_loss_coef", 0.001),
+    "swiglu_alpha": Key("swiglu_alpha", 1.702),
+    "swiglu_limit": Key("swiglu_limit", 7.0),
+    "kv_heads": Key("num_key_value_heads", 8),
+    "head_dim": Key("head_dim", 64),
+    "experts": Key("num_local_experts num_experts"),
+}
+_FURTHER = {
+    "attention_bias": Key("attention_bias", True, words=("none", "all")),
+    "windows": Part(_read_windows, _write_windows, {"window": "sliding_window", "full_layers": "layer_types"}),
+    "rope": rope(150000.0, missing=_YARN),
+    "hidden_act": SILU,
+}
+# Second names of settings, which transformers does not read.
+_ONLY, _WITHOUT_EFFECT = {"experts_per_token": lambda found: found["experts_per_token"]}, "initial_context_length"
+HUB = Hub(
+    {"gpt_oss": "sinks, windows in every second layer, experts with biases; gpt-oss-20b and 120b"},
+    {"gpt_oss": ModelType("GptOss", _SETTINGS, _FURTHER, _ROWS, _ONLY, _WITHOUT_EFFECT)},
+    lambda config: "gpt_oss",
+)

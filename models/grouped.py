@@ -1,6 +1,7 @@
 """Models with grouped-query attention whose layers are an MLP or a mixture of experts. The settings choose the model.
 
-The file has, in this order, the configuration, one layer, the model, and its tensor names in a Hugging Face folder.
+The file has, in this order, the configuration and the layers. `moezoo.models.grouped_hub` maps them to Hugging Face
+folders.
 
     x = embedding[tokens]                                          # [B, S, d]
     for each layer:
@@ -26,30 +27,22 @@ The sigmoid routers are DeepSeek-V3's (2024, arXiv:2412.19437, section 2.1.2); t
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Count, Size
 from moezoo.errors import UserError
-from moezoo.models.base import AsRow, LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, check_rotary
-from moezoo.models.layers import make_stacks
-from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
-from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attention, Biases, NormOver
-from moezoo.nn.mlp import MLP
-from moezoo.nn.norm import RMSNorm
+from moezoo.models.parts import block, grouped_attention, mixture, mlp
+from moezoo.moe.router import Choice
+from moezoo.nn.attention import Biases, NormOver
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +67,7 @@ class GroupedConfig(GroupedAttentionConfig):
     """
 
     model_type: Literal["qwen3_moe", "glm4_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"] = "qwen3_moe"
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
     mlp: Size = 512
-    expert_mlp: int = 128
-    experts: int = 16
-    experts_per_token: int = 4
     shared_experts: Count = 0
     moe_every: Size = 1
     mlp_layers: tuple[int, ...] = ()
@@ -98,10 +82,6 @@ class GroupedConfig(GroupedAttentionConfig):
     max_length: int = 32768
     norm_eps: float = 1e-6
     load_balance: float = 0.001
-    load_balance_over: Literal["batch", "sequence"] = "batch"
-    z_loss: float = 0.0
-    init_std: float = 0.02
-    tied_embeddings: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,118 +110,19 @@ class GroupedConfig(GroupedAttentionConfig):
         """The `model_type`."""
         return self.model_type
 
-    @property
-    def kinds(self) -> list[Literal["mlp", "moe"]]:
-        """The feed-forward part of each layer."""
-        without = frozenset(self.mlp_layers)
-        with_experts = [(i + 1) % self.moe_every == 0 and i not in without for i in range(self.layers)]
-        return ["moe" if has else "mlp" for has in with_experts]
+
+def kinds(c: GroupedConfig) -> list[list[Literal["mlp", "moe"]]]:
+    """The feed-forward part of each layer."""
+    without = frozenset(c.mlp_layers)
+    return [["moe" if (i + 1) % c.moe_every == 0 and i not in without else "mlp" for i in range(c.layers)]]
 
 
-def _make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:
-    for_attention, first, for_experts, for_shared = jax.random.split(key, 4)
-    out_std = (2 * c.layers) ** -0.5
-    attention = Attention(
-        c.embed,
-        c.heads,
-        c.kv_heads,
-        c.head_dim,
-        rotary=Rotary(c.rotary_dims or c.head_dim, c.rope_base, c.yarn, c.rope_pairs),
-        norm_over=c.norm_over,
-        norm_eps=c.norm_eps,
-        biases=c.attention_bias,
-        window=c.window,
-        out_std=out_std,
-        dtype=dtype,
-        key=for_attention,
-    )
+def make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
+    first, *others = jax.random.split(key, 4)
+    rotary = Rotary(c.rotary_dims or c.head_dim, c.rope_base, c.yarn, c.rope_pairs)
+    options: dict[str, Any] = {"norm_over": c.norm_over, "biases": c.attention_bias, "window": c.window}
+    attention = grouped_attention(c, dtype, first, rotary=rotary, **options)
     if kind == "mlp":
-        feed_forward = MLP(c.embed, c.mlp, out_std=out_std, dtype=dtype, key=first)
-    else:
-        width = c.shared_experts * c.expert_mlp
-        feed_forward = MoE(
-            Router(c.embed, c.experts, c.experts_per_token, c.router, dtype=dtype, key=first),
-            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
-            MLP(c.embed, width, out_std=out_std, dtype=dtype, key=for_shared) if width else None,
-        )
-    norms = [RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2)]
-    return Block(norms[0], attention, norms[1], feed_forward)
-
-
-class Grouped(LanguageModel):
-    """The model: `model(tokens)` returns logits, and routing of the layers with experts (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: GroupedConfig = eqx.field(static=True)
-
-    def __init__(self, config: GroupedConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(c.kinds, lambda kind, key: _make_block(kind, c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
-
-
-# Path of our array -> tensor name in a Hugging Face folder.
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "unembedding.norm.scale": "model.norm.weight",
-    "unembedding.weight": "lm_head.weight",
-}
-_ATTENTION, _MLP, _MIXTRAL = (f"model.layers.{{layer}}.{part}" for part in ("self_attn", "mlp", "block_sparse_moe"))
-# The names that most types have, and those of the types that differ.
-_LAYER_NAMES: dict[str | tuple[str, ...], str] = {
-    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attention.query": f"{_ATTENTION}.q_proj.weight",
-    "attention.key": f"{_ATTENTION}.k_proj.weight",
-    "attention.value": f"{_ATTENTION}.v_proj.weight",
-    "attention.out": f"{_ATTENTION}.o_proj.weight",
-    "attention.query_bias": f"{_ATTENTION}.q_proj.bias",
-    "attention.key_bias": f"{_ATTENTION}.k_proj.bias",
-    "attention.value_bias": f"{_ATTENTION}.v_proj.bias",
-    "attention.out_bias": f"{_ATTENTION}.o_proj.bias",
-    "attention.query_norm.scale": f"{_ATTENTION}.q_norm.weight",
-    "attention.key_norm.scale": f"{_ATTENTION}.k_norm.weight",
-    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "feed_forward.gate": f"{_MLP}.gate_proj.weight",
-    "feed_forward.up": f"{_MLP}.up_proj.weight",
-    "feed_forward.down": f"{_MLP}.down_proj.weight",
-    "feed_forward.router.weight": f"{_MLP}.gate.weight",
-    "feed_forward.router.choice_bias": f"{_MLP}.gate.e_score_correction_bias",
-    "feed_forward.experts.gate": f"{_MLP}.experts.{{expert}}.gate_proj.weight",
-    "feed_forward.experts.up": f"{_MLP}.experts.{{expert}}.up_proj.weight",
-    "feed_forward.experts.down": f"{_MLP}.experts.{{expert}}.down_proj.weight",
-    "feed_forward.shared.gate": f"{_MLP}.shared_experts.gate_proj.weight",
-    "feed_forward.shared.up": f"{_MLP}.shared_experts.up_proj.weight",
-    "feed_forward.shared.down": f"{_MLP}.shared_experts.down_proj.weight",
-}
-_OTHER_NAMES: dict[str, dict[str | tuple[str, ...], str]] = {
-    "minimax_m2": {
-        "feed_forward.router.weight": f"{_MIXTRAL}.gate.weight",
-        "feed_forward.router.choice_bias": f"{_MIXTRAL}.e_score_correction_bias",
-        "feed_forward.experts.gate": f"{_MIXTRAL}.experts.{{expert}}.w1.weight",
-        "feed_forward.experts.up": f"{_MIXTRAL}.experts.{{expert}}.w3.weight",
-        "feed_forward.experts.down": f"{_MIXTRAL}.experts.{{expert}}.w2.weight",
-    },
-    "hy_v3": {
-        "feed_forward.router.weight": f"{_MLP}.router.gate.weight",
-        "feed_forward.router.choice_bias": f"{_MLP}.expert_bias",
-        "feed_forward.shared.gate": f"{_MLP}.shared_mlp.gate_proj.weight",
-        "feed_forward.shared.up": f"{_MLP}.shared_mlp.up_proj.weight",
-        "feed_forward.shared.down": f"{_MLP}.shared_mlp.down_proj.weight",
-    },
-    "ernie4_5_moe": {
-        "feed_forward.router.choice_bias": AsRow(f"{_MLP}.moe_statics.e_score_correction_bias"),
-    },
-}
-
-
-def layer_names(config: GroupedConfig) -> dict[str | tuple[str, ...], str]:
-    """Return the tensor names of a layer's arrays in a folder of the `model_type` of `config`."""
-    return _LAYER_NAMES | _OTHER_NAMES.get(config.model_type, {})
+        return block(c, dtype, attention, mlp(c, dtype, others[0], c.mlp))
+    return block(c, dtype, attention, mixture(c, dtype, others, c.router, c.shared_experts))

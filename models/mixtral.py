@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al., 2024, arXiv:2401.04088): a transformer in which every MLP is a mixture of experts.
 
-The file has, in this order, the configuration, one layer, the model, and its tensor names in a Hugging Face folder.
+The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
 
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
@@ -14,26 +14,19 @@ biases, and the unembedding is a matrix of its own or, with `tied_embeddings`, t
 """
 
 import dataclasses
-from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moezoo.convert import Size
-from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.layers import make_stacks
-from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
-from moezoo.moe.router import Choice, Router
-from moezoo.nn.attention import Attention
-from moezoo.nn.norm import RMSNorm
+from moezoo.models.hub import SILU, Hub, Key, ModelType, common, head_dim, rope
+from moezoo.models.names import BLOCK_SPARSE
+from moezoo.models.parts import block, grouped_attention, mixture
+from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.axes import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,85 +36,35 @@ class MixtralConfig(GroupedAttentionConfig):
     `window`: the tokens that a query sees, itself included; None for all. `moezoo.models.config` describes the others.
     """
 
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
     expert_mlp: int = 256
     experts: int = 8
     experts_per_token: int = 2
     window: Size | None = None
     rope_base: float = 1e6
     max_length: int = 32768
-    norm_eps: float = 1e-5
-    load_balance: float = 0.01
-    load_balance_over: Literal["batch", "sequence"] = "batch"
     z_loss: float = 0.001
-    init_std: float = 0.02
-    tied_embeddings: bool = False
 
 
-def _make_block(c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
-    for_attention, for_router, for_experts = jax.random.split(key, 3)
-    out_std = (2 * c.layers) ** -0.5
-    return Block(
-        RMSNorm(c.embed, c.norm_eps, dtype=dtype),
-        Attention(
-            c.embed,
-            c.heads,
-            c.kv_heads,
-            c.head_dim,
-            rotary=Rotary(c.head_dim, c.rope_base),
-            window=c.window,
-            out_std=out_std,
-            dtype=dtype,
-            key=for_attention,
-        ),
-        RMSNorm(c.embed, c.norm_eps, dtype=dtype),
-        MoE(
-            Router(c.embed, c.experts, c.experts_per_token, Choice(), dtype=dtype, key=for_router),
-            Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std, dtype=dtype, key=for_experts),
-        ),
-    )
+def make_block(kind: None, c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
+    """Return one layer."""
+    del kind
+    first, *others = jax.random.split(key, 3)
+    attention = grouped_attention(c, dtype, first, rotary=Rotary(c.head_dim, c.rope_base), window=c.window)
+    return block(c, dtype, attention, mixture(c, dtype, others, Choice()))
 
 
-class Mixtral(LanguageModel):
-    """The model: `model(tokens)` returns logits and routing (`LanguageModel.__call__`)."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: MixtralConfig = eqx.field(static=True)
-
-    def __init__(self, config: MixtralConfig, *, dtype: DTypeLike = jnp.float32, key: Array):
-        c, dtype = config, jnp.dtype(dtype)
-        for_embedding, for_layers, for_head = jax.random.split(key, 3)
-        self.config = c
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding)
-        keys = jax.random.split(for_layers, c.layers)
-        self.stacks = make_stacks(["moe"] * c.layers, lambda _, key: _make_block(c, dtype, key), keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
-        )
-
-
-# Path of our array -> tensor name in a Hugging Face folder.
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "unembedding.norm.scale": "model.norm.weight",
-    "unembedding.weight": "lm_head.weight",
+_SETTINGS = common(131072) | {
+    "expert_mlp": Key("intermediate_size"),
+    "window": Key("sliding_window", None),
+    "load_balance": Key("router_aux_loss_coef", 0.001),
+    "kv_heads": Key("num_key_value_heads", null=lambda found: found["heads"]),
+    "head_dim": Key("head_dim", None, null=head_dim),
+    "experts": Key("num_local_experts num_experts"),
 }
-LAYER_NAMES = {
-    "attention_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
-    "attention.key": "model.layers.{layer}.self_attn.k_proj.weight",
-    "attention.value": "model.layers.{layer}.self_attn.v_proj.weight",
-    "attention.out": "model.layers.{layer}.self_attn.o_proj.weight",
-    "feed_forward_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "feed_forward.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
-    "feed_forward.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-    "feed_forward.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-    "feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
-}
+_ONLY = {"attention_bias": (False,), "router_jitter_noise": (0,)}
+_FURTHER = {"rope": rope(1e6, yarn=False), "hidden_act": SILU}
+HUB = Hub(
+    {"mixtral": "softmax router; Mixtral 8x7B and 8x22B"},
+    {"mixtral": ModelType("Mixtral", _SETTINGS, _FURTHER, BLOCK_SPARSE, _ONLY)},
+    lambda config: "mixtral",
+)

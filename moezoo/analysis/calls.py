@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from moezoo.config.blueprint import Trained, blueprint
 from moezoo.config.build import build_execution
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
@@ -19,12 +18,15 @@ from moezoo.generation.sampling import Sampling
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache
+from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
 from moezoo.training.evaluate import make_sums
 from moezoo.training.loss import chunk_rows
+
+Trained = Callable[[str], bool] | None
 
 
 class Call(NamedTuple):
@@ -58,7 +60,7 @@ def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
 
 
 def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
-    rows, mask = cfg.batch_size // cfg.execution.microbatches, blueprint(cfg, model, trained).trained
+    rows, mask = cfg.batch_size // cfg.execution.microbatches, trainable_mask(model, trained)
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
     execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "train", mask)
     logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))

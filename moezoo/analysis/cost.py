@@ -5,10 +5,10 @@ Steps are traced on a mesh without devices, so any mesh will do.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
-from moezoo.config.blueprint import Trained, blueprint
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
@@ -30,7 +30,7 @@ def communication(
     dispatch: DispatchChoice | str | None = None,
     *,
     model: LanguageModel | None = None,
-    trained: Trained = None,
+    trained: Callable[[str], bool] | None = None,
 ) -> TrafficTable:
     """Trace a training step; return how often each collective runs, and the bytes that a device receives from it.
 

@@ -5,12 +5,12 @@ from typing import Literal, NamedTuple
 import jax
 
 from moezoo.analysis.activations import ActivationRow, Spec, activations
-from moezoo.analysis.calls import CALLS, CallName
-from moezoo.config.blueprint import Blueprint, Trained, blueprint
-from moezoo.config.build import build_execution
+from moezoo.analysis.calls import CALLS, CallName, Trained
+from moezoo.config.build import blueprint, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert
 from moezoo.models.base import LanguageModel
+from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import abstract_mesh
@@ -113,13 +113,14 @@ def describe(
     check_config(cfg)
     convert(CallName, call, "call")
     convert(Literal["all", "parameters"], parts, "parts")
-    plan = blueprint(cfg, model, trained)
+    model = blueprint(cfg).shapes if model is None else model
     if parts == "parameters":
-        return Sharding(_parameters(plan, build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")))
-    program = CALLS[call](cfg, plan.shapes, trained)
-    parameters = _parameters(plan, program.execution)
+        execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+        return Sharding(_parameters(model, execution, trained))
+    program = CALLS[call](cfg, model, trained)
+    parameters = _parameters(model, program.execution, trained)
     traffic = collective_traffic(program.trace(), "tpu")
-    return Sharding(parameters, activations(cfg, plan.shapes, program, traffic), collectives(traffic))
+    return Sharding(parameters, activations(cfg, model, program, traffic), collectives(traffic))
 
 
 def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:
@@ -132,10 +133,10 @@ def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.scope, row.op, row.mesh_axes)))
 
 
-def _parameters(plan: Blueprint, execution: Execution) -> tuple[ParameterRow, ...]:
+def _parameters(model: LanguageModel, execution: Execution, trained: Trained) -> tuple[ParameterRow, ...]:
     rows = []
-    arrays = jax.tree_util.tree_leaves_with_path(plan.shapes)
-    placements, mask = (jax.tree.leaves(tree) for tree in (execution.placements(plan.shapes), plan.trained))
+    arrays = jax.tree_util.tree_leaves_with_path(model)
+    placements, mask = (jax.tree.leaves(tree) for tree in (execution.placements(model), trainable_mask(model, trained)))
     for (path, array), placement, learns in zip(arrays, placements, mask, strict=True):
         local = tuple(size // execution.ways(over) for size, over in zip(array.shape, placement.stored, strict=True))
         stored = placement.local_size(array.shape) * array.dtype.itemsize

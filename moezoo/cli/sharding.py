@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
 def _notes(cfg: Any, call: Any) -> list[str]:
     """Return what a choice between strategies chose, with the bytes that it compared, and much unused room."""
     from moezoo.analysis.calls import CALLS
-    from moezoo.config.blueprint import blueprint
+    from moezoo.config.build import blueprint
     from moezoo.models.choice import compare
     from moezoo.training.report import choice_lines, room_lines
 

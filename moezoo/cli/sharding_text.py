@@ -14,7 +14,7 @@ from rich.table import Table
 from moezoo.analysis.calls import CallName
 from moezoo.analysis.differences import Change, Differences
 from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding
-from moezoo.config.blueprint import blueprint
+from moezoo.config.build import blueprint
 from moezoo.config.settings import TrainConfig
 from moezoo.config.strategies import path_of
 from moezoo.convert import show

@@ -1,4 +1,4 @@
-"""Build the mesh and the execution that a configuration describes."""
+"""Build the mesh, the execution and the blueprint of the model that a configuration describes."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
-from moezoo.config.blueprint import blueprint
 from moezoo.config.compose import compose
 from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.overrides import groups
@@ -17,11 +16,17 @@ from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
 from moezoo.models.base import check_tokens
+from moezoo.models.blueprint import Blueprint
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
+
+
+def blueprint(cfg: TrainConfig) -> Blueprint:
+    """Return what `cfg` says of the model."""
+    return Blueprint(cfg.model, cfg.execution.param_dtype)
 
 
 def build_execution(

@@ -7,6 +7,7 @@ their dtype is the same, even the header of the file is.
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,6 +23,7 @@ from moezoo.hub.tensors import Tensor, arrays_by_path, read_part
 from moezoo.hub.weight_files import DTYPES, INDEX, METADATA, WeightFiles, read_header
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
+from moezoo.models.hub import settings_of
 from moezoo.parallel.mesh import with_auto_axes
 
 _BLOCK = 2**24  # bytes that are copied at a time
@@ -96,8 +98,9 @@ def _keys_of_both(model: LanguageModel, source: Source) -> tuple[dict[str, Any],
     place, family = source.place, source.family
     if family_of(model.config) is not family:
         kind = text_config(source.mapping)["model_type"]
-        raise _another(source, f"it has {place.table}model_type={kind} and the model is a {type(model).__name__}")
-    ours, theirs = (family.hub.config_to_hub(config) for config in (model.config, source.config))
+        ours = type(model.config).__name__.removesuffix("Config")
+        raise _another(source, f"it has {place.table}model_type={kind} and the model is a {ours}")
+    ours, theirs = (family.hub.write(config) for config in (model.config, source.config))
     if ours["model_type"] != theirs["model_type"]:
         kinds = f"model_type={theirs['model_type']} and the model {ours['model_type']}"
         raise _another(source, f"it has {place.table}{kinds}")
@@ -108,11 +111,12 @@ def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: Lan
     """Raise `UserError` where the model has not the tensors of the folder in the same shapes."""
     if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in expected.items()}:
         return
-    theirs, keys = _settings(source.config), source.family.hub.keys(text_config(source.mapping)["model_type"])
-    for setting, value in _settings(model.config).items():
-        if value != theirs.get(setting):
+    keys = source.family.hub.keys(text_config(source.mapping)["model_type"])
+    for setting in settings_of(type(model.config)):
+        theirs, value = (operator.attrgetter(setting)(config) for config in (source.config, model.config))
+        if value != theirs and not dataclasses.is_dataclass(value):
             key = f"{source.place.table}{keys[setting]}" if setting in keys else f"model.{setting}"
-            raise _another(source, f"it has {key}={show(theirs.get(setting))} and the model {show(value)}")
+            raise _another(source, f"it has {key}={show(theirs)} and the model {show(value)}")
     name = next(name for name in (own | expected) if name not in own or own[name].shape != expected[name].shape)
     raise _another(source, f"{name} differs in shape")
 
@@ -122,16 +126,6 @@ def _another(source: Source, difference: str) -> UserError:
         f"save_pretrained: like={source.folder} is not a folder of this model: {difference}; name the one that the "
         "model was loaded from"
     )
-
-
-def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a configuration by their dotted names."""
-    found = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        inner = dataclasses.is_dataclass(value)
-        found |= _settings(value, f"{prefix}{field.name}.") if inner else {f"{prefix}{field.name}": value}
-    return found
 
 
 # Keys that a table of rotary settings replaces.
@@ -158,7 +152,7 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.d
         with open_file(source.folder / "config.json") as file:
             return file.read()
     try:
-        again = family.hub.config_to_hub(family.hub.config_from_hub(text_config(outer)))
+        again = family.hub.write(family.hub.read(family.config, text_config(outer)))
     except UserError as error:
         raise UserError(
             f"save_pretrained: like={source.folder}: the model's settings do not fit its config.json ({error}); write "

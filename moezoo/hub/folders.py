@@ -28,8 +28,9 @@ from moezoo.hub.nested import TEXT, Place
 from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, require_names, tensors
 from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE
-from moezoo.models import ModelConfig, family_of, model_shapes
+from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import with_auto_axes
 
@@ -61,7 +62,7 @@ def from_pretrained(
     source = open_folder(folder)
     files = source.files
     stored = target or files.common_dtype()
-    shapes = model_shapes(source.config, str(stored))
+    shapes = Blueprint(source.config, str(stored)).shapes
     wanted, unused = check_tensors(source, shapes)
     for purpose, names in unused.items():
         _warn(f"{folder}: {count(names)} not loaded, for {purpose}: {list_names(names)}")
@@ -148,7 +149,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
     if source:
-        expected, unused = check_tensors(source, model_shapes(source.config))
+        expected, unused = check_tensors(source, Blueprint(source.config).shapes)
         with _writing(folder):
             carried = carry(model, folder, source, expected, unused)
         if carried.changed and carried.tensors:
@@ -172,7 +173,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
             room = SHARD_BYTES
         shards[-1].append(tensor)
         room -= size
-    config = family.hub.config_to_hub(model.config)
+    config = family.hub.write(model.config)
     config["dtype"] = str(model.embedding.weight.dtype)
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.models.base import Hub
 from moezoo.models.config_json import ConfigJson
+from moezoo.models.hub import Hub
 
 TEXT = "text_config"
 
@@ -35,33 +35,26 @@ class Outer(NamedTuple):
     Attributes:
         ways: how folders name the text model's tensors.
         parts: what the names of its other tensors begin with, perhaps after `model.`; they are for images.
-        without_effect: keys of config.json that do not change the text model.
+        without_effect: keys of config.json that do not change the text model, with spaces in between.
     """
 
     ways: tuple[Mapping[str, str], ...]
     parts: tuple[str, ...]
-    without_effect: tuple[str, ...]
+    without_effect: str
 
 
-_IMAGES = ("vision_config", "image_token_id", "video_token_id")
 NESTED = {
     "kimi_k25": Outer(
         (_INSIDE, _BESIDE, _BLOCKS),
         ("vision_tower.", "mm_projector."),
-        (
-            *_IMAGES,
-            *("vision_start_token_id", "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps"),
-            *("media_placeholder_token_id", "video_placeholder", "use_unified_vision_chunk", "ignore_index"),
-        ),
+        "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id projection_hidden_size "
+        "projection_layer_norm_eps media_placeholder_token_id video_placeholder use_unified_vision_chunk ignore_index",
     ),
     "mistral3": Outer(
         (_INSIDE, _BESIDE),
         ("vision_tower.", "multi_modal_projector."),
-        (
-            *_IMAGES,
-            *("image_token_index", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias"),
-            "spatial_merge_size",
-        ),
+        "vision_config image_token_id video_token_id image_token_index projector_hidden_act vision_feature_layer "
+        "multimodal_projector_bias spatial_merge_size",
     ),
 }
 
@@ -119,7 +112,7 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     if outer.table(TEXT) is None:
         raise UserError(f"config.json: {TEXT} is missing; model_type={kind} has its language model there")
     tied = outer.read(_TIED, bool | None, None)
-    outer.refuse_others({}, NESTED[kind].without_effect)
+    outer.refuse_others({}, NESTED[kind].without_effect.split())
     return {**mapping[TEXT], _TIED: tied or False}
 
 

@@ -33,8 +33,11 @@ class Source(NamedTuple):
     @property
     def tables(self) -> tuple[str, str]:
         """The names of the embedding and the unembedding in this folder."""
-        embedding, unembedding = (self.family.hub.NAMES[f"{part}.weight"] for part in ("embedding", "unembedding"))
-        return self.place.to_folder(embedding), self.place.to_folder(unembedding)
+        names = {row.ours[0]: row.name for row in self.family.hub.rows(self.config)}
+        embedding, unembedding = (
+            self.place.to_folder(names[f"{part}.weight"]) for part in ("embedding", "unembedding")
+        )
+        return embedding, unembedding
 
     @property
     def stores_tied(self) -> bool:
@@ -59,7 +62,7 @@ def open_folder(folder: Path) -> Source:
     family = _family(text, text is not mapping, folder)
     keys = family.hub.keys(text["model_type"])
     try:
-        config = family.hub.config_from_hub(text)
+        config = family.hub.read(family.config, text)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
         words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
@@ -85,7 +88,7 @@ def check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], 
 
 
 def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
-    kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
+    kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.types}
     kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
     where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
     if kind is None:
@@ -104,7 +107,7 @@ def _check_counts(
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        names = map(place.to_folder, family.hub.layer_names(config).values())
+        names = (place.to_folder(row.name) for row in family.hub.rows(config))
         heads = {name.partition(field)[0] for name in names if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
         found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}

@@ -5,7 +5,6 @@ Two modules are paired if they hold the same parameters by the family's table of
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import layer_places
+from moezoo.models.names import Rows
 from moezoo.parallel.axes import Role, parameter_table
 
 
@@ -156,25 +156,22 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
 
     A single matrix of ours can be a module of theirs.
     """
-    hub = family_of(model.config).hub
+    rows = family_of(model.config).hub.rows(model.config)
     # transformers keeps a choice bias in the router of some models and beside it in others.
     held = [path.lstrip(".") for path, axes, _ in parameter_table(model) if axes.role is not Role.BUFFER]
     if model.unembedding.weight is None:  # tied: transformers has a module for it too
         held.append("unembedding.weight")
-    found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", hub.NAMES).items()}
+    found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", rows).items()}
     for place in layer_places(model.stacks):
-        same = _same_parameters(held, f"{place.path}.", hub.layer_names(model.config))
+        same = _same_parameters(held, f"{place.path}.", rows)
         found |= {(path, place.number): name.replace("{layer}", str(place.number)) for path, name in same.items()}
     return found
 
 
-def _same_parameters(held: list[str], prefix: str, table: Any) -> dict[str, str]:
+def _same_parameters(held: list[str], prefix: str, rows: Rows) -> dict[str, str]:
     """Map our paths below `prefix` to the names of the modules with exactly the same parameters."""
-    tensors = {}  # ours -> theirs, for parameters that this model has
-    for ours, theirs in table.items():
-        for name in (ours,) if isinstance(ours, str) else ours:
-            if prefix + name in held:
-                tensors[prefix + name] = theirs
+    # Ours -> theirs, for parameters that this model has.
+    tensors = {prefix + path: row.name for row in rows for path in row.ours if prefix + path in held}
     found = {}
     for ancestor in sorted({ancestor for path in tensors for ancestor in _ancestors(path)}):
         here = {name for path, name in tensors.items() if f"{path}.".startswith(f"{ancestor}.")}

@@ -1,11 +1,11 @@
 """Names and shapes of a family's parameters in a Hugging Face folder.
 
-The family's file has tables of names. Shapes follow from our annotations, which name the input dimensions:
+The family's file has rows of names. Shapes follow from our annotations, which name the input dimensions:
 
 - a matrix is stored as [outputs, inputs], with all output (and input) dimensions flattened into one;
 - a bias is stored as one dimension;
 - each layer and each expert has its own tensor;
-- where the name is `AsRow`, `OfExperts` or `Alternating` (`moezoo.models.base`), the tensor has that form.
+- where a row has another layout (`moezoo.models.names`), the tensor has that one.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from moezoo.models.base import Alternating, AsRow, Hub, OfExperts
-from moezoo.models.layers import LayerPlace, layer_places
+from moezoo.models.hub import Hub
+from moezoo.models.layers import layer_places
+from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.parallel.stored import plain
 
@@ -31,95 +32,74 @@ class Tensor:
         parts: for each part, the path of our array and the index of its layer and expert, if it has them. Parts are
             joined along the last dimension.
         axes: the axes of one part, without the indexed dimensions.
-        shapes: the shape of each part.
-        form: the class of its name: `str`, `AsRow`, `OfExperts` or `Alternating`.
-        experts: how many experts' tensors are stacked in this one, where its form is `OfExperts`, or 0. `axes` and
-            `shapes` are then those of one expert, and a part is that of all.
+        shapes: the shape of each part. In the layouts `of_experts` and `alternating` a part is that of all experts.
+        layout: that of its row.
     """
 
     name: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     axes: Axes
     shapes: tuple[tuple[int, ...], ...]
-    form: type[str] = str
-    experts: int = 0
+    layout: Layout = "plain"
+
+    @property
+    def _joined(self) -> tuple[int, ...]:
+        """The shape of all parts, joined."""
+        return (*self.shapes[0][:-1], sum(shape[-1] for shape in self.shapes))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in a file."""
-        if self.form is OfExperts:
-            return (self.experts, *self._of_one.shape)
-        if self.form is Alternating:
-            return (*self.shapes[0][:-1], len(self.shapes) * self.shapes[0][-1])
+        if self.layout == "alternating":
+            return self._joined
         if self.axes.role is Role.BIAS:
-            return (sum(map(math.prod, self.shapes)),)
+            return (math.prod(self._joined),)
         if self.axes.role is not Role.WEIGHT:
-            return (1,) * (self.form is AsRow) + self.shapes[0]
-        first, inputs = self.shapes[0], len(self.axes.inputs)
-        last = sum(shape[-1] for shape in self.shapes)
-        outputs = math.prod((*first[inputs:-1], last))
-        return outputs, math.prod(first[:inputs])
+            return (1,) * (self.layout == "row") + self._joined
+        first = 1 if self.layout == "of_experts" else 0
+        cut = first + len(self.axes.inputs)
+        return (*self._joined[:first], math.prod(self._joined[cut:]), math.prod(self._joined[first:cut]))
 
     def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join our arrays into the tensor."""
-        if self.form is OfExperts:
-            return np.stack([self._of_one.to_file(list(of_one)) for of_one in zip(*parts, strict=True)])
-        if self.form is Alternating:
+        if self.layout == "alternating":
             return np.stack(parts, axis=-1).reshape(self.shape)
         whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         if self.axes.role is not Role.WEIGHT:
             return whole.reshape(self.shape)
-        return np.ascontiguousarray(whole.reshape(self.shape[1], self.shape[0]).T)
+        *experts, outputs, inputs = self.shape
+        return np.ascontiguousarray(_transpose(whole.reshape(*experts, inputs, outputs)))
 
     def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Split the tensor into our arrays."""
-        if self.form is OfExperts:
-            return [np.stack(part) for part in zip(*map(self._of_one.from_file, tensor), strict=True)]
-        if self.form is Alternating:
+        if self.layout == "alternating":
             alternating = tensor.reshape(*self.shapes[0], len(self.parts))
             return [alternating[..., part] for part in range(len(self.parts))]
-        if self.axes.role in (Role.WEIGHT, Role.BIAS):
-            first = self.shapes[0]
-            last = sum(shape[-1] for shape in self.shapes)
-            tensor = tensor.T.reshape(*first[:-1], last)
-        else:
-            tensor = tensor.reshape(self.shapes[0])
-        cuts = np.cumsum([shape[-1] for shape in self.shapes])[:-1]
-        return np.split(tensor, cuts, axis=-1)
+        whole = (_transpose(tensor) if self.axes.role is Role.WEIGHT else tensor).reshape(self._joined)
+        return np.split(whole, np.cumsum([shape[-1] for shape in self.shapes])[:-1], axis=-1)
 
-    @property
-    def _of_one(self) -> "Tensor":
-        return dataclasses.replace(self, form=str, experts=0)
+
+def _transpose(matrices: np.ndarray) -> np.ndarray:
+    return matrices.swapaxes(-1, -2)
 
 
 def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
     """Yield every tensor in a folder of `model`, which may hold shapes in place of arrays."""
     table = {path.lstrip("."): (axes, shape) for path, axes, shape in parameter_table(model)}
-    for ours, theirs in hub.NAMES.items():
-        if ours == "unembedding.weight" and model.unembedding.weight is None:  # tied
-            continue
-        names = (ours,) if isinstance(ours, str) else ours
-        axes, _ = table[names[0]]
-        yield Tensor(theirs, tuple((n, ()) for n in names), axes, tuple(table[n][1] for n in names))
-    layer_names = hub.layer_names(model.config)
-    for place in layer_places(model.stacks):
-        for ours, theirs in layer_names.items():
-            names = tuple(f"{place.path}.{n}" for n in ((ours,) if isinstance(ours, str) else ours))
-            if names[0] in table:
-                yield from _layer_tensors(theirs, names, table, place)
-
-
-def _layer_tensors(
-    theirs: str, names: tuple[str, ...], table: Mapping[str, Any], place: LayerPlace
-) -> Iterator[Tensor]:
-    axes, shape = table[names[0]]
-    form, one = type(theirs), dataclasses.replace(axes, stacked=())
-    apart = () if form in (OfExperts, Alternating) else axes.stacked[1:]
-    shapes = tuple(table[n][1][1 if form is Alternating else len(axes.stacked) :] for n in names)
-    for index in np.ndindex(shape[1 : 1 + len(apart)]):
-        name = theirs.format(layer=place.number, **dict(zip(apart, index, strict=True)))
-        parts = tuple((n, (place.index, *index)) for n in names)
-        yield Tensor(name, parts, one, shapes, form, shape[1] if form is OfExperts else 0)
+    rows = hub.rows(model.config)
+    for place in (None, *layer_places(model.stacks)):
+        below, number, at = ("", None, ()) if place is None else (f"{place.path}.", place.number, (place.index,))
+        for row in rows:
+            paths = [f"{below}{path}" for path in row.ours]
+            if ("{layer}" in row.name) != (place is not None) or paths[0] not in table:
+                continue
+            axes, shape = table[paths[0]]
+            apart = () if row.layout in ("of_experts", "alternating") else axes.stacked[1:]
+            shapes = tuple(table[path][1][len(at) + len(apart) :] for path in paths)
+            for index in np.ndindex(shape[len(at) : len(at) + len(apart)]):
+                name = row.name.format(layer=number, **dict(zip(apart, index, strict=True)))
+                parts = tuple((path, (*at, *index)) for path in paths)
+                yield Tensor(name, parts, dataclasses.replace(axes, stacked=()), shapes, row.layout)
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from moezoo.config.blueprint import blueprint
+from moezoo.config.build import blueprint
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
@@ -40,7 +40,7 @@ def build_step(
     Raises:
         UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices.
     """
-    shapes = blueprint(cfg, model, trained).shapes
+    shapes = blueprint(cfg).shapes if model is None else model
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)

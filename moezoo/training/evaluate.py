@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from moezoo.config.blueprint import blueprint
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.errors import UserError, check_type

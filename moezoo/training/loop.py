@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from moezoo.config.blueprint import blueprint
+from moezoo.config.build import blueprint
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source
 from moezoo.errors import UserError

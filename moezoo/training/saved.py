@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from moezoo.config.blueprint import blueprint
+from moezoo.config.build import blueprint
 from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig

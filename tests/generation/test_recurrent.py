@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,7 @@ from moezoo.nn.cache import Kept, State
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.axes import Stack, Weight
+from moezoo.parallel.axes import Weight
 from moezoo.parallel.context_parallel import Place
 
 F32 = jnp.dtype("float32")
@@ -107,26 +106,20 @@ def make_block(kind, key):
     return Block(norms[0], mixer, norms[1], feed_forward)
 
 
-class Hybrid(LanguageModel):
-    """Two periods of a layer that fades and one with a window, then one that sees everything."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: MixtralConfig = eqx.field(static=True)
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 7)
-        self.config = CONFIG
-        self.embedding = TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0])
-        self.stacks = make_stacks([None, 4, None, 4, 99], make_block, keys[1:6])
-        self.unembedding = Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6])
-
-
 @functools.cache
 def hybrid():
-    """Return the model."""
-    return jax.jit(Hybrid)(jax.random.key(0))
+    """Return a model: two periods of a layer that fades and one with a window, then one that sees everything."""
+
+    def make(key):
+        keys = jax.random.split(key, 7)
+        return LanguageModel(
+            TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0]),
+            make_stacks([None, 4, None, 4, 99], make_block, keys[1:6]),
+            Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6]),
+            CONFIG,
+        )
+
+    return jax.jit(make)(jax.random.key(0))
 
 
 @functools.cache

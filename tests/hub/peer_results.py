@@ -12,7 +12,7 @@ import pytest
 import moezoo
 from moezoo.hub.peer import class_of
 from moezoo.hub.tensors import arrays_by_path, tensors
-from moezoo.models import FAMILIES
+from moezoo.models import family_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")
@@ -80,11 +80,10 @@ def assert_agreement(ours: Results, theirs: Results) -> None:
 
 def _by_name(tree, model):
     """Return a tree of our model's structure as tensors by their names in a folder."""
-    family = next(f for f in FAMILIES.values() if isinstance(model, f.model))
     arrays = arrays_by_path(tree)
     return {
         t.name: t.to_file([np.asarray(arrays[p][i]) for p, i in t.parts])
-        for t in tensors(tree, family.hub)
+        for t in tensors(tree, family_of(model.config).hub)
         if t.parts[0][0] in arrays
     }
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import moezoo
 from moezoo.hub import folders
 from moezoo.hub.tensors import Tensor
-from moezoo.models import DeepSeekConfig, MixtralConfig, deepseek_hub
+from moezoo.models import DeepSeek, DeepSeekConfig, MixtralConfig
 from moezoo.parallel.axes import Axes, Role
 
 MIXTRAL = MixtralConfig(vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4)
@@ -132,7 +132,7 @@ def test_the_index_of_sparse_attention_is_reported():
     """That of a layer of the model; one of a further layer goes with that layer."""
     name, own = "model.layers.{}.self_attn.indexer.wk.weight", "model.layers.1.self_attn.o_proj.weight"
     further, stray = {name.format(2), "model.layers.2.enorm.weight"}, name.format(3)
-    found = deepseek_hub.find_unused({name.format(1), stray, *further}, {own})
+    found = DeepSeek.hub.find_unused({name.format(1), stray, *further}, {own})
     assert found == {name.format(1): "sparse attention's index"} | dict.fromkeys(further, "multi-token prediction")
 
 

@@ -163,7 +163,7 @@ def test_transformers_reads_what_is_written(tmp_path, name):
     transformers = pytest.importorskip("transformers", reason=PEERS)
     pytest.importorskip("torch", reason=PEERS)
     text, keys = OUTER[name]
-    inner = family_of(text).hub.config_to_hub(text)
+    inner = family_of(text).hub.write(text)
     config = getattr(transformers, name)(text_config=inner, tie_word_embeddings=False, **keys)
     theirs: Any = transformers.AutoModelForImageTextToText.from_config(config)
     theirs.save_pretrained(tmp_path / "theirs")

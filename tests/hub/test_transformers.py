@@ -12,7 +12,7 @@ from peer_results import assert_agreement, load, results, results_of_transformer
 from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gpt_oss, of_type, olmoe, qwen3
 
 import moezoo
-from moezoo.models import deepseek_hub
+from moezoo.models import DeepSeek, DeepSeekConfig
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
@@ -131,15 +131,15 @@ def test_missing_limits_are_those_of_transformers(save, tmp_path):
 
 def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
     """Without keys of the router, of the layers and of lengths."""
-    full = deepseek_hub.config_to_hub(deepseek_v3(layers=4, experts=16))
+    full = DeepSeek.hub.write(deepseek_v3(layers=4, experts=16))
     missing = ("n_group", "topk_group", "routed_scaling_factor", "max_position_embeddings", "first_k_dense_replace")
     plain = {key: value for key, value in full.items() if key not in missing}
-    for model_type in sorted(set(deepseek_hub.MODEL_TYPES) - {"deepseek_v2", "kimi_k2"}):
+    for model_type in sorted(set(DeepSeek.hub.types) - {"deepseek_v2", "kimi_k2"}):
         keys = plain | {"model_type": model_type}
         if model_type == "mistral4":
             yarn = {"rope_type": "yarn", "rope_theta": 50.0, "llama_4_scaling_beta": 0.2, "factor": 2.0}
             keys["rope_parameters"] = yarn | {"original_max_position_embeddings": 64}
-        ours = deepseek_hub.config_from_hub(keys)
+        ours = DeepSeek.hub.read(DeepSeekConfig, keys)
         (tmp_path / "config.json").write_text(json.dumps(keys))
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
         r = ours.router
@@ -148,7 +148,7 @@ def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
         types = getattr(theirs, "mlp_layer_types", None)
         assert ours.dense_layers == (types.count("dense") if types else theirs.first_k_dense_replace)
         assert ours.index_topk == getattr(theirs, "index_topk", None)
-        again = deepseek_hub.config_to_hub(ours)["model_type"]
+        again = DeepSeek.hub.write(ours)["model_type"]
         assert again == ("deepseek_v3" if model_type == "glm4_moe_lite" else model_type)
 
 

@@ -20,7 +20,7 @@ from tiny_models import deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, ol
 import moezoo
 from moezoo.hub.folders import hub_model_config
 from moezoo.hub.tensors import tensors
-from moezoo.models import FAMILIES, deepseek_hub, family_of, model_shapes
+from moezoo.models import FAMILIES, DeepSeek, family_of, model_shapes
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
 
@@ -39,7 +39,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_p
 
 def written(name):
     """Return the config.json of a tiny model."""
-    return family_of(CONFIGS[name]).hub.config_to_hub(CONFIGS[name])
+    return family_of(CONFIGS[name]).hub.write(CONFIGS[name])
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 def config_of(mapping) -> Any:
     """Return the configuration that a config.json describes."""
-    hubs = {kind: family.hub for family in FAMILIES.values() for kind in family.hub.MODEL_TYPES}
-    return hubs[mapping["model_type"]].config_from_hub(mapping)
+    family = next(family for family in FAMILIES.values() if mapping["model_type"] in family.hub.types)
+    return family.hub.read(family.config, mapping)
 
 
 def test_published_keys_are_the_presets():
@@ -333,13 +333,13 @@ NO_MODEL_TYPE = (
 @pytest.mark.parametrize("changes", NO_MODEL_TYPE, ids=str)
 def test_what_no_model_type_has_is_not_written(changes):
     with refused("no model type of transformers has these together: model.router.score=", "deepseek_v2, deepseek_v3"):
-        deepseek_hub.config_to_hub(deepseek_v3(**changes))
+        DeepSeek.hub.write(deepseek_v3(**changes))
 
 
 def test_the_two_lengths_of_mistral_4_are_one():
     config = dataclasses.replace(CONFIGS["mistral4"], query_scale=QueryScale(0.1, 9))
     with refused("model.yarn.length=8 and model.query_scale.length=9: ", "make them equal"):
-        deepseek_hub.config_to_hub(config)
+        DeepSeek.hub.write(config)
 
 
 # (tiny model, what is changed, parts of the message).
@@ -364,7 +364,7 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 def test_models_that_transformers_lacks_are_not_written(name, changes, parts):
     config = dataclasses.replace(CONFIGS[name], **changes)
     with refused(*parts):
-        family_of(config).hub.config_to_hub(config)
+        family_of(config).hub.write(config)
 
 
 def test_layers_of_multi_token_prediction_are_not_loaded():
@@ -386,7 +386,7 @@ def test_older_keys_of_rotary_positions_mean_the_same():
     """`rope_scaling` and `rope_theta` at the top, in the spelling of the first releases."""
     longer = {name: dataclasses.replace(CONFIGS[name], yarn=TINY_YARN) for name in ("qwen3", "v2", "v3")}
     for config in [*CONFIGS.values(), *longer.values()]:
-        keys = family_of(config).hub.config_to_hub(config)
+        keys = family_of(config).hub.write(config)
         rope = keys.pop("rope_parameters")
         older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
         if (kind := rope.pop("rope_type")) != "default":

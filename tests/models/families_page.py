@@ -46,20 +46,21 @@ def render() -> str:
     """Return the page."""
     lines = [_HEAD.strip().format(nested=" and ".join(f"`{kind}`" for kind in sorted(NESTED))), ""]
     for name, family in FAMILIES.items():
-        module = family.model.__module__.rpartition(".")[2]
+        module = family.config.__module__.rpartition(".")[2]
         entries = {path.stem: path for path in sorted((CONF / "model").glob("*.yaml"))}
         mine = {entry: path for entry, path in entries.items() if _family_of(path) == name}
         laptop = [entry for entry, path in mine.items() if not path.read_text().startswith(PACKAGE)]
-        lines += [f"## {name}", "", _wrap(f"{_about(family.model.__module__)} File: `models/{module}.py`."), ""]
+        lines += [f"## {name}", "", _wrap(f"{_about(family.config.__module__)} File: `models/{module}.py`."), ""]
         lines += ["| `model_type` | what distinguishes it |", "|---|---|"]
-        lines += [f"| `{kind}` | {text} |" for kind, text in family.hub.MODEL_TYPES.items()]
+        lines += [f"| `{kind}` | {text} |" for kind, text in family.hub.about.items()]
         lines += ["", f"Laptop: {_code(laptop)}. As released:"]
         lines += ["", "| `model=` | size |", "|---|---|"]
         lines += [f"| `{entry}` | {_size(path)} |" for entry, path in mine.items() if entry not in laptop]
         lines.append("")
     lines += [_LISTED.strip(), _wrap(_code(sorted(WITHOUT_EFFECT)) + "."), "", "Besides these:", ""]
     for family in FAMILIES.values():
-        for kind, keys in family.hub.WITHOUT_EFFECT.items():
+        for kind, each in family.hub.types.items():
+            keys = each.without_effect.split()
             lines += [_wrap(f"- `{kind}`: {_code(sorted(keys))}.", "  ")] * bool(keys)
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,6 @@ from moezoo.nn.attention import Attention
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.axes import Stack
 
 F32 = jnp.dtype("float32")
 
@@ -96,24 +94,18 @@ def make_block(kind: Kind, key: Array) -> Block:
     return Block(norms[0], attention, norms[1], feed_forward, norms[2], norms[3])
 
 
-class Patterned(LanguageModel):
-    """Two stacks: two periods of two kinds, and one layer."""
-
-    embedding: TokenEmbedding
-    stacks: tuple[Stack, ...]
-    unembedding: Unembedding
-    config: PatternedConfig = eqx.field(static=True)
-
-    def __init__(self, keys: Array):
-        c = self.config = PatternedConfig()
-        self.embedding = TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=F32, key=jax.random.key(1))
-        self.stacks = make_stacks(KINDS, make_block, keys)
-        self.unembedding = Unembedding(
-            c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=F32, key=jax.random.key(2)
-        )
+def new_model() -> LanguageModel:
+    """Return a model of two stacks: two periods of two kinds, and one layer."""
+    c, key = PatternedConfig(), jax.random.key(0)
+    return LanguageModel(
+        TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=F32, key=key),
+        make_stacks(KINDS, make_block, jax.random.split(key, len(KINDS))),
+        Unembedding(c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, dtype=F32, key=key),
+        c,
+    )
 
 
-def make_model() -> Patterned:
+def make_model() -> LanguageModel:
     """Return a model with random numbers in every array, also where a new model has zeros or ones.
 
     Numbers come from NumPy: compiling the initial values of five kinds of layer takes seconds.
@@ -124,5 +116,4 @@ def make_model() -> Patterned:
         name, std = jax.tree_util.keystr(path), 0.25
         return jnp.asarray(("scale" in name) + std * rng.standard_normal(shape.shape), shape.dtype)
 
-    shapes = jax.eval_shape(lambda: Patterned(jax.random.split(jax.random.key(0), len(KINDS))))
-    return jax.tree_util.tree_map_with_path(fill, shapes)
+    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(new_model))

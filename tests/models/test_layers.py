@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import types
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ from traffic_oracle import step_traffic
 import moezoo
 from moezoo.generation import generate as generation
 from moezoo.hub import tensors as hub
-from moezoo.models.config_json import always
+from moezoo.models.hub import Hub, ModelType
 from moezoo.models.layers import find_periods, layer_places
+from moezoo.models.names import rows
 from moezoo.nn.positions import Context
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.collectives import ALONE
@@ -181,15 +181,9 @@ def test_a_step_moves_the_choice_bias_of_the_layer_that_had_the_load():
 
 
 def test_names_count_layers_and_not_periods():
-    layer_names = {
-        "attention.query_bias": "layers.{layer}.q.bias",
-        "feed_forward.router.weight": "layers.{layer}.gate",
-    }
-    rest = dict.fromkeys(
-        ("MODEL_TYPES", "WITHOUT_EFFECT", "keys", "find_unused", "config_from_hub", "config_to_hub"), print
-    )
-    names: Any = types.SimpleNamespace(NAMES={}, layer_names=always(layer_names), **rest)
-    tensors = {t.name: t for t in hub.tensors(model(), names)}
+    named = rows("", "layers.{layer}.", "attention.query_bias=q.bias feed_forward.router.weight=gate")
+    kind = ModelType("Patterned", {}, {}, named)
+    tensors = {t.name: t for t in hub.tensors(model(), Hub({}, {"patterned": kind}, lambda config: "patterned"))}
     assert set(tensors) == {f"layers.{i}.q.bias" for i in range(5)} | {f"layers.{i}.gate" for i in WITH_EXPERTS}
     assert tensors["layers.3.q.bias"].parts == (("stacks[0].blocks[1].attention.query_bias", (1,)),)
     assert tensors["layers.3.q.bias"].shape == (4 * 8,)

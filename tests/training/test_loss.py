@@ -9,7 +9,8 @@ from meshes import auto_mesh
 from programs import largest_array
 
 import moezoo
-from moezoo.models.base import LanguageModel, Unembedding
+from moezoo.models import MixtralConfig
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.parallel.traces import equations
 from moezoo.training import loss
 
@@ -22,13 +23,10 @@ OPERANDS = (
 )
 
 
-class Model(LanguageModel):
-    """A model without layers."""
-
-    embedding: None
-    stacks: tuple
-    unembedding: Unembedding
-    config: None
+def model(unembedding):
+    """Return a model without layers."""
+    embedding = TokenEmbedding(1, 1, std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    return LanguageModel(embedding, (), unembedding, MixtralConfig())
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +36,7 @@ def _chunks(monkeypatch):
 
 def ours(unembedding, hidden):
     """Return a third of the cross-entropy."""
-    model = Model(None, (), unembedding, None)
-    return loss.cross_entropy(model, hidden, jnp.asarray(LABELS), moezoo.Execution()) / 3
+    return loss.cross_entropy(model(unembedding), hidden, jnp.asarray(LABELS), moezoo.Execution()) / 3
 
 
 def definition(unembedding, hidden):
@@ -72,7 +69,7 @@ def test_devices_may_share_the_vocabulary(monkeypatch):
     labels, specs, whole = jnp.asarray(LABELS), execution.specs(unembedding), jax.sharding.PartitionSpec()
 
     def local(unembedding, hidden):
-        return loss.cross_entropy(Model(None, (), unembedding, None), hidden, labels, execution) / 3
+        return loss.cross_entropy(model(unembedding), hidden, labels, execution) / 3
 
     mapped = jax.shard_map(
         jax.value_and_grad(local, argnums=(0, 1)),

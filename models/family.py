@@ -1,0 +1,60 @@
+"""A family: a configuration, and how a model is made of it."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.models.block import Block
+from moezoo.models.config import ModelConfig
+from moezoo.models.hub import Hub
+from moezoo.models.layers import make_stacks
+
+
+def alike(config: ModelConfig) -> Sequence[Sequence[None]]:
+    """Return the `kinds` of a family whose layers are of one kind."""
+    return [[None] * config.layers]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models that differ in their settings only. `family(config, dtype=, key=)` makes one.
+
+    Attributes:
+        name: the name in `FAMILIES`, and under `family` in a file of `conf/model/`.
+        config: the class of its configurations.
+        kinds: `kinds(config)` returns runs of layers, each a list with the kind of each layer. Layers of one kind have
+            the same structure. Each run draws its initial values from a key of its own.
+        make_block: `make_block(kind, config, dtype, key)` returns one layer.
+        hub: its mapping to Hugging Face folders.
+    """
+
+    name: str
+    config: type[ModelConfig]
+    kinds: Callable[[Any], Sequence[Sequence[Hashable]]]
+    make_block: Callable[[Any, Any, jnp.dtype, Array], Block]
+    hub: Hub
+
+    def __call__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, key: Array) -> LanguageModel:
+        """Return a model with random parameters in `dtype` drawn from `key`."""
+        c, dtype, runs = config, jnp.dtype(dtype), self.kinds(config)
+        for_embedding, *for_runs, for_head = jax.random.split(key, 2 + len(runs))
+        keys = [jax.random.split(for_run, len(run)) for for_run, run in zip(for_runs, runs, strict=True)]
+        stacks = make_stacks(
+            [kind for run in runs for kind in run],
+            lambda kind, key: self.make_block(kind, c, dtype, key),
+            jnp.concatenate(keys),
+        )
+        return LanguageModel(
+            TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding),
+            stacks,
+            Unembedding(
+                c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+            ),
+            c,
+        )

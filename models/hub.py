@@ -1,0 +1,214 @@
+"""A family's mapping to Hugging Face folders: its model types, each with keys of config.json and names of tensors."""
+
+import dataclasses
+import operator
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moezoo.convert import convert, types_of
+from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
+from moezoo.models.names import Rows
+from moezoo.nn.yarn import Yarn
+
+# Our settings by their names, those of sections as `router.NAME`.
+Found = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of config.json that holds one setting of ours.
+
+    Attributes:
+        names: its names, with spaces in between. transformers reads all, and the first is written.
+        default: the value of a missing key; without it the key is required.
+        words: what false and true mean, for a setting that is one of two words.
+        null: what null means: a value, or a function of the settings that were read before. Without it null is refused,
+            or is a value of the setting.
+        least: the smallest whole number.
+    """
+
+    names: str
+    default: Any = REQUIRED
+    words: tuple[str, str] | None = None
+    null: Any = REQUIRED
+    least: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name that is written."""
+        return self.names.split()[0]
+
+    def read(self, config: ConfigJson, found: Found, kind: Any) -> Any:
+        """Return the value of a setting of type `kind`. Raises as `ConfigJson.read_either` does."""
+        kind = bool if self.words else kind if self.null is REQUIRED else kind | None
+        value = config.read_either(tuple(self.names.split()), kind, self.default, least=self.least)
+        if value is None and self.null is not REQUIRED:
+            return self.null(found) if callable(self.null) else self.null
+        return self.words[value] if self.words else value
+
+    def write(self, value: Any, kind: Any) -> Any:
+        """Return the value of the key. Numbers get their declared type, as transformers refuses 1 for 1.0."""
+        if self.words:
+            return value != self.words[0]
+        return float(value) if float in (kind, *typing.get_args(kind)) and value is not None else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Settings that keys hold in another form.
+
+    Attributes:
+        read: `read(config, found)` returns settings. Raises `UserError` for values that do not fit.
+        write: `write(config)` returns keys of config.json.
+        keys: our settings and their keys, for messages.
+    """
+
+    read: Callable[[ConfigJson, Found], Found] = lambda config, found: {}
+    write: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# By the name of the setting, or, for a part, by any name.
+Settings = Mapping[str, Key | Part]
+
+
+def plain(names: str) -> Settings:
+    """Return the required settings of each `ours=key` in `names`."""
+    return {ours: Key(key) for ours, key in (pair.split("=") for pair in names.split())}
+
+
+def fixed(settings: Found | None = None, **keys: Any) -> Part:
+    """Return a part without a choice: settings that every folder of the type has, and keys that are always written."""
+    return Part(lambda config, found: settings or {}, lambda config: keys)
+
+
+def common(max_length: int, init_std: float = 0.02, norm_eps: Any = REQUIRED, tied: bool = False) -> Settings:
+    """Return the settings that have the same keys in every family, with the values of missing keys."""
+    return {
+        **plain("vocab=vocab_size embed=hidden_size layers=num_hidden_layers heads=num_attention_heads"),
+        "experts_per_token": Key("num_experts_per_tok"),
+        "max_length": Key("max_position_embeddings", max_length),
+        "norm_eps": Key("rms_norm_eps", norm_eps),
+        "init_std": Key("initializer_range", init_std),
+        "tied_embeddings": Key("tie_word_embeddings", tied),
+    }
+
+
+def head_dim(found: Found) -> int:
+    """Return the size of a head where no key has it."""
+    return found["embed"] // found["heads"]
+
+
+def rope(base: float = 1e4, *, yarn: bool = True, missing: Mapping[str, Any] | None = None) -> Part:
+    """Return the rotary settings. `base`: where no key has it; `missing`: their table where there is none."""
+    extensions = ("default", "yarn") if yarn else ("default",)
+
+    def read(config: ConfigJson, found: Found) -> Found:
+        rope = read_rope(config, found["max_length"], extensions, base, missing=missing or {})
+        return {"rope_base": rope.base} | ({"yarn": rope.yarn} if yarn else {})
+
+    def write(config: Any) -> Mapping[str, Any]:
+        return {"rope_parameters": write_rope(config.rope_base, config.yarn if yarn else Yarn())}
+
+    return Part(read, write, {"rope_base": "rope_theta", **YARN_KEYS})
+
+
+SILU = fixed(hidden_act="silu")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelType:
+    """A value of `model_type` in config.json.
+
+    Attributes:
+        architecture: the name of its class in transformers, without `ForCausalLM`.
+        settings, further: our settings, in the order in which they are read and written; the model type is written in
+            between. Those that are in neither have the defaults of the configuration.
+        rows: the names of its tensors.
+        only: keys that change what is computed, and the values that the family supports: a tuple, or a function of the
+            settings that returns the one value.
+        without_effect: keys that change nothing here, besides those of every family, with spaces in between.
+    """
+
+    architecture: str
+    settings: Settings
+    further: Settings
+    rows: Rows
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without_effect: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hub:
+    """The model types of a family, by their names.
+
+    Attributes:
+        about: what distinguishes each.
+        types: what each has in its folders.
+        type_of: `type_of(config)` returns the type that a configuration is written as. Raises `UserError` where there
+            is none.
+        check: `check(config, mapping)` raises `UserError` where `mapping`, which was made of the configuration,
+            describes another model.
+        find_unused: `find_unused(left, expected)` returns those of the `left` tensors, which no parameter has, that may
+            be ignored, and what each is for. `expected`: all others.
+    """
+
+    about: Mapping[str, str]
+    types: Mapping[str, ModelType]
+    type_of: Callable[[Any], str]
+    check: Callable[[Any, Mapping[str, Any]], None] = lambda config, mapping: None
+    find_unused: Callable[[set[str], set[str]], Mapping[str, str]] = lambda left, expected: {}
+
+    def rows(self, config: Any) -> Rows:
+        """Return the tensor names of a configuration. Raises as `type_of` does."""
+        return self.types[self.type_of(config)].rows
+
+    def keys(self, model_type: str) -> dict[str, str]:
+        """Return our settings and the keys that hold their values, for messages."""
+        t, found = self.types[model_type], {}
+        for ours, entry in (t.settings | t.further).items():
+            found |= entry.keys if isinstance(entry, Part) else {} if entry.words else {ours: entry.name}
+        return found
+
+    def read(self, kind: type, mapping: Mapping[str, Any]) -> Any:
+        """Return the configuration, of class `kind`, that a config.json describes.
+
+        Raises `UserError` for keys and values that the family does not have.
+        """
+        config, t, kinds = ConfigJson(mapping), self.types[mapping["model_type"]], settings_of(kind)
+        found = {name: mapping[name] for name in ("model_type",) if name in kinds}
+        for ours, entry in (t.settings | t.further).items():
+            is_part = isinstance(entry, Part)
+            found |= entry.read(config, found) if is_part else {ours: entry.read(config, found, kinds[ours])}
+        only = {key: (valid(found),) if callable(valid) else valid for key, valid in t.only.items()}
+        config.refuse_others(only, t.without_effect.split())
+        nested: dict[str, Any] = {}
+        for ours, value in found.items():
+            section, _, name = ours.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[name] = value
+        return convert(kind, nested, "model")
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Return the config.json of a configuration, without the dtype.
+
+        Raises `UserError` for settings that no folder has.
+        """
+        name, kinds, mapping = self.type_of(config), settings_of(type(config)), {}
+        t = self.types[name]
+        header = {"type": fixed(architectures=[f"{t.architecture}ForCausalLM"], model_type=name)}
+        for ours, entry in (t.settings | header | t.further).items():
+            if isinstance(entry, Part):
+                mapping |= entry.write(config)
+            else:
+                mapping[entry.name] = entry.write(operator.attrgetter(ours)(config), kinds[ours])
+        self.check(config, mapping)
+        return mapping
+
+
+def settings_of(config: type, section: str = "") -> dict[str, Any]:
+    """Return our settings, those of sections included, and their types."""
+    found = {}
+    for name, kind in types_of(config).items():
+        found |= {section + name: kind} | (settings_of(kind, f"{name}.") if dataclasses.is_dataclass(kind) else {})
+    return found

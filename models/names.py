@@ -1,0 +1,80 @@
+"""Rows of tensor names: which arrays of ours a tensor of a Hugging Face folder holds, and how."""
+
+from typing import Literal, NamedTuple
+
+# How a tensor holds arrays; `moezoo.hub.tensors` describes `plain`.
+#
+# row: an array [n] as [1, n].
+# of_experts: those of all experts, [experts, outputs, inputs], where others have a tensor for each.
+# alternating: those of all experts with our dimensions, [experts, inputs, outputs]. Arrays that are joined alternate
+#     along the last dimension: gate 0, up 0, gate 1, up 1, and so on.
+Layout = Literal["plain", "row", "of_experts", "alternating"]
+
+
+class Row(NamedTuple):
+    """The arrays at the paths `ours`, joined along their last dimension, are the tensor `name`.
+
+    In a row with `{layer}`, and perhaps `{expert}`, in its name paths start at the block, in others at the model. A row
+    whose arrays a model does not have counts for nothing.
+    """
+
+    ours: tuple[str, ...]
+    name: str
+    layout: Layout = "plain"
+
+
+Rows = tuple[Row, ...]
+
+
+def rows(ours: str, theirs: str, names: str, layout: Layout = "plain") -> Rows:
+    """Return a row for each `path=name` in `names`, of an array below `ours` and a tensor below `theirs`.
+
+    Paths of arrays that are joined have a `+` in between.
+    """
+    pairs = (pair.split("=") for pair in names.split())
+    return tuple(Row(tuple(ours + path for path in paths.split("+")), theirs + name, layout) for paths, name in pairs)
+
+
+def change(common: Rows, *others: Row) -> Rows:
+    """Return `common`, with `others` in place of the rows of the same arrays."""
+    return tuple({row.ours: row for row in (*common, *others)}.values())
+
+
+# What most folders have.
+_LAYER = "model.layers.{layer}."
+ATTENTION, MLP, MOE = f"{_LAYER}self_attn.", f"{_LAYER}mlp.", "feed_forward."
+_OUTSIDE = "embedding.weight=model.embed_tokens.weight unembedding.norm.scale=model.norm.weight"
+_OUTSIDE += " unembedding.weight=lm_head.weight"
+GROUPED_ATTENTION = rows(
+    "attention.",
+    ATTENTION,
+    """
+    query=q_proj.weight key=k_proj.weight value=v_proj.weight out=o_proj.weight
+    query_bias=q_proj.bias key_bias=k_proj.bias value_bias=v_proj.bias out_bias=o_proj.bias
+    query_norm.scale=q_norm.weight key_norm.scale=k_norm.weight sinks=sinks
+    """,
+)
+SWIGLU = "gate=gate_proj.weight up=up_proj.weight down=down_proj.weight"
+FEED_FORWARD = (
+    *rows(MOE, MLP, SWIGLU),
+    *rows(f"{MOE}router.", f"{MLP}gate.", "weight=weight choice_bias=e_score_correction_bias"),
+    *rows(f"{MOE}experts.", f"{MLP}experts.{{expert}}.", SWIGLU),
+    *rows(f"{MOE}shared.", f"{MLP}shared_experts.", SWIGLU),
+)
+
+
+def layers(attention: Rows = GROUPED_ATTENTION, feed_forward: Rows = FEED_FORWARD) -> Rows:
+    """Return the rows of a model whose layers have these."""
+    before = rows("", _LAYER, "attention_norm.scale=input_layernorm.weight")
+    between = rows("", _LAYER, "feed_forward_norm.scale=post_attention_layernorm.weight")
+    return (*rows("", "", _OUTSIDE), *before, *attention, *between, *feed_forward)
+
+
+USUAL = layers()
+# The names in Mixtral's folders.
+_SPARSE = f"{_LAYER}block_sparse_moe."
+BLOCK_SPARSE = change(
+    USUAL,
+    *rows(f"{MOE}router.", _SPARSE, "weight=gate.weight choice_bias=e_score_correction_bias"),
+    *rows(f"{MOE}experts.", f"{_SPARSE}experts.{{expert}}.", "gate=w1.weight up=w3.weight down=w2.weight"),
+)

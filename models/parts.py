@@ -1,0 +1,63 @@
+"""Layers and their parts, made with the settings that every family has."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from moezoo.models.block import Block
+from moezoo.models.config import GroupedAttentionConfig, ModelConfig
+from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import MoE
+from moezoo.moe.router import Choice, Router
+from moezoo.nn.attention import Attention
+from moezoo.nn.base import FeedForward, Mixer
+from moezoo.nn.mlp import MLP
+from moezoo.nn.norm import RMSNorm
+
+
+def out_std(c: ModelConfig) -> float:
+    """Return the factor on the initial values of matrices that write to the residual stream."""
+    return (2 * c.layers) ** -0.5
+
+
+def block(c: ModelConfig, dtype: jnp.dtype, attention: Mixer, feed_forward: FeedForward) -> Block:
+    """Return a layer of these parts."""
+    first, second = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
+    return Block(first, attention, second, feed_forward)
+
+
+def grouped_attention(c: GroupedAttentionConfig, dtype: jnp.dtype, key: Array, **options: Any) -> Attention:
+    """Return grouped-query attention. `options`: those of `Attention` that differ by family."""
+    sizes = (c.embed, c.heads, c.kv_heads, c.head_dim)
+    return Attention(*sizes, norm_eps=c.norm_eps, out_std=out_std(c), dtype=dtype, key=key, **options)
+
+
+def mlp(c: ModelConfig, dtype: jnp.dtype, key: Array, width: int) -> MLP:
+    """Return an MLP."""
+    return MLP(c.embed, width, out_std=out_std(c), dtype=dtype, key=key)
+
+
+def mixture(
+    c: ModelConfig,
+    dtype: jnp.dtype,
+    keys: Sequence[Array],
+    choice: Choice,
+    shared_experts: int = 0,
+    bias: Literal["none", "trained"] = "none",
+    **options: Any,
+) -> MoE:
+    """Return a mixture of experts.
+
+    Args:
+        c, dtype: the configuration; the dtype of parameters.
+        keys: a random key each for the router, the experts and the shared experts, if there are any.
+        choice, bias: how the router chooses experts, and whether it has a bias.
+        shared_experts: the width of the shared MLP, in experts; 0 for none.
+        options: those of `Experts` that differ by family.
+    """
+    router = Router(c.embed, c.experts, c.experts_per_token, choice, bias=bias, dtype=dtype, key=keys[0])
+    experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std(c), dtype=dtype, key=keys[1], **options)
+    width = shared_experts * c.expert_mlp
+    return MoE(router, experts, mlp(c, dtype, keys[2], width) if width else None)
