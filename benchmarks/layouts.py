@@ -11,7 +11,6 @@ import numpy as np
 
 from benchmarks.results import Column, Panel, Report, Row, Table, log, split
 from benchmarks.steps import Running, Turns, model_flops, overrides
-from moezoo.analysis.cost import communication
 from moezoo.config.overrides import defaults
 from moezoo.parallel.mesh import AXES
 
@@ -44,11 +43,10 @@ def run(keys: Any, settings: Sequence[str]) -> Report:
 
 
 def _row(settings: str, done: Running, first: Running, on_mesh: Running) -> Row:
-    cfg, received, table = done.cfg, {}, communication(done.cfg)
+    cfg, received, table = done.cfg, {}, done.traffic
     for (axes,), traffic in table.by("axes").items():
         name = " ".join(sorted(axes, key=AXES.index))
         received[name] = received.get(name, 0) + traffic.bytes
-    orthogonal = [traffic.bytes for row, traffic in table.items() if row.scope.startswith("optimizer/orthogonalise")]
     order = f"{cfg.execution.context_parallel} {done.execution.sequence_order}"
     return {
         "sequences": order if done.execution.sequence_axes else "whole",
@@ -61,7 +59,7 @@ def _row(settings: str, done: Running, first: Running, on_mesh: Running) -> Row:
         "received_bytes": received,
         "step_flops": model_flops(cfg) / cfg.mesh.devices,
         "orthogonal_flops": done.step.update_work.flops,
-        "orthogonal_bytes": sum(orthogonal),
+        "orthogonal_bytes": table.within("optimizer/orthogonalise").bytes,
     }
 
 

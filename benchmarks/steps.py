@@ -20,6 +20,8 @@ from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import start
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.build import build_state, build_step
 
 # The first updates are not timed, because only they allocate memory.
@@ -57,6 +59,11 @@ class Running:
         self.loss, self.layers = float(metrics.loss), len(metrics.load)
         self.load, self.dropped = self.load + int(metrics.load.sum()), self.dropped + int(metrics.dropped.sum())
         return seconds
+
+    @property
+    def traffic(self) -> TrafficTable:
+        """The collectives of the step, read from the program that was compiled."""
+        return collective_traffic(self.step.traced.jaxpr)
 
     @property
     def timed(self) -> np.ndarray:

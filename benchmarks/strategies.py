@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.results import Column, Panel, Report, Row, Table, points, ratio, split, spread
 from benchmarks.steps import Running, Turns, overrides
-from moezoo.analysis.cost import communication, expert_rows
+from moezoo.analysis.cost import expert_rows
 from moezoo.parallel.execution import Execution
 
 
@@ -39,7 +39,7 @@ def _row(mesh: str, dispatch: str, settings: str, done: Running) -> Row:
         "tokens_per_second": round(done.tokens_per_second, 1),
         "rows": (done.load - done.dropped) / parts,
         "room": expert_rows(cfg),
-        "received_bytes": communication(cfg).bytes,
+        "received_bytes": done.traffic.bytes,
     }
 
 

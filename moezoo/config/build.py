@@ -15,6 +15,7 @@ from moezoo.config.overrides import groups
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
 from moezoo.errors import UserError
+from moezoo.models import ModelConfig
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
@@ -25,8 +26,13 @@ from moezoo.parallel.rules import Rules, live
 
 
 def blueprint(cfg: TrainConfig) -> Blueprint:
-    """Return what `cfg` says of the model."""
-    return Blueprint(cfg.model, cfg.execution.param_dtype)
+    """Return what `cfg` says of the model. Equal configurations share one, so its shapes are made once."""
+    return _blueprint(cfg.model, cfg.execution.param_dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _blueprint(config: ModelConfig, dtype: str) -> Blueprint:
+    return Blueprint(config, dtype)
 
 
 def build_execution(
