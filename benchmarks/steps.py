@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.results import Row, log
 from benchmarks.timing import by_turns, peak_bytes, quartiles
-from moezoo.config.build import blueprint, build_execution
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches
@@ -168,7 +168,7 @@ def model_flops(cfg: TrainConfig) -> float:
     They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
     """
     m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
-    shapes = blueprint(cfg).shapes
+    shapes = blueprint_of(cfg).shapes
     _, active = count_parameters(shapes, m.experts_per_token)
     seen = 0.0  # keys per query, itself included: the mean over queries, summed over layers
     for stack in shapes.stacks:

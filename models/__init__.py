@@ -1,7 +1,6 @@
 """The model families: one file each, in the order of its paper."""
 
 import jax
-from jaxtyping import PyTree
 
 from moezoo.errors import UserError, describe_class
 from moezoo.models import deepseek, deepseek_hub, gpt_oss, grouped, grouped_hub, mixtral, olmoe
@@ -53,8 +52,3 @@ def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") 
     family = family_of(config)
     check_key(key)
     return family(config, dtype=check_dtype("dtype", dtype, StoredDType), key=key)
-
-
-def model_shapes(config: ModelConfig, dtype: str = "float32") -> PyTree:
-    """Return the model with a `jax.ShapeDtypeStruct` for each array. This uses no device and no memory for arrays."""
-    return jax.eval_shape(lambda: build_model(config, key=jax.random.key(0), dtype=dtype))

@@ -16,17 +16,15 @@ from moezoo.errors import UserError
 from moezoo.generation.generate import continuation, prompt_shapes, round_up
 from moezoo.generation.sampling import Sampling
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache
-from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
 from moezoo.training.evaluate import make_sums
 from moezoo.training.loss import chunk_rows
-
-Trained = Callable[[str], bool] | None
 
 
 class Call(NamedTuple):
@@ -59,17 +57,16 @@ def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
     return cfg.model.vocab // execution.inner_group("vocab").size
 
 
-def _train(cfg: TrainConfig, model: LanguageModel, trained: Trained) -> Call:
-    rows, mask = cfg.batch_size // cfg.execution.microbatches, trainable_mask(model, trained)
-    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
-    execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "train", mask)
+def _train(cfg: TrainConfig, blueprint: Blueprint) -> Call:
+    rows, execution = cfg.batch_size // cfg.execution.microbatches, build_execution(cfg, abstract_mesh(cfg.mesh))
+    execution = choose_dispatch(blueprint.shapes.stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
-    trace = lambda: build_step(cfg, execution, model, trained).traced.jaxpr  # noqa: E731
+    trace = lambda: build_step(cfg, execution, blueprint).traced.jaxpr  # noqa: E731
     return Call(execution, rows, cfg.seq_len, logits, None, trace)
 
 
-def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
-    execution = build_execution(cfg, abstract_mesh(cfg.mesh)).exact
+def _evaluate(cfg: TrainConfig, blueprint: Blueprint) -> Call:
+    model, execution = blueprint.shapes, build_execution(cfg, abstract_mesh(cfg.mesh)).exact
     execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
     logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
@@ -78,15 +75,15 @@ def _evaluate(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
     return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, trace)
 
 
-def _prefill(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
-    made = _generation(cfg, model)
+def _prefill(cfg: TrainConfig, blueprint: Blueprint) -> Call:
+    made = _generation(cfg, blueprint.shapes)
     trace = lambda: jax.make_jaxpr(made.begin)(*made.arguments)  # noqa: E731
     local = cfg.batch_size // made.prefill.ways(made.prefill.batch_axes)
     return Call(made.prefill, cfg.batch_size, round_up(cfg.seq_len), local, None, trace)
 
 
-def _decode(cfg: TrainConfig, model: LanguageModel, _: Trained) -> Call:
-    made = _generation(cfg, model)
+def _decode(cfg: TrainConfig, blueprint: Blueprint) -> Call:
+    made = _generation(cfg, blueprint.shapes)
     now = eqx.filter_eval_shape(made.begin, *made.arguments)
     trace = lambda: jax.make_jaxpr(made.advance)(*made.arguments, now)  # noqa: E731
     local = cfg.batch_size // made.decode.ways(made.decode.batch_axes)
@@ -114,8 +111,7 @@ def _generation(cfg: TrainConfig, model: LanguageModel) -> _Generation:
     return _Generation(how.prefill, how.decode, programs.begin, programs.advance, (model, prompts))
 
 
-# name -> a function of the configuration, the shapes of the model, and the filter of what is trained.
-CALLS: dict[CallName, Callable[[TrainConfig, LanguageModel, Trained], Call]] = {
+CALLS: dict[CallName, Callable[[TrainConfig, Blueprint], Call]] = {
     "train": _train,
     "evaluate": _evaluate,
     "prefill": _prefill,

@@ -5,14 +5,13 @@ Steps are traced on a mesh without devices, so any mesh will do.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-from moezoo.config.build import blueprint, build_execution
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
-from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch, expert_layer, weight_bytes
 from moezoo.moe.dispatch import Dispatch, DispatchChoice, Gather
 from moezoo.moe.dispatch.layer import layer_rows
@@ -29,8 +28,7 @@ def communication(
     rules: Rules | str | None = None,
     dispatch: DispatchChoice | str | None = None,
     *,
-    model: LanguageModel | None = None,
-    trained: Callable[[str], bool] | None = None,
+    blueprint: Blueprint | None = None,
 ) -> TrafficTable:
     """Trace a training step; return how often each collective runs, and the bytes that a device receives from it.
 
@@ -43,14 +41,13 @@ def communication(
         mesh: replaces the mesh of `config`; a value or a name.
         rules: replaces its rules; a value or a name.
         dispatch: replaces its strategy; a value or a name. The name of the strategy in `config` keeps its options.
-        model: shapes that replace those of `config.model`, for example with containers.
-        trained: as in `moezoo.training.step.Step`.
+        blueprint: as in `moezoo.training.build.build_step`.
 
     Raises:
         UserError: The parts do not fit together, or a mesh axis is -1.
     """
     config = _replace_parts(config, mesh, rules, dispatch)
-    step = build_step(config, build_execution(config, abstract_mesh(config.mesh)), model, trained)
+    step = build_step(config, build_execution(config, abstract_mesh(config.mesh)), blueprint)
     return collective_traffic(step.traced.jaxpr)
 
 
@@ -81,7 +78,7 @@ def break_even(
     # Many tokens, so that rounding and what is sent once, such as counts of rows, do not matter.
     tokens = 2**20
     rows = tokens * execution.ways(execution.batch_axes)
-    layer = expert_layer(blueprint(config).shapes.stacks, rows, execution.ways(execution.sequence_axes), "train")
+    layer = expert_layer(blueprint_of(config).shapes.stacks, rows, execution.ways(execution.sequence_axes), "train")
 
     def split_bytes(strategy: Dispatch) -> tuple[int, float]:
         """Return the bytes of weights, and the other bytes per token."""
@@ -95,7 +92,7 @@ def break_even(
 
 def expert_rows(config: TrainConfig) -> int:
     """Return the rows per device that a layer with experts has room for in a micro-step."""
-    rows, model = config.batch_size // config.execution.microbatches, blueprint(config).shapes
+    rows, model = config.batch_size // config.execution.microbatches, blueprint_of(config).shapes
     execution = build_execution(config, abstract_mesh(config.mesh))
     strategy = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train").strategy
     tokens = rows * config.seq_len // execution.ways(execution.token_axes)

@@ -5,12 +5,11 @@ from typing import Literal, NamedTuple
 import jax
 
 from moezoo.analysis.activations import ActivationRow, Spec, activations
-from moezoo.analysis.calls import CALLS, CallName, Trained
-from moezoo.config.build import blueprint, build_execution
+from moezoo.analysis.calls import CALLS, CallName
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert
-from moezoo.models.base import LanguageModel
-from moezoo.parallel.axes import trainable_mask
+from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import abstract_mesh
@@ -86,8 +85,7 @@ def describe(
     call: CallName = "train",
     *,
     parts: Literal["all", "parameters"] = "all",
-    model: LanguageModel | None = None,
-    trained: Trained = None,
+    blueprint: Blueprint | None = None,
 ) -> Sharding:
     """Return what each device stores, computes and receives. No device is used.
 
@@ -104,8 +102,7 @@ def describe(
         cfg: The configuration.
         call: What runs.
         parts: "parameters" traces nothing: the other two lists are empty.
-        model: Shapes that replace those of `cfg.model`, for example with containers.
-        trained: As in `moezoo.training.step.Step`.
+        blueprint: As in `moezoo.training.build.build_step`.
 
     Raises:
         UserError: The parts of the configuration do not fit together, or a mesh axis is -1.
@@ -113,14 +110,14 @@ def describe(
     check_config(cfg)
     convert(CallName, call, "call")
     convert(Literal["all", "parameters"], parts, "parts")
-    model = blueprint(cfg).shapes if model is None else model
+    blueprint = blueprint or blueprint_of(cfg)
     if parts == "parameters":
         execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
-        return Sharding(_parameters(model, execution, trained))
-    program = CALLS[call](cfg, model, trained)
-    parameters = _parameters(model, program.execution, trained)
+        return Sharding(_parameters(blueprint, execution))
+    program = CALLS[call](cfg, blueprint)
+    parameters = _parameters(blueprint, program.execution)
     traffic = collective_traffic(program.trace(), "tpu")
-    return Sharding(parameters, activations(cfg, model, program, traffic), collectives(traffic))
+    return Sharding(parameters, activations(cfg, blueprint.shapes, program, traffic), collectives(traffic))
 
 
 def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:
@@ -133,10 +130,10 @@ def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.scope, row.op, row.mesh_axes)))
 
 
-def _parameters(model: LanguageModel, execution: Execution, trained: Trained) -> tuple[ParameterRow, ...]:
+def _parameters(blueprint: Blueprint, execution: Execution) -> tuple[ParameterRow, ...]:
     rows = []
-    arrays = jax.tree_util.tree_leaves_with_path(model)
-    placements, mask = (jax.tree.leaves(tree) for tree in (execution.placements(model), trainable_mask(model, trained)))
+    arrays = jax.tree_util.tree_leaves_with_path(blueprint.shapes)
+    placements, mask = jax.tree.leaves(execution.placements(blueprint.shapes)), jax.tree.leaves(blueprint.mask)
     for (path, array), placement, learns in zip(arrays, placements, mask, strict=True):
         local = tuple(size // execution.ways(over) for size, over in zip(array.shape, placement.stored, strict=True))
         stored = placement.local_size(array.shape) * array.dtype.itemsize

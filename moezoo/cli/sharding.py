@@ -80,14 +80,14 @@ def main(arguments: Sequence[str]) -> None:
 def _notes(cfg: Any, call: Any) -> list[str]:
     """Return what a choice between strategies chose, with the bytes that it compared, and much unused room."""
     from moezoo.analysis.calls import CALLS
-    from moezoo.config.build import blueprint
+    from moezoo.config.build import blueprint_of
     from moezoo.models.choice import compare
     from moezoo.training.report import choice_lines, room_lines
 
-    model = blueprint(cfg).shapes
-    program = CALLS[call](cfg, model, None)
+    blueprint = blueprint_of(cfg)
+    program = CALLS[call](cfg, blueprint)
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    found = compare(model.stacks, program.rows, program.length, execution, call)
+    found = compare(blueprint.shapes.stacks, program.rows, program.length, execution, call)
     return choice_lines(cfg.dispatch, {call: found}) + room_lines(found)
 
 

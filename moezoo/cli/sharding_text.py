@@ -14,7 +14,7 @@ from rich.table import Table
 from moezoo.analysis.calls import CallName
 from moezoo.analysis.differences import Change, Differences
 from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding
-from moezoo.config.build import blueprint
+from moezoo.config.build import blueprint_of
 from moezoo.config.settings import TrainConfig
 from moezoo.config.strategies import path_of
 from moezoo.convert import show
@@ -43,7 +43,7 @@ def as_json(found: Sharding | Differences) -> str:
 
 def describe_run(cfg: TrainConfig, call: CallName) -> str:
     """Return two lines on what is laid out."""
-    total, _ = count_parameters(blueprint(cfg).shapes, cfg.model.experts_per_token)
+    total, _ = count_parameters(blueprint_of(cfg).shapes, cfg.model.experts_per_token)
     sizes = {f"mesh.{axis}": size for axis, size in cfg.mesh.sizes.items() if size > 1} or {"mesh": "single"}
     options = {
         f"dispatch.{field.name}": value

@@ -25,7 +25,7 @@ from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
 
 
-def blueprint(cfg: TrainConfig) -> Blueprint:
+def blueprint_of(cfg: TrainConfig) -> Blueprint:
     """Return what `cfg` says of the model. Equal configurations share one, so its shapes are made once."""
     return _blueprint(cfg.model, cfg.execution.param_dtype)
 
@@ -98,7 +98,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
             f"choose a mesh whose {' x '.join(axes)} divides {num_experts}"
         )
     check_sizes(cfg.model, execution)
-    execution.specs(blueprint(cfg).shapes)
+    execution.specs(blueprint_of(cfg).shapes)
     return execution
 
 

@@ -1,16 +1,15 @@
 """Build the training step of a configuration, and a state that is laid out for it."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from moezoo.config.build import blueprint
+from moezoo.config.build import blueprint_of
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.optim import Optimizer
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.memory import local_bytes
@@ -19,32 +18,27 @@ from moezoo.training.step import State, Step
 
 def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel:
     """Return a fresh model, created in its layout: no device ever holds more than its part. The seed decides values."""
-    plan = blueprint(cfg)
-    return jax.jit(plan.make, out_shardings=execution.shardings(plan.shapes))(jax.random.key(cfg.seed))
+    blueprint = blueprint_of(cfg)
+    return jax.jit(blueprint.make, out_shardings=execution.shardings(blueprint.shapes))(jax.random.key(cfg.seed))
 
 
-def build_step(
-    cfg: TrainConfig,
-    execution: Execution,
-    model: LanguageModel | None = None,
-    trained: Callable[[str], bool] | None = None,
-) -> Step:
+def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | None = None) -> Step:
     """Return the step of a run, not compiled yet.
 
     Args:
         cfg: the configuration of the run.
         execution: how to run the model.
-        model: the model, or its shapes, if it differs from what `cfg.model` describes, for instance by containers.
-        trained: as in `Step`.
+        blueprint: replaces that of `cfg`, for instance by one with containers, or with less that is trained.
 
     Raises:
         UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices.
     """
-    shapes = blueprint(cfg).shapes if model is None else model
+    blueprint = blueprint or blueprint_of(cfg)
+    shapes = blueprint.shapes
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
-    step = Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, trained)
+    step = Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, blueprint.trained)
     state, placements = step.arguments[0], step.placements
     gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (state.model, placements.model)))
     needed = local_bytes(state, placements) + gradients

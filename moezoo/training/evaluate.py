@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from moezoo.config.build import blueprint, build_execution
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.errors import UserError, check_type
@@ -93,7 +93,9 @@ def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
     """
     check_type("model", model, LanguageModel, "give a model, such as moezoo.load_run returns")
     check_config(cfg)
-    expected, found = ([(path, shape) for path, _, shape in parameter_table(m)] for m in (blueprint(cfg).shapes, model))
+    expected, found = (
+        [(path, shape) for path, _, shape in parameter_table(m)] for m in (blueprint_of(cfg).shapes, model)
+    )
     if expected != found:
         raise UserError(
             "evaluate: the model's arrays differ from those of cfg.model; use the configuration that the model was "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from moezoo.config.build import blueprint
+from moezoo.config.build import blueprint_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source
 from moezoo.errors import UserError
@@ -48,7 +48,7 @@ class Loop:
         self.cfg, self.step, self.log, self.checkpoints, self._feed = cfg, step, log, checkpoints, feed
         self.loads: list[np.ndarray] = []
         self._source, self._clock, self._saved_at = source, clock, 0.0
-        self._evaluator = Evaluator(blueprint(cfg).shapes, source, cfg, execution)
+        self._evaluator = Evaluator(blueprint_of(cfg).shapes, source, cfg, execution)
 
     def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
         """Run steps `start` + 1 to the last; evaluate and save as configured and at the end.

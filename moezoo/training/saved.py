@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from moezoo.config.build import blueprint
+from moezoo.config.build import blueprint_of
 from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
@@ -40,7 +40,7 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     about = read_about(checkpoints, step)
     _check_model(cfg, about["config"]["model"], checkpoints / str(step))
     make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
-    shapes = blueprint(cfg).shapes
+    shapes = blueprint_of(cfg).shapes
     check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)

@@ -19,7 +19,8 @@ from moezoo.analysis.absent import ABSENT, absent_devices
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul.routed import SIZES
-from moezoo.models import MixtralConfig, model_shapes
+from moezoo.models import MixtralConfig
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
@@ -83,7 +84,7 @@ def test_ragged_is_the_real_exchange(kind, shape):
         store = {"embed": ("fsdp", "context", "expert"), "expert_embed": ("fsdp",), **both}
         rules = moezoo.Rules("cp_as_ep", store, both, ("data", "fsdp", "expert"), ("context",))
     execution = moezoo.Execution(mesh, rules, Ragged())
-    shapes = model_shapes(MixtralConfig(embed=256, layers=2))
+    shapes = Blueprint(MixtralConfig(embed=256, layers=2)).shapes
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
     model = jax.tree.map(placed, shapes, execution.shardings(shapes))
     tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=NamedSharding(mesh, execution.tokens_spec))
@@ -119,7 +120,7 @@ def test_devices_work_while_rows_travel():
     cfg = moezoo.compose("model=deepseek_v2_lite", "mesh=ep8")
     mesh = auto_mesh(absent_devices("v5p"), **cfg.mesh.sizes)
     execution = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
-    model = model_shapes(cfg.model)
+    model = Blueprint(cfg.model).shapes
     moe = model.stacks[-1].blocks[0].feed_forward
     specs = execution.specs(model).stacks[-1].blocks[0].feed_forward
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), moe)

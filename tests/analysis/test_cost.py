@@ -12,7 +12,7 @@ from moezoo import MeshShape, UserError
 from moezoo.analysis.cost import break_even, communication, expert_rows
 from moezoo.config.build import build_execution
 from moezoo.config.settings import TrainConfig
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import Row, Traffic, TrafficTable, received_bytes
@@ -69,7 +69,7 @@ def trace(words: str) -> Traced:
 
 def oracle(cfg: TrainConfig) -> Any:
     """Return the traffic of a step by the oracle."""
-    return step_traffic(cfg, model_shapes(cfg.model, cfg.execution.param_dtype))
+    return step_traffic(cfg, Blueprint(cfg.model, cfg.execution.param_dtype).shapes)
 
 
 @pytest.mark.parametrize("words", SLICES, ids=lambda words: words.split()[0].removeprefix("model="))

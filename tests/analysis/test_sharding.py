@@ -15,7 +15,8 @@ from moezoo.analysis.activations import activations
 from moezoo.analysis.calls import CALLS, Call, CallName
 from moezoo.analysis.differences import Change, compare
 from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding, collectives, describe
-from moezoo.models import model_shapes
+from moezoo.config.build import blueprint_of
+from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
 from moezoo.parallel.traces import collective_traffic, equations
 from moezoo.parallel.traffic import Row, Traffic, TrafficTable
@@ -43,8 +44,8 @@ class Traced(NamedTuple):
 @functools.cache
 def trace(name: CallName) -> Traced:
     cfg = moezoo.compose(*PROGRAMS[name].split())
-    model = model_shapes(cfg.model, cfg.execution.param_dtype)
-    call = CALLS[name](cfg, model, None)
+    model = blueprint_of(cfg).shapes
+    call = CALLS[name](cfg, blueprint_of(cfg))
     return Traced(cfg, model, call, call.trace())
 
 
@@ -69,9 +70,9 @@ def test_activations_by_hand():
     cfg = moezoo.compose(
         *words.split(), "seq_len=4096", "execution.microbatches=2", "dispatch=ragged", "dispatch.chunks=3"
     )
-    model = model_shapes(cfg.model)
+    model = Blueprint(cfg.model).shapes
     gathers = TrafficTable({Row("layers/attention", "forward", "all_gather", ("context",)): Traffic(1, 1)})
-    rows = {row.name: row for row in activations(cfg, model, CALLS["train"](cfg, model, None), gathers)}
+    rows = {row.name: row for row in activations(cfg, model, CALLS["train"](cfg, blueprint_of(cfg)), gathers)}
     batch, sequence = 4096 // 2 // (8 * 8 * 16), 4096 // 4
     # 64 devices share the experts, 4 each; a token needs at most 4 rows on one of them.
     room = 64 * -(-batch * sequence // 3) * 4
@@ -154,9 +155,9 @@ def test_parameters_are_stored_as_jax_does():
     """Also the arrays of a container, which are not trained."""
     cfg = moezoo.compose("model=deepseek", "mesh.fsdp=2", "mesh.expert=2", "mesh.context=2", "rules=shard_exp_on_fsdp")
     experts = ".stacks[1].blocks[0].feed_forward.experts"
-    plain = model_shapes(cfg.model, "bfloat16")
-    model = jax.eval_shape(lambda m: store(m, lambda path: path == f"{experts}.gate"), plain)
-    rows = describe(cfg, parts="parameters", model=model).parameters
+    change = lambda m: store(m, lambda path: path == f"{experts}.gate")  # noqa: E731
+    blueprint = Blueprint(cfg.model, "bfloat16", change)
+    model, rows = blueprint.shapes, describe(cfg, parts="parameters", blueprint=blueprint).parameters
     shardings = jax.tree.leaves(moezoo.execution(cfg).shardings(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
     assert [row.name for row in rows] == [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -178,7 +179,9 @@ def test_parameters_are_stored_as_jax_does():
 
 
 def test_only_chosen_parameters_are_trained():
-    rows = describe(moezoo.compose(), parts="parameters", trained=lambda name: name.endswith(".query")).parameters
+    cfg = moezoo.compose()
+    blueprint = Blueprint(cfg.model, trained=lambda name: name.endswith(".query"))
+    rows = describe(cfg, parts="parameters", blueprint=blueprint).parameters
     assert [row.name for row in rows if row.trained] == [".stacks[0].blocks[0].attention.query"]
 
 
@@ -221,5 +224,5 @@ def test_refuses(words, call, parts):
 def test_any_number_of_sequences_generates():
     """Rows that the devices do not divide are the same on several of them."""
     cfg = moezoo.compose("mesh.expert=4", "mesh.fsdp=2", "batch_size=6", "seq_len=16")
-    call = CALLS["prefill"](cfg, model_shapes(cfg.model), None)
+    call = CALLS["prefill"](cfg, blueprint_of(cfg))
     assert call.local_tokens == (3, 16)

@@ -8,7 +8,8 @@ import pytest
 
 from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.config.overrides import CONF, read_yaml
-from moezoo.models import FAMILIES, model_shapes
+from moezoo.models import FAMILIES
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Auto
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
@@ -42,7 +43,7 @@ def configuration(name):
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", *TOTALS])
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
     cfg = configuration(name)
-    shapes = model_shapes(cfg.model)
+    shapes = Blueprint(cfg.model).shapes
     if name in TOTALS:
         counts = count_parameters(shapes, cfg.model.experts_per_token)
         assert counts[0] == TOTALS[name]

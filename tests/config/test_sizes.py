@@ -13,7 +13,7 @@ import moezoo
 from moezoo import host
 from moezoo.config.build import build_execution
 from moezoo.config.overrides import groups
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.memory import check_devices
 from moezoo.parallel.mesh import abstract_mesh
@@ -59,7 +59,7 @@ def test_small_sizes_always_fit(memory, model):
 def test_the_closed_bound_is_never_above_the_parameters(model):
     changed: Any = moezoo.compose(f"model={model}").model
     for config in (changed, dataclasses.replace(changed, layers=5, vocab=7)):
-        assert 0 < config.least_parameters <= count_parameters(model_shapes(config), 1)[0]
+        assert 0 < config.least_parameters <= count_parameters(Blueprint(config).shapes, 1)[0]
 
 
 @pytest.mark.parametrize("mesh", ["mesh=single", "mesh=fsdp2_ep4", "mesh=ep8 rules=own.yaml"])

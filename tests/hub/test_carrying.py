@@ -21,7 +21,7 @@ from tiny_models import deepseek_v3, mixtral, random_model
 
 import moezoo
 from moezoo.hub import carry, folders, nested, opening
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.router import Choice
 
 CONFIG = deepseek_v3()
@@ -280,7 +280,7 @@ OTHERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_refused(published, tmp_path, name):
     config, parts = OTHERS[name]
-    other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model_shapes(config))
+    other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), Blueprint(config).shapes)
     with refused(f"save_pretrained: like={published} is not a folder of this model", *parts, "loaded from"):
         moezoo.save_pretrained(other, tmp_path / "new", like=published)
     assert not (tmp_path / "new").exists()

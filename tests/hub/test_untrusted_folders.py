@@ -20,7 +20,8 @@ from tiny_models import deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, ol
 import moezoo
 from moezoo.hub.folders import hub_model_config
 from moezoo.hub.tensors import tensors
-from moezoo.models import FAMILIES, DeepSeek, family_of, model_shapes
+from moezoo.models import FAMILIES, DeepSeek, family_of
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
 
@@ -50,7 +51,7 @@ def folder(tmp_path):
         family = family_of(CONFIGS[name])
         (tmp_path / "m").mkdir()
         (tmp_path / "m" / "config.json").write_text(json.dumps(written(name) | keys))
-        zeros = {t.name: np.zeros(t.shape, np.float32) for t in tensors(model_shapes(CONFIGS[name]), family.hub)}
+        zeros = {t.name: np.zeros(t.shape, np.float32) for t in tensors(Blueprint(CONFIGS[name]).shapes, family.hub)}
         save_file(zeros, tmp_path / "m" / "model.safetensors")
         return tmp_path / "m"
 

@@ -9,8 +9,9 @@ import pytest
 from refusals import refused
 
 import moezoo
-from moezoo.models import FAMILIES, DeepSeekConfig, model_shapes
+from moezoo.models import FAMILIES, DeepSeekConfig
 from moezoo.models.base import Unembedding
+from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters, parameter_table
 
 
@@ -18,7 +19,7 @@ from moezoo.parallel.axes import count_parameters, parameter_table
 def test_tied_embeddings_are_one_table(family):
     """A tied model has every array except the second matrix; a token uses the first one all the same."""
     kind: Any = FAMILIES[family].config
-    own, tied = (model_shapes(kind(tied_embeddings=tied)) for tied in (False, True))
+    own, tied = (Blueprint(kind(tied_embeddings=tied)).shapes for tied in (False, True))
     assert parameter_table(tied) == [row for row in parameter_table(own) if row[0] != ".unembedding.weight"]
     c = tied.config
     counts = zip(*(count_parameters(model, c.experts_per_token) for model in (own, tied)), strict=True)

@@ -8,7 +8,7 @@ import numpy as np
 from refusals import refused
 
 import moezoo
-from moezoo.config.build import blueprint
+from moezoo.config.build import blueprint_of
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
@@ -53,7 +53,7 @@ def test_the_mask_is_of_the_shapes():
 def test_that_of_a_configuration():
     """It has the dtype of the parameters, and makes what `build_model` makes."""
     cfg = moezoo.compose("model=mixtral", "execution.param_dtype=bfloat16")
-    plan = blueprint(dataclasses.replace(cfg, model=TINY))
+    plan = blueprint_of(dataclasses.replace(cfg, model=TINY))
     assert plan == Blueprint(TINY, "bfloat16")
     found, wanted = plan.make(jax.random.key(3)), moezoo.build_model(TINY, key=jax.random.key(3), dtype="bfloat16")
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 import moezoo
 from moezoo.models import choice
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Ragged
 
 SIZES = ("model=mixtral", "model.layers=1", "model.embed=16", "model.expert_mlp=32", "model.vocab=32", "model.heads=2")
@@ -49,7 +50,7 @@ def test_a_call_inside_jit_and_grad_runs_what_it_runs_outside(types, ambient):
 
 def test_a_change_of_anything_that_traffic_depends_on_is_traced_anew():
     """The tokens, the call, what is trained, the dtypes and what layers keep; comparing twice gives the same bytes."""
-    model = moezoo.models.model_shapes(moezoo.compose(*SIZES).model)
+    model = Blueprint(moezoo.compose(*SIZES).model).shapes
     frozen = jax.tree.map(lambda _: False, model)
     head = eqx.tree_at(lambda m: m.unembedding.weight, frozen, True)
     embedding = eqx.tree_at(lambda m: m.embedding.weight, frozen, True)

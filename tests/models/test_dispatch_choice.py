@@ -13,10 +13,9 @@ from moezoo.analysis.calls import CALLS
 from moezoo.analysis.cost import expert_rows
 from moezoo.config.build import build_execution
 from moezoo.data import Batch, load
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch, compare
 from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
-from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives
 from moezoo.parallel.traffic import CallName
@@ -27,7 +26,7 @@ from moezoo.training.report import choice_lines, dispatch_lines
 
 def shapes_and_execution(*words):
     cfg = moezoo.compose(*words)
-    return cfg, model_shapes(cfg.model).stacks, build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+    return cfg, Blueprint(cfg.model).shapes.stacks, build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
 
 
 # The choice reads sizes only, in one place for all families. All presets with `-m full`.
@@ -56,7 +55,7 @@ def test_takes_the_least_of_whole_steps(preset):
         )
         cfg = moezoo.compose(f"model={preset}", *words, f"model.max_length={tokens}")
         assert cfg.dispatch == Auto()
-        model = model_shapes(cfg.model)
+        model = Blueprint(cfg.model).shapes
         found = compare(model.stacks, rows, tokens, build_execution(cfg, abstract_mesh(cfg.mesh)), "train")
         steps = {strategy: step_traffic(cfg, model, strategy=strategy()) for strategy in (Ring, Ragged, Gather)}
         totals: dict[type, int] = {key: sum(received for _, received in step.values()) for key, step in steps.items()}
@@ -167,17 +166,16 @@ def head_only(path):
 def test_compares_what_traced_programs_move(call, words, trained):
     """The bytes of two strategies differ by those of their traced programs, and the program of `auto` has the least."""
     cfg = moezoo.compose(*SIZES, "batch_size=64", "seq_len=24", *words.split(), "dispatch=auto")
-    model = model_shapes(cfg.model)
-    program = CALLS[call](cfg, model, trained)
+    blueprint = Blueprint(cfg.model, trained=trained)
+    model, program = blueprint.shapes, CALLS[call](cfg, blueprint)
     open_choice = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    mask = trainable_mask(model, trained)
-    found = compare(model.stacks, program.rows, program.length, open_choice, call, mask)
+    found = compare(model.stacks, program.rows, program.length, open_choice, call, blueprint.mask)
     assert found.chosen == program.execution.dispatch
     # The program of `auto` stands for that of the strategy chosen.
     received = {type(found.chosen): collective_traffic(program.trace()).bytes}
     for strategy in {Ring, Ragged, Gather} - set(received):
         named = dataclasses.replace(cfg, dispatch=strategy())
-        received[strategy] = collective_traffic(CALLS[call](named, model, trained).trace()).bytes
+        received[strategy] = collective_traffic(CALLS[call](named, blueprint).trace()).bytes
     steps = cfg.execution.microbatches if call == "train" else 1
     for strategy, total in received.items():
         each = found.bytes[strategy()] - found.bytes[Ring()]
@@ -198,7 +196,7 @@ def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
     """With as many experts per token as devices, `ring` is the least in training and `ragged` without gradients."""
     sizes = ("model.embed=64", "model.expert_mlp=256", "model.experts=16", "model.experts_per_token=8")
     cfg = moezoo.compose(*TINY, *sizes, "batch_size=64", "seq_len=24", "data=synthetic", "data.vocab=32")
-    execution, model = build_execution(cfg), model_shapes(cfg.model)
+    execution, model = build_execution(cfg), Blueprint(cfg.model).shapes
     assert choose_dispatch(model.stacks, 64, 24, execution, "train").dispatch == Ring()
     tokens = jax.ShapeDtypeStruct((64, 24), "int32")
     source = load(cfg.data, seq_len=24, seed=0, vocab=cfg.model.vocab)

@@ -8,7 +8,7 @@ import pytest
 from contexts import context_of
 
 import moezoo
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
 from moezoo.parallel.traces import count_collectives, equations
@@ -42,7 +42,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     # Tokens are split over the expert axis too, and experts stay where they are stored.
     assert "expert" in execution.batch_axes
     assert execution.expert_group(cfg.model.experts).axes == OVER
-    stack = model_shapes(cfg.model).stacks[-1]
+    stack = Blueprint(cfg.model).shapes.stacks[-1]
     moe = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack.blocks[0].feed_forward)
     x = jax.ShapeDtypeStruct((8, 256, cfg.model.embed), jnp.float32)
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)

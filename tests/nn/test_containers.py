@@ -11,7 +11,8 @@ import pytest
 from jaxtyping import Array
 
 from moezoo import UserError
-from moezoo.models import MixtralConfig, model_shapes
+from moezoo.models import MixtralConfig
+from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import Int8, store
 from moezoo.nn.linear import contract, project
 from moezoo.parallel.axes import (
@@ -161,7 +162,7 @@ def test_a_weight_may_be_a_container_and_nothing_else():
 
 def test_a_whole_model():
     """A model of shapes is enough, and layers see the shapes of the arrays that containers stand for."""
-    shapes = model_shapes(MixtralConfig(layers=2))
+    shapes = Blueprint(MixtralConfig(layers=2)).shapes
     stored = jax.eval_shape(
         lambda m: store(m, lambda path: "embedding.weight" not in path and "norm" not in path), shapes
     )
@@ -181,7 +182,7 @@ def test_a_whole_model():
 )
 def test_store_refuses(matches, message):
     shapes = jax.eval_shape(
-        lambda m: store(m, lambda path: path == ".unembedding.weight"), model_shapes(MixtralConfig())
+        lambda m: store(m, lambda path: path == ".unembedding.weight"), Blueprint(MixtralConfig()).shapes
     )
     with pytest.raises(UserError) as error:
         jax.eval_shape(lambda m: store(m, matches), shapes)
@@ -212,7 +213,7 @@ def test_a_weight_that_is_not_finite_stays_visible():
 
 def test_store_refuses_a_block_of_a_stack():
     """Its arrays have a dimension more than they declare, and a scale would span layers."""
-    block = model_shapes(MixtralConfig()).stacks[0].blocks[0]
+    block = Blueprint(MixtralConfig()).shapes.stacks[0].blocks[0]
     with pytest.raises(UserError, match=r"attention.query has 4 dimensions .* give the whole model"):
         jax.eval_shape(lambda b: store(b, lambda path: path.endswith("query")), block)
     with pytest.raises(UserError, match=r"^store: no parameter matches; RMSNorm has no weight$"):

@@ -16,7 +16,7 @@ from traffic_oracle import step_traffic
 from moezoo import UserError
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose, groups
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Gather, Ragged
 from moezoo.parallel.axes import Role, parameter_table
 from moezoo.parallel.collectives import split_by_tokens
@@ -57,7 +57,7 @@ def parameters(preset):
     """Return axes and shape of every parameter of a preset, with the biases that a family may have; each pair once."""
     settings: Any = compose(f"model={preset}").model
     settings = replace(settings, **({"attention_bias": "all"} if "attention_bias" in vars(settings) else {}))
-    return tuple({(axes, shape): None for _, axes, shape in parameter_table(model_shapes(settings))})
+    return tuple({(axes, shape): None for _, axes, shape in parameter_table(Blueprint(settings).shapes)})
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from running import RATE, STEPS, CompiledStep, batch_shapes
 
 import moezoo
 from moezoo.data import Batch, load
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.evaluate import Evaluator
@@ -63,7 +63,7 @@ def traced(case: Case, types: str) -> Any:
     """Return the traced step of a case."""
     if case == CASES[0]:
         return compiled(types).step.traced
-    how, shapes = execution(case, types), model_shapes(config(case.family, case.balance))
+    how, shapes = execution(case, types), Blueprint(config(case.family, case.balance)).shapes
     optimizer = Optimizer(SGD(RATE), Constant(), STEPS, how.placements(shapes))
     return Step(shapes, optimizer, how, batch_shapes(case.microbatches)).traced
 

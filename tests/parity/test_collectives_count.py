@@ -22,7 +22,7 @@ from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo import Execution
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.mesh import abstract_mesh
@@ -35,14 +35,14 @@ from moezoo.training.step import Step
 @functools.cache
 def traced(case: Case, **changes: int) -> Any:
     """Return the traced step of a case, with changes to its model's configuration."""
-    model = model_shapes(config(case.family, case.balance, **changes))
+    model = Blueprint(config(case.family, case.balance, **changes)).shapes
     optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(model))
     return Step(model, optimizer, case.execution, batch_shapes(case.microbatches)).traced.jaxpr
 
 
 def predicted(case: Case) -> traffic_oracle.Traffic:
     """Return the traffic by the oracle."""
-    return step_traffic(case.settings, model_shapes(config(case.family, case.balance)))
+    return step_traffic(case.settings, Blueprint(config(case.family, case.balance)).shapes)
 
 
 def test_the_oracle_of_traffic_shares_nothing_with_what_it_checks():
@@ -130,7 +130,7 @@ def test_olmoe_on_fsdp2_tensor4_counted_by_hand():
 def test_traffic_of_a_tied_table(frozen):
     """Alone trained, its gradient has two parts, that of the logits and that of the tokens; frozen, it has none."""
     case = Case("ring", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "grouped_periodic")
-    shapes, trained = model_shapes(config(case.family)), lambda path: (path == ".embedding.weight") != frozen
+    shapes, trained = Blueprint(config(case.family)).shapes, lambda path: (path == ".embedding.weight") != frozen
     optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(shapes))
     step = Step(shapes, optimizer, case.execution, batch_shapes(1), trained=trained)
     table = collective_traffic(step.traced.jaxpr).outline(2)
@@ -143,7 +143,7 @@ def test_traffic_of_a_tied_table(frozen):
 @pytest.mark.parametrize("strategy", ["ring", "ragged", "capacity"])
 def test_devices_that_share_widths_exchange_the_same_rows(strategy):
     """What moves between experts is the same with two devices along `tensor` as with one."""
-    model = model_shapes(config("mixtral"))
+    model = Blueprint(config("mixtral")).shapes
 
     def exchanged(tensor: int) -> TrafficTable:
         mesh = abstract_mesh(moezoo.MeshShape(expert=4, tensor=tensor))
@@ -174,7 +174,7 @@ def test_program_does_not_grow_with_depth(strategy, family):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_experts_have_no_scatter_add(strategy):
     """The layer and its gradients sum in a fixed order, which is repeatable and faster than a scatter-add."""
-    layer = model_shapes(config()).stacks[0].blocks[0].feed_forward
+    layer = Blueprint(config()).shapes.stacks[0].blocks[0].feed_forward
     unstacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layer)
     x = jax.ShapeDtypeStruct((4, 8, unstacked.router.weight.shape[0]), jnp.float32)
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
@@ -192,7 +192,7 @@ def test_experts_have_no_scatter_add(strategy):
 def test_loss_has_no_array_of_all_logits():
     """No array of the loss and its gradient is as large as tokens times vocabulary; logits are computed in chunks."""
     vocab, tokens, embed = 2**16, 2**12, 8
-    model = model_shapes(config(vocab=vocab, embed=embed))
+    model = Blueprint(config(vocab=vocab, embed=embed)).shapes
     hidden = jax.ShapeDtypeStruct((4, tokens // 4, embed), jnp.float32)
     labels = jax.ShapeDtypeStruct((4, tokens // 4), jnp.int32)
 

@@ -16,7 +16,8 @@ from running import RATE, STEPS, batch_shapes
 
 import moezoo
 from moezoo.config.build import build_execution
-from moezoo.models import MixtralConfig, model_shapes
+from moezoo.models import MixtralConfig
+from moezoo.models.blueprint import Blueprint
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.traces import equations
 from moezoo.training.build import build_step
@@ -31,7 +32,7 @@ ONE_LAYER = 3 * EXPERTS * EMBED * MLP * FLOAT  # bytes of the gathered expert we
 @functools.cache
 def step_with_large_weights(case: Case) -> Step:
     """Return the step of a case, not compiled, for a model with large weights."""
-    model = model_shapes(config(layers=LAYERS, embed=EMBED, expert_mlp=MLP))
+    model = Blueprint(config(layers=LAYERS, embed=EMBED, expert_mlp=MLP)).shapes
     optimizer = Optimizer(SGD(RATE), Constant(), STEPS, case.execution.placements(model))
     return Step(model, optimizer, case.execution, batch_shapes(1))
 
@@ -116,7 +117,7 @@ def temporaries_by_formula(cfg: Any) -> float:
         numbers += 5 * c.q_lora + (7 + devices * gathered) * (c.kv_lora + c.rope_dim)
         numbers += 6 * c.shared_experts * c.expert_mlp
     numbers += 3 * queries_results + (2 * devices if gathered else 5) * keys_values
-    parameters = sum(x.size for x in jax.tree.leaves(model_shapes(c)))
+    parameters = sum(x.size for x in jax.tree.leaves(Blueprint(c).shapes))
     layer = 3 * c.experts * c.embed * c.expert_mlp
     return FLOAT * (numbers * cfg.seq_len / devices + 4 * layer + 2 * parameters / devices)
 

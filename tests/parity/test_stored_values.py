@@ -21,7 +21,7 @@ from running import RATE, STEPS, CompiledStep, batch_shapes
 from traffic_oracle import step_traffic
 
 import moezoo
-from moezoo.models import model_shapes
+from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import Int8, store
 from moezoo.nn.linear import project
 from moezoo.optim import SGD, AdamW, Constant, Optimizer
@@ -85,7 +85,7 @@ def plain_model() -> Any:
 
 def shapes_of(case: Case, matches: Any = in_container) -> Any:
     """Return the shapes of a case's model with containers."""
-    return jax.eval_shape(lambda m: store(m, matches), model_shapes(config(case.family, case.balance)))
+    return jax.eval_shape(lambda m: store(m, matches), Blueprint(config(case.family, case.balance)).shapes)
 
 
 @functools.cache
@@ -326,7 +326,7 @@ def test_stored_bytes_by_hand():
 def test_frozen_arrays_have_no_gradient_traffic():
     """With `gather`, a reduce-scatter is always of a weight's gradient; if only norms are trained there is none."""
     case = Case("gather", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
-    plain = model_shapes(config("deepseek"))
+    plain = Blueprint(config("deepseek")).shapes
     counts = count_collectives(step_of(case, plain, FILTERS["norms"]).traced.jaxpr)
     assert {kind for kind, _ in counts} == {"all_gather", "psum"}
     # The gradients of four norms in each of two stacks and of the final norm; the number of tokens; the loss; five
@@ -355,7 +355,7 @@ POLICIES += [("gather", "ep8", "none", "scales")]
 def test_no_remat_policy_saves_the_array_of_a_container(strategy, mesh, remat, trained):
     """The scan over layers returns what it saves for the backward pass; no array has the shape of a weight."""
     case = Case(strategy, mesh, "fsdp_ep", remat, 1, "batch", "deepseek")
-    plain = model_shapes(config("deepseek", **_SIZES, layers=LAYERS, dense_layers=0))
+    plain = Blueprint(config("deepseek", **_SIZES, layers=LAYERS, dense_layers=0)).shapes
     weights = {path: s for path, axes, s in parameter_table(plain) if axes.role is Role.WEIGHT and "stacks" in path}
     step = step_of(case, jax.eval_shape(lambda m: store(m, weights.__contains__), plain), FILTERS[trained])
     shards = MESHES[mesh].expert
@@ -421,7 +421,7 @@ def test_checkpoint_with_containers_is_refused_by_a_plain_model(tmp_path):
     run = compiled(CASES[0])
     run.state = run.begin()
     save(run, tmp_path / "checkpoints", 1)
-    target = step_of(CASES[0], model_shapes(config("deepseek"))).arguments[0].model
+    target = step_of(CASES[0], Blueprint(config("deepseek")).shapes).arguments[0].model
     with pytest.raises(moezoo.UserError, match=r"array .* only in"):
         restore(tmp_path / "checkpoints", 1, read_about(tmp_path / "checkpoints", 1), model=target)
 
@@ -465,7 +465,7 @@ def test_fp8_weights_are_gathered_as_bytes():
 
 
 def test_default_filter_trains_all_arrays_except_the_choice_bias():
-    mask = by_path(trainable_mask(model_shapes(config("deepseek"))))
+    mask = by_path(trainable_mask(Blueprint(config("deepseek")).shapes))
     assert [path for path, trained in mask.items() if not trained] == [
         ".stacks[1].blocks[0].feed_forward.router.choice_bias"
     ]
