@@ -37,6 +37,7 @@ CASES += [
 
 @pytest.mark.parametrize(("preset", "strategy"), CASES)
 def test_a_layer_exchanges_this_and_no_more(preset, strategy):
+    assert strategy in EXCHANGED, f"add the collectives of {strategy} to EXCHANGED"
     cfg = moezoo.compose(f"model={preset}", "mesh=ep8")
     execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]())
     # Tokens are split over the expert axis too, and experts stay where they are stored.
