@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from moezoo.moe.chunks import run_experts
+from moezoo.moe.chunks import layer_rows, run_experts
 from moezoo.moe.dispatch import Assignment, Gather
-from moezoo.moe.dispatch.layer import layer_rows
 from moezoo.moe.experts import Experts
 from moezoo.parallel.axes import Stack, trainable_mask
 from moezoo.parallel.collectives import vary, vary_like

@@ -13,7 +13,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.layers import block_path
-from moezoo.moe.dispatch.layer import for_group
+from moezoo.moe.chunks import for_group
 from moezoo.nn.cache import Kept
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes

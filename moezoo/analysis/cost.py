@@ -13,8 +13,8 @@ from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch, expert_layer, weight_bytes
+from moezoo.moe.chunks import layer_rows
 from moezoo.moe.dispatch import Dispatch, DispatchChoice, Gather
-from moezoo.moe.dispatch.layer import layer_rows
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic

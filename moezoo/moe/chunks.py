@@ -1,8 +1,7 @@
 """Run tokens through their experts chunk by chunk: devices compute one chunk while the rows of the next travel."""
 
 import itertools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,23 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched
-from moezoo.moe.dispatch.layer import for_group
+from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched, Gather, Replicated
 from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.kernels import Keep, KernelOrder
+
+
+def for_group(dispatch: Dispatch | None, group: ExpertGroup) -> Dispatch:
+    """Return `dispatch`, by default `Gather`; where all devices of the group have the same tokens, in `Replicated`."""
+    strategy = dispatch or Gather()
+    return Replicated(strategy, chunks=strategy.chunks) if group.replicated else strategy
+
+
+def layer_rows(dispatch: Dispatch | None, tokens: int, k: int, group: ExpertGroup) -> int:
+    """Return the rows that a device has room for in a layer, summed over chunks. Arguments as for `Dispatch.rows`."""
+    strategy = for_group(dispatch, group)
+    return sum(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
 
 
 def run_experts(
@@ -29,13 +38,15 @@ def run_experts(
 ) -> tuple[Float[Array, "tokens embed"], Int[Array, ""], Array | None]:
     """Bring tokens to their experts and back, in the chunks of the execution's strategy.
 
+    Each chunk is sent before the experts run on the previous one.
+
     Args:
         experts: Those that run on this device (`Execution.whole`).
         tokens: This device's tokens.
         assignment: Their experts and gates.
         group: The devices that share experts.
         execution: Strategy, kernels and what they keep.
-        alongside: Returns what is computed while the first chunk travels.
+        alongside: Returns what is computed while the first chunk travels. Results are sent back after it is done.
 
     Returns:
         For each token the partial sum over its experts of result times gate, the number of dropped assignments, and
@@ -44,69 +55,31 @@ def run_experts(
     # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
     assignment = Assignment(*(vary_like(x, tokens) for x in assignment))
     strategy = for_group(execution.strategy, group)
-    exchange = Exchange(
-        strategy,
-        group,
-        experts.partial(execution.inner_group("mlp")),
-        execution.kernel("grouped_matmul"),
-        execution.keep,
-    )
-    first, *later = cut(tokens, assignment, strategy.chunk_sizes(tokens.shape[0]))
-    there = exchange.send(first)
-    beside = alongside()
-    return *exchange.finish(there, later, beside), beside
+    experts = experts.partial(execution.inner_group("mlp"))
+    order, keep = execution.kernel("grouped_matmul"), "products" if strategy.uses_results else execution.keep
 
-
-class Chunk(NamedTuple):
-    """A part of a device's tokens, and their assignment."""
-
-    tokens: Float[Array, "chunk embed"]
-    assignment: Assignment
-
-
-class Exchange(NamedTuple):
-    """The steps of every chunk of a layer: dispatch, experts, combine."""
-
-    strategy: Dispatch
-    group: ExpertGroup
-    experts: Experts
-    grouped_matmul: KernelOrder
-    keep: Keep
-
-    def send(self, chunk: Chunk) -> Dispatched:
-        """Dispatch a chunk."""
+    def send(tokens: Array, *assignment: Array) -> Dispatched:
         with jax.named_scope("dispatch"):
-            return self.strategy.dispatch(chunk.tokens, chunk.assignment, self.group)
+            return strategy.dispatch(tokens, Assignment(*assignment), group)
 
-    def finish(
-        self, first: Dispatched, later: list[Chunk], alongside: Array | None
-    ) -> tuple[Float[Array, "tokens embed"], Int[Array, ""]]:
-        """Return the results of all chunks in order, and the number of dropped assignments.
-
-        Each chunk is sent before the experts run on the previous one.
-
-        Args:
-            first: the dispatched first chunk.
-            later: the other chunks.
-            alongside: a result that is computed while the first chunk travels. Results are sent back after it is done.
-        """
-        there, back, dropped = first, [], first.dropped
-        for chunk in later:
-            following = self.send(chunk)
-            back.append(self._collect(_after(self._compute(there), alongside, following.tokens), there))
-            dropped += following.dropped
-            there = following
-        back.append(self._collect(_after(self._compute(there), alongside), there))
-        return jnp.concatenate(back), dropped
-
-    def _compute(self, there: Dispatched) -> Float[Array, "there embed"]:
+    def finish(there: Dispatched, *awaited: Array | None) -> Float[Array, "chunk embed"]:
         with jax.named_scope("experts"):
-            keep = "products" if self.strategy.uses_results else self.keep
-            return self.experts(there.tokens, there.gates, there.plan, implementation=self.grouped_matmul, keep=keep)
-
-    def _collect(self, sums: Float[Array, "there embed"], there: Dispatched) -> Float[Array, "chunk embed"]:
+            sums = experts(there.tokens, there.gates, there.plan, implementation=order, keep=keep)
+        sums = _after(sums, *awaited)
         with jax.named_scope("combine"):
-            return self.strategy.combine(sums, there.state, self.group)
+            return strategy.combine(sums, there.state, group)
+
+    bounds = itertools.pairwise([0, *itertools.accumulate(strategy.chunk_sizes(tokens.shape[0]))])
+    first, *later = [[x[start:end] for x in (tokens, *assignment)] for start, end in bounds]
+    there, back = send(*first), []
+    beside, dropped = alongside(), there.dropped
+    for chunk in later:
+        following = send(*chunk)
+        back.append(finish(there, beside, following.tokens))
+        dropped += following.dropped
+        there = following
+    back.append(finish(there, beside))
+    return jnp.concatenate(back), dropped, beside
 
 
 def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Array, "rows embed"]:
@@ -126,12 +99,3 @@ def _wait(rows: Array, awaited: list[Array]) -> Array:
 
 # The gradient that JAX gives a barrier would be a barrier over zeros as large as the awaited arrays.
 _wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
-
-
-def cut(tokens: Float[Array, "tokens embed"], assignment: Assignment, sizes: Iterable[int]) -> list[Chunk]:
-    """Cut tokens and assignment into chunks of these `sizes`."""
-    bounds = [0, *itertools.accumulate(sizes)]
-    return [
-        Chunk(tokens[a:b], Assignment(assignment.expert_ids[a:b], assignment.gates[a:b]))
-        for a, b in itertools.pairwise(bounds)
-    ]

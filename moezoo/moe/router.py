@@ -16,10 +16,8 @@ from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
 from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
+from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.stored import plain
-
-# How experts are chosen: by the router, or, to measure speed, at random or in turn, whatever the router has learned.
-RoutedBy = Literal["learned", "random", "balanced"]
 
 
 class Routed(NamedTuple):
@@ -119,7 +117,7 @@ class Router(eqx.Module):
         self.k, self.choice = k, choice
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], routing: RoutedBy = "learned"
+        self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], routing: RoutingChoice = "learned"
     ) -> Routed:
         """Return the assignment of B S tokens and the routing sums of the layer. Scores are float32.
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moezoo.parallel.collectives import MeshAxes, psum_tree
+from moezoo.parallel.collectives import MeshAxes, psum
 
 
 class LayerSums(NamedTuple):
@@ -111,14 +111,14 @@ def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes,
     k = config.experts_per_token
     if config.over == "sequence":
         # f * P is not linear in the tokens, so the sums of split rows are added before they are multiplied.
-        sums = psum_tree(sums, sequence_axes)
+        sums = psum(sums, sequence_axes)
         by_row = _balance_loss(sums.counts, sums.probabilities, sums.tokens, k=k)
         local = (by_row.sum(1), (sums.tokens > 0).sum(1, dtype=jnp.int32), sums.counts.sum(1), sums.tokens.sum(1))
-        (balance, rows, load, tokens), z, dropped = psum_tree((local, sums.z, sums.dropped), batch_axes)
+        (balance, rows, load, tokens), z, dropped = psum((local, sums.z, sums.dropped), batch_axes)
         balance = balance / jnp.maximum(rows, 1).astype(jnp.float32)
     else:
         local = (sums.counts.sum(1), sums.probabilities.sum(1), sums.tokens.sum(1), sums.z, sums.dropped)
-        load, probabilities, tokens, z, dropped = psum_tree(local, batch_axes + sequence_axes)
+        load, probabilities, tokens, z, dropped = psum(local, batch_axes + sequence_axes)
         balance = _balance_loss(load, probabilities, tokens, k=k)
     entropy, violation = _evenness(load)
     return Routing(

@@ -134,7 +134,6 @@ class Attention(Mixer):
             attend = context_parallel(execution).attend
             y = attend(q, kept, None, expand, context.places, scoring, execution.sequence_group)
         else:
-            assert past.places is not None
             k, v = past.state.with_token(kept, past)
             y = attend_whole(q, k, v, Places(context.queries, past.places), scoring)
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)

@@ -135,7 +135,6 @@ class LatentAttention(Mixer):
             mine = group.enter(kept)
             y = attend(q, mine, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
         else:
-            assert past.places is not None
             seen = group.enter(past.state.with_token(kept, past))
             y = self._attend_to_latents(plain, turned, seen, Places(context.queries, past.places), scoring)
         return MixerOutput(project(y, self.out, inputs=2), kept)

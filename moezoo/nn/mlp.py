@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.nn.activation import Activation
+from moezoo.nn.activation import SWIGLU, Activation
 from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.linear import normal, project
 from moezoo.nn.positions import Context
-from moezoo.nn.swiglu import SWIGLU
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.execution import Execution
 

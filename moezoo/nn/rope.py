@@ -5,7 +5,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 # The dimensions of pair i: i and i + head_dim / 2, or 2 i and 2 i + 1.
 Pairs = Literal["halves", "interleaved"]
@@ -59,27 +59,3 @@ class Turn(NamedTuple):
 
     cos: Float[Array, "batch seq half"]
     sin: Float[Array, "batch seq half"]
-
-
-def make_turn(positions: Int[Array, "batch seq"], frequency: Float[Array, " half"]) -> Turn:
-    """Return the turn by the angles position * frequency."""
-    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None]
-    return Turn(jnp.cos(angle), jnp.sin(angle))
-
-
-def rotate(
-    x: Float[Array, "batch seq heads head_dim"], turn: Turn, *, pairs: Pairs = "halves"
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each pair of dimensions, in float32.
-
-    Pairs of the result are halves, whatever the order in `x`. Queries and keys are reordered in the same way, which
-    changes no score.
-    """
-    half = x.shape[-1] // 2
-    cos, sin = (t[:, :, None] for t in turn)
-    wide = x.astype(jnp.float32)
-    if pairs == "halves":
-        first, second = wide[..., :half], wide[..., half:]
-    else:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

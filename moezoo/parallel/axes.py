@@ -54,22 +54,14 @@ def name_sizes(**keys: str) -> None:
 
 
 def _parse(role: Role, text: str) -> Axes:
-    axes = _read(role, text)
-    for name in axes.names:
-        LOGICAL_AXES.setdefault(name, f"model.{name}")
-    return axes
-
-
-def _read(role: Role, text: str) -> Axes:
-    stacked, comma, matrix = text.rpartition(",")
+    stacked, _, matrix = text.rpartition(",")
     inputs, arrow, outputs = matrix.partition("->")
     if role is Role.WEIGHT and not arrow:
         raise TypeError(f"a Weight needs axes 'inputs -> outputs', found '{text}'")
-    del comma
-    if role is Role.BIAS and arrow:
-        within = (*stacked.split(), *inputs.split(), *outputs.split())
-        return Axes(role, tuple(stacked.split()), tuple(outputs.split()), (), within)
-    return Axes(role, tuple(stacked.split()), tuple(inputs.split()), tuple(outputs.split()))
+    axes = Axes(role, *(tuple(part.split()) for part in (stacked, inputs, outputs)))
+    for name in axes.names:
+        LOGICAL_AXES.setdefault(name, f"model.{name}")
+    return Axes(role, axes.stacked, axes.outputs, (), axes.names) if role is Role.BIAS and arrow else axes
 
 
 class _Alias:

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.errors import UserError
 
+SETTINGS: Any = jax.config  # its attributes are made at run time
 _set_here: str | None = None  # the folder that `use_cache` has set, where the user has set none
 
 
@@ -49,11 +50,10 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     """
     global _set_here
     assert isinstance(mesh, Mesh)
-    settings: Any = jax.config  # its attributes are made at run time
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and refuse_unordered(mesh.size):
         return "off: jax 0.10 loads programs of several CPU devices wrongly (docs/running.md)"
-    now = settings.jax_compilation_cache_dir
+    now = SETTINGS.jax_compilation_cache_dir
     if now != _set_here:
         return f"compiled programs in {now}, set for JAX"
     folder, answer = None, "off: cache_dir=null"

@@ -52,18 +52,11 @@ def vary_like(x: Array, *others: Array) -> Array:
     return vary(x, sorted(frozenset().union(*(varying_axes(o) for o in others))))
 
 
-def psum(x: Array, axes: MeshAxes) -> Array:
-    """Sum `x` over the devices along `axes`: one psum. The result does not vary over `axes`.
-
-    `x` need not vary over `axes`: a value that is the same on all n devices counts n times.
-    """
-    return lax.psum(vary(x, axes), axes) if axes else x
-
-
-def psum_tree(tree: PyTree, axes: MeshAxes) -> PyTree:
+def psum(tree: PyTree, axes: MeshAxes) -> PyTree:
     """Sum every array of `tree` over the devices along `axes`, each in its own dtype, so that integers are exact.
 
-    One psum per array; compilers for TPU and GPU combine them. Differentiable in arrays of floats.
+    One psum per array; compilers for TPU and GPU combine them. Differentiable in arrays of floats. The results do not
+    vary over `axes`. An array need not vary either: a value that is the same on all n devices counts n times.
     """
     return lax.psum(jax.tree.map(lambda x: vary(x, axes), tree), axes) if axes else tree
 
@@ -191,9 +184,8 @@ def gather_weight(
     Before, take this device's one of the n parts of a dimension of size n, for the devices along `taken[i]`.
 
     The backward pass runs the transposes: one reduce-scatter per all-gather over axes that split tokens, and one psum
-    over `taken[i]` of what all devices store. Weights of 8
-    bits travel as `uint8`, because XLA's CPU backend would gather FP8 as FP16. The result has the checkpoint name
-    `GATHERED_WEIGHT`; no policy of rematerialisation saves it.
+    over `taken[i]` of what all devices store. Weights of 8 bits travel as `uint8`, because XLA's CPU backend would
+    gather FP8 as FP16. The result has the checkpoint name `GATHERED_WEIGHT`; no policy of rematerialisation saves it.
 
     Args:
         x: This device's block. It varies over the axes in `dims`.

@@ -21,7 +21,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -29,6 +29,8 @@ from jaxtyping import Array, Float, Int
 from moezoo.convert import Size, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.collectives import MeshAxes
+
+_Choice = TypeVar("_Choice", bound="DispatchChoice")
 
 
 class Assignment(NamedTuple):
@@ -134,7 +136,7 @@ class DispatchChoice(abc.ABC):
             option's value None means no limit.
 
     Raises:
-        UserError: An option has a wrong type, or `chunks` is less than 1.
+        UserError: An option has a wrong type, `chunks` is less than 1, or the bounding option is not above 0.
     """
 
     chunks: Size = dataclasses.field(default=1, kw_only=True)
@@ -143,6 +145,9 @@ class DispatchChoice(abc.ABC):
 
     def __post_init__(self):
         check_fields("dispatch", self)
+        factor = getattr(self, self.bound) if self.bound else None
+        if factor is not None and factor <= 0:
+            raise UserError(f"dispatch.{self.bound}={factor} must be above 0, or null for no bound")
 
     def chunk_sizes(self, tokens: int) -> list[int]:
         """Return the sizes of at most `chunks` parts of `tokens`: as even as possible, none empty."""
@@ -150,22 +155,23 @@ class DispatchChoice(abc.ABC):
         return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
 
     @property
-    @abc.abstractmethod
-    def exact(self) -> "DispatchChoice":
+    def exact(self: _Choice) -> _Choice:
         """The same with room for all assignments. Evaluation and generation use it."""
+        return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
 
     @abc.abstractmethod
     def candidates(self, group: ExpertGroup) -> "tuple[Dispatch, ...]":
-        """Return the strategies that `resolve` compares."""
+        """Return the strategies that `resolve` compares. Of equal ones it takes the first."""
 
-    @abc.abstractmethod
     def resolve(self, received: "Callable[[Dispatch], int]", group: ExpertGroup) -> "Dispatch":
-        """Return the strategy for the layers of a call.
+        """Return the strategy for the layers of a call: the candidate with the fewest bytes.
 
         Args:
             received: Returns the bytes that a device receives per layer with a candidate. Each call may trace a layer.
             group: The devices that share experts.
         """
+        first, *others = self.candidates(group)
+        return min((first, *others), key=received) if others else first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,28 +185,14 @@ class Dispatch(DispatchChoice):
 
     Attributes:
         moves: "tokens" or "weights": what travels to meet the other.
-
-    Raises:
-        UserError: As `DispatchChoice`, and if the bounding option is not above 0.
     """
 
     moves: ClassVar[Literal["tokens", "weights"]]
-
-    def __post_init__(self):
-        super().__post_init__()
-        factor = getattr(self, self.bound) if self.bound else None
-        if factor is not None and factor <= 0:
-            raise UserError(f"dispatch.{self.bound}={factor} must be above 0, or null for no bound")
 
     def candidates(self, group: ExpertGroup) -> "tuple[Dispatch, ...]":
         """Return the strategy itself: there is nothing to compare."""
         del group
         return (self,)
-
-    def resolve(self, received: "Callable[[Dispatch], int]", group: ExpertGroup) -> "Dispatch":
-        """Return the strategy itself."""
-        del received, group
-        return self
 
     @property
     def uses_results(self) -> bool:
@@ -209,15 +201,6 @@ class Dispatch(DispatchChoice):
         It does where gates do not travel with the tokens.
         """
         return False
-
-    @property
-    def exact(self) -> "Dispatch":
-        """The same strategy with room for all assignments. Evaluation and generation use it."""
-        return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
-
-    def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
-        """Return whether the bound leaves less room than assignments can need. Arguments as for `rows`."""
-        return self.rows(tokens, k, group) < self.exact.rows(tokens, k, group)
 
     @abc.abstractmethod
     def rows(self, tokens: int, k: int, group: ExpertGroup) -> int:
@@ -239,11 +222,10 @@ class Dispatch(DispatchChoice):
             group: The devices that share experts.
         """
 
-    @abc.abstractmethod
     def combine(
         self, sums: Float[Array, "there embed"], state: Any, group: ExpertGroup
     ) -> Float[Array, "tokens embed"]:
-        """Bring the experts' results back and sum them per token.
+        """Bring the experts' results back and sum them per token. By default, return `sums`, for weights that move.
 
         Args:
             sums: [N, d]: for each of `Dispatched.tokens`, the sum of its rows' results times their gates.
@@ -253,3 +235,5 @@ class Dispatch(DispatchChoice):
         Returns:
             [T, d]: each token's sum over its experts of result times gate, in a fixed order of summation.
         """
+        del state, group
+        return sums

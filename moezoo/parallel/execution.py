@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from moezoo.convert import check_fields, convert, show
 from moezoo.errors import UserError, check_type
-from moezoo.parallel.axes import Axes, Role, axes_of
+from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
 from moezoo.parallel.collectives import (
     ATTENTION,
     EXPERT_BIAS,
@@ -39,7 +39,7 @@ from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
 from moezoo.parallel.stacked import InStack
-from moezoo.parallel.stored import Stored, is_matrices
+from moezoo.parallel.stored import is_matrices
 
 # The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())
@@ -287,7 +287,7 @@ class Execution:
             self.rules.check_parameter(jax.tree_util.keystr(path), placement, x.shape, self.sizes)
             return placement
 
-        arrays = eqx.filter(module, _is_array)
+        arrays = eqx.filter(module, lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct))
         return jax.tree_util.tree_map_with_path(leaf, arrays, axes_of(arrays))
 
     def specs(self, module: PyTree) -> PyTree:
@@ -297,8 +297,7 @@ class Execution:
     def shardings(self, module: PyTree) -> PyTree:
         """Return `specs` as `NamedSharding`s on this execution's mesh. Raises as `placements` does."""
         assert self.mesh is not None
-        mesh = self.mesh
-        return jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements(module))
+        return jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(module))
 
     def run(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
         """Run `function` on each device's parts of `arguments`, in any layout; without a mesh, on the arguments.
@@ -313,7 +312,14 @@ class Execution:
             UserError: There is no mesh, and an array is split over explicit axes of one.
         """
         if self.mesh is None:
-            _check_unsplit(arguments)
+            # An operation on arrays that are split over explicit axes may raise one of JAX's errors.
+            for kind in map(jax.typeof, jax.tree.leaves(arguments)):
+                if any(kind.sharding.spec):
+                    raise UserError(
+                        f"an array {kind} is split over axes of mesh.axis_types=explicit, and there is no execution; "
+                        "pass execution=moezoo.execution(cfg), or move the model to one device: moezoo.place(model, "
+                        "moezoo.Execution())"
+                    )
             return function(*arguments)
         # Axes of type Explicit require that arrays arrive in these layouts; with Auto, JAX would move them silently.
         laid_out = jax.tree.map(functools.partial(NamedSharding, self.mesh), in_specs)
@@ -363,13 +369,14 @@ class Execution:
         """
 
         def field(x: Any, axes: Any) -> Any:
-            weight = isinstance(axes, Axes) and axes.role is Role.WEIGHT
-            if weight and self._placement_of_part(axes, x).computed_as_stored:
-                return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
+            if isinstance(axes, Axes) and axes.role is Role.WEIGHT:
+                placement = self._placement_of_part(axes, x)
+                if not any(placement.gathered + placement.taken):
+                    return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
             sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
             return jax.tree.map(self._whole, sliced, axes)
 
-        return jax.tree.map(field, blocks, axes_of(blocks), is_leaf=lambda x: isinstance(x, Stored))
+        return jax.tree.map(field, blocks, axes_of(blocks), is_leaf=is_stored)
 
     def vary_parameters(self, module: PyTree) -> PyTree:
         """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.
@@ -427,17 +434,6 @@ def place(model: PyTree, execution: Execution) -> PyTree:
     return jax.device_put(model, execution.shardings(model))
 
 
-def _check_unsplit(arguments: PyTree) -> None:
-    """Refuse arrays that are split over explicit axes; an operation on them may raise one of JAX's errors."""
-    for kind in map(jax.typeof, jax.tree.leaves(arguments)):
-        if any(kind.sharding.spec):
-            raise UserError(
-                f"an array {kind} is split over axes of mesh.axis_types=explicit, and there is no execution; pass "
-                "execution=moezoo.execution(cfg), or move the model to one device: moezoo.place(model, "
-                "moezoo.Execution())"
-            )
-
-
 def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     """Save everything except gathered weights, named or not.
 
@@ -447,7 +443,3 @@ def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> 
     if primitive.name == "name":
         return params["name"] != GATHERED_WEIGHT
     return primitive.name not in ("all_gather", "all_gather_invariant", "custom_vjp_call")
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)

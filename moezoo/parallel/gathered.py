@@ -6,8 +6,6 @@ before it is reduce-scattered. Experts are read matrix by matrix, and a program 
 anyway, so they can be read in any order.
 """
 
-from collections.abc import Mapping
-
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moezoo.parallel.roles import Axes, Role
 from moezoo.parallel.stored import Matrices, matrix_of
 
 
@@ -28,11 +25,6 @@ class Gathered(Matrices):
     values: Float[Array, "first groups last"]
     dim: int = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
-
-    def axes(self, declared: Axes) -> Mapping[str, Axes]:
-        """Return the declared axes in the order of `values`."""
-        names = [*declared.names]
-        return {"values": Axes(Role.PART, (), (names.pop(self.dim), *names), ())}
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -67,9 +67,8 @@ def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
     """Return the target of programs for `mesh`; None without a mesh, and for a mesh that names no device."""
     if mesh is None:
         return None
-    if isinstance(mesh, AbstractMesh):
-        return None if mesh.abstract_device is None else device_target(mesh.abstract_device)
-    return device_target(mesh.devices.flat[0])
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    return None if device is None else device_target(device)
 
 
 def device_target(device: Any) -> Target:

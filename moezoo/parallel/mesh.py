@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from moezoo.convert import Range, check_fields, convert
 from moezoo.errors import UserError, check_type
 from moezoo.host import keep_freed_memory
-from moezoo.parallel.cache import refuse_unordered
+from moezoo.parallel.cache import SETTINGS, refuse_unordered
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -77,8 +77,7 @@ def has_started() -> bool:
 
 def accelerators() -> bool:
     """Return whether a driver shows accelerators and JAX may use them; does not start JAX."""
-    settings: Any = jax.config  # its attributes are made at run time
-    asked = settings.jax_platforms or ""
+    asked = SETTINGS.jax_platforms or ""
     return asked != "cpu" and any(glob.glob(node) for node in _DEVICE_NODES)
 
 
@@ -112,19 +111,18 @@ def prepare(wanted: int) -> None:
     """
     if has_started():
         return
-    if wanted > _MOST_CPU_DEVICES and not accelerators():
-        raise UserError(
-            f"a mesh of {wanted} devices: this machine has no accelerators and can have at most {_MOST_CPU_DEVICES} "
-            "virtual CPU devices; choose a smaller mesh"
-        )
     if not accelerators():
+        if wanted > _MOST_CPU_DEVICES:
+            raise UserError(
+                f"a mesh of {wanted} devices: this machine has no accelerators and can have at most "
+                f"{_MOST_CPU_DEVICES} virtual CPU devices; choose a smaller mesh"
+            )
         refuse_unordered(wanted)
         keep_freed_memory()
-    settings: Any = jax.config  # its attributes are made at run time
-    if not settings.jax_platforms and not accelerators():
-        jax.config.update("jax_platforms", "cpu")
+        if not SETTINGS.jax_platforms:
+            jax.config.update("jax_platforms", "cpu")
     # A number that the user has set, by variable or by call, takes precedence.
-    if settings.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    if SETTINGS.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", min(wanted, _MOST_CPU_DEVICES))
 
 
@@ -138,10 +136,9 @@ def start(wanted: int = 1) -> list[Any]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that a plugin for "cuda" is installed
-        settings: Any = jax.config  # its attributes are made at run time
         reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "it is not installed"
         raise UserError(
-            f"JAX_PLATFORMS={settings.jax_platforms or ''}: JAX cannot start there ({reason}); set JAX_PLATFORMS=cpu "
+            f"JAX_PLATFORMS={SETTINGS.jax_platforms or ''}: JAX cannot start there ({reason}); set JAX_PLATFORMS=cpu "
             "to run on virtual CPU devices, or unset it"
         ) from None
 
@@ -182,8 +179,8 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
             )
         sizes[rest] = have // wanted
         wanted = have
+    named = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "mesh=single"
     if have < wanted:
-        named = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
         if platform == "cpu":
             raise UserError(
                 f"{named} needs {wanted} devices but JAX has already started with {have} on the CPU; ask for "
@@ -194,7 +191,6 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
             f"set JAX_PLATFORMS=cpu to run on {wanted} virtual CPU devices"
         )
     if have > wanted and jax.process_count() > 1:
-        named = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "mesh=single"
         raise UserError(
             f"{named} takes {wanted} of {have} devices, and with {jax.process_count()} processes it must take all; "
             "choose a larger mesh, or write -1 for one of its axes"

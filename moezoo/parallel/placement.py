@@ -48,11 +48,6 @@ class Placement:
         return dims[0] if experts and dims in ([1], [2]) else None
 
     @property
-    def computed_as_stored(self) -> bool:
-        """Whether a layer computes on what the device stores."""
-        return not any(self.gathered + self.taken)
-
-    @property
     def spec(self) -> PartitionSpec:
         """The layout as JAX's `PartitionSpec`."""
         return PartitionSpec(*(axes or None for axes in self.stored))

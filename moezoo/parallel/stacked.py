@@ -4,7 +4,6 @@ A forward pass without gradients, such as one more token of generation, reads ea
 stack before a matrix product, so a loop over layers would copy every layer first, experts that no token uses included.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +15,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.roles import Axes
 from moezoo.parallel.stored import Matrices
 
 # With more rows, copying the matrix and multiplying it once takes less time on a CPU than reading it for each row.
@@ -31,11 +29,6 @@ class InStack(Matrices):
     stack: Float[Array, "layers ..."]
     layer: Int[Array, ""]
     dtype: np.dtype = eqx.field(static=True)
-
-    def axes(self, declared: Axes) -> Mapping[str, Axes]:
-        """Return nothing: layers are taken out of a stack after it is laid out."""
-        del declared
-        return {}
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -72,7 +72,12 @@ class Stored(eqx.Module):
 
 
 class Matrices(Stored):
-    """The base class of containers of stacked matrices that kernels read one by one."""
+    """The base class of containers of stacked matrices that kernels read one by one, made after arrays are laid out."""
+
+    def axes(self, declared: Axes) -> Mapping[str, Axes]:
+        """Return nothing: there is no layout left to declare."""
+        del declared
+        return {}
 
     @abc.abstractmethod
     def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
@@ -96,7 +97,8 @@ def _walk(
     for equation in jaxpr.eqns:
         here = f"{path}/{equation.source_info.name_stack}"
         yield Equation(equation, times, mesh, here)
-        kind, programs = equation.primitive.name, list(_inner(equation.params.values()))
+        kind, parameters = equation.primitive.name, jax.tree.leaves(list(equation.params.values()))
+        programs = [x for x in parameters if isinstance(x, ClosedJaxpr | Jaxpr)]
         if not programs:
             continue
         inside, sizes = times, mesh
@@ -121,14 +123,6 @@ def _branch(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
         if named is None or platform in named:
             return branch
     return None
-
-
-def _inner(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
-    for value in values:
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _inner(value)
 
 
 def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> TrafficTable:
@@ -160,7 +154,10 @@ def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Tra
             raise ValueError(
                 f"{name} over {axes} in a loop that ends on a condition: it runs an unknown number of times"
             )
-        each = _bytes_of(name, equation, axes, mesh)
+        arrays: list[Any] = [x.aval for x in equation.invars]
+        sizes = [array.size * array.dtype.itemsize for array in arrays]
+        given = min(sizes[:2]) if name == "ragged_all_to_all" else sum(sizes)
+        each = received_bytes(name, given, math.prod(mesh.get(axis, 1) for axis in axes))
         table.add(Row(found.scope, found.phase, name, axes), Traffic(times, times * each))
     return table
 
@@ -172,10 +169,3 @@ def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Coun
     """
     found = collective_traffic(jaxpr, platform).by("collective", "axes")
     return Counter({(kind, axes): traffic.count for (kind, axes), traffic in found.items()})
-
-
-def _bytes_of(name: str, equation: JaxprEqn, axes: MeshAxes, mesh: Mapping[str, int]) -> int:
-    arrays: list[Any] = [x.aval for x in equation.invars]
-    sizes = [array.size * array.dtype.itemsize for array in arrays]
-    given = min(sizes[:2]) if name == "ragged_all_to_all" else sum(sizes)
-    return received_bytes(name, given, math.prod(mesh.get(axis, 1) for axis in axes))

@@ -55,7 +55,7 @@ def supervise(settings: Distributed) -> int:
         met, _, folder = file.read().partition("\n")
     os.close(alive_here)
     if code in _CRASHES and held and not met:
-        where = f"at {settings.address} " if settings.address else ""
+        where = f"at {settings.coordinator} " if settings.coordinator else ""
         print(
             f"error: the processes did not all meet {where}within distributed.start_seconds={settings.start_seconds}; "
             "start all of them, with an address and a port that they can reach and no other program uses",

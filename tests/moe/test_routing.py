@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
 from moezoo.moe.routing import LayerSums, RoutingConfig, balance_of, reduce_routing
-from moezoo.parallel.collectives import psum_tree
+from moezoo.parallel.collectives import psum
 from moezoo.parallel.traces import count_collectives
 
 LAYERS, BATCH, EXPERTS, K = 2, 8, 4, 2
@@ -263,11 +263,11 @@ WHOLE = st.lists(st.integers(0, 2**24 - 1), min_size=8, max_size=8)
 
 @functools.cache
 def summed():
-    """Return the compiled `psum_tree` of integers and a float."""
+    """Return the compiled `psum` of integers and a float."""
     mesh = auto_mesh(a=2, b=4)
     everywhere = PartitionSpec(("a", "b"))
     mapped = jax.shard_map(
-        lambda tree: psum_tree(tree, ("a", "b")), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec()
+        lambda tree: psum(tree, ("a", "b")), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec()
     )
     return jax.jit(mapped)
 
@@ -292,4 +292,4 @@ def test_integers_are_summed_exactly(first, second):
 
 def test_nothing_is_summed_over_no_axes():
     tree = {"a": jnp.arange(3, dtype=jnp.int32)}
-    assert psum_tree(tree, ()) is tree
+    assert psum(tree, ()) is tree

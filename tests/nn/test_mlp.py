@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from contexts import context_of
 
+from moezoo.nn.activation import SwiGLU
 from moezoo.nn.mlp import MLP
-from moezoo.nn.swiglu import SwiGLU
 from moezoo.parallel.execution import Execution
 
 

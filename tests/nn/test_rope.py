@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from definitions import complex_rotation
 
-from moezoo.nn.rope import Unscaled, frequencies, make_turn, rotate
+from moezoo.nn.rope import Unscaled, frequencies
 from moezoo.nn.rotary import Rotary
 
 SHAPE = (2, 5, 3, 8)
@@ -26,10 +26,11 @@ class Louder(Unscaled):
 
 @pytest.mark.parametrize("base", [100.0, 1e6])
 def test_a_rotation_is_a_complex_product(base):
-    turn = make_turn(jnp.asarray(POSITIONS), frequencies(8, base))
-    rotated = rotate(jnp.asarray(X), turn)
+    rotary = Rotary(8, base)
+    turn = rotary.turn(jnp.asarray(POSITIONS))
+    rotated = rotary(jnp.asarray(X), turn)
     np.testing.assert_allclose(rotated, complex_rotation(X, POSITIONS, base), rtol=0, atol=PRECISION)
-    assert rotate(jnp.asarray(X, jnp.bfloat16), turn).dtype == jnp.bfloat16
+    assert rotary(jnp.asarray(X, jnp.bfloat16), turn).dtype == jnp.bfloat16
     np.testing.assert_array_equal(Unscaled().frequencies(8, base), frequencies(8, base))
 
 

@@ -11,7 +11,7 @@ from moezoo.kernels.grouped_matmul import grouped_matmul, routed_mlp
 from moezoo.kernels.permute import plan
 from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
-from moezoo.nn.swiglu import SWIGLU
+from moezoo.nn.activation import SWIGLU
 from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.stored import matrix_of
 from moezoo.parallel.traces import equations

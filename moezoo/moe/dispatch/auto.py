@@ -4,7 +4,6 @@ Naive equivalent: the user compares `moezoo.analysis.cost.communication(cfg, dis
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from moezoo.moe.dispatch.gather import Gather
 from moezoo.moe.dispatch.ragged import Ragged
@@ -21,17 +20,7 @@ class Auto(DispatchChoice):
     it is `gather`: nothing moves. Links, latency and memory do not count.
     """
 
-    @property
-    def exact(self) -> "Auto":
-        """The same choice: no candidate drops."""
-        return self
-
     def candidates(self, group: ExpertGroup) -> tuple[Dispatch, ...]:
-        """Return the strategies to compare. Of equal ones the first is chosen."""
+        """Return the strategies to compare."""
         kinds = (Ring, Ragged, Gather) if group.axes else (Gather,)
         return tuple(kind(chunks=self.chunks) for kind in kinds)
-
-    def resolve(self, received: Callable[[Dispatch], int], group: ExpertGroup) -> Dispatch:
-        """Return the candidate with the fewest bytes."""
-        first, *others = self.candidates(group)
-        return min((first, *others), key=received) if others else first

@@ -40,10 +40,3 @@ class Dense(Dispatch):
         gates = jnp.where(chosen, assignment.gates[:, :, None], 0).sum(1)  # [T, E]
         everything = plan_of_all(tokens.shape[0], group.num_experts)
         return Dispatched(tokens, gates, everything, everything.dropped, None)
-
-    def combine(
-        self, sums: Float[Array, "tokens embed"], state: None, group: ExpertGroup
-    ) -> Float[Array, "tokens embed"]:
-        """Return the sums, which are those of this device's tokens."""
-        del state, group
-        return sums

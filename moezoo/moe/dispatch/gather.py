@@ -36,10 +36,3 @@ class Gather(Dispatch):
         """Sort the assignments of this device by expert: T K rows."""
         sort = plan(assignment.expert_ids, 0, group.num_experts)
         return Dispatched(tokens, assignment.gates, sort, jnp.zeros((), jnp.int32), None)
-
-    def combine(
-        self, sums: Float[Array, "tokens embed"], state: None, group: ExpertGroup
-    ) -> Float[Array, "tokens embed"]:
-        """Return the sums, which are those of this device's tokens."""
-        del state, group
-        return sums

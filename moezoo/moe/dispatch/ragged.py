@@ -74,7 +74,7 @@ class Ragged(Dispatch):
             received,
             jnp.ones((room, 1), jnp.float32),
             there,
-            lost if self.can_drop(count, k, group) else no_drops,
+            lost if room < group.room(count, k, None) else no_drops,
             _State(sort, gates, transfer),
         )
 

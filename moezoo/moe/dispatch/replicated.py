@@ -41,10 +41,6 @@ class Replicated(Dispatch):
         """Return the rows of `strategy` for a share."""
         return self.strategy.rows(self._share(tokens, group), k, group)
 
-    def can_drop(self, tokens: int, k: int, group: ExpertGroup) -> bool:
-        """Return whether `strategy` can drop assignments of a share."""
-        return self.strategy.can_drop(self._share(tokens, group), k, group)
-
     @staticmethod
     def _share(tokens: int, group: ExpertGroup) -> int:
         return -(-tokens // group.size)

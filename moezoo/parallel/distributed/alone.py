@@ -1,7 +1,7 @@
 """A run of one process."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moezoo.parallel.distributed.base import Distributed
 
@@ -12,7 +12,3 @@ class Alone(Distributed):
 
     name: ClassVar[str] = "none"
     is_several: ClassVar[bool] = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Return no arguments."""
-        return {}

@@ -1,7 +1,7 @@
 """Processes that a cluster has started and describes."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moezoo.parallel.distributed.base import Distributed
 
@@ -13,7 +13,3 @@ class Auto(Distributed):
     name: ClassVar[str] = "auto"
     heartbeat_seconds: int = 30
     start_seconds: int = 300
-
-    def arguments(self) -> dict[str, Any]:
-        """Return no arguments: JAX reads the cluster's environment."""
-        return {}

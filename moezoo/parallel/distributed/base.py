@@ -1,12 +1,11 @@
 """The contract of the configuration group `distributed`. Each entry is a frozen dataclass in a separate file."""
 
-import abc
 from typing import Any, ClassVar
 
 from moezoo.convert import Size, check_fields
 
 
-class Distributed(abc.ABC):
+class Distributed:
     """How the processes of a run find each other.
 
     An entry that lets users set the two numbers of seconds declares both as fields.
@@ -14,6 +13,7 @@ class Distributed(abc.ABC):
     Attributes:
         name: The entry's key in `DISTRIBUTED`.
         is_several: Whether a run expects other processes.
+        coordinator: The address where the processes meet, HOST:PORT; None if the settings do not contain it.
         heartbeat_seconds: After this time of silence a process counts as dead, and the others end.
         start_seconds: How long processes wait for each other at the start.
 
@@ -23,21 +23,19 @@ class Distributed(abc.ABC):
 
     name: ClassVar[str]
     is_several: ClassVar[bool] = True
+    coordinator: str | None = None
     heartbeat_seconds: Size = 30
     start_seconds: Size = 300
 
     def __post_init__(self):
         check_fields("distributed", self)
 
-    @property
-    def address(self) -> str | None:
-        """The address where the processes meet, HOST:PORT; None if the settings do not contain it."""
-        return None
-
-    @abc.abstractmethod
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `jax.distributed.initialize` that describe the other processes.
+
+        By default there are none: JAX reads the cluster's environment.
 
         Raises:
             UserError: A setting is missing.
         """
+        return {}

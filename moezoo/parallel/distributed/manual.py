@@ -39,11 +39,6 @@ class Manual(Distributed):
                 f"distributed.processes={self.processes}"
             )
 
-    @property
-    def address(self) -> str | None:
-        """The coordinator's address."""
-        return self.coordinator
-
     def arguments(self) -> dict[str, Any]:
         """Return address, number of processes and number of this process."""
         for field, example in (("coordinator", "HOST:PORT"), ("processes", "2"), ("process", "0")):
