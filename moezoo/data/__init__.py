@@ -1,9 +1,8 @@
 """Data: documents, split into training and validation, and read in windows. Only NumPy; nothing here starts JAX."""
 
-from moezoo.data.base import DataSettings
+from moezoo.data.base import DataSettings, load
 from moezoo.data.batches import train_batches, validation_batches
 from moezoo.data.corpus import Corpus
-from moezoo.data.loading import load
 from moezoo.data.python_stdlib import PythonStdlib
 from moezoo.data.source import Source
 from moezoo.data.synthetic import Synthetic
