@@ -24,7 +24,7 @@ Implementation = Literal["reference", "blocked", "ragged_dot"]
 # A new backend is a file, and a name here and in `Implementation`.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),
+    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
 assert set(BACKENDS) == set(get_args(Implementation))
@@ -242,10 +242,6 @@ def _product(choice, rows, weights, group_sizes):
     return run(choice, multiply, rows, weights, group_sizes)
 
 
-def _forward(choice, rows, weights, group_sizes):
-    return _product(choice, rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
 def _backward(choice, residuals, cotangent):
     rows, weights, group_sizes = residuals
     by_rows = run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 2), cotangent, weights, group_sizes)
@@ -253,4 +249,4 @@ def _backward(choice, residuals, cotangent):
     return by_rows, run(choice, outer, rows, cotangent, group_sizes), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda choice, *operands: (_product(choice, *operands), operands), _backward)

@@ -130,11 +130,8 @@ def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weig
     """Return the results of all rows, and their products with gate and up if they are kept."""
     index = _longer(plan.source // plan.row.shape[1])
 
-    def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
-        del group
-
-        def step(carry: list[Array], first: Int[Array, ""], size: int, mask: Mask, begins: bool) -> list[Array]:
-            del mask, begins
+    def step_of(_: Int[Array, ""], mine: ExpertWeights) -> Step:
+        def step(carry: list[Array], first: Int[Array, ""], size: int, *_: Any) -> list[Array]:
             products = _products(_read(tokens, _slice(index, first, size)), mine)
             result = dot(activation(*products), mine.down, 1, 0)
             return [_write(x, part, first) for x, part in zip(carry, (result, *products), strict=False)]
@@ -187,8 +184,9 @@ def _run_backward(activation, residuals, cotangent):
             biases = (x.astype(jnp.float32).sum(0) for x in (a, b))
             parts = (dot(x, a, 0, 0), dot(x, b, 0, 0), dot(inner, back, 0, 0), *biases)
             pairs = zip(sums, parts, strict=True)
-            sums = ExpertWeights(*(s if s is None else put_matrix(s, group, part, not begins) for s, part in pairs))
+            sums = [s if s is None else put_matrix(s, group, part, not begins) for s, part in pairs]
             by_x = dot(a, mine.gate, 1, 1) + dot(b, mine.up, 1, 1)
+            sums = ExpertWeights(*sums)  # pyright: ignore[reportArgumentType] containers
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 
         return step

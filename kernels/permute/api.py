@@ -121,15 +121,11 @@ def _permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "
     return jnp.take(tokens, plan.source // plan.row.shape[1], axis=0, mode="clip")
 
 
-def _permute_forward(tokens, plan):
-    return _permute(tokens, plan), plan
-
-
 def _permute_backward(plan, cotangent):
     return sum_rows(cotangent, plan.row, None), None
 
 
-_permute.defvjp(_permute_forward, _permute_backward)
+_permute.defvjp(lambda tokens, plan: (_permute(tokens, plan), plan), _permute_backward)
 
 
 @jax.custom_vjp
@@ -137,10 +133,6 @@ def _unpermute(
     rows: Float[Array, "rows embed"], gates: Float[Array, "tokens k"], plan: Plan
 ) -> Float[Array, "tokens embed"]:
     return sum_rows(rows, plan.row, gates)
-
-
-def _unpermute_forward(rows, gates, plan):
-    return _unpermute(rows, gates, plan), (rows, gates, plan)
 
 
 def _unpermute_backward(residuals, cotangent):
@@ -153,7 +145,7 @@ def _unpermute_backward(residuals, cotangent):
     return (gate[:, None] * by_row).astype(rows.dtype), jnp.stack(by_gate, axis=1).astype(gates.dtype), None
 
 
-_unpermute.defvjp(_unpermute_forward, _unpermute_backward)
+_unpermute.defvjp(lambda *operands: (_unpermute(*operands), operands), _unpermute_backward)
 
 
 def permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "rows embed"]:
