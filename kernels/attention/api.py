@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.kernels.attention import chunked, one_query, reference
-from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Place, Softmax
+from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Keys, Place, Queries, Results, Softmax, Values
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
@@ -109,9 +109,9 @@ def attend(
 
 
 def attend_part(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     queries: Place,
     keys: Place,
@@ -127,11 +127,11 @@ def attend_part(
 
 
 def part_gradients(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     whole: Softmax,
-    back: Float[Array, "batch queries kv_heads group value_dim"],
+    back: Results,
     *,
     queries: Place,
     keys: Place,
@@ -140,16 +140,8 @@ def part_gradients(
 ) -> tuple[Array, Array, Array]:
     """Return the gradients by q, k and v that go through a part of the keys, in the dtypes of q, k and v.
 
-    Args:
-        q: As in `attend_part`.
-        k: The keys of this part.
-        v: The values of this part.
-        whole: The softmax over all parts.
-        back: The gradient by its result.
-        queries: The places of queries.
-        keys: The places of the keys of this part.
-        window: As in `attend`.
-        implementation: As in `attend`.
+    `whole` is the softmax over all parts, and `back` the gradient by its result, in the dtype of the values; other
+    arguments are those of `attend_part`.
     """
     return _run_part(lambda b: b.part_gradients, (q, k, v, queries, keys, whole, back), window, implementation)
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from moezoo.parallel.context_parallel import Place as Place
 from moezoo.parallel.kernels import RunsOn, anywhere
@@ -13,6 +13,12 @@ NOTHING = -1e30
 # exp(score - highest) is 0 for unseen keys.
 FLOOR = NOTHING / 2
 
+Queries = Float[Array, "batch queries kv_heads group head_dim"]
+Keys = Float[Array, "batch keys kv_heads head_dim"]
+Values = Float[Array, "batch keys kv_heads value_dim"]
+Results = Float[Array, "batch queries kv_heads group value_dim"]
+PerQuery = Float[Array, "batch queries kv_heads group"]
+
 
 class Attended(NamedTuple):
     """What `attend` returns.
@@ -22,8 +28,8 @@ class Attended(NamedTuple):
         logsumexp: The log-sum-exp of each query's scores, float32; `NOTHING` for a query that sees no key.
     """
 
-    result: Float[Array, "batch queries kv_heads group value_dim"]
-    logsumexp: Float[Array, "batch queries kv_heads group"]
+    result: Results
+    logsumexp: PerQuery
 
 
 class Attend(Protocol):
@@ -34,9 +40,9 @@ class Attend(Protocol):
 
     def __call__(
         self,
-        q: Float[Array, "batch queries kv_heads group head_dim"],
-        k: Float[Array, "batch keys kv_heads head_dim"],
-        v: Float[Array, "batch keys kv_heads value_dim"],
+        q: Queries,
+        k: Keys,
+        v: Values,
         queries: Place,
         keys: Place,
         *,
@@ -54,23 +60,16 @@ class Softmax(NamedTuple):
         total: The sum of exp(score - `highest`), float32; any number above 0 for a query that sees no key.
     """
 
-    result: Float[Array, "batch queries kv_heads group value_dim"]
-    highest: Float[Array, "batch queries kv_heads group"]
-    total: Float[Array, "batch queries kv_heads group"]
+    result: Results
+    highest: PerQuery
+    total: PerQuery
 
 
 class AttendPart(Protocol):
     """Attend to a part of the keys, without a gradient of its own. The queries have been scaled."""
 
     def __call__(
-        self,
-        q: Float[Array, "batch queries kv_heads group head_dim"],
-        k: Float[Array, "batch keys kv_heads head_dim"],
-        v: Float[Array, "batch keys kv_heads value_dim"],
-        queries: Place,
-        keys: Place,
-        *,
-        window: int | None,
+        self, q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None
     ) -> Softmax: ...
 
 
@@ -82,13 +81,13 @@ class PartGradients(Protocol):
 
     def __call__(
         self,
-        q: Float[Array, "batch queries kv_heads group head_dim"],
-        k: Float[Array, "batch keys kv_heads head_dim"],
-        v: Float[Array, "batch keys kv_heads value_dim"],
+        q: Queries,
+        k: Keys,
+        v: Values,
         queries: Place,
         keys: Place,
         whole: Softmax,
-        back: Float[Array, "batch queries kv_heads group value_dim"],
+        back: Results,
         *,
         window: int | None,
     ) -> tuple[Array, Array, Array]: ...
@@ -108,3 +107,10 @@ class Backend(NamedTuple):
     part: AttendPart | None = None
     part_gradients: PartGradients | None = None
     runs_on: RunsOn = anywhere
+
+
+def sees(queries: Place, keys: Place, window: int | None) -> Bool[Array, "*batch queries keys"]:
+    """Return which queries see which keys."""
+    at, key_at = queries.position[..., :, None], keys.position[..., None, :]
+    seen = (queries.segment[..., :, None] == keys.segment[..., None, :]) & (key_at <= at)
+    return seen if window is None else seen & (key_at > at - window)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Place, Softmax
+from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Keys, Place, Queries, Results, Softmax, Values, sees
 from moezoo.kernels.once import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
@@ -57,14 +57,7 @@ def suits(queries: int, keys: int) -> bool:
 
 
 def attend(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    *,
-    scale: float | Float[Array, ""],
-    window: int | None,
+    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, scale: float | Float[Array, ""], window: int | None
 ) -> Attended:
     """Attend row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
     return _attend(window, (q.astype(jnp.float32) * scale).astype(q.dtype), k, v, queries, keys)
@@ -84,30 +77,14 @@ def _forward(window, q, k, v, queries, keys):
     return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
 
 
-def part(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    *,
-    window: int | None,
-) -> Softmax:
+def part(q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None) -> Softmax:
     """Attend to a part of the keys, block after block."""
     result, highest, total = traced_once(_softmax, (BLOCKS, _SHORT), (window,), q, k, v, queries, keys)
     return Softmax(result, highest[..., 0], total[..., 0])
 
 
 def part_gradients(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    whole: Softmax,
-    back: Float[Array, "batch queries kv_heads group value_dim"],
-    *,
-    window: int | None,
+    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, whole: Softmax, back: Results, *, window: int | None
 ) -> tuple[Array, Array, Array]:
     """Return the gradients that go through a part of the keys, block after block."""
     residuals = (q, k, v, queries, keys, whole.result, whole.highest[..., None], whole.total[..., None])
@@ -265,11 +242,7 @@ def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any
 
 def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) -> tuple[Array, Array]:
     """Return the scores of a pair of blocks, `NOTHING` for unseen keys, and which are seen; [kv_heads, rows, keys]."""
-    at, key_at = queries.position[:, None], keys.position[None, :]
-    seen = (queries.segment[:, None] == keys.segment[None, :]) & (key_at <= at)
-    if window is not None:
-        seen &= key_at > at - window
-    scores = _dot(q, k, 2, 2)
+    scores, seen = _dot(q, k, 2, 2), sees(queries, keys, window)
     seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[1] // seen.shape[0], *seen.shape)).reshape(scores.shape)
     return jnp.where(seen, scores, NOTHING), seen
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention.base import NOTHING, Attended, Place
+from moezoo.kernels.attention.base import NOTHING, Attended, Keys, Place, Queries, Values, sees
 
 # With more key heads, products with zeros take longer than a transposition.
 _MOST_HEADS = 16
@@ -22,14 +22,7 @@ def suits(queries: int, kv_heads: int) -> bool:
 
 
 def attend(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    *,
-    scale: float | Float[Array, ""],
-    window: int | None,
+    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, scale: float | Float[Array, ""], window: int | None
 ) -> Attended:
     """Attend with any number of queries; made for one."""
     heads, group = q.shape[2:4]
@@ -39,10 +32,7 @@ def attend(
     flat_keys, flat_values = (rearrange(x, "b s k h -> b s (k h)") for x in (k, v))
     scores = jnp.einsum("bsi,bij->bsj", flat_keys, spread, preferred_element_type=jnp.float32) * scale
     scores = rearrange(scores, "b s (q n) -> b q n s", q=q.shape[1])
-    distance = queries.position[:, :, None] - keys.position[:, None, :]
-    seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
+    seen = sees(queries, keys, window)
     masked = jnp.where(seen[:, :, None], scores, NOTHING)
     weights = jax.nn.softmax(masked)
     sums = jnp.einsum("bqns,bsi->bqni", weights.astype(v.dtype), flat_values)

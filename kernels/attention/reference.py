@@ -9,23 +9,15 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Place, Softmax
+from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Keys, Place, Queries, Results, Softmax, Values, sees
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # Bounds the memory for scores to [batch, heads, QUERY_CHUNK, keys].
 QUERY_CHUNK = 512
-_MASKED = -1e30  # finite: a query that sees no key gets uniform weights instead of NaN
 
 
 def attend(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    *,
-    scale: float | Float[Array, ""],
-    window: int | None,
+    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, scale: float | Float[Array, ""], window: int | None
 ) -> Attended:
     """Attend chunk by chunk of queries, each over all keys."""
 
@@ -69,24 +61,13 @@ def _attend(
 def _scores(
     q: Array, queries: Place, k: Array, keys: Place, scale: float | Array, window: int | None
 ) -> tuple[Array, Array]:
-    """Return scores [batch, kv_heads, group, queries, keys], `_MASKED` for unseen keys; and which are seen."""
+    """Return scores [batch, kv_heads, group, queries, keys], `NOTHING` for unseen keys; and which are seen."""
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
-    distance = queries.position[:, :, None] - keys.position[:, None, :]
-    seen = (queries.segment[:, :, None] == keys.segment[:, None, :]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    return jnp.where(seen[:, None, None], scores, _MASKED), seen
+    seen = sees(queries, keys, window)
+    return jnp.where(seen[:, None, None], scores, NOTHING), seen
 
 
-def part(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    *,
-    window: int | None,
-) -> Softmax:
+def part(q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None) -> Softmax:
     """Attend to a part of the keys, chunk by chunk of queries."""
 
     def one(_: None, chunk: tuple[Array, Place]) -> tuple[None, Softmax]:
@@ -102,15 +83,7 @@ def part(
 
 
 def part_gradients(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    queries: Place,
-    keys: Place,
-    whole: Softmax,
-    back: Float[Array, "batch queries kv_heads group value_dim"],
-    *,
-    window: int | None,
+    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, whole: Softmax, back: Results, *, window: int | None
 ) -> tuple[Array, Array, Array]:
     """Return the gradients that go through a part of the keys, chunk by chunk of queries."""
     wide = {"preferred_element_type": jnp.float32}

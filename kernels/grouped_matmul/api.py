@@ -24,7 +24,7 @@ Implementation = Literal["reference", "blocked", "ragged_dot"]
 # A new backend is a file, and a name here and in `Implementation`.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),
+    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
 assert set(BACKENDS) == set(get_args(Implementation))
@@ -126,12 +126,10 @@ def gated(
 
     Args:
         rows: As for `grouped_matmul`.
-        gate: One matrix per group.
-        up: One matrix per group.
+        gate, up: One matrix per group.
         group_sizes: As for `grouped_matmul`.
         activation: A function of two arrays [rows, outputs]. Its value and gradient at zero must be finite.
-        gate_bias: One bias per group, or None.
-        up_bias: One bias per group, or None.
+        gate_bias, up_bias: One bias per group, or None.
         implementation: As for `grouped_matmul`.
 
     Returns:
@@ -179,12 +177,9 @@ def routed_mlp(
         tokens: In the dtype of the weights.
         gates: float32.
         plan: The rows of each group, and the token that each row holds.
-        gate: One matrix per group.
-        up: One matrix per group.
-        down: One matrix per group.
+        gate, up, down: One matrix per group.
         activation: As for `gated`.
-        gate_bias: One bias per group, or None.
-        up_bias: One bias per group, or None.
+        gate_bias, up_bias: One bias per group, or None.
         keep: What a kernel keeps for the backward pass: the two products of each row, or only its inputs. Then it
             computes the products again, block by block, which takes less than to run the whole forward pass again.
         implementation: As for `grouped_matmul`.
@@ -247,10 +242,6 @@ def _product(choice, rows, weights, group_sizes):
     return run(choice, multiply, rows, weights, group_sizes)
 
 
-def _forward(choice, rows, weights, group_sizes):
-    return _product(choice, rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
 def _backward(choice, residuals, cotangent):
     rows, weights, group_sizes = residuals
     by_rows = run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 2), cotangent, weights, group_sizes)
@@ -258,4 +249,4 @@ def _backward(choice, residuals, cotangent):
     return by_rows, run(choice, outer, rows, cotangent, group_sizes), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda choice, *operands: (_product(choice, *operands), operands), _backward)

@@ -12,6 +12,10 @@ from moezoo.parallel.kernels import Keep, RunsOn, anywhere
 Activation = Callable[[Float[Array, "rows outputs"], Float[Array, "rows outputs"]], Float[Array, "rows outputs"]]
 
 
+GroupMatrices = Float[Array, "groups inputs outputs"]
+GroupSizes = Int[Array, " groups"]
+
+
 class Multiply(Protocol):
     """Multiply each row by its group's matrix: sum over dimension `contract` of the weights. Other rows become zero.
 
@@ -19,11 +23,7 @@ class Multiply(Protocol):
     """
 
     def __call__(
-        self,
-        rows: Float[Array, "rows a"],
-        weights: Float[Array, "groups inputs outputs"],
-        group_sizes: Int[Array, " groups"],
-        contract: Literal[1, 2],
+        self, rows: Float[Array, "rows a"], weights: GroupMatrices, group_sizes: GroupSizes, contract: Literal[1, 2]
     ) -> Float[Array, "rows b"]: ...
 
 
@@ -34,9 +34,9 @@ class Outer(Protocol):
         self,
         rows: Float[Array, "rows inputs"],
         others: Float[Array, "rows outputs"],
-        group_sizes: Int[Array, " groups"],
+        group_sizes: GroupSizes,
         dtype: DTypeLike,
-    ) -> Float[Array, "groups inputs outputs"]: ...
+    ) -> GroupMatrices: ...
 
 
 class Gated(Protocol):
@@ -45,9 +45,9 @@ class Gated(Protocol):
     def __call__(
         self,
         rows: Float[Array, "rows inputs"],
-        gate: Float[Array, "groups inputs outputs"],
-        up: Float[Array, "groups inputs outputs"],
-        group_sizes: Int[Array, " groups"],
+        gate: GroupMatrices,
+        up: GroupMatrices,
+        group_sizes: GroupSizes,
         gate_bias: Float[Array, "groups outputs"] | None,
         up_bias: Float[Array, "groups outputs"] | None,
         *,
@@ -58,8 +58,8 @@ class Gated(Protocol):
 class ExpertWeights(NamedTuple):
     """The matrices of gated MLPs, one per group, and their biases or None."""
 
-    gate: Float[Array, "groups inputs outputs"]
-    up: Float[Array, "groups inputs outputs"]
+    gate: GroupMatrices
+    up: GroupMatrices
     down: Float[Array, "groups outputs inputs"]
     gate_bias: Float[Array, "groups outputs"] | None = None
     up_bias: Float[Array, "groups outputs"] | None = None

@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.stacked import InStack
 from moezoo.parallel.stored import matrix_of
@@ -28,29 +29,41 @@ Mask = Bool[Array, "block 1"] | None
 Step = Callable[[Any, Int[Array, ""], Mask, int], Any]
 
 
+def repeat(count: Int[Array, ""], body: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
+    """Run `body(i, carry)` for `i` from 0 to `count` - 1."""
+    return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
+
+
+def each_group(group_sizes: GroupSizes, step: Callable[..., Any], carry: Any) -> Any:
+    """Run `step(group, its first row, the row after its last, carry)` for each group that has rows."""
+    ends = jnp.cumsum(group_sizes)
+    used = group_sizes > 0
+    order = jnp.argsort(~used, stable=True).astype(group_sizes.dtype)
+
+    def body(i: Int[Array, ""], carry: Any) -> Any:
+        g = order[i]
+        return step(g, ends[g] - group_sizes[g], ends[g], carry)
+
+    return repeat(used.sum(dtype=group_sizes.dtype), body, carry)
+
+
 def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Step, carry: Any) -> Any:
     """Run `step` over blocks that cover rows [start, stop) of `rows` exactly once."""
-    blocks = [block for block in BLOCKS if block <= rows] or [rows]
-    for block in blocks[:-1]:
+    *larger, smallest = [block for block in BLOCKS if block <= rows] or [rows]
+    for block in larger:
         count = (stop - start) // block
-        carry = lax.fori_loop(jnp.zeros_like(count), count, _whole(start, block, step), carry)
+        carry = repeat(count, _whole(start, block, step), carry)
         start = start + count * block
-    count = (stop - start + blocks[-1] - 1) // blocks[-1]
-    return lax.fori_loop(jnp.zeros_like(count), count, _partial(start, stop, rows, blocks[-1], step), carry)
+
+    def last(i: Int[Array, ""], carry: Any) -> Any:
+        window, mask = _window(start + i * smallest, stop, rows, smallest)
+        return step(carry, window, mask, smallest)
+
+    return repeat((stop - start + smallest - 1) // smallest, last, carry)
 
 
 def _whole(start: Int[Array, ""], block: int, step: Step) -> Callable[[Int[Array, ""], Any], Any]:
     return lambda i, carry: step(carry, start + i * block, None, block)
-
-
-def _partial(
-    start: Int[Array, ""], stop: Int[Array, ""], rows: int, block: int, step: Step
-) -> Callable[[Int[Array, ""], Any], Any]:
-    def body(i: Int[Array, ""], carry: Any) -> Any:
-        window, mask = _window(start + i * block, stop, rows, block)
-        return step(carry, window, mask, block)
-
-    return body
 
 
 def _window(
@@ -68,46 +81,35 @@ def _slice(x: Float[Array, "rows a"], first: Int[Array, ""], mask: Mask, block: 
     return part if mask is None else jnp.where(mask, part, jnp.zeros((), x.dtype))
 
 
-def _dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: int) -> Float[Array, "d e"]:
+def dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: int) -> Float[Array, "d e"]:
     """Sum the product over one dimension of each operand, in float32."""
     return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def multiply(
-    rows: Float[Array, "rows a"],
-    weights: Float[Array, "groups inputs outputs"] | InStack,
-    group_sizes: Int[Array, " groups"],
-    contract: Literal[1, 2],
+    rows: Float[Array, "rows a"], weights: GroupMatrices | InStack, group_sizes: GroupSizes, contract: Literal[1, 2]
 ) -> Float[Array, "rows b"]:
     """Multiply group after group, skipping those without rows."""
-    ends = jnp.cumsum(group_sizes)
-    used = group_sizes > 0
-    order = jnp.argsort(~used, stable=True).astype(group_sizes.dtype)
-    count = used.sum(dtype=group_sizes.dtype)
 
-    def group(i: Int[Array, ""], result: Array) -> Array:
-        g = order[i]
+    def group(g: Int[Array, ""], start: Int[Array, ""], stop: Int[Array, ""], result: Array) -> Array:
         weight = matrix_of(weights, g)
 
         def step(result: Array, first: Int[Array, ""], mask: Mask, block: int) -> Array:
             x = lax.dynamic_slice_in_dim(rows, first, block)
-            y = _dot(x, weight, 1, contract - 1).astype(rows.dtype)
+            y = dot(x, weight, 1, contract - 1).astype(rows.dtype)
             if mask is not None:
                 y = jnp.where(mask, y, lax.dynamic_slice_in_dim(result, first, block))
             return lax.dynamic_update_slice_in_dim(result, y, first, 0)
 
-        return _over_rows(ends[g] - group_sizes[g], ends[g], rows.shape[0], step, result)
+        return _over_rows(start, stop, rows.shape[0], step, result)
 
     result = vary_like(jnp.zeros((rows.shape[0], weights.shape[3 - contract]), rows.dtype), rows)
-    return lax.fori_loop(jnp.zeros_like(count), count, group, result)
+    return each_group(group_sizes, group, result)
 
 
 def outer(
-    rows: Float[Array, "rows inputs"],
-    others: Float[Array, "rows outputs"],
-    group_sizes: Int[Array, " groups"],
-    dtype: DTypeLike,
-) -> Float[Array, "groups inputs outputs"]:
+    rows: Float[Array, "rows inputs"], others: Float[Array, "rows outputs"], group_sizes: GroupSizes, dtype: DTypeLike
+) -> GroupMatrices:
     """Sum over a group's blocks in float32 and write the sum once; zero for groups without rows.
 
     The rows that do not fill a largest block come first, in one product, so a small group needs no sum.
@@ -117,8 +119,7 @@ def outer(
     sizes = sorted({min(size, largest) for size in range(BLOCKS[-1], largest + BLOCKS[-1], BLOCKS[-1])})
 
     def product(first: Int[Array, ""], mask: Mask, block: int) -> Array:
-        x, y = _slice(rows, first, mask, block), _slice(others, first, mask, block)
-        return _dot(x, y, 0, 0)
+        return dot(_slice(rows, first, mask, block), _slice(others, first, mask, block), 0, 0)
 
     def group(bounds: tuple[Array, Array]) -> Array:
         start, stop = bounds
@@ -135,6 +136,6 @@ def outer(
         which = jnp.searchsorted(jnp.asarray([0, *sizes]), stop - first)
         begun = lax.switch(which, [nothing, *(functools.partial(rest, size) for size in sizes)])
         body = _whole(start, largest, lambda sum_, first, mask, block: sum_ + product(first, mask, block))
-        return lax.fori_loop(jnp.zeros_like(count), count, body, begun).astype(dtype)
+        return repeat(count, body, begun).astype(dtype)
 
     return lax.map(group, (ends - group_sizes, ends))

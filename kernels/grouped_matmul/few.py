@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from moezoo.kernels.grouped_matmul.backend import GroupSizes
+from moezoo.kernels.grouped_matmul.blocked import repeat
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.stacked import TERMS, InStack, times_matrix
 from moezoo.parallel.stored import Stored
@@ -21,7 +23,7 @@ def suits(rows: int, weights: Array | Stored) -> bool:
 
 
 def multiply(
-    rows: Float[Array, "rows inputs"], weights: InStack, group_sizes: Int[Array, " groups"]
+    rows: Float[Array, "rows inputs"], weights: InStack, group_sizes: GroupSizes
 ) -> Float[Array, "rows outputs"]:
     """Multiply each row by its group's matrix; the rows after the last group become zero."""
     ends = jnp.cumsum(group_sizes)
@@ -32,5 +34,4 @@ def multiply(
         return lax.dynamic_update_index_in_dim(result, y.astype(rows.dtype), i, 0)
 
     result = vary_like(jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype), rows, weights.stack, group_sizes)
-    count = ends[-1]
-    return lax.fori_loop(jnp.zeros_like(count), count, one, result)
+    return repeat(ends[-1], one, result)

@@ -8,14 +8,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
 
 
 def multiply(
-    rows: Float[Array, "rows a"],
-    weights: Float[Array, "groups inputs outputs"],
-    group_sizes: Int[Array, " groups"],
-    contract: Literal[1, 2],
+    rows: Float[Array, "rows a"], weights: GroupMatrices, group_sizes: GroupSizes, contract: Literal[1, 2]
 ) -> Float[Array, "rows b"]:
     """Multiply ragged rows by one matrix per group."""
     numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), [0], [0])
@@ -26,11 +25,8 @@ def multiply(
 
 
 def outer(
-    rows: Float[Array, "rows inputs"],
-    others: Float[Array, "rows outputs"],
-    group_sizes: Int[Array, " groups"],
-    dtype: DTypeLike,
-) -> Float[Array, "groups inputs outputs"]:
+    rows: Float[Array, "rows inputs"], others: Float[Array, "rows outputs"], group_sizes: GroupSizes, dtype: DTypeLike
+) -> GroupMatrices:
     """Contract the ragged dimension: one product per group."""
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return lax.ragged_dot_general(rows, others, group_sizes, numbers, preferred_element_type=jnp.float32).astype(dtype)

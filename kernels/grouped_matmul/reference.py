@@ -5,25 +5,21 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
+
+from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
 
 
-def _belongs(rows: int, group_sizes: Int[Array, " groups"]) -> Bool[Array, "groups rows"]:
+def _mine(rows: Float[Array, "rows a"], group_sizes: GroupSizes) -> Float[Array, "groups rows a"]:
     ends = jnp.cumsum(group_sizes)[:, None]
-    at = lax.broadcasted_iota(group_sizes.dtype, (group_sizes.shape[0], rows), 1)
-    return (at >= ends - group_sizes[:, None]) & (at < ends)
-
-
-def _mine(rows: Float[Array, "rows a"], group_sizes: Int[Array, " groups"]) -> Float[Array, "groups rows a"]:
+    at = lax.broadcasted_iota(group_sizes.dtype, (group_sizes.shape[0], rows.shape[0]), 1)
+    belongs = (at >= ends - group_sizes[:, None]) & (at < ends)
     # A product with the mask would spread a NaN from beyond the last group.
-    return jnp.where(_belongs(rows.shape[0], group_sizes)[:, :, None], rows[None], jnp.zeros((), rows.dtype))
+    return jnp.where(belongs[:, :, None], rows[None], jnp.zeros((), rows.dtype))
 
 
 def multiply(
-    rows: Float[Array, "rows a"],
-    weights: Float[Array, "groups inputs outputs"],
-    group_sizes: Int[Array, " groups"],
-    contract: Literal[1, 2],
+    rows: Float[Array, "rows a"], weights: GroupMatrices, group_sizes: GroupSizes, contract: Literal[1, 2]
 ) -> Float[Array, "rows b"]:
     """Sum (row belongs to the group) x row x matrix over groups."""
     equation = "gra,gab->rb" if contract == 1 else "gra,gba->rb"
@@ -32,11 +28,8 @@ def multiply(
 
 
 def outer(
-    rows: Float[Array, "rows inputs"],
-    others: Float[Array, "rows outputs"],
-    group_sizes: Int[Array, " groups"],
-    dtype: DTypeLike,
-) -> Float[Array, "groups inputs outputs"]:
+    rows: Float[Array, "rows inputs"], others: Float[Array, "rows outputs"], group_sizes: GroupSizes, dtype: DTypeLike
+) -> GroupMatrices:
     """Multiply each group's rows, with zeros for all others, by the same rows of `others`."""
     left, right = _mine(rows, group_sizes), _mine(others, group_sizes)
     return jnp.einsum("gra,grb->gab", left, right, preferred_element_type=jnp.float32).astype(dtype)

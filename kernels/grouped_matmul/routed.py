@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
+from moezoo.kernels.grouped_matmul.blocked import dot, each_group, repeat
 from moezoo.kernels.once import traced_once
 from moezoo.kernels.permute import sum_rows
 from moezoo.parallel.collectives import GROUPED_MATMUL
@@ -56,14 +57,9 @@ def _over_groups(
     plan: Plan, weights: ExpertWeights, step_of: Callable[[Int[Array, ""], ExpertWeights], Step], carry: Any
 ) -> Any:
     """Run the step of each group that has rows, `step_of(group, its weights)`, on blocks that cover the group."""
-    ends = jnp.cumsum(plan.group_sizes)
-    used = plan.group_sizes > 0
-    order = jnp.argsort(~used, stable=True).astype(jnp.int32)
     *rests, largest = _sizes(plan.source.shape[0])
 
-    def group(i: Int[Array, ""], carry: Any) -> Any:
-        g = order[i]
-        start, stop = ends[g] - plan.group_sizes[g], ends[g]
+    def group(g: Int[Array, ""], start: Int[Array, ""], stop: Int[Array, ""], carry: Any) -> Any:
         step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_matrices))
         # As many of the largest blocks as leave no more than the next smaller size holds.
         count = (stop - start + largest - max(rests, default=0) - 1) // largest
@@ -71,11 +67,11 @@ def _over_groups(
         for size in rests:
             # A loop of no or one step: unlike a branch, it surely updates its carry in place.
             fits = ((stop - first > below) & (stop - first <= size)).astype(jnp.int32)
-            carry = _repeat(fits, functools.partial(_block, first, stop, size, step, True), carry)
+            carry = repeat(fits, functools.partial(_block, first, stop, size, step, True), carry)
             below = size
-        return _repeat(count, functools.partial(_block, start, stop, largest, step, False), carry)
+        return repeat(count, functools.partial(_block, start, stop, largest, step, False), carry)
 
-    return _repeat(used.sum(dtype=jnp.int32), group, carry)
+    return each_group(plan.group_sizes, group, carry)
 
 
 def _block(
@@ -84,15 +80,6 @@ def _block(
     # XLA computes before a loop what does not depend on `i`, whether the loop runs or not.
     first = start + i * size
     return step(carry, first, size, first + lax.iota(jnp.int32, size) < stop, begins)
-
-
-def _repeat(count: Int[Array, ""], body: Callable[[Int[Array, ""], Any], Any], carry: Any) -> Any:
-    return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
-
-
-def _dot(x: Float[Array, "a b"], y: Float[Array, "c d"], x_dim: int, y_dim: int) -> Float[Array, "e f"]:
-    """Sum the product over one dimension of each operand, in float32."""
-    return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _slice(x: Array, first: Int[Array, ""], size: int) -> Array:
@@ -115,7 +102,7 @@ def _counting(x: Float[Array, "block embed"], mask: Mask) -> Float[Array, "block
 def _products(x: Float[Array, "block embed"], weights: ExpertWeights) -> list[Float[Array, "block mlp"]]:
     """Return x times gate and up, plus their biases, in the dtype of x."""
     pairs = (weights.gate, weights.gate_bias), (weights.up, weights.up_bias)
-    products = [(_dot(x, w, 1, 0).astype(x.dtype), bias) for w, bias in pairs]
+    products = [(dot(x, w, 1, 0).astype(x.dtype), bias) for w, bias in pairs]
     return [y if bias is None else y + bias[None] for y, bias in products]
 
 
@@ -143,13 +130,10 @@ def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weig
     """Return the results of all rows, and their products with gate and up if they are kept."""
     index = _longer(plan.source // plan.row.shape[1])
 
-    def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
-        del group
-
-        def step(carry: list[Array], first: Int[Array, ""], size: int, mask: Mask, begins: bool) -> list[Array]:
-            del mask, begins
+    def step_of(_: Int[Array, ""], mine: ExpertWeights) -> Step:
+        def step(carry: list[Array], first: Int[Array, ""], size: int, *_: Any) -> list[Array]:
             products = _products(_read(tokens, _slice(index, first, size)), mine)
-            result = _dot(activation(*products), mine.down, 1, 0)
+            result = dot(activation(*products), mine.down, 1, 0)
             return [_write(x, part, first) for x, part in zip(carry, (result, *products), strict=False)]
 
         return step
@@ -160,20 +144,27 @@ def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weig
     return _over_groups(plan, weights, step_of, carry)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(activation, keep, tokens, gates, plan, weights):
-    (results,) = traced_once(_forward, SIZES, (activation, "inputs"), tokens, plan, weights)
-    return sum_rows(results, _row_of(plan, results), gates)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def routed_mlp(
+    tokens: Float[Array, "tokens embed"],
+    gates: Float[Array, "tokens k"],
+    plan: Plan,
+    weights: ExpertWeights,
+    activation: Activation,
+    keep: Keep,
+) -> Float[Array, "tokens embed"]:
+    """Run both passes as loops over blocks of rows."""
+    del keep  # nothing is kept without a backward pass
+    return _run_forward(tokens, gates, plan, weights, activation, "inputs")[0]
 
 
-def _run_forward(activation, keep, tokens, gates, plan, weights):
+def _run_forward(tokens, gates, plan, weights, activation, keep):
     results, *products = traced_once(_forward, SIZES, (activation, keep), tokens, plan, weights)
     products = [checkpoint_name(x, GROUPED_MATMUL) for x in products]
     return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
 
 
-def _run_backward(activation, keep, residuals, cotangent):
-    del keep
+def _run_backward(activation, residuals, cotangent):
     tokens, gates, plan, weights, kept = residuals
     index = _longer(plan.source // plan.row.shape[1])
     gate_of = _longer(jnp.take(gates.reshape(-1), plan.source, mode="fill", fill_value=0))
@@ -186,17 +177,16 @@ def _run_backward(activation, keep, residuals, cotangent):
             gate = _slice(gate_of, first, size)[:, None]
             products = [_counting(_slice(y, first, size), mask) for y in kept] or _products(x, mine)
             inner, pull = jax.vjp(activation, *products)
-            by_inner = _dot(back, mine.down, 1, 1)
+            by_inner = dot(back, mine.down, 1, 1)
             by_gate = (inner.astype(jnp.float32) * by_inner).sum(1)
             a, b = pull((gate * by_inner).astype(inner.dtype))
             back = (gate * back.astype(jnp.float32)).astype(back.dtype)
-            parts = ExpertWeights(
-                _dot(x, a, 0, 0), _dot(x, b, 0, 0), _dot(inner, back, 0, 0), *map(_column_sum, (a, b))
-            )
-            parts = _as(sums, parts)
-            put = functools.partial(put_matrix, group=group, add=not begins)
-            sums = jax.tree.map(lambda s, part: put(s, part=part), sums, parts, is_leaf=is_matrices)
-            by_x = _dot(a, mine.gate, 1, 1) + _dot(b, mine.up, 1, 1)
+            biases = (x.astype(jnp.float32).sum(0) for x in (a, b))
+            parts = (dot(x, a, 0, 0), dot(x, b, 0, 0), dot(inner, back, 0, 0), *biases)
+            pairs = zip(sums, parts, strict=True)
+            sums = [s if s is None else put_matrix(s, group, part, not begins) for s, part in pairs]
+            by_x = dot(a, mine.gate, 1, 1) + dot(b, mine.up, 1, 1)
+            sums = ExpertWeights(*sums)  # pyright: ignore[reportArgumentType] containers
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 
         return step
@@ -213,28 +203,6 @@ def _run_backward(activation, keep, residuals, cotangent):
     return sum_rows(by_rows, row, None), by_gates, None, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
 
 
-def _column_sum(x: Float[Array, "block mlp"]) -> Float[Array, " mlp"]:
-    return x.astype(jnp.float32).sum(0)
-
-
-def _as(like: ExpertWeights, parts: ExpertWeights) -> ExpertWeights:
-    """Return `parts` without those that are None in `like`."""
-    return ExpertWeights(*(None if x is None else part for x, part in zip(like, parts, strict=True)))  # pyright: ignore
-
-
-_run.defvjp(
-    _run_forward, lambda activation, keep, *operands: traced_once(_run_backward, SIZES, (activation, keep), *operands)
+routed_mlp.defvjp(
+    _run_forward, lambda activation, keep, *operands: traced_once(_run_backward, SIZES, (activation,), *operands)
 )
-
-
-def routed_mlp(
-    tokens: Float[Array, "tokens embed"],
-    gates: Float[Array, "tokens k"],
-    plan: Plan,
-    weights: ExpertWeights,
-    *,
-    activation: Activation,
-    keep: Keep,
-) -> Float[Array, "tokens embed"]:
-    """Run both passes as loops over blocks of rows."""
-    return _run(activation, keep, tokens, gates, plan, weights)

@@ -30,16 +30,14 @@ def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count:
     rows = room if bounded else rows
     local = expert_ids.reshape(-1) - first
     key = jnp.where((local >= 0) & (local < count), local, count)
-    order = stable_argsort(key, count + 1)
-    index = jnp.arange(key.size, dtype=jnp.int32)
-    sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
-    sizes, dropped = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
+    order, sorted_index, sizes = _sort(key, count)
+    dropped = jnp.zeros((), jnp.int32)
     if bounded:
         before, wanted = jnp.cumsum(sizes) - sizes, sizes.sum()
         sizes = jnp.clip(rows - before, 0, sizes)
         dropped = wanted - sizes.sum()
     row = jnp.where((key < count) & (sorted_index < rows), sorted_index, rows).reshape(tokens, k)
-    source = jnp.where(index[:rows] < sizes.sum(), order[:rows], key.size)
+    source = jnp.where(jnp.arange(rows, dtype=jnp.int32) < sizes.sum(), order[:rows], key.size)
     return Plan(source, row, sizes, dropped)
 
 
@@ -56,10 +54,7 @@ def plan_with_capacity(expert_ids: Int[Array, "tokens k"], count: int, capacity:
     """
     tokens, k = expert_ids.shape
     key = expert_ids.T.reshape(-1)  # by choice, then by token
-    order = stable_argsort(key, count + 1)
-    index = jnp.arange(key.size, dtype=jnp.int32)
-    sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
-    sizes = jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
+    order, sorted_index, sizes = _sort(key, count)
     first = jnp.cumsum(sizes) - sizes
     rank = sorted_index - jnp.take(first, key, mode="clip")  # among the assignments to the same expert
     fits = (key < count) & (rank < capacity)
@@ -80,6 +75,14 @@ def plan_of_all(tokens: int, count: int) -> Plan:
     index = jnp.arange(tokens * count, dtype=jnp.int32)
     sizes, none = jnp.full((count,), tokens, jnp.int32), jnp.zeros((), jnp.int32)
     return Plan(index.reshape(tokens, count).T.reshape(-1), index.reshape(count, tokens).T, sizes, none)
+
+
+def _sort(key: Int[Array, " n"], count: int) -> tuple[Int[Array, " n"], Int[Array, " n"], Int[Array, " count"]]:
+    """Return the order that sorts experts up to `count`, its inverse, and how often each below `count` occurs."""
+    order = stable_argsort(key, count + 1)
+    index = jnp.arange(key.size, dtype=jnp.int32)
+    sorted_index = vary_like(jnp.zeros_like(index), order).at[order].set(index, unique_indices=True)
+    return order, sorted_index, jax.nn.one_hot(key, count, dtype=jnp.bool).sum(0, dtype=jnp.int32)
 
 
 def stable_argsort(key: Int[Array, " n"], bound: int) -> Int[Array, " n"]:
@@ -118,15 +121,11 @@ def _permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "
     return jnp.take(tokens, plan.source // plan.row.shape[1], axis=0, mode="clip")
 
 
-def _permute_forward(tokens, plan):
-    return _permute(tokens, plan), plan
-
-
 def _permute_backward(plan, cotangent):
     return sum_rows(cotangent, plan.row, None), None
 
 
-_permute.defvjp(_permute_forward, _permute_backward)
+_permute.defvjp(lambda tokens, plan: (_permute(tokens, plan), plan), _permute_backward)
 
 
 @jax.custom_vjp
@@ -134,10 +133,6 @@ def _unpermute(
     rows: Float[Array, "rows embed"], gates: Float[Array, "tokens k"], plan: Plan
 ) -> Float[Array, "tokens embed"]:
     return sum_rows(rows, plan.row, gates)
-
-
-def _unpermute_forward(rows, gates, plan):
-    return _unpermute(rows, gates, plan), (rows, gates, plan)
 
 
 def _unpermute_backward(residuals, cotangent):
@@ -150,7 +145,7 @@ def _unpermute_backward(residuals, cotangent):
     return (gate[:, None] * by_row).astype(rows.dtype), jnp.stack(by_gate, axis=1).astype(gates.dtype), None
 
 
-_unpermute.defvjp(_unpermute_forward, _unpermute_backward)
+_unpermute.defvjp(lambda *operands: (_unpermute(*operands), operands), _unpermute_backward)
 
 
 def permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "rows embed"]:

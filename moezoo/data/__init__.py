@@ -1,33 +1,18 @@
 """Data: documents, split into training and validation, and read in windows. Only NumPy; nothing here starts JAX."""
 
-from moezoo.data.base import DataSettings
-from moezoo.data.batches import train_batches, validation_batches
-from moezoo.data.corpus import Corpus
-from moezoo.data.loading import load
-from moezoo.data.python_stdlib import PythonStdlib
-from moezoo.data.source import Source
-from moezoo.data.synthetic import Synthetic
-from moezoo.data.text import Text
-from moezoo.data.tokens import Tokens, tokenize_files
-from moezoo.data.trigram import trigram_loss
-from moezoo.data.windows import Batch
-
-__all__ = [
-    "SOURCES",
-    "Batch",
-    "Corpus",
-    "DataSettings",
-    "PythonStdlib",
-    "Source",
-    "Synthetic",
-    "Text",
-    "Tokens",
-    "load",
-    "tokenize_files",
-    "train_batches",
-    "trigram_loss",
-    "validation_batches",
-]
+from moezoo.data.base import DataSettings as DataSettings
+from moezoo.data.base import load as load
+from moezoo.data.batches import train_batches as train_batches
+from moezoo.data.batches import validation_batches as validation_batches
+from moezoo.data.corpus import Corpus as Corpus
+from moezoo.data.python_stdlib import PythonStdlib as PythonStdlib
+from moezoo.data.source import Source as Source
+from moezoo.data.synthetic import Synthetic as Synthetic
+from moezoo.data.text import Text as Text
+from moezoo.data.tokens import Tokens as Tokens
+from moezoo.data.tokens import tokenize_files as tokenize_files
+from moezoo.data.trigram import trigram_loss as trigram_loss
+from moezoo.data.windows import Batch as Batch
 
 SOURCES: dict[str, type[DataSettings]] = {
     "python_stdlib": PythonStdlib,

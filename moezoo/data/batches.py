@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from moezoo.data.corpus import Corpus
-from moezoo.data.source import Source, check_ids
-from moezoo.data.windows import Batch, read_windows, validation_indices, window_count
+from moezoo.data.source import Source, read_checked
+from moezoo.data.windows import Batch, validation_indices, window_count
 from moezoo.errors import UserError
 
 # The most windows that a run can read. The length of grain's own endless repetition overflows in batches of one.
@@ -44,7 +43,7 @@ def train_batches(
     _check(batch_size)
 
     def read(indices: np.ndarray) -> Batch:
-        return _read(source, source.train, indices if rows is None else indices[rows], seq_len)
+        return read_checked(source, source.train, indices if rows is None else indices[rows], seq_len)
 
     # Indices are shuffled and grouped; only the windows of `rows` are read. Epochs are repeated before the grouping, so
     # that no remainder of an epoch is lost.
@@ -85,16 +84,10 @@ def validation_batches(
     # A window with this index or a later one holds no token at all, so it is a row of padding.
     beyond = np.full(-len(indices) % batch_size, window_count(source.validation, seq_len) + 1)
     grouped = np.concatenate([indices, beyond]).reshape(-1, batch_size)
-    return (_read(source, source.validation, group if rows is None else group[rows], seq_len) for group in grouped)
+    chosen = grouped if rows is None else grouped[:, rows]
+    return (read_checked(source, source.validation, indices, seq_len) for indices in chosen)
 
 
 def _check(batch_size: int) -> None:
     if batch_size < 1:
         raise UserError(f"batch_size={batch_size} must be at least 1")
-
-
-def _read(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
-    batch = read_windows(corpus, indices, seq_len)
-    check_ids(batch.tokens.view(np.uint32), source)  # ids too large for int32 are negative here
-    check_ids(batch.labels, source)
-    return batch

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import SupportsIndex
 
 import numpy as np
+from jaxtyping import Integer
 
 from moezoo.data.corpus import Corpus, Split
 from moezoo.data.tokenizer import Bytes, Tokenizer
+from moezoo.data.windows import Batch, read_windows
 from moezoo.errors import UserError
 
 
@@ -62,14 +64,18 @@ def require_vocab(what: str, needed: int, vocab: int, *, or_else: str = "") -> N
         raise UserError(f"{what} but model.vocab={vocab}; set model.vocab={needed}{or_else}")
 
 
-def check_ids(ids: np.ndarray, source: Source) -> None:
-    """Raise `UserError` for ids outside the vocabulary, which a model would take for another token.
+def read_checked(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
+    """Return the windows `indices` of one of the splits.
 
-    Only token files can hold such ids. They are too long to be searched before a run, so each batch is checked.
+    Raises `UserError` for ids outside the vocabulary, which a model would take for another token. Only token files can
+    hold such ids. They are too long to be searched before a run, so each batch is checked.
     """
-    top = int(ids.max(initial=0))
-    if top >= source.vocab:
-        raise UserError(
-            f"data={source.name} holds token {top} but its vocabulary is {source.vocab} tokens; "
-            "make the file again with moezoo prepare-data, or correct vocab in the .json file next to it"
-        )
+    batch = read_windows(corpus, indices, seq_len)
+    for ids in (batch.tokens.view(np.uint32), batch.labels):  # ids too large for int32 are negative in tokens
+        top = int(ids.max(initial=0))
+        if top >= source.vocab:
+            raise UserError(
+                f"data={source.name} holds token {top} but its vocabulary is {source.vocab} tokens; "
+                "make the file again with moezoo prepare-data, or correct vocab in the .json file next to it"
+            )
+    return batch

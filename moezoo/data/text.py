@@ -39,10 +39,9 @@ class Text(DataSettings):
         if path is None:
             raise UserError("data.path is required for data=text; pass data.path=FILE_OR_FOLDER")
         tokenizer = text_tokenizer(self.tokenizer, key="data.tokenizer")
-        if self.tokenizer is None:
-            require_vocab("data=text without data.tokenizer has 256 byte values", tokenizer.vocab, vocab)
-        else:
-            require_vocab(f"data.tokenizer has {tokenizer.vocab} tokens", tokenizer.vocab, vocab)
+        bytes_ = "data=text without data.tokenizer has 256 byte values"
+        what = bytes_ if self.tokenizer is None else f"data.tokenizer has {tokenizer.vocab} tokens"
+        require_vocab(what, tokenizer.vocab, vocab)
         paths = find_documents(path, key="data.path")
         if own is None:
             read = _read(paths, path, tokenizer, key="data.path")

@@ -77,19 +77,16 @@ class Tokens(DataSettings):
                 "data.path is required for data=tokens; pass data.path=FILE.npy, made by moezoo prepare-data"
             )
         path = Path(os.path.expanduser(self.path))
-        corpus, metadata = _read_tokens(path, key="data.path")
+        corpus, metadata = _read_tokens(path, vocab, key="data.path")
         needed = metadata["vocab"]
-        require_vocab(f"data.path={path} has a vocabulary of {needed} tokens", needed, vocab)
         if self.validation is None:
             split = hold_out(corpus, select_held_out_by_index(corpus.documents))
         else:
             other = Path(os.path.expanduser(self.validation))
-            validation, its_metadata = _read_tokens(other, key="data.validation")
+            validation, its_metadata = _read_tokens(other, vocab, key="data.validation")
             if path.samefile(other):
                 raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
-            its_needed = its_metadata["vocab"]
-            require_vocab(f"data.validation={other} has a vocabulary of {its_needed} tokens", its_needed, vocab)
-            needed = max(needed, its_needed)
+            needed = max(needed, its_metadata["vocab"])
             split = Split(corpus, validation, f"data.validation={other}")
         extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
         return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
@@ -193,7 +190,7 @@ def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype
     return ends, digest.hexdigest()
 
 
-def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
+def _read_tokens(path: Path, vocab: int, *, key: str) -> tuple[Corpus, dict[str, Any]]:
     tokens = _open(path, key=key)
     _, beside, described, _ = _beside(path)
     if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
@@ -209,22 +206,23 @@ def _read_tokens(path: Path, *, key: str) -> tuple[Corpus, dict[str, Any]]:
             f"np.save('{beside.name}', np.array([0, {len(tokens)}]))"
         )
     offsets = np.asarray(_open(beside, key=key))
+    if fault := _find_fault(offsets, len(tokens), beside.name):
+        raise UserError(f"{key}={path}{fault}; it must hold {_OFFSETS}")
+    metadata = _read_metadata(described, tokens, key=f"{key}={path}")
+    needed = metadata["vocab"]
+    require_vocab(f"{key}={path} has a vocabulary of {needed} tokens", needed, vocab)
+    return Corpus.whole(tokens, offsets), metadata
+
+
+def _find_fault(offsets: np.ndarray, tokens: int, name: str) -> str:
+    """Return what is wrong with the offsets in the file `name`, after the file of tokens; empty if nothing is."""
     if offsets.dtype != np.int64 or offsets.ndim != 1:
-        raise UserError(
-            f"{key}={path}: {beside.name} has dtype {offsets.dtype} and shape {list(offsets.shape)}; it must hold "
-            f"{_OFFSETS}"
-        )
-    ends = (offsets[0], offsets[-1]) if len(offsets) else (0, 0)
-    if ends != (0, len(tokens)):
-        raise UserError(
-            f"{key}={path} has {len(tokens)} tokens but {beside.name} goes from {ends[0]} to {ends[1]}; it must hold "
-            f"{_OFFSETS}"
-        )
-    if (np.diff(offsets) < 0).any():
-        raise UserError(
-            f"{key}={path}: {beside.name} decreases at document {np.diff(offsets).argmin()}; it must hold {_OFFSETS}"
-        )
-    return Corpus.whole(tokens, offsets), _read_metadata(described, tokens, key=f"{key}={path}")
+        return f": {name} has dtype {offsets.dtype} and shape {list(offsets.shape)}"
+    first, last = (offsets[0], offsets[-1]) if len(offsets) else (0, 0)
+    if (first, last) != (0, tokens):
+        return f" has {tokens} tokens but {name} goes from {first} to {last}"
+    falls = np.diff(offsets)
+    return f": {name} decreases at document {falls.argmin()}" if (falls < 0).any() else ""
 
 
 def _open(path: Path, *, key: str) -> np.ndarray:

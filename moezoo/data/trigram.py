@@ -1,22 +1,14 @@
 """The loss of a trigram model, which a language model on bytes must beat."""
 
-from typing import NamedTuple
-
 import numpy as np
 from jaxtyping import Int32
 
-from moezoo.data.source import Source, check_ids
-from moezoo.data.windows import Batch, read_windows, validation_indices, window_count
+from moezoo.data.source import Source, read_checked
+from moezoo.data.windows import Batch, validation_indices, window_count
 
 _LARGEST_VOCAB = 256  # the table of trigrams takes 64 MiB
 
-
-class _Trigrams(NamedTuple):
-    """Tokens to predict, and the two before; `first` is -1 if the row or document begins with `second`."""
-
-    first: Int32[np.ndarray, "predicted"]
-    second: Int32[np.ndarray, "predicted"]
-    third: Int32[np.ndarray, "predicted"]
+_Ids = Int32[np.ndarray, "predicted"]
 
 
 def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**26, chunk: int = 2**18) -> float | None:
@@ -42,7 +34,7 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
     unigrams, bigrams = np.zeros(vocab, np.int64), np.zeros((vocab, vocab), np.int64)
     trigrams = np.zeros((vocab, vocab, vocab), np.uint32)
     for index in range(min(window_count(source.train, chunk), counted // chunk)):
-        first, second, third = _trigrams(source, read_windows(source.train, np.array([index]), chunk))
+        first, second, third = _trigrams(read_checked(source, source.train, np.array([index]), chunk))
         unigrams += np.bincount(third, minlength=vocab)
         bigrams += np.bincount(second * vocab + third, minlength=vocab**2).reshape(vocab, vocab)
         seen = first >= 0
@@ -56,7 +48,7 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
     nats, predicted = 0.0, 0
     indices = validation_indices(source.validation, limit=limit, seq_len=seq_len)
     for group in np.array_split(indices, max(1, len(indices) * seq_len // chunk)):
-        first, second, third = _trigrams(source, read_windows(source.validation, group, seq_len))
+        first, second, third = _trigrams(read_checked(source, source.validation, group, seq_len))
         shorter, seen = after_one[second, third], first >= 0
         h = first[seen], second[seen]
         longer = _witten_bell(trigrams[(*h, third[seen])], total[h], different[h], shorter[seen])
@@ -76,10 +68,9 @@ def _witten_bell(count: np.ndarray, total: np.ndarray, different: np.ndarray, sh
     return (count + np.where(unseen, 1, different) * shorter) / np.where(unseen, 1, total + different)
 
 
-def _trigrams(source: Source, batch: Batch) -> _Trigrams:
-    check_ids(batch.tokens.view(np.uint32), source)
-    check_ids(batch.labels, source)
+def _trigrams(batch: Batch) -> tuple[_Ids, _Ids, _Ids]:
+    """Return the tokens before the last, the last tokens and those to predict; -1 for one before a row or document."""
     first = np.full_like(batch.tokens, -1)
     first[:, 1:] = np.where(batch.positions[:, 1:] > 0, batch.tokens[:, :-1], -1)
     predicted = batch.labels >= 0
-    return _Trigrams(first[predicted], batch.tokens[predicted], batch.labels[predicted])
+    return first[predicted], batch.tokens[predicted], batch.labels[predicted]

@@ -105,9 +105,7 @@ def generate(
         execution: how the model runs; by default on one device.
         mask: booleans [batch, seq], false at padding, which comes before the prompt. By default nothing is padding.
         temperature: 0 always takes the most likely token; above 0 draws at random, which needs `key`.
-        top_k: see `moezoo.generation.sampling.Sampling`.
-        top_p: see `Sampling`.
-        vocab: see `Sampling`.
+        top_k, top_p, vocab: see `moezoo.generation.sampling.Sampling`.
         key: one random key.
 
     Raises:
@@ -263,13 +261,12 @@ class Continuation:
 
     def _append_choice(self, prompts: Prompts, now: Progress, logits: Array) -> Progress:
         stops, token = prompts.stops, self.sampling(logits, prompts.row, now.count, prompts.key)
-        if stops.size:
-            token = jnp.where(now.ended, stops[0], token)
-        new = lax.dynamic_update_slice(now.new, token[:, None], (0, now.count))
         ended, all_ended = now.ended, now.all_ended
         if stops.size:
+            token = jnp.where(now.ended, stops[0], token)
             ended = ended | (token[:, None] == stops[None]).any(1)
             all_ended = psum((~ended).sum(dtype=jnp.int32), self.prefill.token_axes) == 0
+        new = lax.dynamic_update_slice(now.new, token[:, None], (0, now.count))
         return Progress(now.count + 1, new, token, ended, all_ended, now.cache)
 
     def programs(self, model: LanguageModel) -> "Programs":

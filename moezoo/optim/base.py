@@ -31,9 +31,6 @@ class Work:
     flops: int = 0
     lines: tuple[str, ...] = ()
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.lines + other.lines)
-
 
 class UpdateRule(abc.ABC):
     """How gradients become updates.

@@ -49,11 +49,6 @@ class Kind(NamedTuple):
     column_axes: MeshAxes
     spread: frozenset[str]
 
-    @property
-    def scale(self) -> float:
-        """The factor that gives the orthogonalised matrix numbers of a root mean square of about 0.2."""
-        return 0.2 * math.sqrt(self.columns)
-
 
 class View(NamedTuple):
     """One layer's part of an array as matrices [matrices, rows, columns].
@@ -175,9 +170,9 @@ def _by_kind(views: Mapping[Any, View]) -> dict[Kind, list[Any]]:
 def orthogonalised(
     placements: PyTree, make: Callable[..., Array], trees: tuple[PyTree, ...], dtype: DTypeLike, per_head: bool
 ) -> PyTree:
-    """Return the orthogonalised matrices of a model times `Kind.scale`, float32, laid out as the parameters.
+    """Return the orthogonalised matrices of a model, float32, laid out as the parameters.
 
-    A stack runs as one scan over its layers.
+    They are scaled to a root mean square of about 0.2. A stack runs as one scan over its layers.
 
     Args:
         placements: The `Placement` of each array.
@@ -197,7 +192,7 @@ def orthogonalised(
         for kind, members in _by_kind(views).items():
             batch = jnp.concatenate([views[i].matrices(made[i]) for i in members])
             route, _ = stages(kind, len(batch), _axis_size)
-            done = _whole(batch, route).astype(jnp.float32) * kind.scale
+            done = _whole(batch, route).astype(jnp.float32) * (0.2 * math.sqrt(kind.columns))
             for i in members:
                 part, done = done[: views[i].shape[0]], done[views[i].shape[0] :]
                 results[i] = views[i].array(part, made[i])
@@ -233,6 +228,11 @@ class Route(NamedTuple):
     matrices: int
     times: int
 
+    @property
+    def flops(self) -> int:
+        """The FLOPs of the products on each device."""
+        return self.times * self.matrices * newton_schulz.flops(self.kind.rows, self.kind.columns)
+
 
 def routes(placements: PyTree, parameters: PyTree, per_head: bool, ways: Ways) -> Iterator[Route]:
     """Return how the matrices of `orthogonalised` become whole, for whole arrays or their shapes."""
@@ -252,9 +252,3 @@ def routes(placements: PyTree, parameters: PyTree, per_head: bool, ways: Ways) -
 
 def _is_stack(x: Any) -> bool:
     return isinstance(x, Stack)
-
-
-def count_flops(found: Sequence[Route]) -> int:
-    """Return the FLOPs of the products of `routes` on each device."""
-    products = ((route.times * route.matrices, route.kind) for route in found)
-    return sum(times * newton_schulz.flops(kind.rows, kind.columns) for times, kind in products)

@@ -22,7 +22,7 @@ from moezoo.convert import NotNegative, Positive, Range, show
 from moezoo.errors import UserError, nearest
 from moezoo.optim.adamw import AdamW
 from moezoo.optim.base import Group, UpdateRule, Work, short_names
-from moezoo.optim.matrices import Route, count_flops, orthogonalised, routes
+from moezoo.optim.matrices import Route, orthogonalised, routes
 from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
@@ -98,20 +98,16 @@ class Muon(UpdateRule):
         """Return the update of matrices; its collectives are those of `moezoo.optim.matrices`."""
         import optax
 
+        def added(gradient: jax.Array, momentum: jax.Array) -> jax.Array:
+            return _wide(gradient) + self.momentum * _wide(momentum)
+
         def init(parameters: PyTree) -> MuonState:
             return MuonState(jax.tree.map(lambda p: jnp.zeros_like(p, self.moment_dtype), parameters))
 
         def update(gradients: PyTree, state: MuonState, parameters: PyTree) -> tuple[PyTree, MuonState]:
-            momentum = jax.tree.map(
-                lambda g, m: (_wide(g) + self.momentum * _wide(m)).astype(m.dtype), gradients, state.momentum
-            )
-            directions = orthogonalised(
-                placements,
-                lambda g, m: _wide(g) + self.momentum * _wide(m),
-                (gradients, momentum),
-                self.orthogonal_dtype,
-                self.per_head,
-            )
+            momentum = jax.tree.map(lambda g, m: added(g, m).astype(m.dtype), gradients, state.momentum)
+            trees = (gradients, momentum)
+            directions = orthogonalised(placements, added, trees, self.orthogonal_dtype, self.per_head)
             updates = jax.tree.map(lambda d, p: d + self.weight_decay * _wide(p), directions, parameters)
             return updates, MuonState(momentum)
 
@@ -120,7 +116,7 @@ class Muon(UpdateRule):
     def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
         """Return what orthogonalising takes; a line for each way in which matrices become whole, with their names."""
         found = list(routes(placements, parameters, self.per_head, ways))
-        return Work(count_flops(found), tuple(_lines(found)))
+        return Work(sum(route.flops for route in found), tuple(_lines(found)))
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -1,6 +1,5 @@
 """Apply update rules and a schedule to one model's parameters, each device to its own shards."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -71,14 +70,15 @@ class Optimizer:
 
         Its lines name the parameters of each group.
         """
-        total = Work()
+        flops, lines = 0, []
         for group in self._transforms:
             part = self._part(group, parameters)
             found = group.rule.work(self._part(group, self._placements), part, ways)
             paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(part)]
-            lines = found.lines or ((short_names(paths),) if paths else ())
-            total += dataclasses.replace(found, lines=tuple(f"{group.name}: {line}" for line in lines))
-        return total
+            own = found.lines or ((short_names(paths),) if paths else ())
+            flops += found.flops
+            lines += [f"{group.name}: {line}" for line in own]
+        return Work(flops, tuple(lines))
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the learning rate of update number `step` (from 0)."""
