@@ -13,7 +13,7 @@ from moezoo.errors import UserError
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import Hub
 
-TEXT = "text_config"
+TEXT, TIED = "text_config", "tie_word_embeddings"
 
 
 def _way(layers: str, rest: str, head: str) -> dict[str, str]:
@@ -94,9 +94,6 @@ class Place(NamedTuple):
         return found | {name: "images" for name in left if name.removeprefix("model.").startswith(self.parts)}
 
 
-_TIED = "tie_word_embeddings"
-
-
 def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the text model: all, or those of the table `text_config`.
 
@@ -111,14 +108,9 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = ConfigJson(mapping)
     if outer.table(TEXT) is None:
         raise UserError(f"config.json: {TEXT} is missing; model_type={kind} has its language model there")
-    tied = outer.read(_TIED, bool | None, None)
+    tied = outer.read(TIED, bool | None, None)
     outer.refuse_others({}, NESTED[kind].without_effect.split())
-    return {**mapping[TEXT], _TIED: tied or False}
-
-
-def to_table(message: str) -> str:
-    """Return a message that begins with a key of the text model with the place of the key in config.json."""
-    return message if message.startswith(_TIED) else f"{TEXT}.{message}"
+    return {**mapping[TEXT], TIED: tied or False}
 
 
 def find_place(mapping: Mapping[str, Any], names: Iterable[str], folder: Path) -> Place:
