@@ -24,10 +24,9 @@ from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
 from moezoo.hub.carry import Carried, carry
 from moezoo.hub.json_files import read_json
-from moezoo.hub.name_lists import count, list_names
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import check_tensors, open_folder
-from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, require_names, tensors
+from moezoo.hub.tensors import Tensor, arrays_by_path, count, list_names, read_part, require_names, tensors
 from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
@@ -101,11 +100,10 @@ def end_of_text(folder: str | Path) -> list[int]:
         path = Path(folder).expanduser() / name
         mapping = read_json(path) if path.exists() else {}
         inner = mapping.get(TEXT)
-        for found in (mapping.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, Mapping) else None):
-            if found is None:
-                continue
-            tokens = found if isinstance(found, list) else [found]
-            return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
+        for table in (mapping, inner if isinstance(inner, Mapping) else {}):
+            if (found := table.get("eos_token_id")) is not None:
+                tokens = found if isinstance(found, list) else [found]
+                return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
     return []
 
 
@@ -145,11 +143,11 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
     if source:
-        expected, unused = check_tensors(source, Blueprint(source.config).shapes)
         with _writing(folder):
-            carried = carry(model, folder, source, expected, unused)
+            carried = carry(model, folder, source)
         if carried.changed and carried.tensors:
-            parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in unused.items())
+            tensors_ = carried.tensors.items()
+            parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in tensors_)
             _warn(f"{folder}: the model's weights differ from those of {like}, but {'; '.join(parts)}")
         if carried.rounded:
             names = list(carried.rounded)

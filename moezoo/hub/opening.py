@@ -12,9 +12,8 @@ import numpy as np
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.hub.json_files import read_json
-from moezoo.hub.name_lists import count, list_names
 from moezoo.hub.nested import NESTED, TEXT, TIED, Place, find_place, text_config
-from moezoo.hub.tensors import Tensor, tensors
+from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import FAMILIES, Family, ModelConfig
 from moezoo.models.base import LanguageModel

@@ -94,10 +94,10 @@ class Comparison:
 
     def __str__(self) -> str:
         columns = [("transformers", "moezoo", "difference")]
-        columns += [(row.theirs, row.ours, f"{row.difference:.1e}") for row in self.rows]
+        for row in self.rows:
+            columns.append((row.theirs, row.ours, f"{row.difference:>10.1e}" + "  <-" * bool(self._divergence(row))))
         first, second = (max(len(line[i]) for line in columns) for i in (0, 1))
-        marks = ["", *("  <-" if self._divergence(row) else "" for row in self.rows)]
-        lines = [f"{a:<{first}}  {b:<{second}}  {c:>10}{m}" for (a, b, c), m in zip(columns, marks, strict=True)]
+        lines = [f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in columns]
         return "\n".join([*lines, "", self.verdict])
 
 
