@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from moezoo.convert import show
@@ -23,7 +23,7 @@ _ABOUT = {
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
 }
 # `moe_every` and `mlp_layers`.
-Split = tuple[int, Iterable[int]]
+Split = tuple[int, Sequence[int]]
 
 
 def _layers(
@@ -35,7 +35,7 @@ def _layers(
         """Raise `UserError` where none has."""
         layers = found["layers"]
         every, without = read(config, layers)
-        if {*range(every - 1, layers, every)} <= {*without}:
+        if all(i in without for i in range(every - 1, layers, every)):
             shown = " and ".join(f"{key}={show(config.get(key))[:80]}" for key in keys.split())
             raise UserError(f"config.json: {shown} leave no layer of num_hidden_layers={layers} with experts")
         return {"moe_every": every, "mlp_layers": [*without]}

@@ -146,8 +146,9 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
         with _writing(folder):
             carried = carry(model, folder, source)
         if carried.changed and carried.tensors:
-            tensors_ = carried.tensors.items()
-            parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in tensors_)
+            parts = (
+                f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items()
+            )
             _warn(f"{folder}: the model's weights differ from those of {like}, but {'; '.join(parts)}")
         if carried.rounded:
             names = list(carried.rounded)

@@ -66,7 +66,8 @@ def open_folder(folder: Path) -> Source:
         table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
         raise UserError(f"{folder}/config.json: {table}{words}") from error
     files = WeightFiles(folder)
-    source = Source(folder, mapping, family, config, files, find_place(mapping, files.tensors, folder))
+    place = Place() if text is mapping else find_place(mapping, files.tensors, folder)
+    source = Source(folder, mapping, family, config, files, place)
     _check_counts(source, keys)
     return source
 

@@ -40,7 +40,7 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
     """
     try:
         with _quiet():
-            loaded: Any = class_of(folder).from_pretrained(
+            model, info = class_of(folder).from_pretrained(
                 folder,
                 dtype="float32",
                 attn_implementation=attention,
@@ -53,7 +53,6 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
     except Exception as error:  # transformers and huggingface_hub have many error classes
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{folder}: transformers cannot load it ({reason}), so it cannot be compared") from error
-    model, info = loaded
     # Our folders have no index of sparse attention. A random one is as good: it selects all tokens of such short texts.
     if lacking := sorted(name for name in info["missing_keys"] if ".indexer." not in name):
         raise UserError(f"{folder}: transformers finds no values for {len(lacking)} weights: {lacking[0]}, ...")
