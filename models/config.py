@@ -154,3 +154,10 @@ def check_rotary(config: ModelConfig, name: str) -> None:
     """Raise `UserError` unless the setting `name`, a size that rotary positions turn in pairs, is even."""
     if getattr(config, name) % 2:
         raise UserError(f"model.{name}={getattr(config, name)} must be even, because rotary positions turn pairs")
+
+
+def check_layers(config: ModelConfig, name: str) -> None:
+    """Raise `UserError` unless the setting `name`, numbers of layers from 0 or None, names layers that there are."""
+    if outside := [i for i in getattr(config, name) or () if not 0 <= i < config.layers]:
+        there = f"model.layers={config.layers} has layers 0 to {config.layers - 1}"
+        raise UserError(f"model.{name} names layer {outside[0]}, but {there}")

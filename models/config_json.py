@@ -4,7 +4,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from moezoo.convert import ANY_NUMBER, Range, convert, show
 from moezoo.errors import UserError
@@ -146,17 +146,6 @@ def _show(value: Any) -> str:
     return reprlib.repr(value) if isinstance(value, Mapping | list) else show(value)[:80]
 
 
-class RopeSettings(NamedTuple):
-    """The base of the rotary frequencies, the settings of `moezoo.nn.yarn.Yarn`, {} for no extension, and `share`.
-
-    `share` is the part of each head that is rotated.
-    """
-
-    base: float
-    yarn: dict[str, Any]
-    share: float
-
-
 def read_rope(
     config: ConfigJson,
     max_length: int,
@@ -165,8 +154,8 @@ def read_rope(
     share: float | None = None,
     others: Iterable[str] = (),
     missing: Mapping[str, Any] = _NOTHING,
-) -> RopeSettings:
-    """Return the rotary settings.
+) -> tuple[float, dict[str, Any], float]:
+    """Return the base of the rotary frequencies, the settings of `Yarn`, {} for none, and the rotated share of heads.
 
     They are under `rope_scaling`, else `rope_parameters`, or at the top. Null and 0 of `mscale` and `mscale_all_dim`
     mean the same, and null of `factor`, `beta_fast` and `beta_slow` is no value: transformers reads them so.
@@ -196,22 +185,22 @@ def read_rope(
     rope.read("attention_factor", Literal[None], None)
     length = rope.read("original_max_position_embeddings", int, max_length)
     length = config.read("original_max_position_embeddings", int, length)
-    factor = rope.read("factor", float | None, None)
+
+    def number(key: str, default: float) -> float:
+        found = rope.read(key, float | None, None)
+        return default if found is None else found
+
     yarn = {
-        "factor": max_length / length if factor is None else factor,
+        "factor": number("factor", max_length / length),
         "length": length,
-        "beta_fast": _or(rope.read("beta_fast", float | None, None), 32.0),
-        "beta_slow": _or(rope.read("beta_slow", float | None, None), 1.0),
-        "mscale": _or(rope.read("mscale", float | None, None), 0.0),
-        "mscale_all": _or(rope.read("mscale_all_dim", float | None, None), 0.0),
+        "beta_fast": number("beta_fast", 32.0),
+        "beta_slow": number("beta_slow", 1.0),
+        "mscale": number("mscale", 0.0),
+        "mscale_all": number("mscale_all_dim", 0.0),
         "truncate": rope.read("truncate", bool, True),
     }
     rope.refuse_others({"partial_rotary_factor": (1,)}, others)
-    return RopeSettings(base, yarn if kind == "yarn" else {}, 1.0 if share is None else share)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+    return base, yarn if kind == "yarn" else {}, 1.0 if share is None else share
 
 
 # The settings of YaRN: ours, and the keys of config.json.

@@ -1,7 +1,6 @@
 """DeepSeek-V2 (2024, arXiv:2405.04434), V3 (2024, arXiv:2412.19437) and their kin. The settings choose among them.
 
-The file has, in this order, the configuration and the two kinds of layer. `moezoo.models.deepseek_hub` maps them to
-Hugging Face folders.
+`moezoo.models.deepseek_hub` maps them to Hugging Face folders.
 
     x = embedding[tokens]                                              # [B, S, d]
     for each layer:

@@ -68,14 +68,9 @@ def _router(score: str, group_score: str, choice_bias: str) -> Settings:
 
 def _read_method(config: ConfigJson, found: Found) -> Found:
     """Return the groups of DeepSeek-V2, one unless its method needs several, and which dimensions turn together."""
-    del found
     config.read("rope_interleave", bool, True)  # without effect, as in transformers
     one = config.read("topk_method", Literal["greedy", "group_limited_greedy"], "greedy") == "greedy"
     return {"rope_pairs": "interleaved"} | ({"router.groups": 1, "router.kept_groups": 1} if one else {})
-
-
-def _write_method(c: DeepSeekConfig) -> Mapping[str, Any]:
-    return {"topk_method": "group_limited_greedy" if c.router.groups > 1 else "greedy"}
 
 
 _V2: Settings = {
@@ -84,18 +79,19 @@ _V2: Settings = {
     "router.kept_groups": Key("topk_group", None, null=None),
     "router.gates": fixed({"router.gates": "scores"}, norm_topk_prob=False),
     "rope_pairs": fixed(rope_interleave=True),
-    "method": Part(_read_method, _write_method),
+    "method": Part(
+        _read_method, lambda c: {"topk_method": "group_limited_greedy" if c.router.groups > 1 else "greedy"}
+    ),
 }
 
 
 def _sparse(pairs: Pairs) -> Settings:
     """Return what types with sparse attention have besides; the `pairs` of its index differ by type."""
-
-    def read(config: ConfigJson, found: Found) -> Found:
-        del found
-        return {"index_topk": config.read("index_topk", int, 2048), "index_pairs": pairs}
-
-    index = Part(read, lambda c: {"index_topk": c.index_topk}, {"index_topk": "index_topk"})
+    index = Part(
+        lambda config, found: {"index_topk": config.read("index_topk", int, 2048), "index_pairs": pairs},
+        lambda c: {"index_topk": c.index_topk},
+        {"index_topk": "index_topk"},
+    )
     return {"rope_pairs": fixed({"rope_pairs": "interleaved"}, rope_interleave=True), "index": index}
 
 
@@ -104,10 +100,10 @@ def _read_query_scale(config: ConfigJson, found: Found) -> Found:
     beta = config.rope_table().read("llama_4_scaling_beta", float)
     known = ("llama_4_scaling_beta", "max_position_embeddings")
     rope_dim, dim = found["rope_dim"], found["nope_dim"] + found["rope_dim"]
-    rope = read_rope(config, found["max_length"], ("yarn",), share=rope_dim / dim, others=known)
-    if rope.share != rope_dim / dim:
+    base, yarn, share = read_rope(config, found["max_length"], ("yarn",), share=rope_dim / dim, others=known)
+    if share != rope_dim / dim:
         raise UserError(
-            f"config.json: partial_rotary_factor={rope.share}: expected {rope_dim / dim}, which is "
+            f"config.json: partial_rotary_factor={share}: expected {rope_dim / dim}, which is "
             f"qk_rope_head_dim={rope_dim} of {dim}; delete the key"
         )
     # It would be written as a DeepSeek-V2, which has other names of tensors.
@@ -116,8 +112,8 @@ def _read_query_scale(config: ConfigJson, found: Found) -> Found:
         raise UserError(
             "config.json: llama_4_scaling_beta=0, n_group=1 and norm_topk_prob=false are not built together"
         )
-    yarn = rope.yarn if rope.yarn["factor"] != 1 else {}
-    return {"rope_base": rope.base, "yarn": yarn, "query_scale": {"beta": beta, "length": rope.yarn["length"]}}
+    query_scale = {"beta": beta, "length": yarn["length"]}
+    return {"rope_base": base, "yarn": yarn if yarn["factor"] != 1 else {}, "query_scale": query_scale}
 
 
 def _write_query_scale(c: DeepSeekConfig) -> Mapping[str, Any]:
@@ -250,7 +246,6 @@ def _type_of(c: DeepSeekConfig) -> str:
 
 
 def _check(c: DeepSeekConfig, mapping: Mapping[str, Any]) -> None:
-    del mapping
     if c.router.least_sum:
         raise UserError(f"model.router.least_sum={c.router.least_sum}: DeepSeek's routers in transformers have only 0")
 

@@ -1,7 +1,5 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): windows in every second layer, attention sinks, experts with biases.
 
-The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
-
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
         x = x + attention(norm(x))                        # of the window, or of all tokens; each head has a sink
@@ -26,7 +24,7 @@ from jaxtyping import Array
 from moezoo.convert import Positive, Size
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig
+from moezoo.models.config import GroupedAttentionConfig, check_layers
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, rope
 from moezoo.models.names import GROUPED_ATTENTION, MLP, MOE, layers, rows
@@ -66,11 +64,7 @@ class GptOssConfig(GroupedAttentionConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if outside := [i for i in self.full_layers or () if not 0 <= i < self.layers]:
-            raise UserError(
-                f"model.full_layers names layer {outside[0]}, but model.layers={self.layers} has layers 0 to "
-                f"{self.layers - 1}"
-            )
+        check_layers(self, "full_layers")
 
     @property
     def sees_all(self) -> bool:

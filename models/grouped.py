@@ -1,7 +1,6 @@
 """Models with grouped-query attention whose layers are an MLP or a mixture of experts. The settings choose the model.
 
-The file has, in this order, the configuration and the layers. `moezoo.models.grouped_hub` maps them to Hugging Face
-folders.
+`moezoo.models.grouped_hub` maps them to Hugging Face folders.
 
     x = embedding[tokens]                                          # [B, S, d]
     for each layer:
@@ -36,7 +35,7 @@ from jaxtyping import Array
 from moezoo.convert import Count, Size
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, check_rotary
+from moezoo.models.config import GroupedAttentionConfig, check_layers, check_rotary
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.attention import Biases, NormOver
@@ -93,13 +92,8 @@ class GroupedConfig(GroupedAttentionConfig):
                     f"model.rotary_dims={self.rotary_dims} exceeds model.head_dim={self.head_dim}; "
                     f"choose at most {self.head_dim}"
                 )
-        if outside := [i for i in self.mlp_layers if not 0 <= i < self.layers]:
-            raise UserError(
-                f"model.mlp_layers names layer {outside[0]}, but model.layers={self.layers} has layers 0 to "
-                f"{self.layers - 1}"
-            )
-        with_experts = range(self.moe_every - 1, self.layers, self.moe_every)
-        if all(i in self.mlp_layers for i in with_experts):
+        check_layers(self, "mlp_layers")
+        if "moe" not in kinds(self)[0]:
             raise UserError(
                 f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
                 f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"

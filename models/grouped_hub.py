@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from moezoo.convert import show
@@ -23,22 +23,22 @@ _ABOUT = {
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
 }
 # `moe_every` and `mlp_layers`.
-Split = tuple[int, Iterable[int]]
+Split = tuple[int, Sequence[int]]
 
 
 def _layers(
-    read: Callable[[ConfigJson, int], Split], write: Callable[[GroupedConfig], Mapping[str, Any]], *keys: str
+    keys: str, read: Callable[[ConfigJson, int], Split], write: Callable[[GroupedConfig], Mapping[str, Any]]
 ) -> Settings:
-    """Return which layers have experts, in `keys` that `read(config, layers)` reads."""
+    """Return which layers have experts, in `keys`, with spaces in between, that `read(config, layers)` reads."""
 
     def read_checked(config: ConfigJson, found: Found) -> Found:
         """Raise `UserError` where none has."""
-        every, without = read(config, found["layers"])
-        without = [*without]
-        if all(i in without for i in range(every - 1, found["layers"], every)):
-            shown = " and ".join(f"{key}={show(config.get(key))[:80]}" for key in keys)
-            raise UserError(f"config.json: {shown} leave no layer of num_hidden_layers={found['layers']} with experts")
-        return {"moe_every": every, "mlp_layers": without}
+        layers = found["layers"]
+        every, without = read(config, layers)
+        if all(i in without for i in range(every - 1, layers, every)):
+            shown = " and ".join(f"{key}={show(config.get(key))[:80]}" for key in keys.split())
+            raise UserError(f"config.json: {shown} leave no layer of num_hidden_layers={layers} with experts")
+        return {"moe_every": every, "mlp_layers": [*without]}
 
     return {"with_experts": Part(read_checked, write)}
 
@@ -76,26 +76,25 @@ def _write_interval(config: GroupedConfig) -> dict[str, Any]:
 
 
 _LISTED = _layers(
+    "decoder_sparse_step mlp_only_layers",
     _read_listed,
     lambda c: {"decoder_sparse_step": c.moe_every, "mlp_only_layers": list(c.mlp_layers)},
-    *("decoder_sparse_step", "mlp_only_layers"),
 )
 _BY_TYPE = _layers(
+    "mlp_layer_types",
     _read_types,
     lambda c: {"mlp_layer_types": ["sparse" if kind == "moe" else "dense" for kind in kinds(c)[0]]},
-    "mlp_layer_types",
 )
-_INTERVAL_KEYS = ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
-_INTERVAL = _layers(_read_interval, _write_interval, *_INTERVAL_KEYS)
+_INTERVAL = _layers("moe_layer_interval moe_layer_start_index moe_layer_end_index", _read_interval, _write_interval)
 
 
 def _first(default: int) -> Settings:
     """The first layers have an MLP; `default` of them where the key is missing."""
     key = "first_k_dense_replace"
     return _layers(
+        key,
         lambda config, layers: (1, range(min(layers, config.read(key, int, default, least=0)))),
         lambda c: {key: (*kinds(c)[0], "moe").index("moe")},
-        key,
     )
 
 
@@ -112,16 +111,16 @@ def _further(
         head = found["head_dim"]
         dims = config.read(key, int | None, None) if key == "rotary_dim" else None
         given = share if dims is None else dims / head
-        rope = read_rope(config, found["max_length"], ("default", "yarn"), base, given)
-        if not 0 < rope.share <= 1:
-            raise UserError(f"config.json: partial_rotary_factor={rope.share}: expected a number above 0 and at most 1")
-        rotated = int(head * rope.share)
+        rope_base, yarn, part = read_rope(config, found["max_length"], ("default", "yarn"), base, given)
+        if not 0 < part <= 1:
+            raise UserError(f"config.json: partial_rotary_factor={part}: expected a number above 0 and at most 1")
+        rotated = int(head * part)
         if dims not in (None, rotated):
             raise UserError(
-                f"config.json: rotary_dim={dims} and partial_rotary_factor={rope.share} are one setting with head_dim="
-                f"{head}; delete the wrong one"
+                f"config.json: rotary_dim={dims} and partial_rotary_factor={part} are one setting with "
+                f"head_dim={head}; delete the wrong one"
             )
-        return {"rope_base": rope.base, "yarn": rope.yarn, "rotary_dims": None if rope.share == 1 else rotated}
+        return {"rope_base": rope_base, "yarn": yarn, "rotary_dims": None if part == 1 else rotated}
 
     def write(c: GroupedConfig) -> Mapping[str, Any]:
         rope, dims = write_rope(c.rope_base, c.yarn), c.rotary_dims or c.head_dim
@@ -136,7 +135,6 @@ def _further(
 
 def _read_window(config: ConfigJson, found: Found) -> Found:
     """Return the window of Qwen3-MoE."""
-    del found
     window = config.read("sliding_window", int | None, 4096)
     if config.read("use_sliding_window", bool, False):
         return {"window": window}

@@ -105,8 +105,8 @@ def rope(base: float = 1e4, *, yarn: bool = True, missing: Mapping[str, Any] | N
     extensions = ("default", "yarn") if yarn else ("default",)
 
     def read(config: ConfigJson, found: Found) -> Found:
-        rope = read_rope(config, found["max_length"], extensions, base, missing=missing or {})
-        return {"rope_base": rope.base} | ({"yarn": rope.yarn} if yarn else {})
+        rope_base, settings, _ = read_rope(config, found["max_length"], extensions, base, missing=missing or {})
+        return {"rope_base": rope_base} | ({"yarn": settings} if yarn else {})
 
     def write(config: Any) -> Mapping[str, Any]:
         return {"rope_parameters": write_rope(config.rope_base, config.yarn if yarn else Yarn())}

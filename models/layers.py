@@ -5,7 +5,7 @@ period is A A B: the stack has three blocks, and each of their arrays has a lead
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, count, groupby, pairwise, product
 from typing import Any, NamedTuple
 
 import jax
@@ -49,14 +49,11 @@ def block_path(stack: int, kind: int) -> str:
 
 def layer_places(stacks: tuple[Stack, ...]) -> tuple[LayerPlace, ...]:
     """Return the place of each layer in order. `stacks` may hold shapes instead of arrays."""
-    places: list[LayerPlace] = []
-    rows = 0
+    places, rows = list[LayerPlace](), count()
     for number, stack in enumerate(stacks):
-        for index in range(stack.count):
-            for kind, block in enumerate(stack.blocks):
-                has_experts = block.moe is not None
-                places.append(LayerPlace(len(places), number, kind, index, rows if has_experts else None))
-                rows += has_experts
+        for index, (kind, block) in product(range(stack.count), enumerate(stack.blocks)):
+            row = None if block.moe is None else next(rows)
+            places.append(LayerPlace(len(places), number, kind, index, row))
     return tuple(places)
 
 
@@ -108,13 +105,13 @@ def make_stacks(kinds: Sequence[Hashable], make_block: Callable[[Any, Array], Bl
         keys: a random key per layer.
     """
     stacks, first = [], 0
-    for period, count in find_periods(kinds):
+    for period, periods in find_periods(kinds):
         blocks = tuple(
-            jax.vmap(lambda key, kind=kinds[at]: make_block(kind, key))(keys[at : first + period * count : period])
+            jax.vmap(lambda key, kind=kinds[at]: make_block(kind, key))(keys[at : first + period * periods : period])
             for at in range(first, first + period)
         )
-        stacks.append(Stack(blocks, count))
-        first += period * count
+        stacks.append(Stack(blocks, periods))
+        first += period * periods
     return tuple(stacks)
 
 

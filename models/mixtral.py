@@ -1,7 +1,5 @@
 """Mixtral (Jiang et al., 2024, arXiv:2401.04088): a transformer in which every MLP is a mixture of experts.
 
-The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
-
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
         x = x + attention(norm(x))                        # grouped queries, rotary positions, optional window
@@ -47,7 +45,6 @@ class MixtralConfig(GroupedAttentionConfig):
 
 def make_block(kind: None, c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
     """Return one layer."""
-    del kind
     first, *others = jax.random.split(key, 3)
     attention = grouped_attention(c, dtype, first, rotary=Rotary(c.head_dim, c.rope_base), window=c.window)
     return block(c, dtype, attention, mixture(c, dtype, others, Choice()))

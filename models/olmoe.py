@@ -1,7 +1,5 @@
 """OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): many small experts, and normalised queries and keys.
 
-The file has, in this order, the configuration, the layers, and their mapping to Hugging Face folders.
-
     x = embedding[tokens]                                 # [B, S, d]
     for each layer:
         x = x + attention(norm(x))                        # norms of queries and keys over all heads as one vector
@@ -58,7 +56,6 @@ class OlmoeConfig(GroupedAttentionConfig):
 
 def make_block(kind: None, c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Block:
     """Return one layer."""
-    del kind
     first, *others = jax.random.split(key, 3)
     options: dict[str, Any] = {"norm_over": "projection", "biases": c.attention_bias, "clip": c.clip_qkv}
     attention = grouped_attention(c, dtype, first, rotary=Rotary(c.head_dim, c.rope_base), **options)
@@ -67,7 +64,6 @@ def make_block(kind: None, c: OlmoeConfig, dtype: jnp.dtype, key: Array) -> Bloc
 
 def _check(c: OlmoeConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` for settings that transformers does not have."""
-    del mapping
     router = c.router
     if c.heads * c.head_dim != c.embed:
         raise UserError(

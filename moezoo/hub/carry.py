@@ -18,11 +18,12 @@ from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.json_files import open_file, read_json
 from moezoo.hub.nested import TEXT, text_config
-from moezoo.hub.opening import Source
+from moezoo.hub.opening import Source, check_tensors
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part
-from moezoo.hub.weight_files import DTYPES, INDEX, METADATA, WeightFiles, read_header
+from moezoo.hub.weight_files import DTYPES, INDEX, WeightFiles, read_header
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.models.hub import settings_of
 from moezoo.parallel.mesh import with_auto_axes
 
@@ -52,26 +53,19 @@ class Carried:
     rounded: tuple[str, ...] = ()
 
 
-def carry(
-    model: LanguageModel,
-    folder: Path,
-    source: Source,
-    expected: Sequence[Tensor],
-    unused: Mapping[str, Sequence[str]],
-) -> Carried:
+def carry(model: LanguageModel, folder: Path, source: Source) -> Carried:
     """Write `model` to `folder` as a copy of `source`. config.json is written last.
 
     Args:
         model: the model.
         folder: the new folder, which is made if it does not exist.
         source: the folder of the same model.
-        expected: the tensors that the configuration of `source` describes.
-        unused: the other tensors of `source`, by purpose.
 
     Raises:
         UserError: `source` is of another model, or damaged.
         OSError: something cannot be written, or exists.
     """
+    expected, unused = check_tensors(source, Blueprint(source.config).shapes)
     ours, theirs = _keys_of_both(model, source)
     own = {tensor.name: tensor for tensor in source.tensors(model)}
     _check_equal(own, {tensor.name: tensor for tensor in expected}, model, source)
@@ -199,20 +193,19 @@ def _write_shard(
     path: Path, original: Path, own: Mapping[str, Tensor], arrays: Mapping[str, Any], files: WeightFiles
 ) -> _Written:
     """Write a file with the model's own tensors and all others of the `original`, which is read piece by piece."""
-    header = read_header(original)
-    entries = {name: about for name, about in header.entries.items() if name != METADATA}
+    begin, metadata, entries = read_header(original)
     for name in entries:
         if name not in files.tensors or files.tensors[name].path != original:
             raise UserError(f"{original} has {show(name)}, which the index does not place there; download it again")
     order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
     kinds = {name: arrays[own[name].parts[0][0]].dtype for name in order if name in own}
-    data, retyped = header.data, any(entries[name]["dtype"] != _DTYPE_NAMES[kind] for name, kind in kinds.items())
+    data, retyped = begin, any(entries[name]["dtype"] != _DTYPE_NAMES[kind] for name, kind in kinds.items())
     sizes = {name: end - start for name in order for start, end in [entries[name]["data_offsets"]]}
     if retyped:
         sizes |= {name: math.prod(own[name].shape) * kind.itemsize for name, kind in kinds.items()}
         # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
         order.sort(key=lambda name: -sizes[name] / max(1, math.prod(entries[name]["shape"])))
-        places, end = {METADATA: header.entries[METADATA]} if METADATA in header.entries else {}, 0
+        places, end = dict(metadata), 0
         for name in order:
             kind = _DTYPE_NAMES[kinds[name]] if name in kinds else entries[name]["dtype"]
             places[name] = entries[name] | {"dtype": kind, "data_offsets": [end, end + sizes[name]]}
@@ -233,7 +226,7 @@ def _write_shard(
                 rounded += [name] if same and not _same_bits(stored, value) else []
                 file.write(_bits(value).data)
             else:
-                before.seek(len(header.data) + entries[name]["data_offsets"][0])
+                before.seek(len(begin) + entries[name]["data_offsets"][0])
                 _copy_bytes(before, file, sizes[name])
     return _Written(sum(sizes.values()), retyped, changed, rounded)
 

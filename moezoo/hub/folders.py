@@ -6,6 +6,7 @@ before anything is built.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -23,10 +24,9 @@ from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
 from moezoo.hub.carry import Carried, carry
 from moezoo.hub.json_files import read_json
-from moezoo.hub.name_lists import count, list_names
-from moezoo.hub.nested import TEXT, Place
+from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import check_tensors, open_folder
-from moezoo.hub.tensors import Tensor, arrays_by_path, read_part, require_names, tensors
+from moezoo.hub.tensors import Tensor, arrays_by_path, count, list_names, read_part, require_names, tensors
 from moezoo.hub.weight_files import DTYPES, INDEX, SINGLE
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
@@ -94,22 +94,16 @@ def hub_model_config(folder: str | Path) -> ModelConfig:
     return open_folder(_path(folder)).config
 
 
-def text_place(folder: str | Path) -> Place:
-    """Return where a Hugging Face folder has its text model. Raises `UserError` as `from_pretrained` does."""
-    return open_folder(_path(folder)).place
-
-
 def end_of_text(folder: str | Path) -> list[int]:
     """Return the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json, or none."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder).expanduser() / name
         mapping = read_json(path) if path.exists() else {}
         inner = mapping.get(TEXT)
-        for found in (mapping.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, Mapping) else None):
-            if found is None:
-                continue
-            tokens = found if isinstance(found, list) else [found]
-            return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
+        for table in (mapping, inner if isinstance(inner, Mapping) else {}):
+            if (found := table.get("eos_token_id")) is not None:
+                tokens = found if isinstance(found, list) else [found]
+                return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
     return []
 
 
@@ -149,11 +143,12 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
     if source:
-        expected, unused = check_tensors(source, Blueprint(source.config).shapes)
         with _writing(folder):
-            carried = carry(model, folder, source, expected, unused)
+            carried = carry(model, folder, source)
         if carried.changed and carried.tensors:
-            parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in unused.items())
+            parts = (
+                f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items()
+            )
             _warn(f"{folder}: the model's weights differ from those of {like}, but {'; '.join(parts)}")
         if carried.rounded:
             names = list(carried.rounded)
@@ -164,7 +159,7 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     arrays = arrays_by_path(with_auto_axes(model))
     plan = list(tensors(model, family.hub))
     require_names(arrays, plan)
-    sizes = [_size(t, arrays) for t in plan]
+    sizes = [math.prod(t.shape) * arrays[t.parts[0][0]].dtype.itemsize for t in plan]
     shards: list[list[Tensor]] = [[]]
     room = SHARD_BYTES
     for tensor, size in zip(plan, sizes, strict=True):
@@ -179,14 +174,11 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        names = (
-            [SINGLE]
-            if len(shards) == 1
-            else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        )
+        last = len(shards)
+        names = [SINGLE] if last == 1 else [f"model-{i + 1:05}-of-{last:05}.safetensors" for i in range(last)]
         for name, shard in zip(names, shards, strict=True):
             _write(folder / name, shard, arrays)
-        if len(shards) > 1:
+        if last > 1:
             where = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -199,22 +191,13 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Raise `UserError` where the folder or something in it cannot be written."""
-    try:
-        yield
-    except (OSError, _safetensors_error()) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise UserError(f"{folder}: cannot be written ({reason}); name another folder") from error
-
-
-def _safetensors_error() -> type[Exception]:
-    """Return the error that safetensors raises for files that it cannot read or write."""
     from safetensors import SafetensorError
 
-    return SafetensorError
-
-
-def _size(tensor: Tensor, arrays: Mapping[str, Any]) -> int:
-    return int(np.prod(tensor.shape)) * arrays[tensor.parts[0][0]].dtype.itemsize
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"{folder}: cannot be written ({reason}); name another folder") from error
 
 
 def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:

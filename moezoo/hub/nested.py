@@ -5,7 +5,7 @@ model is an entry of `NESTED`.
 """
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from moezoo.errors import UserError
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import Hub
 
-TEXT = "text_config"
+TEXT, TIED = "text_config", "tie_word_embeddings"
 
 
 def _way(layers: str, rest: str, head: str) -> dict[str, str]:
@@ -26,7 +26,6 @@ _INSIDE = _way("language_model.model.layers.", "language_model.model.", "languag
 _BESIDE = _way("model.language_model.layers.", "model.language_model.", "lm_head.")
 # So transformers 5.23 writes it: it takes text layers for those of the vision tower, which have that name in folders.
 _BLOCKS = _way("language_model.model.blocks.", "language_model.model.", "language_model.lm_head.")
-_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
 class Outer(NamedTuple):
@@ -69,7 +68,7 @@ class Place(NamedTuple):
     """
 
     table: str = ""
-    names: Mapping[str, str] = _NOTHING
+    names: Mapping[str, str] = types.MappingProxyType({})
     parts: tuple[str, ...] = ()
 
     def to_folder(self, name: str) -> str:
@@ -94,9 +93,6 @@ class Place(NamedTuple):
         return found | {name: "images" for name in left if name.removeprefix("model.").startswith(self.parts)}
 
 
-_TIED = "tie_word_embeddings"
-
-
 def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the text model: all, or those of the table `text_config`.
 
@@ -111,27 +107,19 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = ConfigJson(mapping)
     if outer.table(TEXT) is None:
         raise UserError(f"config.json: {TEXT} is missing; model_type={kind} has its language model there")
-    tied = outer.read(_TIED, bool | None, None)
+    tied = outer.read(TIED, bool | None, None)
     outer.refuse_others({}, NESTED[kind].without_effect.split())
-    return {**mapping[TEXT], _TIED: tied or False}
+    return {**mapping[TEXT], TIED: tied or False}
 
 
-def to_table(message: str) -> str:
-    """Return a message that begins with a key of the text model with the place of the key in config.json."""
-    return message if message.startswith(_TIED) else f"{TEXT}.{message}"
-
-
-def find_place(mapping: Mapping[str, Any], names: Iterable[str], folder: Path) -> Place:
-    """Return where a folder with this config.json and tensors of these names has its text model.
+def find_place(mapping: Mapping[str, Any], names: Collection[str], folder: Path) -> Place:
+    """Return where a folder with the config.json of an outer model and tensors of these names has its text model.
 
     Raises `UserError` where it has tensors named in two ways.
     """
-    kind = mapping.get("model_type")
-    if not isinstance(kind, str) or kind not in NESTED:
-        return Place()
-    names, ways = list(names), NESTED[kind].ways
+    ways, parts, _ = NESTED[mapping["model_type"]]
     found = [way for way in ways if any(name.startswith(way["model.layers."]) for name in names)]
     if len(found) > 1:
         both = " and ".join(way["model.layers."] for way in found)
         raise UserError(f"{folder} has tensors below {both}, two ways to name one model; download it again")
-    return Place(f"{TEXT}.", (found or ways)[0], NESTED[kind].parts)
+    return Place(f"{TEXT}.", (found or ways)[0], parts)

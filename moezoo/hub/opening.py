@@ -12,9 +12,8 @@ import numpy as np
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.hub.json_files import read_json
-from moezoo.hub.name_lists import count, list_names
-from moezoo.hub.nested import NESTED, TEXT, Place, find_place, text_config, to_table
-from moezoo.hub.tensors import Tensor, tensors
+from moezoo.hub.nested import NESTED, TEXT, TIED, Place, find_place, text_config
+from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import FAMILIES, Family, ModelConfig
 from moezoo.models.base import LanguageModel
@@ -33,11 +32,8 @@ class Source(NamedTuple):
     @property
     def tables(self) -> tuple[str, str]:
         """The names of the embedding and the unembedding in this folder."""
-        names = {row.ours[0]: row.name for row in self.family.hub.rows(self.config)}
-        embedding, unembedding = (
-            self.place.to_folder(names[f"{part}.weight"]) for part in ("embedding", "unembedding")
-        )
-        return embedding, unembedding
+        names = {row.ours[0]: self.place.to_folder(row.name) for row in self.family.hub.rows(self.config)}
+        return names["embedding.weight"], names["unembedding.weight"]
 
     @property
     def stores_tied(self) -> bool:
@@ -67,11 +63,13 @@ def open_folder(folder: Path) -> Source:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
         words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         words = words.removeprefix("config.json: ")
-        raise UserError(f"{folder}/config.json: {to_table(words) if text is not mapping else words}") from error
+        table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
+        raise UserError(f"{folder}/config.json: {table}{words}") from error
     files = WeightFiles(folder)
-    place = find_place(mapping, files.tensors, folder)
-    _check_counts(files, config, family, keys, place, folder)
-    return Source(folder, mapping, family, config, files, place)
+    place = Place() if text is mapping else find_place(mapping, files.tensors, folder)
+    source = Source(folder, mapping, family, config, files, place)
+    _check_counts(source, keys)
+    return source
 
 
 def check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
@@ -99,23 +97,21 @@ def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
     return kinds[kind]
 
 
-def _check_counts(
-    files: WeightFiles, config: ModelConfig, family: Family, keys: Mapping[str, str], place: Place, folder: Path
-) -> None:
+def _check_counts(source: Source, keys: Mapping[str, str]) -> None:
     """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
 
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        names = (place.to_folder(row.name) for row in family.hub.rows(config))
+        names = (source.place.to_folder(row.name) for row in source.family.hub.rows(source.config))
         heads = {name.partition(field)[0] for name in names if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
-        found = {m[1] for name in files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
-        wanted = getattr(config, ours)
+        found = {m[1] for name in source.files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
+        wanted = getattr(source.config, ours)
         if heads and wanted > len(found) + 100:
             raise UserError(
-                f"{folder}: config.json has {place.table}{keys[ours]}={wanted}, but the safetensors hold {len(found)} "
-                f"{ours}; the files belong to different models"
+                f"{source.folder}: config.json has {source.place.table}{keys[ours]}={wanted}, but the safetensors hold "
+                f"{len(found)} {ours}; the files belong to different models"
             )
 
 

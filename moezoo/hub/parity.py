@@ -4,6 +4,7 @@ Two modules are paired if they hold the same parameters by the family's table of
 """
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub import peer
-from moezoo.hub.folders import from_pretrained, text_place
+from moezoo.hub.folders import from_pretrained
+from moezoo.hub.opening import open_folder
 from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
@@ -57,7 +59,7 @@ class Comparison:
     @property
     def first(self) -> ModuleDifference | None:
         """The first module whose input or output diverges."""
-        return next((row for row in self.rows if self._diverges(row)), None)
+        return next((row for row in self.rows if self._divergence(row)), None)
 
     @property
     def worst(self) -> ModuleDifference:
@@ -67,44 +69,35 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """One line: how closely all modules agree, or which is the first that does not."""
-        row = self.first
+        row, bound = self.first, f"{self.tolerance:.0e}"
+        if float(bound) != self.tolerance:
+            bound = f"{self.tolerance:.2e}"
         if row is None:
             worst = f"worst: {self.worst.theirs}, {self.worst.difference:.1e}"
-            text = f"all {len(self.rows)} modules agree within {self._bound} ({worst})"
+            text = f"all {len(self.rows)} modules agree within {bound} ({worst})"
             if self.unreached is not None:
                 text += f"; the window of {self.unreached} was not tested: set tokens above it (now {self.tokens})"
             return text
-        difference, what = row.difference, f"{row.theirs} (ours: {row.ours})"
-        if self._enters_apart(row):
-            assert row.before is not None
-            difference, what = row.before, f"input of {what}"
-        text = f"first divergence: {what}, {difference:.1e} relative, expected at most {self._bound}"
+        text = f"first divergence: {self._divergence(row)} relative, expected at most {bound}"
         if row.rerouted:
             text += f"; {row.rerouted} of {self.tokens} tokens go to other experts"
             few = row.rerouted <= max(1, self.tokens // 20)
             text += ", possibly because two experts tie: try another seed" if few else ""
         return text
 
-    @property
-    def _bound(self) -> str:
-        short = f"{self.tolerance:.0e}"
-        return short if float(short) == self.tolerance else f"{self.tolerance:.2e}"
-
-    def _agrees(self, difference: float) -> bool:
-        return difference <= self.tolerance  # False for NaN
-
-    def _diverges(self, row: ModuleDifference) -> bool:
-        return self._enters_apart(row) or not self._agrees(row.difference)
-
-    def _enters_apart(self, row: ModuleDifference) -> bool:
-        return row.before is not None and not self._agrees(row.before)
+    def _divergence(self, row: ModuleDifference) -> str:
+        """Return what of a module diverges and how far: its input, or else its output; empty where both agree."""
+        for what, difference in (("input of ", row.before), ("", row.difference)):
+            if difference is not None and not difference <= self.tolerance:  # also NaN
+                return f"{what}{row.theirs} (ours: {row.ours}), {difference:.1e}"
+        return ""
 
     def __str__(self) -> str:
         columns = [("transformers", "moezoo", "difference")]
-        columns += [(row.theirs, row.ours, f"{row.difference:.1e}") for row in self.rows]
+        for row in self.rows:
+            columns.append((row.theirs, row.ours, f"{row.difference:>10.1e}" + "  <-" * bool(self._divergence(row))))
         first, second = (max(len(line[i]) for line in columns) for i in (0, 1))
-        marks = ["", *("  <-" if self._diverges(row) else "" for row in self.rows)]
-        lines = [f"{a:<{first}}  {b:<{second}}  {c:>10}{m}" for (a, b, c), m in zip(columns, marks, strict=True)]
+        lines = [f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in columns]
         return "\n".join([*lines, "", self.verdict])
 
 
@@ -131,7 +124,8 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     ids = np.random.default_rng(seed).integers(0, model.vocab, (1, tokens))
     theirs_by_ours = pair_modules(model)
     ours = record_model(model, ids)
-    names, place = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}, text_place(folder)
+    names = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}
+    place = open_folder(folder).place
     theirs = peer.record_modules(peer.load_peer(folder), ids, set(names.values()))
     rows = tuple(
         _compare_module(place.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])
@@ -161,50 +155,37 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
     held = [path.lstrip(".") for path, axes, _ in parameter_table(model) if axes.role is not Role.BUFFER]
     if model.unembedding.weight is None:  # tied: transformers has a module for it too
         held.append("unembedding.weight")
-    found: dict[Where, str] = {(path, None): name for path, name in _same_parameters(held, "", rows).items()}
-    for place in layer_places(model.stacks):
-        same = _same_parameters(held, f"{place.path}.", rows)
-        found |= {(path, place.number): name.replace("{layer}", str(place.number)) for path, name in same.items()}
+    found: dict[Where, str] = {}
+    for prefix, number in (("", None), *((f"{place.path}.", place.number) for place in layer_places(model.stacks))):
+        same = _same_parameters(held, prefix, rows)
+        found |= {(path, number): name.replace("{layer}", str(number)) for path, name in same.items()}
     return found
 
 
 def _same_parameters(held: list[str], prefix: str, rows: Rows) -> dict[str, str]:
-    """Map our paths below `prefix` to the names of the modules with exactly the same parameters."""
+    """Map our paths below `prefix` to the names of the innermost modules with exactly the same parameters.
+
+    All experts are one module.
+    """
     # Ours -> theirs, for parameters that this model has.
     tensors = {prefix + path: row.name for row in rows for path in row.ours if prefix + path in held}
     found = {}
-    for ancestor in sorted({ancestor for path in tensors for ancestor in _ancestors(path)}):
-        here = {name for path, name in tensors.items() if f"{path}.".startswith(f"{ancestor}.")}
-        module = _common(here)
-        if module and here == {name for name in tensors.values() if name.startswith(f"{module}.")}:
-            found[ancestor] = module
+    modules = {module for path in tensors for module in itertools.accumulate(path.split("."), "{}.{}".format)}
+    for module in sorted(modules):
+        here = {name for path, name in tensors.items() if f"{path}.".startswith(f"{module}.")}
+        levels = zip(*(name.split(".")[:-1] for name in here), strict=False)
+        shared = itertools.takewhile(lambda parts: len(set(parts)) == 1 and parts[0] != "{expert}", levels)
+        theirs = ".".join(parts[0] for parts in shared)
+        if theirs and here == {name for name in tensors.values() if name.startswith(f"{theirs}.")}:
+            found[module] = theirs
     return found
 
 
-def _ancestors(path: str) -> list[str]:
-    """Return a path and the paths of all modules around it, outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _common(names: set[str]) -> str:
-    """Return the innermost module that holds all tensors of `names`; all experts are one module."""
-    shared = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1 or parts[0] == "{expert}":
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
-
-
 def _compare_module(theirs: str, path: str, ours: ModuleRecord, wanted: ModuleRecord) -> ModuleDifference:
-    before = None
-    if ours.input is not None and wanted.input is not None:
-        before = _relative(ours.input, wanted.input)
+    before = None if ours.input is None or wanted.input is None else _relative(ours.input, wanted.input)
     rerouted = 0
     if path.endswith(".router"):
-        differs = (ours.output > 0) != (wanted.output > 0)
-        rerouted = int(differs.any(-1).sum())
+        rerouted = int(((ours.output > 0) != (wanted.output > 0)).any(-1).sum())
     return ModuleDifference(theirs, path, _relative(ours.output, wanted.output), before, rerouted)
 
 

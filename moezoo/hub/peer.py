@@ -3,12 +3,12 @@
 In moezoo only this module imports PyTorch and transformers.
 """
 
+import contextlib
 import functools
 import importlib.util
 import re
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
     """
     try:
         with _quiet():
-            loaded: Any = class_of(folder).from_pretrained(
+            model, info = class_of(folder).from_pretrained(
                 folder,
                 dtype="float32",
                 attn_implementation=attention,
@@ -53,7 +53,6 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
     except Exception as error:  # transformers and huggingface_hub have many error classes
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{folder}: transformers cannot load it ({reason}), so it cannot be compared") from error
-    model, info = loaded
     # Our folders have no index of sparse attention. A random one is as good: it selects all tokens of such short texts.
     if lacking := sorted(name for name in info["missing_keys"] if ".indexer." not in name):
         raise UserError(f"{folder}: transformers finds no values for {len(lacking)} weights: {lacking[0]}, ...")
@@ -71,7 +70,7 @@ def class_of(folder: Path) -> Any:
     return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress transformers' warnings and progress bars."""
     from transformers.utils import logging
@@ -98,33 +97,26 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
 
     records: dict[str, ModuleRecord] = {}
 
-    def hook(name: str) -> Any:
-        def keep(module: Any, positional: Any, named: Any, output: Any) -> None:
-            first = positional[0] if positional else named.get("hidden_states")
-            before, after = _array(first), _output(module, output)
-            if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
-                before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
-            records[name] = ModuleRecord(before, after)
+    def keep(name: str, module: Any, positional: Any, named: Any, output: Any) -> None:
+        first = positional[0] if positional else named.get("hidden_states")
+        before, after = None if first is None else _array(first), _output(module, output)
+        if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
+            before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
+        records[name] = ModuleRecord(before, after)
 
-        return keep
-
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks, torch.no_grad():
         for name in names:
             inside = functools.reduce(lambda path, part: path.replace(part, _RENAMED[part]), _RENAMED, name)
             if hasattr(model.model, "language_model"):  # a model for images
                 inside = re.sub(r"^model\.", "model.language_model.", inside)
-            handles.append(model.get_submodule(inside).register_forward_hook(hook(name), with_kwargs=True))
-        with torch.no_grad():
-            model(torch.tensor(tokens.astype(np.int64)), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+            hook = functools.partial(keep, name)
+            hooks.callback(model.get_submodule(inside).register_forward_hook(hook, with_kwargs=True).remove)
+        model(torch.tensor(tokens.astype(np.int64)), use_cache=False)
     return records
 
 
-def _array(x: Any) -> np.ndarray | None:
-    return None if x is None else x.detach().float().numpy().copy()
+def _array(x: Any) -> np.ndarray:
+    return x.detach().float().numpy().copy()
 
 
 def _output(module: Any, output: Any) -> np.ndarray:
@@ -134,6 +126,4 @@ def _output(module: Any, output: Any) -> np.ndarray:
     if isinstance(output, tuple) and len(output) == 3 and hasattr(module, "top_k"):
         logits, gates, expert_ids = output
         output = torch.zeros_like(logits, dtype=gates.dtype).scatter(1, expert_ids, gates)
-    found = _array(output[0] if isinstance(output, tuple) else output)
-    assert found is not None
-    return found
+    return _array(output[0] if isinstance(output, tuple) else output)

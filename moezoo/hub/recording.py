@@ -38,7 +38,7 @@ Where = tuple[str, int | None]
 
 def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, ModuleRecord]:
     """Let `model` read `tokens` [batch, seq] on one device; return each module's record, in the order they finish."""
-    execution, paths = Execution(), _Paths()
+    execution = Execution()
     model = place(model, execution)
     ids = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
@@ -46,47 +46,40 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
     @jax.jit
     def program(model: LanguageModel) -> tuple[Any, Any, Any]:
         context = make_context(Place(positions, jnp.ones_like(ids)), execution)
-        x, before = _call_recording(model.embedding, "embedding", paths)(ids)
+        x, before = _call_recording(model.embedding, "embedding", ids)
         stacks = tuple(
             dataclasses.replace(
-                stack,
-                blocks=tuple(_RecordingBlock(b, block_path(s, k), paths) for k, b in enumerate(stack.blocks)),
+                stack, blocks=tuple(_RecordingBlock(b, block_path(s, k)) for k, b in enumerate(stack.blocks))
             )
             for s, stack in enumerate(model.stacks)
         )
         out = run_layers(stacks, x, context, execution, keep=lambda _, records: records)
-        _, after = _call_recording(model.readout, "unembedding", paths)(out.x)
+        _, after = _call_recording(model.readout, "unembedding", out.x)
         return before, out.kept, after
 
     with jax.default_matmul_precision("highest"):
         before, inside, after = jax.device_get(program(model))
-    records: dict[Where, ModuleRecord] = {}
-    records |= {(path, None): ModuleRecord(*one) for path, one in zip(paths.found["embedding"], before, strict=True)}
+    records = [(None, one) for one in before]
     for layer in layer_places(model.stacks):
-        arrays = jax.tree.map(lambda x, i=layer.index: x[i], inside[layer.stack][layer.kind])
-        names = paths.found[layer.path]
-        records |= {(path, layer.number): ModuleRecord(*one) for path, one in zip(names, arrays, strict=True)}
-    names = paths.found["unembedding"]
-    return records | {(path, None): ModuleRecord(*one) for path, one in zip(names, after, strict=True)}
+        kept = jax.tree.map(lambda x, i=layer.index: x[i], inside[layer.stack][layer.kind])
+        records += [(layer.number, one) for one in kept]
+    records += [(None, one) for one in after]
+    return {(one.path, number): ModuleRecord(one.input, one.output) for number, one in records}
 
 
-class _Paths:
-    """The paths of the recorded modules, by the path of the module that was called. Tracing fills it in."""
+class _Record(eqx.Module):
+    """The record of the module at `path`, as a compiled program returns it."""
 
-    def __init__(self):
-        self.found: dict[str, tuple[str, ...]] = {}
+    path: str = eqx.field(static=True)
+    input: Any
+    output: Any
 
 
-def _call_recording(module: Any, path: str, paths: _Paths) -> Any:
-    """Return a function that calls `module` and also returns the input and output of every module inside it."""
-
-    def call(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        records: dict[str, tuple[Any, Any]] = {}
-        result = _wrap(module, path, records)(*arguments)
-        paths.found[path] = tuple(records)
-        return result, tuple(records.values())
-
-    return call
+def _call_recording(module: Any, path: str, *arguments: Any) -> tuple[Any, tuple[_Record, ...]]:
+    """Call `module` and also return the records of it and of every module inside it."""
+    records: list[_Record] = []
+    result = _wrap(module, path, records)(*arguments)
+    return result, tuple(records)
 
 
 class _RecordingBlock(eqx.Module):
@@ -94,7 +87,6 @@ class _RecordingBlock(eqx.Module):
 
     block: Block
     path: str = eqx.field(static=True)
-    paths: _Paths = eqx.field(static=True)
 
     @property
     def attention(self) -> Any:
@@ -102,11 +94,11 @@ class _RecordingBlock(eqx.Module):
         return self.block.attention
 
     def __call__(self, *arguments: Any) -> LayerOutput:
-        out, records = _call_recording(self.block, self.path, self.paths)(*arguments)
+        out, records = _call_recording(self.block, self.path, *arguments)
         return LayerOutput(out.x, None, records)
 
 
-def _wrap(module: Any, path: str, records: dict[str, tuple[Any, Any]]) -> Any:
+def _wrap(module: Any, path: str, records: list[_Record]) -> Any:
     """Wrap `module` and every module inside it so that each call adds its input and output to `records`."""
     inside = {
         name: child
@@ -122,7 +114,7 @@ def _wrap(module: Any, path: str, records: dict[str, tuple[Any, Any]]) -> Any:
 class _Wrapped:
     """A module that records its calls and otherwise behaves as before."""
 
-    def __init__(self, module: Any, path: str, records: dict[str, tuple[Any, Any]]):
+    def __init__(self, module: Any, path: str, records: list[_Record]):
         self._module, self._path, self._records = module, path, records
 
     def __getattr__(self, name: str) -> Any:
@@ -134,10 +126,10 @@ class _Wrapped:
         # Two modules of transformers return what ours return one level up. Its experts return the weighted sum over a
         # token's experts; our `Experts` returns a row for each. Its unembedding returns logits; ours is a matrix.
         if isinstance(self._module, Unembedding):
-            self._records[f"{self._path}.weight"] = (None, output)
+            self._records.append(_Record(f"{self._path}.weight", None, output))
         if isinstance(result, FeedForwardOutput) and result.routed is not None:
-            self._records[f"{self._path}.experts"] = (None, result.routed)
-        self._records[self._path] = (x, output)
+            self._records.append(_Record(f"{self._path}.experts", None, result.routed))
+        self._records.append(_Record(self._path, x, output))
         return result
 
 

@@ -13,7 +13,7 @@ from moezoo.errors import UserError
 from moezoo.hub.json_files import LARGEST, open_file, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-METADATA = "__metadata__"  # an entry of a header that is no tensor
+_METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
 
@@ -26,17 +26,10 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Header(NamedTuple):
-    """The beginning of a safetensors file: its length and text in bytes, and the entries that the text holds."""
+def read_header(path: Path) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """Return the header of a file: all its bytes, the entry of metadata, if any, and those of the tensors by name.
 
-    data: bytes
-    entries: dict[str, Any]
-
-
-def read_header(path: Path) -> Header:
-    """Return the header of a file, of which only `WeightFiles` checks the entries.
-
-    Raises `UserError` where there is none.
+    Only `WeightFiles` checks the entries. Raises `UserError` where there is no header.
     """
     with open_file(path) as file:
         first = file.read(8)
@@ -44,7 +37,9 @@ def read_header(path: Path) -> Header:
         if not 8 <= 8 + length <= min(size, LARGEST):
             raise UserError(f"{path} cannot be read (it has {size} bytes and no whole header); download it again")
         text = file.read(length)
-    return Header(first + text, parse_json(text, f"{path}: its header"))
+    entries = parse_json(text, f"{path}: its header")
+    metadata = {_METADATA: entries.pop(_METADATA)} if _METADATA in entries else {}
+    return first + text, metadata, entries
 
 
 class WeightFiles:
@@ -77,17 +72,13 @@ class WeightFiles:
         """Return the tensors of a file by name."""
         from safetensors import SafetensorError, safe_open
 
-        header = read_header(path).entries
+        *_, entries = read_header(path)
         try:
             self._handles[path] = safe_open(path, framework="numpy")  # checks types, sizes and places
         except (SafetensorError, OSError) as error:
             reason = show(str(error).partition("\n")[0])
             raise UserError(f"{path} cannot be read ({reason}); download it again") from error
-        return {
-            name: StoredTensor(path, about["dtype"], tuple(about["shape"]))
-            for name, about in header.items()
-            if name != METADATA
-        }
+        return {name: StoredTensor(path, about["dtype"], tuple(about["shape"])) for name, about in entries.items()}
 
     def common_dtype(self) -> np.dtype:
         """Return the dtype that most stored numbers have; float32 for float64."""
