@@ -26,7 +26,6 @@ from moezoo.parallel.traffic import Traffic
 _WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")
 
-_NO_SUMS: Mapping[str, Any] = {}
 Signed = tuple[str, Any]  # "-" or "+" for rows of one of two layouts, otherwise "", and a row
 
 
@@ -34,11 +33,9 @@ def as_json(found: Sharding | Differences) -> str:
     """Return the rows as JSON. Of differences, each entry has the rows of both layouts, or null."""
 
     def plain(entry: Any) -> Any:
-        entry = entry._asdict()
-        return {k: v._asdict() if hasattr(v, "_asdict") else v for k, v in entry.items()}
+        return {k: v._asdict() if hasattr(v, "_asdict") else v for k, v in entry._asdict().items()}
 
-    parts = {name: getattr(found, name) for name in Sharding._fields}
-    return json.dumps({name: [plain(entry) for entry in entries] for name, entries in parts.items()}, indent=1)
+    return json.dumps({name: [plain(entry) for entry in getattr(found, name)] for name in Sharding._fields}, indent=1)
 
 
 def describe_run(cfg: TrainConfig, call: CallName) -> str:
@@ -51,15 +48,13 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
         if (value := getattr(cfg.dispatch, field.name)) != field.default
     }
     chosen = {**sizes, "rules": cfg.rules.name, "dispatch": path_of(type(cfg.dispatch)), **options}
-    settings = cfg.execution
-    lines = [
+    settings, shown = cfg.execution, " ".join(f"{key}={show(value)}" for key, value in chosen.items())
+    micro = f" execution.microbatches={settings.microbatches}" * (call == "train" and settings.microbatches > 1)
+    return (
         f"{call} {name_of(cfg.model)}: {total:,} parameters in {settings.param_dtype}, computed in {settings.dtype}; "
-        f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
-        + f" execution.microbatches={settings.microbatches}"
-        * (call == "train" and settings.microbatches > 1),
-        f"{cfg.mesh.devices:,} devices: " + " ".join(f"{key}={show(value)}" for key, value in chosen.items()),
-    ]
-    return "\n".join(lines)
+        f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}{micro}\n"
+        f"{cfg.mesh.devices:,} devices: {shown}"
+    )
 
 
 def render(title: str, layout: Sharding) -> str:
@@ -67,7 +62,7 @@ def render(title: str, layout: Sharding) -> str:
     parameters, activations, collectives = ([("", row) for row in rows] for rows in layout)
     tables: list[Table | str] = [_arrays("parameter", parameters, {"": layout.parameters})]
     if activations:
-        tables.append(_arrays("activation", activations))
+        tables.append(_arrays("activation", activations, {}))
         tables += _collectives(collectives, {"": layout.collectives}) if collectives else ["no collective"]
     return _join([title, *tables])
 
@@ -76,10 +71,11 @@ def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found
     """Return the tables of what differs: rows with - are of the first layout, rows with + of the second."""
     heads = [f"{sign} {line}" for sign, title in zip("-+", titles, strict=True) for line in title.splitlines()]
     parameters, activations, collectives = (list(_signed(changes)) for changes in found[:3])
+    signed = dict(zip("-+", layouts, strict=True))
     tables = [
-        [_arrays("parameter", parameters, {sign: each.parameters for sign, each in zip("-+", layouts, strict=True)})],
-        [_arrays("activation", activations)],
-        _collectives(collectives, {sign: each.collectives for sign, each in zip("-+", layouts, strict=True)}),
+        [_arrays("parameter", parameters, {sign: each.parameters for sign, each in signed.items()})],
+        [_arrays("activation", activations, {})],
+        _collectives(collectives, {sign: each.collectives for sign, each in signed.items()}),
     ]
     parts: list[Table | str] = ["\n".join(heads)]
     for name, rows, same, part in zip(Sharding._fields, found, found.same, tables, strict=False):
@@ -94,7 +90,7 @@ def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
         yield from ((sign, row) for sign, row in zip("-+", change, strict=True) if row is not None)
 
 
-def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]] = _NO_SUMS) -> Table:
+def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]]) -> Table:
     """Return a table of parameters or activations. Rows of a block of layers stand below its path."""
     table = _table(f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes per device")
     above = ""

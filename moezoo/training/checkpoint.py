@@ -278,7 +278,7 @@ def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> 
         raise UserError(f"checkpoint at step {step}: array {name} exists only in {where}; use the run's own settings")
     for name, have in wanted.items():
         if saved[name] != have:
-            was, now = _show_array(saved[name]), _show_array(have)
+            was, now = (f"{dtype}{shape}" for dtype, shape in (saved[name], have))
             raise UserError(
                 f"checkpoint at step {step}: {name} is {was} but this model has {now}; use the run's own settings"
             )
@@ -294,18 +294,13 @@ def _array_name(path: Any) -> str:
     return "/".join(str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path)
 
 
-def _show_array(array: list) -> str:
-    return f"{array[0]}{array[1]}"
-
-
 def _hash_files(folder: Path) -> dict[str, str]:
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / _SUMS]
-    return {p.relative_to(folder).as_posix(): _hash_file(p) for p in files}
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / _SUMS:
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _silence_orbax() -> None:
