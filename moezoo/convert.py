@@ -109,14 +109,9 @@ def check_fields(section: str, settings: Any) -> None:
     """Convert each field of a frozen dataclass in place, as `convert` does. Its `__post_init__` calls this first.
 
     A field whose type is another class, or a union of classes, must hold an instance. Fields of types that no
-    configuration can hold are left as they are.
+    configuration can hold are left as they are. `section` is the dotted key of `settings`, empty at the top.
 
-    Args:
-        section: The dotted key of `settings` for messages; empty at the top.
-        settings: A new instance.
-
-    Raises:
-        UserError: A value does not fit the type or the range of its field.
+    Raises `UserError` if a value does not fit the type or the range of its field.
     """
     kind = type(settings)
     for name, hint in types_of(kind).items():
@@ -257,17 +252,9 @@ def _describe_type(kind: Any) -> str:
 
 
 def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: Checks = NO_CHECKS) -> None:
-    """Replace the value at the dotted `key` of `mapping`.
+    """Replace the value at the dotted `key` of `mapping`, plain values that `convert` will make a `kind` of.
 
-    Args:
-        kind: The dataclass that `convert` will make of `mapping`.
-        mapping: Plain values; changed in place.
-        key: The key of one value. A section cannot be replaced.
-        value: The plain value.
-        checks: Those that `convert` will be given.
-
-    Raises:
-        UserError: There is no such key, or it is a section.
+    Raises `UserError` if there is no such key, or if it is a section.
     """
     section, at, named, names = mapping, "", "", key.split(".")
     while True:

@@ -36,17 +36,15 @@ class Command(abc.ABC):
     - `summary` is its line in the list of commands;
     - `task` runs it with its arguments, and returns the exit code, None for 0;
     - `description` is the first paragraph of `--help`, and `examples` are arguments that `--help` shows;
-    - `keys` is a dataclass of the command's own options (`moezoo.config.options`); `--help` lists them first;
-    - `switches` is a dataclass of its options with dashes (`options.take_switches`), which `task` receives too.
+    - `keys` is a dataclass of the command's own options (`moezoo.config.options`); `--help` lists them first.
     """
 
     name: str
     summary: str
     task: Task
     description: str
-    keys: type | None = None
-    examples: tuple[str, ...] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16")
-    switches: type | None = None
+    keys: type | None
+    examples: tuple[str, ...]
 
     @abc.abstractmethod
     def check(self, arguments: Sequence[str], prog: str) -> None:
@@ -66,11 +64,15 @@ class Command(abc.ABC):
 class ConfiguredCommand(Command):
     """A command that composes a configuration from its KEY=VALUE arguments.
 
+    - `switches` is a dataclass of its options with dashes (`options.take_switches`), which `task` receives too;
     - `configure(*arguments)` returns the configuration that `--cfg job` prints;
     - `groups` are the groups that `--help` lists after `keys`, by default all; with neither, it lists all keys of a
       configuration too.
     """
 
+    keys: type | None = None
+    examples: tuple[str, ...] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16")
+    switches: type | None = None
     configure: Callable[..., Any] = _compose
     groups: tuple[str, ...] = ()
 
@@ -216,5 +218,5 @@ def _print_help(command: Command, arguments: Sequence[str], prog: str) -> None:
     examples = [f"  {prog} {example}" for example in command.examples]
     width = help_text.terminal_width()
     description = [line for part in command.description.splitlines() for line in textwrap.wrap(part, width) or [""]]
-    usage = f"usage: {prog} [KEY=VALUE ...]{' [OPTION ...]' * (command.switches is not None)}"
+    usage = f"usage: {prog} [KEY=VALUE ...]{' [OPTION ...]' * (getattr(command, 'switches', None) is not None)}"
     print("\n".join([usage, "", *description, "", *command.explain(arguments), "", "Examples:", *examples]))

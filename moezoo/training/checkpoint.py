@@ -59,15 +59,10 @@ class Checkpoints:
             self._clear()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        """Wait for the previous save, then start to save the state after `step`.
+        """Wait for the previous save, then start to save the state after `step`; a second save of it does nothing.
 
-        Args:
-            step: the number of the last step that is done. A second save of the same step does nothing.
-            trees: trees of arrays by name.
-            about: JSON values for about.json.
-
-        Raises:
-            UserError: the previous save failed.
+        `trees` are trees of arrays by name, `about` JSON values for about.json. Raises `UserError` if the previous save
+        failed.
         """
         import orbax.checkpoint as ocp
 
@@ -246,16 +241,10 @@ def _verify(folder: Path) -> dict[str, Any]:
 
 
 def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -> dict[str, Any]:
-    """Restore trees of arrays by name; call `read_about` first, which verifies the files.
+    """Restore trees of arrays by name from the `checkpoints` folder, after `read_about`, which returned `about`.
 
-    Args:
-        folder: the `checkpoints` folder.
-        step: the step of the checkpoint.
-        about: what `read_about` returned.
-        targets: trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving.
-
-    Raises:
-        UserError: the checkpoint holds the arrays of another model.
+    `targets` are trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving. Raises
+    `UserError` if the checkpoint holds the arrays of another model.
     """
     import orbax.checkpoint as ocp  # slow to import
 
