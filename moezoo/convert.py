@@ -46,15 +46,11 @@ _INT32 = Range(at_most=2**31 - 1)  # devices count in int32
 
 
 class Checks(NamedTuple):
-    """What types cannot express, by dotted key.
+    """What types cannot express, by dotted key."""
 
-    Attributes:
-        tags: For a section whose class depends on one of its keys: (that key, class by its value).
-        renamed: Old key -> new key.
-    """
-
+    # For a section whose class depends on one of its keys: that key, and the class by its value.
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
-    renamed: Mapping[str, str] = types.MappingProxyType({})
+    renamed: Mapping[str, str] = types.MappingProxyType({})  # old key -> new key
 
 
 NO_CHECKS = Checks()

@@ -23,12 +23,6 @@ from moezoo.errors import UserError, nearest
 Task = Callable[[Sequence[str]], int | None]
 
 
-def _compose(*arguments: str) -> Any:
-    from moezoo.config.compose import compose
-
-    return compose(*arguments)
-
-
 @dataclasses.dataclass(frozen=True)
 class Command(abc.ABC):
     """A command of moezoo: `moezoo NAME ARGUMENT ...`, or the script of its name.
@@ -65,7 +59,7 @@ class ConfiguredCommand(Command):
     """A command that composes a configuration from its KEY=VALUE arguments.
 
     - `switches` is a dataclass of its options with dashes (`options.take_switches`), which `task` receives too;
-    - `configure(*arguments)` returns the configuration that `--cfg job` prints;
+    - `configure(*arguments)` returns the configuration that `--cfg job` prints, by default as `moezoo.compose`;
     - `groups` are the groups that `--help` lists after `keys`, by default all; with neither, it lists all keys of a
       configuration too.
     """
@@ -73,7 +67,7 @@ class ConfiguredCommand(Command):
     keys: type | None = None
     examples: tuple[str, ...] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16")
     switches: type | None = None
-    configure: Callable[..., Any] = _compose
+    configure: Callable[..., Any] | None = None
     groups: tuple[str, ...] = ()
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
@@ -97,9 +91,9 @@ class ConfiguredCommand(Command):
         rest, show_job = self._split(arguments, prog)
         if not show_job:
             return self.task(arguments)
-        from moezoo.config.compose import as_mapping, to_yaml
+        from moezoo.config.compose import as_mapping, compose, to_yaml
 
-        print(to_yaml(as_mapping(self.configure(*rest))), end="")
+        print(to_yaml(as_mapping((self.configure or compose)(*rest))), end="")
 
     def _split(self, arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
         """Return the overrides, and whether to print the configuration."""

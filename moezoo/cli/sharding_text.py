@@ -26,7 +26,8 @@ from moezoo.parallel.traffic import Traffic
 _WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")
 
-Signed = tuple[str, Any]  # "-" or "+" for rows of one of two layouts, otherwise "", and a row
+_SIGNS = ("- ", "+ ")  # of the rows of one of two layouts
+Signed = tuple[str, Any]  # a sign, or "" with one layout, and a row
 
 
 def as_json(found: Sharding | Differences) -> str:
@@ -69,9 +70,9 @@ def render(title: str, layout: Sharding) -> str:
 
 def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found: Differences) -> str:
     """Return the tables of what differs: rows with - are of the first layout, rows with + of the second."""
-    heads = [f"{sign} {line}" for sign, title in zip("-+", titles, strict=True) for line in title.splitlines()]
+    heads = [f"{sign}{line}" for sign, title in zip(_SIGNS, titles, strict=True) for line in title.splitlines()]
     parameters, activations, collectives = (list(_signed(changes)) for changes in found[:3])
-    signed = dict(zip("-+", layouts, strict=True))
+    signed = dict(zip(_SIGNS, layouts, strict=True))
     tables = [
         [_arrays("parameter", parameters, {sign: each.parameters for sign, each in signed.items()})],
         [_arrays("activation", activations, {})],
@@ -87,7 +88,7 @@ def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found
 
 def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
     for change in changes:
-        yield from ((sign, row) for sign, row in zip("-+", change, strict=True) if row is not None)
+        yield from ((sign, row) for sign, row in zip(_SIGNS, change, strict=True) if row is not None)
 
 
 def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]]) -> Table:
@@ -98,28 +99,24 @@ def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[Par
         inside = _IN_A_BLOCK.fullmatch(row.name)
         block, name = (inside[1], inside[2]) if inside else ("", row.name)
         if block != above and inside:
-            table.add_row(f"{'  ' * bool(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}")
+            table.add_row(f"{' ' * len(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}")
         above = block
         axes = [f"{axis}({' '.join(over)})" if over else axis for axis, over in zip(row.axes, row.spec, strict=True)]
         frozen = " (not trained)" * (not getattr(row, "trained", True))
         shapes = ("x".join(map(str, shape)) for shape in (row.shape, row.local_shape))
         indent = "  " * bool(block)
-        lines = f"{_mark(sign)}{indent}{name}{frozen}", f"{' ' * len(_mark(sign))}{indent}  {' '.join(axes)}"
+        lines = f"{sign}{indent}{name}{frozen}", f"{' ' * len(sign)}{indent}  {' '.join(axes)}"
         table.add_row("\n".join(lines), *shapes, f"{row.bytes_per_device:,}")
     for sign, every in summed.items():
-        table.add_row(f"{_mark(sign)}all", "", "", f"{sum(row.bytes_per_device for row in every):,}")
+        table.add_row(f"{sign}all", "", "", f"{sum(row.bytes_per_device for row in every):,}")
     return table
-
-
-def _mark(sign: str) -> str:
-    return f"{sign} " if sign else ""
 
 
 def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[CollectiveRow]]) -> list[Table]:
     """Return a table of collectives, and one of their sums over each set of mesh axes; of two, where they differ."""
     table = _table("scope", "collective", "mesh axes", "times", "bytes received")
     for sign, row in rows:
-        table.add_row(_mark(sign) + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}")
+        table.add_row(sign + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}")
     totals = _table("sums over mesh axes", "times", "bytes received")
     sums: dict[str, dict[str, Traffic]] = {}
     for sign, every in summed.items():
@@ -132,7 +129,7 @@ def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[Collectiv
     differing = [item for item in ranked if len(summed) == 1 or len({item[1].get(sign) for sign in summed}) > 1]
     for axes, by_sign in [*differing, ("all", everything)]:
         for sign, traffic in by_sign.items():
-            totals.add_row(_mark(sign) + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
+            totals.add_row(sign + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
     return [table, totals]
 
 

@@ -80,15 +80,12 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         routing=cfg.execution.routing,
     )
     if cfg.execution.context_parallel != "gather" and not execution.sequence_axes:
-        names = cfg.rules.sequence
+        here = "split no sequence; choose rules=fsdp_ep mesh.context=2"
+        if names := cfg.rules.sequence:
+            here = f"split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
         raise UserError(
             f"execution.context_parallel={cfg.execution.context_parallel} has nothing to pass around: rules "
-            + (
-                f"{cfg.rules.name} split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
-                if names
-                else f"{cfg.rules.name} split no sequence; choose rules=fsdp_ep mesh.context=2"
-            )
-            + " or more, or execution.context_parallel=gather"
+            f"{cfg.rules.name} {here} or more, or execution.context_parallel=gather"
         )
     axes, num_experts = live(cfg.rules.store.get("expert", ()), execution.sizes), cfg.model.experts
     if num_experts % (ways := execution.ways(axes)):

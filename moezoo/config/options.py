@@ -121,8 +121,8 @@ def take_switches(kind: type[_T], arguments: Sequence[str]) -> Taken:
             continue
         text = text if equals else next(left, "")
         if not text or text.startswith("--"):
-            shown = dict(describe_switches(kind))
-            raise UserError(f"{switch}: expected a value; write {next(each for each in shown if switch in each)}")
+            write = next(shown for shown, _ in describe_switches(kind) if switch in shown)
+            raise UserError(f"{switch}: expected a value; write {write}")
         values[name] = convert(types[name], _value(types[name], text), switch)
     return Taken(kind(**values), rest)
 

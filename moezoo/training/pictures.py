@@ -70,10 +70,7 @@ def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: 
 def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None) -> Any:
     """Draw the training and validation loss by step, in nats per `unit`, and return the matplotlib figure.
 
-    Args:
-        history: the rows of metrics.jsonl.
-        unit: "token" or "byte".
-        baseline: the validation loss of a trigram model, if there is one.
+    `baseline` is the validation loss of a trigram model, if there is one.
     """
     figure, axes = _figure(7, 4.2)
     steps, losses = [row["step"] for row in history], _column(history, "loss")
