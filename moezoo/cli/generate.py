@@ -102,16 +102,12 @@ def continuations(arguments: Sequence[str]) -> list[str]:
         vocab=min(loaded.tokenizer.vocab, loaded.model.vocab),
         key=jax.random.key(cfg.seed),
     )
-    rows = [row[length - len(text) :] for row, text in zip(longer, texts, strict=True)]
-    return [loaded.tokenizer.decode(_until_stop(row, len(text), stops)) for row, text in zip(rows, texts, strict=True)]
-
-
-def _until_stop(ids: Any, prompt: int, stops: list[int]) -> Any:
-    """Cut a text off before the first new token that ends it."""
-    import numpy as np
-
-    ends = np.flatnonzero(np.isin(ids[prompt:], stops))
-    return ids[: prompt + ends[0]] if len(ends) else ids
+    continued = []
+    for row, text in zip(longer, texts, strict=True):
+        ends = np.flatnonzero(np.isin(row[length:], stops))
+        until = length + ends[0] if len(ends) else None  # the first new token that ends the text
+        continued.append(loaded.tokenizer.decode(row[length - len(text) : until]))
+    return continued
 
 
 def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:

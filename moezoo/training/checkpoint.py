@@ -226,10 +226,10 @@ def _verify(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / _ABOUT).read_text())
         format_, step, by = about["format"], about["step"], about["versions"]["moezoo"]
         sections = [about[name] for name in ("config", "arrays", "loader")] + list(about["arrays"].values())
+        if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
+            raise TypeError
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        format_, step, by, sections = None, None, None, []
-    if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
-        raise UserError(f"{folder} is not a checkpoint of moezoo: {_ABOUT} lacks what moezoo writes there")
+        raise UserError(f"{folder} is not a checkpoint of moezoo: {_ABOUT} lacks what moezoo writes there") from None
     if format_ != FORMAT:
         raise _OtherFormatError(
             f"{folder} has checkpoint format {format_} and this moezoo reads format {FORMAT}; moezoo "
