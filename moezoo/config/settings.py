@@ -79,7 +79,7 @@ class TrainConfig:
     run_dir: str | None
     resume: str | None
     eval_every: Count
-    # Keys with a default: runs of older versions have none of them.
+    # Keys with a default are missing from runs of older versions.
     checkpoint_minutes: NotNegative | None = dataclasses.field(default=None, kw_only=True)
     checkpoint_every: Count
     checkpoint_keep: Size
