@@ -46,15 +46,11 @@ _INT32 = Range(at_most=2**31 - 1)  # devices count in int32
 
 
 class Checks(NamedTuple):
-    """What types cannot express, by dotted key.
+    """What types cannot express, by dotted key."""
 
-    Attributes:
-        tags: For a section whose class depends on one of its keys: (that key, class by its value).
-        renamed: Old key -> new key.
-    """
-
+    # For a section whose class depends on one of its keys: that key, and the class by its value.
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
-    renamed: Mapping[str, str] = types.MappingProxyType({})
+    renamed: Mapping[str, str] = types.MappingProxyType({})  # old key -> new key
 
 
 NO_CHECKS = Checks()
@@ -91,7 +87,7 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
             value = [value]
         if isinstance(value, list | tuple):
             return tuple(convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    elif is_table(inner):
+    elif origin is Mapping:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return {name: convert(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
     elif (scalar := _scalar(inner, value)) is not None:
@@ -109,14 +105,9 @@ def check_fields(section: str, settings: Any) -> None:
     """Convert each field of a frozen dataclass in place, as `convert` does. Its `__post_init__` calls this first.
 
     A field whose type is another class, or a union of classes, must hold an instance. Fields of types that no
-    configuration can hold are left as they are.
+    configuration can hold are left as they are. `section` is the dotted key of `settings`, empty at the top.
 
-    Args:
-        section: The dotted key of `settings` for messages; empty at the top.
-        settings: A new instance.
-
-    Raises:
-        UserError: A value does not fit the type or the range of its field.
+    Raises `UserError` if a value does not fit the type or the range of its field.
     """
     kind = type(settings)
     for name, hint in types_of(kind).items():
@@ -124,10 +115,10 @@ def check_fields(section: str, settings: Any) -> None:
         if is_plain(hint):
             object.__setattr__(settings, name, convert(hint, value, key, valid=ranges_of(kind)[name]))
         elif not _fits(value, hint):
+            kinds = [each.__name__ for each in typing.get_args(hint) or [hint] if each is not types.NoneType]
+            expected, found = f"a value of {' or '.join(kinds)}", _describe_value(value)
             names = "; only moezoo.compose takes names" * isinstance(value, str)
-            raise UserError(
-                f"{key}={show(value)}: expected {_describe_classes(hint)}, found {_describe_value(value)}{names}"
-            )
+            raise UserError(f"{key}={show(value)}: expected {expected}, found {found}{names}")
 
 
 def is_plain(kind: Any) -> bool:
@@ -148,11 +139,6 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, hint)
     except TypeError:
         return True
-
-
-def _describe_classes(hint: Any) -> str:
-    names = [each.__name__ for each in typing.get_args(hint) or [hint] if each is not types.NoneType]
-    return f"a value of {' or '.join(names)}"
 
 
 def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
@@ -182,15 +168,14 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
         return value
     hints, completed = types_of(kind), dict(value)
     for field in dataclasses.fields(kind):
+        name = field.name
         usual = field.default_factory() if callable(field.default_factory) else field.default
-        usual = usual if default is None else getattr(default, field.name)
-        if field.name in value:
+        usual = usual if default is None else getattr(default, name)
+        if name in value:
             below = usual if dataclasses.is_dataclass(usual) else None
-            completed[field.name] = complete(
-                hints[field.name], value[field.name], _join(key, field.name), checks, below
-            )
+            completed[name] = complete(hints[name], value[name], _join(key, name), checks, below)
         elif usual is not dataclasses.MISSING:
-            completed[field.name] = plain(usual)
+            completed[name] = plain(usual)
     return completed
 
 
@@ -218,11 +203,6 @@ def ranges_of(kind: type) -> dict[str, Range]:
                     if isinstance(note, Range):
                         found.setdefault(name, note)
     return {name: found.get(name, ANY_NUMBER) for name in types_of(kind)}
-
-
-def is_table(kind: Any) -> bool:
-    """Return whether `kind` is a mapping, whose keys are free."""
-    return typing.get_origin(kind) is Mapping
 
 
 def show(value: Any) -> str:
@@ -257,28 +237,20 @@ def _describe_type(kind: Any) -> str:
     origin, arguments = typing.get_origin(inner), typing.get_args(inner)
     if origin is typing.Literal:
         words = "one of " + ", ".join(map(show, arguments))
-    elif is_table(inner):
+    elif origin is Mapping:
         words = "names and their values such as {a: [b]}"
+    elif origin is tuple:
+        names = typing.get_args(arguments[0])
+        words = f"a list of {', '.join(map(show, names))}" if names else "a list such as [a, b]"
     else:
         words = _SCALARS.get(inner, "a section with keys")
-        if origin is tuple:
-            names = typing.get_args(arguments[0])
-            words = f"a list of {', '.join(map(show, names))}" if names else "a list such as [a, b]"
     return f"{words}, or null" if optional else words
 
 
 def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: Checks = NO_CHECKS) -> None:
-    """Replace the value at the dotted `key` of `mapping`.
+    """Replace the value at the dotted `key` of `mapping`, plain values that `convert` will make a `kind` of.
 
-    Args:
-        kind: The dataclass that `convert` will make of `mapping`.
-        mapping: Plain values; changed in place.
-        key: The key of one value. A section cannot be replaced.
-        value: The plain value.
-        checks: Those that `convert` will be given.
-
-    Raises:
-        UserError: There is no such key, or it is a section.
+    Raises `UserError` if there is no such key, or if it is a section.
     """
     section, at, named, names = mapping, "", "", key.split(".")
     while True:
@@ -303,7 +275,7 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
             if names[0] == checks.tags[at][0]:
                 raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
             named, kind = _class_of(section, at, checks)
-    if names and is_table(kind):
+    if names and typing.get_origin(kind) is Mapping:  # its keys are free
         section = section.setdefault(name, {})
         name, *names = names
     if names or not isinstance(section, dict):
@@ -330,15 +302,13 @@ def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
     if key in checks.tags:
         named, kind = _class_of(section, key, checks)
         del section[checks.tags[key][0]]
-    hints = types_of(kind)
+    hints, valid = types_of(kind), ranges_of(kind)
     for name in section:
         if name not in hints:
             raise _unknown_key_error(_join(key, show(name)), key, name, named, hints, checks)
-    for field in dataclasses.fields(kind):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in section:
-            raise UserError(f"{_join(key, field.name)} is missing; set it to {_describe_type(hints[field.name])}")
-    valid = ranges_of(kind)
+    for name, hint in hints.items():
+        if name not in completed:
+            raise UserError(f"{_join(key, name)} is missing; set it to {_describe_type(hint)}")
     return kind(**{n: convert(hints[n], completed[n], _join(key, n), checks, valid[n]) for n in section})
 
 

@@ -38,9 +38,8 @@ def keep_freed_memory() -> None:
     eight virtual devices spent a tenth of a training step on them. Blocks above 64 MB are still returned, because only
     the first thread's heap can hold them. Settings of malloc in the environment take precedence.
     """
-    set_by_user = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
-        "MALLOC_" in name for name in os.environ
-    )
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    set_by_user = "glibc.malloc" in tunables or any("MALLOC_" in name for name in os.environ)
     if sys.platform != "linux" or set_by_user:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
@@ -57,9 +56,7 @@ def in_gib(number: int) -> str:
 def group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Yield the limits in bytes of the control groups that this process is in, of both versions, where readable.
 
-    Args:
-        groups: The file that lists the groups.
-        root: Where the groups are mounted.
+    `groups` is the file that lists them; they are mounted at `root`.
     """
     yield 2**63
     try:

@@ -53,12 +53,9 @@ def ending() -> Iterator[None]:
     try:
         yield
     finally:
-        _state["active"] = False
         # Nothing is left to do. The interpreter, which now finishes, stops the thread and would lose a signal; the
         # kernel does not.
-        for number in _NUMBERS:
-            if signal.getsignal(number) is _handle:
-                signal.signal(number, signal.SIG_DFL)
+        _release()
 
 
 def is_ending() -> bool:
@@ -125,10 +122,15 @@ def end(number: int) -> None:
 
 
 def _forget() -> None:
-    """Give signals their usual effect in a forked process, whose pipe and clean-ups are those of its parent."""
+    """Forget, in a forked process, the pipe and the clean-ups of its parent."""
     signal.set_wakeup_fd(-1)
     _receivers.clear()
     _undos.clear()
+    _release()
+
+
+def _release() -> None:
+    """Give signals their usual effect."""
     _state["active"] = False
     for number in _NUMBERS:
         if signal.getsignal(number) is _handle:

@@ -23,53 +23,55 @@ from moezoo.errors import UserError, nearest
 Task = Callable[[Sequence[str]], int | None]
 
 
-def _compose(*arguments: str) -> Any:
-    from moezoo.config.compose import compose
-
-    return compose(*arguments)
-
-
 @dataclasses.dataclass(frozen=True)
 class Command(abc.ABC):
-    """A command of moezoo: `moezoo NAME ARGUMENT ...`, or the script of its name; `summary` is its line of help."""
+    """A command of moezoo: `moezoo NAME ARGUMENT ...`, or the script of its name.
+
+    - `summary` is its line in the list of commands;
+    - `task` runs it with its arguments, and returns the exit code, None for 0;
+    - `description` is the first paragraph of `--help`, and `examples` are arguments that `--help` shows;
+    - `keys` is a dataclass of the command's own options (`moezoo.config.options`); `--help` lists them first.
+    """
 
     name: str
     summary: str
+    task: Task
+    description: str
+    keys: type | None
+    examples: tuple[str, ...]
 
     @abc.abstractmethod
     def check(self, arguments: Sequence[str], prog: str) -> None:
-        """Raise `UserError` for mistakes that can be found without importing JAX."""
+        """Raise `UserError` for mistakes that can be found without importing JAX; `prog` is how the user called it."""
 
     @abc.abstractmethod
+    def explain(self, arguments: Sequence[str]) -> list[str]:
+        """Return the lines of `--help` about the arguments."""
+
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
-        """Run the command and return the exit code, None for 0. `prog` is how the user called the command."""
+        """Run the command and return the exit code, None for 0."""
+        del prog
+        return self.task(arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfiguredCommand(Command):
     """A command that composes a configuration from its KEY=VALUE arguments.
 
-    - `task` runs the command with its arguments;
-    - `description` is the first paragraph of `--help`;
-    - `keys` is a dataclass of the command's own options (`moezoo.config.options`); `--help` lists them first;
     - `switches` is a dataclass of its options with dashes (`options.take_switches`), which `task` receives too;
-    - `configure(*arguments)` returns the configuration that `--cfg job` prints;
-    - `examples` are arguments that `--help` shows; `groups` are the groups that it lists after `keys`, by default all;
-      with neither, it lists all keys of a configuration too.
+    - `configure(*arguments)` returns the configuration that `--cfg job` prints, by default as `moezoo.compose`;
+    - `groups` are the groups that `--help` lists after `keys`, by default all; with neither, it lists all keys of a
+      configuration too.
     """
 
-    task: Task
-    description: str
     keys: type | None = None
-    switches: type | None = None
-    configure: Callable[..., Any] = _compose
     examples: tuple[str, ...] = ("steps=100 mesh=ep8", "model.layers=2 dispatch=gather execution.dtype=bfloat16")
+    switches: type | None = None
+    configure: Callable[..., Any] | None = None
     groups: tuple[str, ...] = ()
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
         """Refuse unknown options, keys and entries of groups, and own options that are missing or invalid."""
-        if _asks_for_help(arguments):
-            return
         rest, _ = self._split(arguments, prog)
         if self.keys is None:
             overrides.check(rest)
@@ -77,22 +79,21 @@ class ConfiguredCommand(Command):
         overrides.check(options.split(self.keys, rest)[1], types_of(self.keys))
         options.take(self.keys, rest)
 
-    def call(self, arguments: Sequence[str], prog: str) -> int | None:
-        """Print help or the configuration, or run the task."""
-        if _asks_for_help(arguments):
-            keys = [*help_text.own_keys(self.keys), ""] if self.keys else []
-            keys += help_text.overview(self.groups) if keys or self.groups else help_text.configuration(arguments)
-            switches = options.describe_switches(self.switches) if self.switches else []
-            switches += [("--help", "print this"), ("--cfg job", "print the configuration as YAML and exit")]
-            _print_help(prog, self, [*keys, "", "Options:", *help_text.table(switches)])
-            return 0
-        rest, show_job = self._split(arguments, prog)
-        if show_job:
-            from moezoo.config.compose import as_mapping, to_yaml
+    def explain(self, arguments: Sequence[str]) -> list[str]:
+        keys = [*help_text.own_keys(self.keys), ""] if self.keys else []
+        keys += help_text.overview(self.groups) if keys or self.groups else help_text.configuration(arguments)
+        switches = options.describe_switches(self.switches) if self.switches else []
+        switches += [("--help", "print this"), ("--cfg job", "print the configuration as YAML and exit")]
+        return [*keys, "", "Options:", *help_text.table(switches)]
 
-            print(to_yaml(as_mapping(self.configure(*rest))), end="")
-            return 0
-        return self.task(arguments)
+    def call(self, arguments: Sequence[str], prog: str) -> int | None:
+        """Print the configuration or run the task."""
+        rest, show_job = self._split(arguments, prog)
+        if not show_job:
+            return self.task(arguments)
+        from moezoo.config.compose import as_mapping, compose, to_yaml
+
+        print(to_yaml(as_mapping((self.configure or compose)(*rest))), end="")
 
     def _split(self, arguments: Sequence[str], prog: str) -> tuple[list[str], bool]:
         """Return the overrides, and whether to print the configuration."""
@@ -129,41 +130,30 @@ class ConfiguredCommand(Command):
 
 @dataclasses.dataclass(frozen=True)
 class KeysCommand(Command):
-    """A command with options of its own and no configuration.
+    """A command with options of its own and no configuration; `task` reads its arguments as an instance of `keys`."""
 
-    `task` runs the command with its arguments, which it reads as an instance of the dataclass `keys`
-    (`moezoo.config.options`).
-    """
-
-    task: Task
-    description: str
     keys: type
-    examples: tuple[str, ...]
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
-        """Refuse unknown, missing and invalid options."""
-        if _asks_for_help(arguments):
-            return
         if option := next((a for a in arguments if a.startswith("-")), None):
             raise UserError(f"{show(option)}: no such option; valid: --help, and KEY=VALUE")
         options.read(self.keys, arguments)
 
-    def call(self, arguments: Sequence[str], prog: str) -> int | None:
-        """Print help or run the task."""
-        if _asks_for_help(arguments):
-            _print_help(prog, self, help_text.own_keys(self.keys))
-            return 0
-        return self.task(arguments)
+    def explain(self, arguments: Sequence[str]) -> list[str]:
+        del arguments
+        return help_text.own_keys(self.keys)
 
 
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
-    """Run `command` and exit with its code.
+    """Print the help of `command` if asked, otherwise run it; exit with its code.
 
     Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 141 when the reader of the output
     has gone; those after signals are in `moezoo.interrupts`.
     """
+    asked = "--help" in arguments or "-h" in arguments
     try:
-        command.check(arguments, prog)
+        if not asked:
+            command.check(arguments, prog)
     except UserError as error:
         refuse(error)
     from moezoo.parallel import distributed
@@ -171,7 +161,7 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
-            code = command.call(arguments, prog) or 0
+            code = (_print_help(command, arguments, prog) if asked else command.call(arguments, prog)) or 0
         sys.stdout.flush()
     except UserError as error:
         print(f"{distributed.name()}error: {error}{_typed_choices(str(error), arguments)}", file=sys.stderr)
@@ -218,13 +208,9 @@ def _typed_choices(message: str, arguments: Sequence[str]) -> str:
     return f" ({', '.join(choices)})" if choices else ""
 
 
-def _asks_for_help(arguments: Sequence[str]) -> bool:
-    return "--help" in arguments or "-h" in arguments
-
-
-def _print_help(prog: str, command: ConfiguredCommand | KeysCommand, keys: Sequence[str]) -> None:
+def _print_help(command: Command, arguments: Sequence[str], prog: str) -> None:
     examples = [f"  {prog} {example}" for example in command.examples]
     width = help_text.terminal_width()
     description = [line for part in command.description.splitlines() for line in textwrap.wrap(part, width) or [""]]
     usage = f"usage: {prog} [KEY=VALUE ...]{' [OPTION ...]' * (getattr(command, 'switches', None) is not None)}"
-    print("\n".join([usage, "", *description, "", *keys, "", "Examples:", *examples]))
+    print("\n".join([usage, "", *description, "", *command.explain(arguments), "", "Examples:", *examples]))

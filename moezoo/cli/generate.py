@@ -74,7 +74,7 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     if not request.prompt:
         raise UserError('prompt is missing; write prompt="some text", once for each text')
     cfg = configure(*arguments)
-    loaded = _from_folder(request.folder, cfg) if request.folder else _from_run(request.run_dir or "", changes)
+    loaded = _load(request, changes, cfg)
     use_cache(cfg.cache_dir, loaded.execution.mesh)
     texts = [loaded.tokenizer.encode(prompt) for prompt in request.prompt]
     if empty := [prompt for prompt, text in zip(request.prompt, texts, strict=True) if not text]:
@@ -83,11 +83,10 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     mask = np.array([[False] * (length - len(text)) + [True] * len(text) for text in texts])
     ids = np.zeros(mask.shape, np.int32)
     ids[mask] = np.concatenate(texts)
-    here = loaded.execution.exact.for_rows(len(texts))
-    sizes = calls(len(texts), length)
-    for call, (rows, width) in sizes.items():
-        for line in choice_lines(cfg.dispatch, {call: compare(loaded.model.stacks, rows, width, here, call)}):
-            print(line, file=sys.stderr)
+    here, sizes = loaded.execution.exact.for_rows(len(texts)), calls(len(texts), length)
+    compared: dict[Any, Any] = {call: compare(loaded.model.stacks, *size, here, call) for call, size in sizes.items()}
+    for line in choice_lines(cfg.dispatch, compared):
+        print(line, file=sys.stderr)
     stops = loaded.stops if request.eos_token_id is None else [request.eos_token_id]
     stops = stops if request.stop == "eos" else []
     longer = generate(
@@ -103,33 +102,25 @@ def continuations(arguments: Sequence[str]) -> list[str]:
         vocab=min(loaded.tokenizer.vocab, loaded.model.vocab),
         key=jax.random.key(cfg.seed),
     )
-    rows = [row[length - len(text) :] for row, text in zip(longer, texts, strict=True)]
-    return [loaded.tokenizer.decode(_until_stop(row, len(text), stops)) for row, text in zip(rows, texts, strict=True)]
+    continued = []
+    for row, text in zip(longer, texts, strict=True):
+        ends = np.flatnonzero(np.isin(row[length:], stops))
+        until = length + ends[0] if len(ends) else None  # the first new token that ends the text
+        continued.append(loaded.tokenizer.decode(row[length - len(text) : until]))
+    return continued
 
 
-def _until_stop(ids: Any, prompt: int, stops: list[int]) -> Any:
-    """Cut a text off before the first new token that ends it."""
-    import numpy as np
-
-    ends = np.flatnonzero(np.isin(ids[prompt:], stops))
-    return ids[: prompt + ends[0]] if len(ends) else ids
-
-
-def _from_run(folder: str, changes: Sequence[str]) -> _Loaded:
+def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.config.build import build_execution
     from moezoo.data import load
-    from moezoo.training.saved import load_run
-
-    model, cfg = load_run(folder, *changes)
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
-    return _Loaded(model, build_execution(cfg, batches="any"), source, [])
-
-
-def _from_folder(folder: str, cfg: Any) -> _Loaded:
-    from moezoo.config.build import build_execution
     from moezoo.data.tokenizer import HuggingFace, Numbers
     from moezoo.hub.folders import end_of_text, from_pretrained
+    from moezoo.training.saved import load_run
 
+    if not (folder := request.folder):
+        model, _ = load_run(request.run_dir or "", *changes)
+        source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
+        return _Loaded(model, build_execution(cfg, batches="any"), source, [])
     execution = build_execution(cfg, batches="any")
     model = from_pretrained(folder, execution)
     path = Path(folder).expanduser() / "tokenizer.json"

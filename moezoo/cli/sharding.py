@@ -63,11 +63,10 @@ def main(arguments: Sequence[str]) -> None:
         cpu_devices(1)  # tracing must not occupy an accelerator
     parts = "parameters" if switches.parameters_only else "all"
     layouts = [describe(cfg, switches.call, parts=parts) for cfg in configurations]
-    titles = [text.describe_run(cfg, switches.call) for cfg in configurations]
-    if parts == "all":
-        titles = [
-            "\n".join([title, *_notes(cfg, switches.call)]) for title, cfg in zip(titles, configurations, strict=True)
-        ]
+    titles = []
+    for cfg in configurations:
+        notes = [] if switches.parameters_only else _notes(cfg, switches.call)
+        titles.append("\n".join([text.describe_run(cfg, switches.call), *notes]))
     if switches.json:
         print("\n".join(titles), file=sys.stderr)
     if switches.against is None:

@@ -26,19 +26,17 @@ from moezoo.parallel.traffic import Traffic
 _WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")
 
-_NO_SUMS: Mapping[str, Any] = {}
-Signed = tuple[str, Any]  # "-" or "+" for rows of one of two layouts, otherwise "", and a row
+_SIGNS = ("- ", "+ ")  # of the rows of one of two layouts
+Signed = tuple[str, Any]  # a sign, or "" with one layout, and a row
 
 
 def as_json(found: Sharding | Differences) -> str:
     """Return the rows as JSON. Of differences, each entry has the rows of both layouts, or null."""
 
     def plain(entry: Any) -> Any:
-        entry = entry._asdict()
-        return {k: v._asdict() if hasattr(v, "_asdict") else v for k, v in entry.items()}
+        return {k: v._asdict() if hasattr(v, "_asdict") else v for k, v in entry._asdict().items()}
 
-    parts = {name: getattr(found, name) for name in Sharding._fields}
-    return json.dumps({name: [plain(entry) for entry in entries] for name, entries in parts.items()}, indent=1)
+    return json.dumps({name: [plain(entry) for entry in getattr(found, name)] for name in Sharding._fields}, indent=1)
 
 
 def describe_run(cfg: TrainConfig, call: CallName) -> str:
@@ -51,15 +49,13 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
         if (value := getattr(cfg.dispatch, field.name)) != field.default
     }
     chosen = {**sizes, "rules": cfg.rules.name, "dispatch": path_of(type(cfg.dispatch)), **options}
-    settings = cfg.execution
-    lines = [
+    settings, shown = cfg.execution, " ".join(f"{key}={show(value)}" for key, value in chosen.items())
+    micro = f" execution.microbatches={settings.microbatches}" * (call == "train" and settings.microbatches > 1)
+    return (
         f"{call} {name_of(cfg.model)}: {total:,} parameters in {settings.param_dtype}, computed in {settings.dtype}; "
-        f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
-        + f" execution.microbatches={settings.microbatches}"
-        * (call == "train" and settings.microbatches > 1),
-        f"{cfg.mesh.devices:,} devices: " + " ".join(f"{key}={show(value)}" for key, value in chosen.items()),
-    ]
-    return "\n".join(lines)
+        f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}{micro}\n"
+        f"{cfg.mesh.devices:,} devices: {shown}"
+    )
 
 
 def render(title: str, layout: Sharding) -> str:
@@ -67,19 +63,20 @@ def render(title: str, layout: Sharding) -> str:
     parameters, activations, collectives = ([("", row) for row in rows] for rows in layout)
     tables: list[Table | str] = [_arrays("parameter", parameters, {"": layout.parameters})]
     if activations:
-        tables.append(_arrays("activation", activations))
+        tables.append(_arrays("activation", activations, {}))
         tables += _collectives(collectives, {"": layout.collectives}) if collectives else ["no collective"]
     return _join([title, *tables])
 
 
 def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found: Differences) -> str:
     """Return the tables of what differs: rows with - are of the first layout, rows with + of the second."""
-    heads = [f"{sign} {line}" for sign, title in zip("-+", titles, strict=True) for line in title.splitlines()]
+    heads = [f"{sign}{line}" for sign, title in zip(_SIGNS, titles, strict=True) for line in title.splitlines()]
     parameters, activations, collectives = (list(_signed(changes)) for changes in found[:3])
+    signed = dict(zip(_SIGNS, layouts, strict=True))
     tables = [
-        [_arrays("parameter", parameters, {sign: each.parameters for sign, each in zip("-+", layouts, strict=True)})],
-        [_arrays("activation", activations)],
-        _collectives(collectives, {sign: each.collectives for sign, each in zip("-+", layouts, strict=True)}),
+        [_arrays("parameter", parameters, {sign: each.parameters for sign, each in signed.items()})],
+        [_arrays("activation", activations, {})],
+        _collectives(collectives, {sign: each.collectives for sign, each in signed.items()}),
     ]
     parts: list[Table | str] = ["\n".join(heads)]
     for name, rows, same, part in zip(Sharding._fields, found, found.same, tables, strict=False):
@@ -91,10 +88,10 @@ def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found
 
 def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
     for change in changes:
-        yield from ((sign, row) for sign, row in zip("-+", change, strict=True) if row is not None)
+        yield from ((sign, row) for sign, row in zip(_SIGNS, change, strict=True) if row is not None)
 
 
-def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]] = _NO_SUMS) -> Table:
+def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]]) -> Table:
     """Return a table of parameters or activations. Rows of a block of layers stand below its path."""
     table = _table(f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes per device")
     above = ""
@@ -102,28 +99,24 @@ def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[Par
         inside = _IN_A_BLOCK.fullmatch(row.name)
         block, name = (inside[1], inside[2]) if inside else ("", row.name)
         if block != above and inside:
-            table.add_row(f"{'  ' * bool(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}")
+            table.add_row(f"{' ' * len(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}")
         above = block
         axes = [f"{axis}({' '.join(over)})" if over else axis for axis, over in zip(row.axes, row.spec, strict=True)]
         frozen = " (not trained)" * (not getattr(row, "trained", True))
         shapes = ("x".join(map(str, shape)) for shape in (row.shape, row.local_shape))
         indent = "  " * bool(block)
-        lines = f"{_mark(sign)}{indent}{name}{frozen}", f"{' ' * len(_mark(sign))}{indent}  {' '.join(axes)}"
+        lines = f"{sign}{indent}{name}{frozen}", f"{' ' * len(sign)}{indent}  {' '.join(axes)}"
         table.add_row("\n".join(lines), *shapes, f"{row.bytes_per_device:,}")
     for sign, every in summed.items():
-        table.add_row(f"{_mark(sign)}all", "", "", f"{sum(row.bytes_per_device for row in every):,}")
+        table.add_row(f"{sign}all", "", "", f"{sum(row.bytes_per_device for row in every):,}")
     return table
-
-
-def _mark(sign: str) -> str:
-    return f"{sign} " if sign else ""
 
 
 def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[CollectiveRow]]) -> list[Table]:
     """Return a table of collectives, and one of their sums over each set of mesh axes; of two, where they differ."""
     table = _table("scope", "collective", "mesh axes", "times", "bytes received")
     for sign, row in rows:
-        table.add_row(_mark(sign) + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}")
+        table.add_row(sign + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}")
     totals = _table("sums over mesh axes", "times", "bytes received")
     sums: dict[str, dict[str, Traffic]] = {}
     for sign, every in summed.items():
@@ -136,7 +129,7 @@ def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[Collectiv
     differing = [item for item in ranked if len(summed) == 1 or len({item[1].get(sign) for sign in summed}) > 1]
     for axes, by_sign in [*differing, ("all", everything)]:
         for sign, traffic in by_sign.items():
-            totals.add_row(_mark(sign) + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
+            totals.add_row(sign + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
     return [table, totals]
 
 

@@ -80,15 +80,12 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         routing=cfg.execution.routing,
     )
     if cfg.execution.context_parallel != "gather" and not execution.sequence_axes:
-        names = cfg.rules.sequence
+        here = "split no sequence; choose rules=fsdp_ep mesh.context=2"
+        if names := cfg.rules.sequence:
+            here = f"split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
         raise UserError(
             f"execution.context_parallel={cfg.execution.context_parallel} has nothing to pass around: rules "
-            + (
-                f"{cfg.rules.name} split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
-                if names
-                else f"{cfg.rules.name} split no sequence; choose rules=fsdp_ep mesh.context=2"
-            )
-            + " or more, or execution.context_parallel=gather"
+            f"{cfg.rules.name} {here} or more, or execution.context_parallel=gather"
         )
     axes, num_experts = live(cfg.rules.store.get("expert", ()), execution.sizes), cfg.model.experts
     if num_experts % (ways := execution.ways(axes)):
@@ -103,26 +100,21 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
 
 
 def _other_layouts(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> str:
-    """Where the rules do not fit the mesh, name a mesh that splits experts or inner dimensions in ways that fit.
-
-    And name the rule sets that fit.
-    """
+    """Where the rules do not fit the mesh, name a mesh that splits in ways that fit, and the rule sets that fit."""
     sizes, num_experts = dict(mesh.shape), cfg.model.experts
     if not set(sizes) <= set(AXES):  # a mesh with axes of other names, made in Python
         return ""
-    axes, advice = live(cfg.rules.store.get("expert", ()), sizes), ""
+    axes, meshes = live(cfg.rules.store.get("expert", ()), sizes), []
     if num_experts % math.prod(sizes[axis] for axis in axes):
         divisors = ([n for n in range(1, sizes[axis] + 1) if num_experts % n == 0] for axis in axes)
         fewer = sorted(itertools.product(*divisors), key=lambda choice: (-math.prod(choice), *(-n for n in choice)))
-        meshes = (dict(zip(axes, choice, strict=True)) for choice in fewer if num_experts % math.prod(choice) == 0)
-        # The first few: what does not fit then has another reason.
-        few = itertools.islice(meshes, 8)
-        fitting = next((some for some in few if _fits(cfg, sizes | some)), {})
-        advice = f", such as {_set_mesh(fitting)}" * bool(fitting)
+        fewer = [choice for choice in fewer if num_experts % math.prod(choice) == 0]
+        meshes = [dict(zip(axes, choice, strict=True)) for choice in fewer[:8]]  # others do not fit for other reasons
     elif inner := cfg.rules.inner_axes(sizes):
         near = sorted(range(2, 2 * sizes[inner[0]]), key=lambda ways: (abs(ways - sizes[inner[0]]), ways))[1:17]
-        ways = next((ways for ways in near if _fits(cfg, sizes | {inner[0]: ways})), 0)
-        advice = f", such as {_set_mesh({inner[0]: ways})}" * bool(ways)
+        meshes = [{inner[0]: ways} for ways in near]
+    fitting = next((some for some in meshes if _fits(cfg, sizes | some)), {})
+    advice = f", such as {_set_mesh(fitting)}" * bool(fitting)
     others = _other_rules(cfg, sizes)
     return advice + f"; rules with which it runs on this mesh: {', '.join(others)}" * bool(others)
 

@@ -31,14 +31,9 @@ def check_batch(cfg: TrainConfig, execution: Execution) -> None:
 
 
 def check_arrays(cfg: TrainConfig, model: PyTree, needed: int, execution: Execution | None, *more: str) -> None:
-    """Refuse a model whose arrays do not fit.
+    """Refuse a model, arrays or shapes, that does not fit into the devices of `execution`, or into JAX's first one.
 
-    Args:
-        cfg: The configuration of the model.
-        model: Its arrays or their shapes.
-        needed: The bytes per device.
-        execution: The devices; None for JAX's first.
-        more: What these bytes hold beside the parameters.
+    `needed` are the bytes per device, and `more` is what they hold beside the parameters.
     """
     dtype = cfg.execution.param_dtype
     total, _ = count_parameters(model, cfg.model.experts_per_token)

@@ -20,13 +20,9 @@ class Taken(NamedTuple):
 
 
 def key(text: str, shown: str = "", *, default: Any = dataclasses.MISSING, valid: Range | None = None) -> Any:
-    """Declare an option as a field of a dataclass.
+    """Declare an option as a field of a dataclass; without a default it is required, and `valid` are its numbers.
 
-    Args:
-        text: The line of `--help`.
-        shown: What `--help` prints as the value, such as FOLDER; by default the default.
-        default: Without one the option is required.
-        valid: The numbers that the option accepts.
+    `--help` prints `text` as its line, and `shown`, such as FOLDER, or else the default, as its value.
     """
     return dataclasses.field(default=default, metadata={"text": text, "shown": shown, "valid": valid})
 
@@ -69,11 +65,9 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
         else:
             values[name] = _value(types[name], text)
     for field in dataclasses.fields(typing.cast(Any, kind)):
-        shown, text = (field.metadata.get(each) for each in ("shown", "text"))
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise UserError(
-                f"{field.name} is missing; write {field.name}={shown or 'VALUE'}: {text or 'it is required'}"
-            )
+            shown, text = field.metadata["shown"], field.metadata["text"]
+            raise UserError(f"{field.name} is missing; write {field.name}={shown}: {text}")
     return Taken(convert(kind, values), rest)
 
 
@@ -95,13 +89,11 @@ def name_switch(field: str) -> str:
 
 def describe_switches(kind: type) -> list[tuple[str, str]]:
     """Return each switch of the dataclass `kind` as the user types it, with its line of help."""
-    return [
-        (
-            name_switch(field.name) + f"={field.metadata['shown']}" * bool(field.metadata["shown"]),
-            field.metadata["text"],
-        )
-        for field in dataclasses.fields(typing.cast(Any, kind))
-    ]
+    found = []
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        shown, switch = field.metadata["shown"], name_switch(field.name)
+        found.append((f"{switch}={shown}" if shown else switch, field.metadata["text"]))
+    return found
 
 
 def take_switches(kind: type[_T], arguments: Sequence[str]) -> Taken:
@@ -129,8 +121,8 @@ def take_switches(kind: type[_T], arguments: Sequence[str]) -> Taken:
             continue
         text = text if equals else next(left, "")
         if not text or text.startswith("--"):
-            shown = dict(describe_switches(kind))
-            raise UserError(f"{switch}: expected a value; write {next(each for each in shown if switch in each)}")
+            write = next(shown for shown, _ in describe_switches(kind) if switch in shown)
+            raise UserError(f"{switch}: expected a value; write {write}")
         values[name] = convert(types[name], _value(types[name], text), switch)
     return Taken(kind(**values), rest)
 

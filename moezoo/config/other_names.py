@@ -46,9 +46,9 @@ _KEYS = {
     }.items()
     for word in words.split()
 }
-# How mesh axes are called in names such as ep4_dp2 -> our axis.
-_AXES = {axis: axis for axis in ("data", "fsdp", "expert", "context", "tensor")}
-_AXES |= {"dp": "data", "ep": "expert", "cp": "context", "sp": "context", "tp": "tensor"}
+# How mesh axes are called in names such as ep4_dp2 -> our key.
+_AXES = {word: key for word, key in _KEYS.items() if key.startswith("mesh.")}
+_AXES |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "context", "tensor")}
 _PART = re.compile(rf"({'|'.join(_AXES)})(\d+)")
 
 
@@ -64,4 +64,4 @@ def check_name(key: str, top: Collection[str]) -> None:
 def suggest_axes(name: str) -> str:
     """Return the keys and values that the unknown name of a mesh stands for; empty if it does not name axes."""
     parts = [_PART.fullmatch(part) for part in name.split("_")]
-    return " ".join(f"mesh.{_AXES[part[1]]}={part[2]}" for part in parts if part) if all(parts) else ""
+    return " ".join(f"{_AXES[part[1]]}={part[2]}" for part in parts if part) if all(parts) else ""

@@ -1,8 +1,4 @@
-"""The configuration of a run as frozen dataclasses; `moezoo.config.compose` fills them from the groups of `conf/`.
-
-Entries of some groups (such as dispatch and optimizer) have different classes. The key named in
-`TAG` chooses the class, and the other keys are fields of that class.
-"""
+"""The configuration of a run as frozen dataclasses; `moezoo.config.compose` fills them from the groups of `conf/`."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -83,13 +79,12 @@ class TrainConfig:
     run_dir: str | None
     resume: str | None
     eval_every: Count
-    checkpoint_minutes: NotNegative | None = dataclasses.field(
-        default=None, kw_only=True
-    )  # runs saved before have no such key
+    # Keys with a default are missing from runs of older versions.
+    checkpoint_minutes: NotNegative | None = dataclasses.field(default=None, kw_only=True)
     checkpoint_every: Count
     checkpoint_keep: Size
     log_every: Count
-    cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)  # as above
+    cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
 
     def __post_init__(self):
         check_fields("", self)
@@ -100,7 +95,7 @@ def check_config(cfg: Any) -> None:
     check_type("cfg", cfg, TrainConfig, 'write cfg = moezoo.compose("model=mixtral")')
 
 
-# group -> (the key that chooses the class, the classes by name)
+# group -> (the key that chooses the class, the classes by name); its other keys are fields of the class
 TAG: dict[str, tuple[str, dict[str, type]]] = {
     "model": ("family", {name: family.config for name, family in FAMILIES.items()}),
     "dispatch": ("name", DISPATCHES),

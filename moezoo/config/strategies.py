@@ -44,7 +44,8 @@ def import_strategy(path: str) -> type[Dispatch]:
     if kind is None:
         found = [each for each, value in vars(module).items() if _is_strategy(value) and value is not Dispatch]
         hint = nearest(class_name, found) if found else "it has no strategy"
-        raise UserError(f"{key}: {_where(module)} has no class '{class_name}'; {hint}")
+        where = f"module {name} ({getattr(module, '__file__', None) or 'no file'})"
+        raise UserError(f"{key}: {where} has no class '{class_name}'; {hint}")
     if not _is_strategy(kind):
         raise UserError(f"{key}: {class_name} is not a strategy; derive the class from moezoo.moe.dispatch.Dispatch")
     check_strategy(kind, key)
@@ -82,14 +83,13 @@ def _import_module(name: str, key: str) -> ModuleType:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
             raise UserError(
-                f"{key}: there is no module '{error.name}' in {os.getcwd()} or among the installed packages; write "
+                f"{key}: there is no module '{missing}' in {os.getcwd()} or among the installed packages; write "
                 "dispatch=package.module.Class"
             ) from None
-        raise UserError(f"{key}: the import of {name} fails ({_describe(error)}); correct it") from None
-    except (Exception, SystemExit) as error:
         raise UserError(f"{key}: the import of {name} fails ({_describe(error)}); correct it") from None
 
 
@@ -100,10 +100,6 @@ def _describe(error: BaseException) -> str:
     last = (own or frames)[-1]
     at = f" in {last.filename}, line {last.lineno}" * (not isinstance(error, SyntaxError))
     return " ".join(f"{type(error).__name__}: {error}{at}".split())
-
-
-def _where(module: ModuleType) -> str:
-    return f"module {module.__name__} ({getattr(module, '__file__', None) or 'no file'})"
 
 
 def _is_strategy(value: Any) -> bool:

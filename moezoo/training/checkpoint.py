@@ -59,15 +59,10 @@ class Checkpoints:
             self._clear()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        """Wait for the previous save, then start to save the state after `step`.
+        """Wait for the previous save, then start to save the state after `step`; a second save of it does nothing.
 
-        Args:
-            step: the number of the last step that is done. A second save of the same step does nothing.
-            trees: trees of arrays by name.
-            about: JSON values for about.json.
-
-        Raises:
-            UserError: the previous save failed.
+        `trees` are trees of arrays by name, `about` JSON values for about.json. Raises `UserError` if the previous save
+        failed.
         """
         import orbax.checkpoint as ocp
 
@@ -231,10 +226,10 @@ def _verify(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / _ABOUT).read_text())
         format_, step, by = about["format"], about["step"], about["versions"]["moezoo"]
         sections = [about[name] for name in ("config", "arrays", "loader")] + list(about["arrays"].values())
+        if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
+            raise TypeError
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        format_, step, by, sections = None, None, None, []
-    if not isinstance(format_, int) or not all(isinstance(section, dict) for section in sections):
-        raise UserError(f"{folder} is not a checkpoint of moezoo: {_ABOUT} lacks what moezoo writes there")
+        raise UserError(f"{folder} is not a checkpoint of moezoo: {_ABOUT} lacks what moezoo writes there") from None
     if format_ != FORMAT:
         raise _OtherFormatError(
             f"{folder} has checkpoint format {format_} and this moezoo reads format {FORMAT}; moezoo "
@@ -246,16 +241,10 @@ def _verify(folder: Path) -> dict[str, Any]:
 
 
 def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -> dict[str, Any]:
-    """Restore trees of arrays by name; call `read_about` first, which verifies the files.
+    """Restore trees of arrays by name from the `checkpoints` folder, after `read_about`, which returned `about`.
 
-    Args:
-        folder: the `checkpoints` folder.
-        step: the step of the checkpoint.
-        about: what `read_about` returned.
-        targets: trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving.
-
-    Raises:
-        UserError: the checkpoint holds the arrays of another model.
+    `targets` are trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving. Raises
+    `UserError` if the checkpoint holds the arrays of another model.
     """
     import orbax.checkpoint as ocp  # slow to import
 
@@ -278,7 +267,7 @@ def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> 
         raise UserError(f"checkpoint at step {step}: array {name} exists only in {where}; use the run's own settings")
     for name, have in wanted.items():
         if saved[name] != have:
-            was, now = _show_array(saved[name]), _show_array(have)
+            was, now = (f"{dtype}{shape}" for dtype, shape in (saved[name], have))
             raise UserError(
                 f"checkpoint at step {step}: {name} is {was} but this model has {now}; use the run's own settings"
             )
@@ -294,18 +283,13 @@ def _array_name(path: Any) -> str:
     return "/".join(str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path)
 
 
-def _show_array(array: list) -> str:
-    return f"{array[0]}{array[1]}"
-
-
 def _hash_files(folder: Path) -> dict[str, str]:
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / _SUMS]
-    return {p.relative_to(folder).as_posix(): _hash_file(p) for p in files}
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / _SUMS:
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _silence_orbax() -> None:

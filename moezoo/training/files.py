@@ -1,11 +1,10 @@
 """Writing files and folders so that nothing incomplete is left, also by a signal (`moezoo.interrupts`)."""
 
 import contextlib
-import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import moezoo.interrupts as interrupts
@@ -40,7 +39,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def check_writable(folder: Path) -> None:
     """Raise `OSError` unless the folder can be made and a file written there; nothing is left of the attempt."""
-    remove = functools.partial(_remove_empty, _missing(folder))
+    remove = _remover(folder)
     with interrupts.undoing(remove):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -57,7 +56,7 @@ def making(folder: Path, *, numbered: bool = False) -> Iterator[Path]:
     made = folder
     with contextlib.ExitStack() as held:
         for number in itertools.count(2):
-            held.enter_context(interrupts.undoing(functools.partial(_remove_empty, _missing(made))))
+            held.enter_context(interrupts.undoing(_remover(made)))
             try:
                 made.mkdir(parents=True, exist_ok=not numbered)
                 break
@@ -68,12 +67,13 @@ def making(folder: Path, *, numbered: bool = False) -> Iterator[Path]:
         yield made
 
 
-def _missing(folder: Path) -> list[Path]:
-    """Return the folder and its parents as far as they do not exist, the deepest first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
+def _remover(folder: Path) -> Callable[[], None]:
+    """Return what removes the folder and its parents again, as far as they do not exist now and are empty then."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
 
+    def remove() -> None:
+        for path in missing:
+            with contextlib.suppress(OSError, ValueError):  # no path may hold a null character
+                path.rmdir()
 
-def _remove_empty(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError, ValueError):  # no path may hold a null character
-            folder.rmdir()
+    return remove

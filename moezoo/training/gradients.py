@@ -1,7 +1,5 @@
 """Sum gradients over devices, and compute their norm, inside `shard_map`."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,10 +8,6 @@ from jaxtyping import Array, Float, PyTree
 
 from moezoo.parallel.collectives import MeshAxes, psum, vary, varying_axes
 from moezoo.parallel.placement import Placement
-
-
-def _with_placements(tree: PyTree, placements: PyTree) -> Iterator[tuple[Array, Placement]]:
-    return zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
 
 
 @jax.named_scope("gradient_sums")
@@ -28,8 +22,7 @@ def reduce_gradients(gradients: PyTree, placements: PyTree, dtype: DTypeLike) ->
         axes = tuple(sorted(varying_axes(gradient) - set(placement.mesh_axes)))
         return psum(gradient.astype(dtype), axes).astype(gradient.dtype) if axes else gradient
 
-    leaves = [leaf(*pair) for pair in _with_placements(gradients, placements)]
-    return jax.tree.unflatten(jax.tree.structure(gradients), leaves)
+    return jax.tree.map(leaf, gradients, placements)
 
 
 @jax.named_scope("gradient_norm")
@@ -41,7 +34,7 @@ def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[
     """
     total = none = vary(jnp.zeros(()), axes)
     first = {axis: lax.axis_index(axis) == 0 for axis in axes}
-    for gradient, placement in _with_placements(gradients, placements):
+    for gradient, placement in zip(jax.tree.leaves(gradients), jax.tree.leaves(placements), strict=True):
         squares = vary(lax.reduce_sum(lax.square(gradient.astype(jnp.float32)), range(gradient.ndim)), axes)
         for axis in axes:
             if axis not in placement.mesh_axes:

@@ -25,7 +25,7 @@ class MetricsLog:
         self.history, self._path = list(history), path
         if path is not None:
             with self._writing():
-                replace_text(path, "".join(_line(row) for row in history))
+                replace_text(path, "".join(f"{json.dumps(row)}\n" for row in history))
 
     def write(self, row: MetricsRow) -> None:
         """Add a row. Floats are written with all digits, so reading returns the same bits; those not finite as null."""
@@ -33,7 +33,7 @@ class MetricsLog:
         self.history.append(row)
         if self._path is None:
             return
-        line = _line(row).encode()
+        line = f"{json.dumps(row)}\n".encode()
         with self._writing():
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND)  # an open file would hide that it was removed
             try:
@@ -51,10 +51,6 @@ class MetricsLog:
             gone = "it was removed while the run went on: start again"
             then = gone if isinstance(error, FileNotFoundError) else "earlier checkpoints are complete"
             raise UserError(f"{self._path}: cannot be written ({error.strerror}); {then}") from None
-
-
-def _line(row: MetricsRow) -> str:
-    return json.dumps(row) + "\n"
 
 
 def read_metrics(path: Path, until: int) -> list[MetricsRow]:

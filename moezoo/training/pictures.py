@@ -11,10 +11,35 @@ from moezoo.training.metrics import MetricsRow
 
 # The smoothed curve averages this share of the logged steps around each; it is drawn from this many logged steps on.
 _SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20
+# The panels of the picture of routing: key of metrics.jsonl, label, color and style of each curve.
+_ROUTING = (
+    (
+        ("mean_entropy", "entropy, mean of layers", "tab:blue", "-"),
+        ("lowest_entropy", "entropy, lowest layer", "tab:blue", ":"),
+        ("experts_in_use", "share of experts in use", "tab:green", "-"),
+    ),
+    (
+        ("mean_violation", "violation, mean of layers", "tab:red", "-"),
+        ("max_violation", "violation, largest layer", "tab:red", ":"),
+    ),
+)
+
+
+def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+    """Return a figure and its panels, one below the other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, sharex=True)
 
 
 def _save(figure: Any, path: Path) -> None:
     replace_file(path, lambda new: figure.savefig(new, format="png", dpi=120))
+
+
+def _column(history: list[MetricsRow], key: str) -> np.ndarray:
+    """Return a value of every row; NaN where a row has none."""
+    return np.array([row.get(key) for row in history], float)
 
 
 def _mark_integers(axis: Any) -> None:
@@ -23,7 +48,7 @@ def _mark_integers(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
-def moving_average(values: Sequence[float], width: int) -> np.ndarray:
+def moving_average(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
     """Return the mean of the `width` (odd) values centered at each value, without NaNs.
 
     Near the ends the window shrinks equally on both sides, so a falling curve is not shifted.
@@ -45,17 +70,10 @@ def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: 
 def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None) -> Any:
     """Draw the training and validation loss by step, in nats per `unit`, and return the matplotlib figure.
 
-    Args:
-        history: the rows of metrics.jsonl.
-        unit: "token" or "byte".
-        baseline: the validation loss of a trigram model, if there is one.
+    `baseline` is the validation loss of a trigram model, if there is one.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    steps = [row["step"] for row in history]
-    losses = [np.nan if row["loss"] is None else row["loss"] for row in history]
+    figure, axes = _figure(7, 4.2)
+    steps, losses = [row["step"] for row in history], _column(history, "loss")
     smoothed = len(steps) >= _LEAST_SMOOTHED
     style = {"lw": 1, "alpha": 0.4} if smoothed else {"lw": 1.5, "marker": ".", "ms": 9}
     axes.plot(steps, losses, color="tab:blue", label="training, logged steps", **style)
@@ -89,30 +107,12 @@ def draw_routing(history: list[MetricsRow]) -> Any:
     Above: entropy and the share of experts in use, both 1 when balanced; below: violation, 0 when balanced. Rows of
     metrics.jsonl without these keys, which older versions wrote, leave a gap.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5.2), layout="constrained")
-    panels = figure.subplots(2, sharex=True)
+    figure, panels = _figure(7, 5.2, rows=2)
     steps = [row["step"] for row in history]
     marker = "" if len(steps) >= _LEAST_SMOOTHED else "."
-    for axes, curves in zip(
-        panels,
-        (
-            (
-                ("mean_entropy", "entropy, mean of layers", "tab:blue", "-"),
-                ("lowest_entropy", "entropy, lowest layer", "tab:blue", ":"),
-                ("experts_in_use", "share of experts in use", "tab:green", "-"),
-            ),
-            (
-                ("mean_violation", "violation, mean of layers", "tab:red", "-"),
-                ("max_violation", "violation, largest layer", "tab:red", ":"),
-            ),
-        ),
-        strict=True,
-    ):
+    for axes, curves in zip(panels, _ROUTING, strict=True):
         for key, label, color, style in curves:
-            values = [np.nan if row.get(key) is None else row[key] for row in history]
-            axes.plot(steps, values, color=color, ls=style, marker=marker, ms=9, label=label)
+            axes.plot(steps, _column(history, key), color=color, ls=style, marker=marker, ms=9, label=label)
         axes.grid(alpha=0.3)
         axes.legend()
     panels[0].set_ylim(-0.02, 1.05)
@@ -127,27 +127,17 @@ def draw_routing(history: list[MetricsRow]) -> Any:
 def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
     """Draw the load of every expert, relative to the mean load of its layer.
 
-    Args:
-        load: assignments [layer, experts], summed over steps.
-        path: the PNG file to write.
-        steps: which steps these are, for the title.
+    `load` are assignments [layer, experts], summed over steps; the title says over which `steps`.
     """
-    from matplotlib.figure import Figure
-
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
     layers, num_experts = load.shape
-    figure = Figure(
-        figsize=(max(5.0, 2.2 + 0.55 * min(num_experts, 24)), max(2.8, 1.6 + 0.4 * layers)), layout="constrained"
-    )
-    axes = figure.subplots()
+    figure, axes = _figure(max(5.0, 2.2 + 0.55 * min(num_experts, 24)), max(2.8, 1.6 + 0.4 * layers))
     image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
     if num_experts <= 16 and layers <= 32:
         for layer, expert in np.ndindex(layers, num_experts):
-            dark = abs(relative[layer, expert] - 1) > 0.7
-            color = "white" if dark else "black"
-            axes.text(
-                expert, layer, f"{relative[layer, expert]:.2f}", ha="center", va="center", fontsize=7, color=color
-            )
+            value = relative[layer, expert]
+            color = "white" if abs(value - 1) > 0.7 else "black"
+            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
         axes.set_xticks(range(num_experts))
         axes.set_yticks(range(layers))
     else:

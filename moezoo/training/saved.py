@@ -38,20 +38,16 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     cfg = saved_config(folder, *overrides)
     checkpoints, step = find(folder, "run_dir")
     about = read_about(checkpoints, step)
-    _check_model(cfg, about["config"]["model"], checkpoints / str(step))
+    before, now = about["config"]["model"], as_mapping(cfg)["model"]
+    for key in dict.fromkeys((*before, *now)):
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"model.{key}={show(now.get(key))} but {checkpoints / str(step)} was saved with model.{key}="
+                f"{show(before.get(key))}; leave the setting out, or name a run of that model"
+            )
     make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
     shapes = blueprint_of(cfg).shapes
     check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     return restore(checkpoints, step, about, model=target)["model"], cfg
-
-
-def _check_model(cfg: TrainConfig, saved: dict, checkpoint: Path) -> None:
-    wanted = as_mapping(cfg)["model"]
-    for key in dict.fromkeys((*saved, *wanted)):
-        if saved.get(key) != wanted.get(key):
-            raise UserError(
-                f"model.{key}={show(wanted.get(key))} but {checkpoint} was saved with model.{key}="
-                f"{show(saved.get(key))}; leave the setting out, or name a run of that model"
-            )

@@ -6,7 +6,6 @@ watches the copy: it forwards signals and output, replaces the output of the abo
 cause, and prints how to continue.
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -48,7 +47,7 @@ def supervise(settings: Distributed) -> int:
         )
     os.close(alive)
     os.close(progress)
-    with interrupts.receiving(lambda number: _pass_on(child, number)):
+    with interrupts.receiving(child.send_signal):
         held = _forward_stderr(child)
         code = child.wait()
     with open(progress_here) as file:
@@ -90,11 +89,6 @@ def report_progress(text: str) -> None:
     """Report to the watching process: first that the processes have met, then which folder the run writes."""
     if _VARIABLE in os.environ:
         os.write(int(os.environ[_VARIABLE].partition(",")[2]), text.encode())
-
-
-def _pass_on(child: Any, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        child.send_signal(number)
 
 
 def _forward_stderr(child: Any) -> str:
