@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from moezoo.errors import UserError
@@ -31,7 +32,7 @@ def as_integers(name: str, value: Any, like: Any = None) -> Array | np.ndarray:
 
 def known(array: Any) -> np.ndarray | None:
     """Return the numbers of an array; None while it is traced, and where other processes hold a part of it."""
-    if isinstance(array, jax.Array) and (isinstance(array, jax.core.Tracer) or not array.is_fully_addressable):
+    if isinstance(array, jax.Array) and (isinstance(array, Tracer) or not array.is_fully_addressable):
         return None
     return np.asarray(array)
 

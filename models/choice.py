@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moezoo.moe.chunks import layer_rows, run_experts
@@ -162,19 +163,22 @@ def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
             return run_experts(whole, x, Assignment(assignment.expert_ids, gates), group, execution)[0]
 
         # Cast before anything is differentiated: sums over devices that share the width are not the strategy's.
-        inputs = (*inner.enter((x, assignment.gates)), learned)
+        inputs: tuple[Any, ...] = (*inner.enter((x, assignment.gates)), learned)
         if layer.differentiated:
             y, pull = jax.vjp(execution.checkpoint(run), *inputs)
             results: Any = y, pull(vary_like(back, y))
         else:
             results = run(*inputs)
         # One number per device, so that the program needs every result and sums none of them over devices.
-        return sum(vary(each.astype(jnp.float32).sum(), live) for each in jax.tree.leaves(results))[None]
+        sums = (vary(each.astype(jnp.float32).sum(), live) for each in jax.tree.leaves(results))
+        return functools.reduce(jnp.add, sums)[None]
 
-    tokens = layer.rows * layer.length
-    x, ids, gates = (
-        jax.ShapeDtypeStruct((tokens, size), dtype)
-        for size, dtype in ((layer.embed, execution.dtype), (layer.k, jnp.int32), (layer.k, jnp.float32))
+    def of_tokens(size: int, dtype: DTypeLike) -> Any:
+        return jax.ShapeDtypeStruct((layer.rows * layer.length, size), dtype)
+
+    x, assignment = (
+        of_tokens(layer.embed, execution.dtype),
+        Assignment(of_tokens(layer.k, jnp.int32), of_tokens(layer.k, jnp.float32)),
     )
     split: Any = PartitionSpec(execution.token_axes or None)
     specs: Any = (execution.specs(experts), split, Assignment(split, split), split)
@@ -183,7 +187,7 @@ def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
     with jax.sharding.use_abstract_mesh(mesh):
         program = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(live))
-        return collective_traffic(jax.make_jaxpr(program)(experts, x, Assignment(ids, gates), x))
+        return collective_traffic(jax.make_jaxpr(program)(experts, x, assignment, x))
 
 
 def weight_bytes(table: TrafficTable) -> int:

@@ -45,7 +45,7 @@ class Key:
         value = config.read_either(tuple(self.names.split()), kind, self.default, least=self.least)
         if value is None and self.null is not REQUIRED:
             return self.null(found) if callable(self.null) else self.null
-        return self.words[value] if self.words else value
+        return self.words[bool(value)] if self.words else value
 
     def write(self, value: Any, kind: Any) -> Any:
         """Return the value of the key. Numbers get their declared type, as transformers refuses 1 for 1.0."""
@@ -70,7 +70,7 @@ class Part:
 
 
 # By the name of the setting, or, for a part, by any name.
-Settings = Mapping[str, Key | Part]
+Settings = dict[str, Key | Part]
 
 
 def plain(names: str) -> Settings:
@@ -210,5 +210,7 @@ def settings_of(config: type, section: str = "") -> dict[str, Any]:
     """Return our settings, those of sections included, and their types."""
     found = {}
     for name, kind in types_of(config).items():
-        found |= {section + name: kind} | (settings_of(kind, f"{name}.") if dataclasses.is_dataclass(kind) else {})
+        found |= {section + name: kind} | (
+            settings_of(kind, f"{name}.") if isinstance(kind, type) and dataclasses.is_dataclass(kind) else {}
+        )
     return found

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from moezoo.convert import Size
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
-from moezoo.models.hub import SILU, Hub, Key, ModelType, common, head_dim, rope
+from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, head_dim, rope
 from moezoo.models.names import BLOCK_SPARSE
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
@@ -59,7 +59,7 @@ _SETTINGS = common(131072) | {
     "experts": Key("num_local_experts num_experts"),
 }
 _ONLY = {"attention_bias": (False,), "router_jitter_noise": (0,)}
-_FURTHER = {"rope": rope(1e6, yarn=False), "hidden_act": SILU}
+_FURTHER: Settings = {"rope": rope(1e6, yarn=False), "hidden_act": SILU}
 HUB = Hub(
     {"mixtral": "softmax router; Mixtral 8x7B and 8x22B"},
     {"mixtral": ModelType("Mixtral", _SETTINGS, _FURTHER, BLOCK_SPARSE, _ONLY)},

@@ -143,8 +143,8 @@ def _backward(window, residuals, cotangent):
         by_q, by_k, by_v = _visit_all(x, visit, (_zeros(q.shape, q), *carry))
         return (by_k, by_v), by_q.astype(q.dtype)
 
-    start = tuple(_zeros(x.swapaxes(2, 3).shape, q) for x in (past.key, past.value))
-    back, by_q = lax.scan(step, start, steps)
+    start = [_zeros(x.swapaxes(2, 3).shape, q) for x in (past.key, past.value)]
+    back, by_q = lax.scan(step, (start[0], start[1]), steps)
     by_k, by_v = (
         _join(by.swapaxes(2, 3), x[:, :, :, None])[:, :, :, 0].astype(x.dtype)
         for by, x in zip(back, (k, v), strict=True)

@@ -70,14 +70,14 @@ def _scores(
 def part(q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None) -> Softmax:
     """Attend to a part of the keys, chunk by chunk of queries."""
 
-    def one(_: None, chunk: tuple[Array, Place]) -> tuple[None, Softmax]:
+    def one(none: None, chunk: tuple[Array, Place]) -> tuple[None, Softmax]:
         scores, _ = _scores(*chunk, k, keys, 1.0, window)
         highest = jnp.maximum(scores.max(-1), FLOOR)
         weights = jnp.exp(scores - highest[..., None])
         total = weights.sum(-1)
         total = jnp.where(total > 0, total, 1)
         result = jnp.einsum("bkgqs,bskh->bqkgh", (weights / total[..., None]).astype(v.dtype), v)
-        return None, Softmax(result, *(rearrange(x, "b k g q -> b q k g") for x in (highest, total)))
+        return none, Softmax(result, *(rearrange(x, "b k g q -> b q k g") for x in (highest, total)))
 
     return _in_chunks(one, None, (q, queries))[1]
 

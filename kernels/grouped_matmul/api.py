@@ -204,7 +204,8 @@ def routed_mlp(
             return functools.partial(composed, name)
         return functools.partial(one, activation=activation, keep=keep)
 
-    weights = ExpertWeights(*(by_matrix(w, tokens.dtype) for w in (gate, up, down)), gate_bias, up_bias)
+    gate, up, down = (by_matrix(weights, tokens.dtype) for weights in (gate, up, down))
+    weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
     operands = (tokens, gates, plan, weights)
     alike = jax.tree.leaves(operands)
     return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
@@ -244,8 +245,9 @@ def _product(choice, rows, weights, group_sizes):
 
 def _backward(choice, residuals, cotangent):
     rows, weights, group_sizes = residuals
-    by_rows = run(choice, lambda name: lambda *x: BACKENDS[name].multiply(*x, 2), cotangent, weights, group_sizes)
-    outer = lambda name: lambda *x: BACKENDS[name].outer(*x, weights.dtype)  # noqa: E731
+    multiply = lambda name: functools.partial(BACKENDS[name].multiply, contract=2)  # noqa: E731
+    outer = lambda name: functools.partial(BACKENDS[name].outer, dtype=weights.dtype)  # noqa: E731
+    by_rows = run(choice, multiply, cotangent, weights, group_sizes)
     return by_rows, run(choice, outer, rows, cotangent, group_sizes), None
 
 

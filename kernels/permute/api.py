@@ -25,14 +25,13 @@ def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count:
             the highest experts, and of these the last tokens.
     """
     tokens, k = expert_ids.shape
-    rows = tokens * min(k, count)
-    bounded = room is not None and room < rows
-    rows = room if bounded else rows
+    most = tokens * min(k, count)
+    rows = most if room is None else min(room, most)
     local = expert_ids.reshape(-1) - first
     key = jnp.where((local >= 0) & (local < count), local, count)
     order, sorted_index, sizes = _sort(key, count)
     dropped = jnp.zeros((), jnp.int32)
-    if bounded:
+    if rows < most:
         before, wanted = jnp.cumsum(sizes) - sizes, sizes.sum()
         sizes = jnp.clip(rows - before, 0, sizes)
         dropped = wanted - sizes.sum()
