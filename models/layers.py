@@ -4,6 +4,7 @@ Layers that repeat a pattern of kinds are stored as one `Stack` and run by one s
 period is A A B: the stack has three blocks, and each of their arrays has a leading dimension of three periods.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, count, groupby, pairwise, product
 from typing import Any, NamedTuple
@@ -107,7 +108,7 @@ def make_stacks(kinds: Sequence[Hashable], make_block: Callable[[Any, Array], Bl
     stacks, first = [], 0
     for period, periods in find_periods(kinds):
         blocks = tuple(
-            jax.vmap(lambda key, kind=kinds[at]: make_block(kind, key))(keys[at : first + period * periods : period])
+            jax.vmap(functools.partial(make_block, kinds[at]))(keys[at : first + period * periods : period])
             for at in range(first, first + period)
         )
         stacks.append(Stack(blocks, periods))

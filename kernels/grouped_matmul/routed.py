@@ -20,8 +20,9 @@ activations and (cotangent x down), which the backward pass needs anyway, so no 
 """
 
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -111,14 +112,26 @@ def _longer(x: Array) -> Array:
     return jnp.pad(x, ((0, _sizes(x.shape[0])[-1]), *((0, 0) for _ in x.shape[1:])))
 
 
-def _zeros(plan: Plan, number: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return zeros. XLA makes equal zeros once and copies them for each loop; another `number` makes others."""
-    return jnp.broadcast_to(jnp.minimum(plan.group_sizes[0] + number, 0).astype(dtype), shape)
+class _Zeros:
+    """Makes the arrays that a loop fills.
 
+    XLA makes arrays of equal zeros once and copies them for each loop that writes to one. So every array gets a zero
+    that XLA takes for another number: min(size of a group + n, 0), with n = 0, 1, 2, ... The backward pass begins where
+    the forward pass, which makes three arrays at most, has ended.
+    """
 
-def _rows(plan: Plan, number: int, *shape: int, dtype: DTypeLike) -> Array:
-    rows = plan.source.shape[0]
-    return _zeros(plan, number, (rows + _sizes(rows)[-1], *shape), dtype)
+    def __init__(self, plan: Plan, begin: Literal[0, 3]):
+        self._plan, self._numbers = plan, itertools.count(begin)
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return zeros."""
+        zero = jnp.minimum(self._plan.group_sizes[0] + next(self._numbers), 0)
+        return jnp.broadcast_to(zero.astype(dtype), shape)
+
+    def rows(self, *shape: int, dtype: DTypeLike) -> Array:
+        """Return zeros of this shape for every row, and for one block after the last row."""
+        rows = self._plan.source.shape[0]
+        return self.array((rows + _sizes(rows)[-1], *shape), dtype)
 
 
 def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
@@ -140,7 +153,8 @@ def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weig
 
     width, embed = weights.down.shape[1:]
     kept = (width, width) if keep == "products" else ()
-    carry = [_rows(plan, number, n, dtype=tokens.dtype) for number, n in enumerate((embed, *kept))]
+    zeros = _Zeros(plan, begin=0)
+    carry = [zeros.rows(n, dtype=tokens.dtype) for n in (embed, *kept)]
     return _over_groups(plan, weights, step_of, carry)
 
 
@@ -191,11 +205,11 @@ def _run_backward(activation, residuals, cotangent):
 
         return step
 
-    leaves, tree = jax.tree.flatten(weights)
+    zeros = _Zeros(plan, begin=3)
     carry = (
-        _rows(plan, 3, tokens.shape[1], dtype=tokens.dtype),
-        _rows(plan, 4, dtype=jnp.float32),
-        tree.unflatten([_zeros(plan, 5 + i, w.shape, jnp.float32) for i, w in enumerate(leaves)]),
+        zeros.rows(tokens.shape[1], dtype=tokens.dtype),
+        zeros.rows(dtype=jnp.float32),
+        jax.tree.map(lambda w: zeros.array(w.shape, jnp.float32), weights),
     )
     by_rows, by_gates, sums = _over_groups(plan, weights, step_of, carry)
     row = _row_of(plan, by_rows)

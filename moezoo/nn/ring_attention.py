@@ -1,9 +1,18 @@
 """Context parallelism that passes what tokens keep from device to device (Liu et al., 2023, arXiv:2310.01889).
 
-With n devices, `kept` makes n - 1 hops along the ring, or fewer if windows end before. Each hop is sent off before
-attention works on what is already there, so the two can overlap. The backward pass rotates `kept` again: nothing but a
-device's own `kept` is stored. A second ring carries the gradients by `kept`, in float32: each device adds its share to
-what passes, and the last hop takes the sum home. What a device adds to its own stays there.
+With n devices, `kept` makes n - 1 hops along the ring, or fewer if windows end before. For n = 4, where k0 is what the
+tokens of device 0 keep:
+
+    hop   device 0   device 1   device 2   device 3
+    0     k0         k1         k2         k3          each device attends to its own
+    1     k3         k0         k1         k2          and then to what has arrived from the device before it
+    2     k2         k3         k0         k1
+    3     k1         k2         k3         k0
+
+Each hop is sent off before attention works on what is already there, so the two can overlap. The backward pass rotates
+`kept` again: nothing but a device's own `kept` is stored. There a second ring carries the gradients by `kept`, in
+float32. It starts at hop 1: the gradient by k3 begins on device 0 and travels with k3, and each device adds its share.
+After the last hop it is on device 2, and one more send takes it home to device 3, which has its own share of hop 0.
 """
 
 import dataclasses
@@ -82,7 +91,9 @@ def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
 
     def step(carry: tuple[PyTree, Softmax], hop: Any) -> tuple[tuple[PyTree, Softmax], None]:
         kept, before = carry
-        arriving, here = _until_both(_send(kept, options), part(kept, hop))
+        # Whatever uses the part waits for the hop too. Otherwise a compiler may overlap the hop with what follows
+        # attention, and start it only after attention.
+        arriving, here = lax.optimization_barrier((_send(kept, options), part(kept, hop)))
         return (arriving, join_softmax(before, here)), None
 
     kept, whole = inputs.kept, _of_sinks(options, inputs)
@@ -107,9 +118,9 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
         )
         by_q, *by_pair = part_gradients(inputs.q, keys, values, whole, back, **_places(options, inputs, hop))
         if jax.tree.leaves(inputs.learned):  # then `expand` has products, and theirs follow those of attention
-            sent, (by_q, by_pair) = _until_both(sent, (by_q, by_pair))
+            sent, (by_q, by_pair) = lax.optimization_barrier((sent, (by_q, by_pair)))
         else:  # without the others, which a compiler may add to what arrives before they are rounded to their dtype
-            sent, by_q = _until_both(sent, by_q)
+            sent, by_q = lax.optimization_barrier((sent, by_q))
         by_weights, by_kept = pull(tuple(by_pair))
         return sent, jax.tree.map(lambda x: x.astype(jnp.float32), (by_q, by_kept, by_weights))
 
@@ -167,14 +178,6 @@ def _send(tree: PyTree, options: _Options, by: int = 1) -> PyTree:
     size = options.group.size
     around = [(i, (i + by) % size) for i in range(size)]
     return jax.tree.map(lambda x: lax.ppermute(x, options.group.axes, around), tree)
-
-
-def _until_both(sent: PyTree, products: PyTree) -> tuple[PyTree, PyTree]:
-    """Return both; whatever uses either waits for both.
-
-    Otherwise a compiler may overlap the hop with what follows the products, and start it only after these.
-    """
-    return lax.optimization_barrier((sent, products))
 
 
 def _add(one: PyTree, other: PyTree) -> PyTree:

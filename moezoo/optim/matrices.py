@@ -126,9 +126,11 @@ def view(placement: Placement, shape: Sequence[int], per_head: bool, ways: Ways)
         # orthogonalised matrix then has its rows in that order too, and each device gets its own back.
         return tuple(axis for dim in group for axis in stored[dim])
 
-    sides = [(size(group) * ways(over(group)), not over(group), over(group)) for group in (inputs, outputs)]
-    turned = sides[0][:2] > sides[1][:2]
-    (rows, _, row_axes), (columns, _, column_axes) = reversed(sides) if turned else sides
+    sides = [(size(group) * ways(over(group)), over(group)) for group in (inputs, outputs)]
+    # Rows are the shorter side. Of sides of equal length they are the split one, if only one is split.
+    lengths_then_whole = [(length, not axes) for length, axes in sides]
+    turned = lengths_then_whole[0] > lengths_then_whole[1]
+    (rows, row_axes), (columns, column_axes) = reversed(sides) if turned else sides
     kind = Kind(rows, columns, row_axes, column_axes, frozenset(placement.mesh_axes))
     return View((*stacked, *inputs, *outputs), (size(stacked), size(inputs), size(outputs)), turned, kind)
 

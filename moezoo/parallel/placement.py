@@ -19,8 +19,9 @@ class Placement:
         stored: For each dimension, the mesh axes that it is split over, major to minor.
         gathered: For each dimension, the mesh axes that its layer gathers it over: the last ones of `stored`, or all.
         ways: The number of devices that store different parts.
-        taken: For each dimension, the mesh axes along which each device computes on its part of what all of them store.
-            A dimension of n is cut into n parts, and devices next to each other take the same one. Empty for none.
+        taken: With 2 key-value heads on 4 devices, all of them store both heads; devices 0 and 1 use head 0, devices
+            2 and 3 use head 1. For each dimension, the mesh axes along which devices take parts of what all of them
+            store: as many parts as the dimension is long, the same one on devices next to each other. Empty for none.
         entered: For an array of a container, or a bias of partial sums, the mesh axes that split the weight while
             computing and not this array.
     """

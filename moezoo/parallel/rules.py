@@ -124,10 +124,10 @@ class Rules:
         return tuple(dict.fromkeys(axis for logical in _INNER for axis in self.kept(logical, sizes)))
 
     def shared(self, axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return `kv_heads` if it is an axis of a parameter of this global shape and too short to be split, or nothing.
+        """Return which logical axes of a parameter every device stores whole and takes a part of: `kv_heads`, or none.
 
-        Fewer key-value heads than devices are stored whole, if their number divides the devices. Several devices then
-        compute on the same head.
+        With 2 key-value heads on 4 devices, devices 0 and 1 compute on head 0, and devices 2 and 3 on head 1. So it is
+        wherever heads are fewer than the devices that split them, and divide their number. `shape` is the global one.
         """
         ways = math.prod(sizes[axis] for axis in self.kept("kv_heads", sizes))
         sizes_of = zip(axes.names, shape, strict=True)
