@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, PyTree
 
+from moezoo.errors import UserError, check_type, describe_class
 from moezoo.models import ModelConfig, build_model
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.axes import trainable_mask
@@ -29,10 +30,23 @@ class Blueprint:
     change: Callable[[LanguageModel], LanguageModel] | None = None
     trained: Callable[[str], bool] | None = None
 
+    def __post_init__(self):
+        for name in ("change", "trained"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise UserError(f"blueprint: {name} is {describe_class(value)}, expected a function, or None")
+
     def make(self, key: Array) -> LanguageModel:
-        """Return a model with random parameters drawn from `key`. Raises as `moezoo.models.build_model` does."""
+        """Return a model with random parameters drawn from `key`.
+
+        Raises:
+            UserError: As `moezoo.models.build_model`, and if `change` returns something else than a model.
+        """
         model = build_model(self.config, key=key, dtype=self.dtype)
-        return model if self.change is None else self.change(model)
+        if self.change is None:
+            return model
+        changed = self.change(model)
+        check_type("blueprint: what change returns", changed, LanguageModel, "return the changed model")
+        return changed
 
     @functools.cached_property
     def shapes(self) -> LanguageModel:

@@ -26,6 +26,7 @@ from moezoo.parallel.axes import Stack, trainable_mask
 from moezoo.parallel.collectives import vary, vary_like
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
 
@@ -182,10 +183,10 @@ def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
     )
     split: Any = PartitionSpec(execution.token_axes or None)
     specs: Any = (execution.specs(experts), split, Assignment(split, split), split)
-    # Axes of type Auto, whatever those of the mesh are: nothing here has a layout.
+    # Axes of type Auto, whatever those of the mesh and of `jax.set_mesh` are: nothing here has a layout.
     sizes, names = zip(*((size, name) for name, size in execution.mesh.shape.items()), strict=True)
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with no_context_mesh():
         program = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(live))
         return collective_traffic(jax.make_jaxpr(program)(experts, x, assignment, x))
 

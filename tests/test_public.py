@@ -14,6 +14,8 @@ SETUP = """
 import dataclasses, json, sys
 import jax, numpy as np, moezoo
 from moezoo import *
+from moezoo.analysis.cost import communication
+from moezoo.config.build import blueprint_of
 from moezoo.moe.dispatch import Gather, Ring
 
 config = moezoo.models.MixtralConfig(
@@ -28,6 +30,9 @@ nan = float("nan")
 
 def changed(**changes):
     return dataclasses.replace(cfg, **changes)
+
+def moved(**changes):
+    return communication(cfg, blueprint=dataclasses.replace(blueprint_of(cfg), **changes))
 
 def drawn(**options):
     return generate(model, ids, **{"max_new_tokens": 2, **options})
@@ -119,6 +124,10 @@ CALLS = {
     'data.tokenize_files("a", 5)': "out=5: expected text",
     'data.Text(path=["a"])': "data.path=[a]: expected text",
     "data.load(5, seq_len=8, seed=0, vocab=40)": "settings is an int, expected a DataSettings",
+    "communication(cfg, blueprint=model)": "blueprint is a LanguageModel, expected a Blueprint|blueprint_of(cfg)",
+    'moved(trained=".attention.")': "blueprint: trained is a str, expected a function, or None",
+    "moved(change=lambda model: None)": "blueprint: what change returns is None, expected a LanguageModel",
+    'moved(trained=lambda path: "yes")': "trained('.embedding.weight') returns yes, expected True or False",
     # What is traced is not known, except for its shape; padding may hold anything.
     "jax.eval_shape(model, ids * 40)": "accepted: Output",
     "jax.eval_shape(model, np.ones((2, 17), np.int32))": "tokens are [2, 17], longer than model.max_length=16",

@@ -12,7 +12,7 @@ from moezoo.convert import convert
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh import abstract_mesh, no_context_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 
@@ -110,13 +110,14 @@ def describe(
     check_config(cfg)
     convert(CallName, call, "call")
     convert(Literal["all", "parameters"], parts, "parts")
-    blueprint = blueprint or blueprint_of(cfg)
+    blueprint = blueprint_of(cfg, blueprint)
     if parts == "parameters":
         execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
         return Sharding(_parameters(blueprint, execution))
-    program = CALLS[call](cfg, blueprint)
+    with no_context_mesh():
+        program = CALLS[call](cfg, blueprint)
+        traffic = collective_traffic(program.trace(), "tpu")
     parameters = _parameters(blueprint, program.execution)
-    traffic = collective_traffic(program.trace(), "tpu")
     return Sharding(parameters, activations(cfg, blueprint.shapes, program, traffic), collectives(traffic))
 
 

@@ -14,7 +14,7 @@ from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.overrides import groups
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert, show
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_type
 from moezoo.models import ModelConfig
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
@@ -25,9 +25,22 @@ from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
 
 
-def blueprint_of(cfg: TrainConfig) -> Blueprint:
-    """Return what `cfg` says of the model. Equal configurations share one, so its shapes are made once."""
-    return _blueprint(cfg.model, cfg.execution.param_dtype)
+def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
+    """Return `given`, or what `cfg` says of the model. Equal configurations share one, so its shapes are made once.
+
+    Raises:
+        UserError: `given` is of another configuration or dtype than `cfg`.
+    """
+    own = _blueprint(cfg.model, cfg.execution.param_dtype)
+    if given is None:
+        return own
+    remedy = "write dataclasses.replace(blueprint_of(cfg), trained=...)"
+    check_type("blueprint", given, Blueprint, remedy)
+    if given.config != own.config:
+        raise UserError(f"blueprint: its configuration differs from cfg.model; {remedy}")
+    if given.dtype != own.dtype:
+        raise UserError(f"blueprint: dtype is {given.dtype}, but execution.param_dtype={own.dtype}; {remedy}")
+    return given
 
 
 @functools.lru_cache(maxsize=64)

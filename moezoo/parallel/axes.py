@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PyTree
 
+from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel.roles import Axes as Axes
 from moezoo.parallel.roles import Role as Role
@@ -208,14 +209,15 @@ def trainable_mask(module: PyTree, trained: Callable[[str], bool] | None = None)
             all arrays except buffers and the parts of containers.
 
     Raises:
-        UserError: `trained` selects no array, a buffer, or an array of integers.
+        UserError: `trained` selects no array, a buffer, or an array of integers, or returns something else than a bool.
     """
 
     def leaf(path: Any, x: Any, axes: Axes) -> bool:
         if trained is None:
             return axes.role not in (Role.BUFFER, Role.PART)
         name = jax.tree_util.keystr(path)
-        chosen = bool(trained(name))
+        if not isinstance(chosen := trained(name), bool):
+            raise UserError(f"trained({name!r}) returns {show(chosen)}, expected True or False")
         if chosen and (axes.role is Role.BUFFER or not jnp.issubdtype(x.dtype, jnp.floating)):
             what = "a buffer" if axes.role is Role.BUFFER else str(x.dtype)
             raise UserError(f"trained chooses {name}, which is {what}; choose only floating-point parameters")

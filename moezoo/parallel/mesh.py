@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import math
 import os
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
@@ -164,6 +165,11 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     if rest:
         raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, but this mesh has none; give a number")
     return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=shape.types)
+
+
+def no_context_mesh() -> AbstractContextManager:
+    """Return a context without the mesh of `jax.set_mesh`, to trace and read programs for any mesh."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def mesh_of(shape: MeshShape, devices: list) -> Mesh:

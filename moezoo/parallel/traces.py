@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
 from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.traffic import Phase, Row, Traffic, TrafficTable, received_bytes
 
 # Primitive -> the name of its collective. JAX has several primitives for one collective, which differ in whether their
@@ -87,7 +88,8 @@ def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterat
             branches. All branches of other conditionals are read.
     """
     program: Any = getattr(jaxpr, "jaxpr", jaxpr)
-    cleaned, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    with no_context_mesh():
+        cleaned, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
     yield from _walk(cleaned, 1, platform, {}, "")
 
 

@@ -16,13 +16,13 @@ from moezoo.parallel.memory import local_bytes
 from moezoo.training.step import State, Step
 
 
-def build_model_on_mesh(cfg: TrainConfig, execution: Execution) -> LanguageModel:
+def build_model_on_mesh(blueprint: Blueprint, execution: Execution, seed: int) -> LanguageModel:
     """Return a fresh model, created in its layout: no device ever holds more than its part. The seed decides values."""
-    blueprint, target = blueprint_of(cfg), execution.target
+    target = execution.target
     # Every array has random bits of its own, which XLA's CPU compiler spends seconds on. They are computed once.
     quick = {"xla_backend_optimization_level": 1} if target and target.platform == "cpu" else None
     make = jax.jit(blueprint.make, out_shardings=execution.shardings(blueprint.shapes), compiler_options=quick)
-    return make(jax.random.key(cfg.seed))
+    return make(jax.random.key(seed))
 
 
 def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | None = None) -> Step:
@@ -31,17 +31,18 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
     Args:
         cfg: the configuration of the run.
         execution: how to run the model.
-        blueprint: replaces that of `cfg`, for instance by one with containers, or with less that is trained.
+        blueprint: replaces `blueprint_of(cfg)`, for instance by one with containers, or with less that is trained.
 
     Raises:
-        UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices.
+        UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices. The
+            blueprint is of another configuration or dtype than `cfg`, or trains what cannot be trained.
     """
-    blueprint = blueprint or blueprint_of(cfg)
+    blueprint = blueprint_of(cfg, blueprint)
     shapes = blueprint.shapes
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
-    step = Step(shapes, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, blueprint.trained)
+    step = Step(blueprint, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard)
     state, placements = step.arguments[0], step.placements
     gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (state.model, placements.model)))
     needed = local_bytes(state, placements) + gradients
@@ -52,10 +53,10 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
 def build_state(cfg: TrainConfig, execution: Execution, step: Step, model: LanguageModel | None = None) -> State:
     """Return the state before the first step, laid out as the step needs it.
 
-    The state holds a copy of `model`, or a fresh model from the seed if `model` is None.
+    The state holds a copy of `model`, or a fresh model of the step's blueprint, from the seed, if `model` is None.
     """
     if model is not None:
         return jax.jit(step.begin, out_shardings=step.state_shardings)(place(model, execution))
-    model = build_model_on_mesh(cfg, execution)
+    model = build_model_on_mesh(step.blueprint, execution, cfg.seed)
     rest = jax.jit(lambda m: step.begin(m)[1:], out_shardings=tuple(step.state_shardings[1:]))
     return State(model, *rest(model))

@@ -13,7 +13,7 @@ Every collective is written out:
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,13 +24,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
 from moezoo.moe.routing import Balance, Routing, balance_of
 from moezoo.optim import Guard, GuardSettings, Optimizer, Work
 from moezoo.optim.guard import select
-from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.feed import Feed
 from moezoo.training.gradients import global_norm, reduce_gradients
@@ -137,29 +138,27 @@ class Step:
 
     def __init__(
         self,
-        model: LanguageModel,
+        blueprint: Blueprint,
         optimizer: Optimizer,
         execution: Execution,
         batch: Batch,
         guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
-        trained: Callable[[str], bool] | None = None,
     ):
         """Prepare the step; nothing is compiled yet.
 
         Args:
-            model: the model, or its shapes.
+            blueprint: the model, and which of its arrays are trained. One that is not has no gradient, no moment and no
+                part in the norm; only its gathers move bytes.
             optimizer: the optimiser of its parameters.
             execution: how to run the model; it must have a mesh.
             batch: arrays, or shapes, [micro-steps, sequences, seq].
             guard: which steps are skipped.
-            trained: receives the path of an array, such as ".stacks[0].blocks[0].attention.query", and returns whether
-                it is trained. None trains everything except buffers and the parts of containers. An array that is not
-                trained has no gradient, no moment and no part in the norm; only its gathers move bytes.
 
         Raises:
             UserError: as `moezoo.parallel.axes.trainable_mask` does.
         """
-        self.trained, (_, rows, length) = trainable_mask(model, trained), batch.tokens.shape
+        self.blueprint, self.trained, (_, rows, length) = blueprint, blueprint.mask, batch.tokens.shape
+        model = blueprint.shapes
         execution = choose_dispatch(model.stacks, rows, length, execution, "train", self.trained)
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
         placements = execution.placements(model)
@@ -233,7 +232,7 @@ class Step:
     @functools.cached_property
     def traced(self) -> "jax.stages.Traced":
         """The traced step; collectives are counted in `traced.jaxpr`."""
-        with _no_garbage_collection():
+        with _no_garbage_collection(), no_context_mesh():
             return self.function.trace(*self.arguments)
 
     def compile(self) -> "jax.stages.Compiled":

@@ -5,13 +5,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from refusals import refused
 
 import moezoo
+from moezoo.analysis.cost import communication
+from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
+from moezoo.training.build import build_state, build_step
 
 TINY = MixtralConfig(vocab=8, embed=8, layers=1, heads=1, kv_heads=1, head_dim=4, expert_mlp=4, experts=4)
 EXPERTS = ".stacks[0].blocks[0].feed_forward.experts."
@@ -58,3 +62,37 @@ def test_that_of_a_configuration():
     found, wanted = plan.make(jax.random.key(3)), moezoo.build_model(TINY, key=jax.random.key(3), dtype="bfloat16")
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": dataclasses.replace(TINY, vocab=16)}, "blueprint: its configuration differs from cfg.model"),
+        ({"dtype": "bfloat16"}, "blueprint: dtype is bfloat16, but execution.param_dtype=float32"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused(given, message):
+    cfg = dataclasses.replace(moezoo.compose(), model=TINY)
+    with refused(message):
+        communication(cfg, blueprint=dataclasses.replace(blueprint_of(cfg), **given))
+
+
+def test_a_step_has_that_of_its_state():
+    """A fresh state is of the changed model."""
+    cfg = dataclasses.replace(moezoo.compose("batch_size=1", "seq_len=4"), model=TINY)
+    blueprint = dataclasses.replace(blueprint_of(cfg), change=stored, trained=lambda path: ".attention." in path)
+    execution = moezoo.execution(cfg)
+    step = build_step(cfg, execution, blueprint)
+    state = build_state(cfg, execution, step)
+    assert described(state.model) == described(blueprint.shapes) == described(step.arguments[0].model)
+    assert len(jax.tree.leaves(state.optimizer)) == 1 + 2 * sum(jax.tree.leaves(blueprint.mask))
+
+
+def test_programs_are_traced_for_any_mesh_where_the_user_has_set_one():
+    words = ("mesh.fsdp=2", "mesh.axis_types=explicit", "batch_size=4", "seq_len=4")
+    cfg = dataclasses.replace(moezoo.compose(*words), model=TINY)
+    found = [communication(cfg), describe(cfg, "decode")]
+    with jax.set_mesh(moezoo.make_mesh(cfg.mesh)):
+        assert [communication(cfg), describe(cfg, "decode")] == found
+        other = dataclasses.replace(cfg, mesh=moezoo.MeshShape(expert=4), dispatch=moezoo.moe.dispatch.Auto())
+        assert communication(other).bytes > 0

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blueprints import as_blueprint
 from cover import Case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,7 +207,7 @@ def test_traffic_of_layers_with_norms_after_each_part():
     """Sums over devices that such a norm reads are needed again for its gradient."""
     case = Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch")
     optimizer = Optimizer(SGD(), Constant(), 1, case.execution.placements(model()))
-    step = Step(model(), optimizer, case.execution, batch_shapes(1))
+    step = Step(as_blueprint(model()), optimizer, case.execution, batch_shapes(1))
     assert collective_traffic(step.traced.jaxpr).outline(2) == step_traffic(case.settings, model())
 
 

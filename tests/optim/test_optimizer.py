@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from blueprints import as_blueprint
 
 import moezoo
 from moezoo.config.build import build_execution
@@ -134,7 +135,7 @@ def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(star
     assert jax.tree.structure(placements) == jax.tree.structure(state)
     wanted = jax.tree.leaves(eqx.filter(started.placements, is_matrix(started.placements)))
     assert jax.tree.leaves(placements["matrices"]) == [EVERYWHERE, *wanted, *wanted]
-    step = Step(started.model, optimizer, execution, build_step(cfg, execution).arguments[1])
+    step = Step(as_blueprint(started.model), optimizer, execution, build_step(cfg, execution).arguments[1])
     assert step.traced is not None
 
     state = jax.device_put(jax.tree.map(lambda x: x + 1, state), step.state_shardings.optimizer)

@@ -11,6 +11,7 @@ import oracle
 import oracle_deepseek
 import oracle_grouped
 import pytest
+from blueprints import as_blueprint
 from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
@@ -120,7 +121,9 @@ class CompiledStep:
         if optimizer is None:
             optimizer = GradientRecorder(case.rule, OPTIMIZERS[case.optimizer][1], STEPS, placements)
         self._optimizer = optimizer
-        self.step = Step(start, self._optimizer, execution, batch_shapes(case.microbatches, rows), trained=trained)
+        self.step = Step(
+            as_blueprint(start, trained), self._optimizer, execution, batch_shapes(case.microbatches, rows)
+        )
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
             self.compiled = self.step.compile()

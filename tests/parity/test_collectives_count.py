@@ -35,9 +35,9 @@ from moezoo.training.step import Step
 @functools.cache
 def traced(case: Case, **changes: int) -> Any:
     """Return the traced step of a case, with changes to its model's configuration."""
-    model = Blueprint(config(case.family, case.balance, **changes)).shapes
-    optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(model))
-    return Step(model, optimizer, case.execution, batch_shapes(case.microbatches)).traced.jaxpr
+    blueprint = Blueprint(config(case.family, case.balance, **changes))
+    optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(blueprint.shapes))
+    return Step(blueprint, optimizer, case.execution, batch_shapes(case.microbatches)).traced.jaxpr
 
 
 def predicted(case: Case) -> traffic_oracle.Traffic:
@@ -130,9 +130,11 @@ def test_olmoe_on_fsdp2_tensor4_counted_by_hand():
 def test_traffic_of_a_tied_table(frozen):
     """Alone trained, its gradient has two parts, that of the logits and that of the tokens; frozen, it has none."""
     case = Case("ring", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "grouped_periodic")
-    shapes, trained = Blueprint(config(case.family)).shapes, lambda path: (path == ".embedding.weight") != frozen
+    trained = lambda path: (path == ".embedding.weight") != frozen  # noqa: E731
+    blueprint = Blueprint(config(case.family), trained=trained)
+    shapes = blueprint.shapes
     optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(shapes))
-    step = Step(shapes, optimizer, case.execution, batch_shapes(1), trained=trained)
+    step = Step(blueprint, optimizer, case.execution, batch_shapes(1))
     table = collective_traffic(step.traced.jaxpr).outline(2)
     assert table == step_traffic(case.settings, shapes, trained=trained)
     found = {key: t.count for key, t in table.by("scope", "collective").items() if "scatter" in key[1]}
@@ -143,13 +145,13 @@ def test_traffic_of_a_tied_table(frozen):
 @pytest.mark.parametrize("strategy", ["ring", "ragged", "capacity"])
 def test_devices_that_share_widths_exchange_the_same_rows(strategy):
     """What moves between experts is the same with two devices along `tensor` as with one."""
-    model = Blueprint(config("mixtral")).shapes
+    blueprint = Blueprint(config("mixtral"))
 
     def exchanged(tensor: int) -> TrafficTable:
         mesh = abstract_mesh(moezoo.MeshShape(expert=4, tensor=tensor))
         how = Execution(mesh, moezoo.compose("rules=tensor").rules, STRATEGIES[strategy]().exact)
-        optimizer = Optimizer(SGD(), Constant(), STEPS, how.placements(model))
-        table = collective_traffic(Step(model, optimizer, how, batch_shapes(1)).traced.jaxpr)
+        optimizer = Optimizer(SGD(), Constant(), STEPS, how.placements(blueprint.shapes))
+        table = collective_traffic(Step(blueprint, optimizer, how, batch_shapes(1)).traced.jaxpr)
         return TrafficTable({row: t for row, t in table.items() if row.scope.endswith(("dispatch", "combine"))})
 
     assert exchanged(1) == exchanged(2) != {}

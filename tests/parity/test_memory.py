@@ -32,9 +32,9 @@ ONE_LAYER = 3 * EXPERTS * EMBED * MLP * FLOAT  # bytes of the gathered expert we
 @functools.cache
 def step_with_large_weights(case: Case) -> Step:
     """Return the step of a case, not compiled, for a model with large weights."""
-    model = Blueprint(config(layers=LAYERS, embed=EMBED, expert_mlp=MLP)).shapes
-    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, case.execution.placements(model))
-    return Step(model, optimizer, case.execution, batch_shapes(1))
+    blueprint = Blueprint(config(layers=LAYERS, embed=EMBED, expert_mlp=MLP))
+    optimizer = Optimizer(SGD(RATE), Constant(), STEPS, case.execution.placements(blueprint.shapes))
+    return Step(blueprint, optimizer, case.execution, batch_shapes(1))
 
 
 # Every policy where weights are gathered over `fsdp`, and those that keep more also where over `expert` and over both.

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from running import STEPS, CompiledStep
 
 import moezoo
+from moezoo.models.blueprint import Blueprint
 from moezoo.optim import AdamW, Cosine, Optimizer
 from moezoo.training.build import build_model_on_mesh
 from moezoo.training.step import check_shardings
@@ -44,7 +45,7 @@ def initial(mesh: str, layout: str, dispatch: str) -> list[bytes]:
     """Return the arrays of a new model that is initialised on a mesh."""
     execution = Case(dispatch, mesh, layout, "full", 1, "batch").execution
     small = ("model.vocab=40", "model.embed=16", "model.layers=2", "model.expert_mlp=12")
-    return bits(build_model_on_mesh(moezoo.compose(*small, f"dispatch={dispatch}"), execution))
+    return bits(build_model_on_mesh(Blueprint(moezoo.compose(*small).model), execution, 0))
 
 
 # Each layout takes seconds to compile. These run every time, the others with `-m full`.

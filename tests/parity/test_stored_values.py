@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blueprints import as_blueprint
 from cover import LAYERS, MESHES, Case, batch, config, cover, model
 from jaxtyping import Array
 from running import RATE, STEPS, CompiledStep, batch_shapes
@@ -187,7 +188,7 @@ def test_logits():
 def step_of(case: Case, shapes_: Any, trained: Any = None, optimizer: Any = None) -> Step:
     """Return a step that is not compiled, for a model given by its shapes."""
     optimizer = Optimizer(optimizer or SGD(RATE), Constant(), STEPS, case.execution.placements(shapes_))
-    return Step(shapes_, optimizer, case.execution, batch_shapes(case.microbatches), trained=trained)
+    return Step(as_blueprint(shapes_, trained), optimizer, case.execution, batch_shapes(case.microbatches))
 
 
 class LowRank(Stored):

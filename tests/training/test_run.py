@@ -9,7 +9,7 @@ import numpy as np
 from training_runs import assert_same_models
 
 import moezoo
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.data import load, trigram_loss, validation_batches
 from moezoo.training import loop
 from moezoo.training import train as module
@@ -19,7 +19,7 @@ from moezoo.training.build import build_model_on_mesh
 def test_a_model_on_a_mesh_has_the_seed_and_dtype_of_the_run(tiny):
     cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "seed=3", "execution.param_dtype=bfloat16")
     wanted = jax.jit(lambda key: moezoo.build_model(cfg.model, key=key, dtype="bfloat16"))(jax.random.key(3))
-    assert_same_models(build_model_on_mesh(cfg, build_execution(cfg)), wanted)
+    assert_same_models(build_model_on_mesh(blueprint_of(cfg), build_execution(cfg), 3), wanted)
 
 
 def test_figures_of_a_run(tiny, monkeypatch, capsys):
