@@ -17,6 +17,7 @@ from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
 from moezoo.training.feed import Feed
+from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
 
 
@@ -93,13 +94,12 @@ def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
     """
     check_type("model", model, LanguageModel, "give a model, such as moezoo.load_run returns")
     check_config(cfg)
-    expected, found = (
-        [(path, shape) for path, _, shape in parameter_table(m)] for m in (blueprint_of(cfg).shapes, model)
-    )
-    if expected != found:
+    expected = blueprint_of(cfg).shapes
+    ours, theirs = ([(path, shape) for path, _, shape in parameter_table(each)] for each in (model, expected))
+    if ours != theirs:
         raise UserError(
-            "evaluate: the model's arrays differ from those of cfg.model; use the configuration that the model was "
-            "made with, or take both from moezoo.load_run"
+            f"evaluate: the model is not that of cfg.model ({describe_difference(model, expected)}); write "
+            "dataclasses.replace(cfg, model=model.config), or take both from moezoo.load_run"
         )
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
