@@ -50,6 +50,6 @@ def check_model(model: LanguageModel, expected: LanguageModel) -> None:
             dtype = expected.embedding.weight.dtype  # that of choice biases is always float32
             other = f", or make the step with execution.param_dtype={ours.dtype}" * (ours.dtype != dtype)
             raise UserError(
-                f"{name} is {ours.dtype} in the model, {theirs.dtype} in the step (execution.param_dtype={dtype}); load "
-                f'the model with dtype="{dtype}"{other}'
+                f"{name} is {ours.dtype} in the model, {theirs.dtype} in the step (execution.param_dtype={dtype}); "
+                f'load the model with dtype="{dtype}"{other}'
             )

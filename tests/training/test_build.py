@@ -79,7 +79,9 @@ def test_containers_keep_their_dtypes(folder):
 def test_another_model_than_that_of_the_step(folder):
     model = moezoo.from_pretrained(folder, dtype="float32")
     prepared = prepare(dataclasses.replace(model.config, embed=16))
-    with refused("the model is ", "model.embed=8 in the model, 16 in cfg", "dataclasses.replace(cfg, model=model.config)"):
+    with refused(
+        "the model is ", "model.embed=8 in the model, 16 in cfg", "dataclasses.replace(cfg, model=model.config)"
+    ):
         build_state(*prepared, model)
     prepared = prepare(model.config)
     wider = eqx.tree_at(lambda m: m.embedding.weight, model, jnp.zeros((25, 8)))
