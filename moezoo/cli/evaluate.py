@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.models.choice import compare
     from moezoo.parallel.cache import use_cache
     from moezoo.training.evaluate import evaluate
+    from moezoo.training.progress import BatchCounter, bar_on
     from moezoo.training.report import choice_lines
     from moezoo.training.saved import load_run
 
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str]) -> None:
     compared = compare(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         print(line, file=sys.stderr)
-    result = evaluate(model, cfg)
+    with bar_on(sys.stderr) as bar:
+        result = evaluate(model, cfg, BatchCounter(bar, lambda line: print(line, file=sys.stderr)))
     print(f"validation  {result.loss:.6f} nats per {result.unit} over {result.tokens:,} {result.unit}s")
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
+from moezoo.data.windows import validation_indices
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -19,6 +20,7 @@ from moezoo.parallel.execution import Execution, place
 from moezoo.training.feed import Feed
 from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
+from moezoo.training.progress import OnBatch
 
 
 class Evaluation(NamedTuple):
@@ -68,26 +70,35 @@ class Evaluator:
         )
         self.sums = make_sums(model, execution)
 
-    def __call__(self, model: LanguageModel) -> Evaluation:
-        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split."""
-        cfg = self._cfg
+    def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
+        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split.
+
+        What `on_batch` raises ends the evaluation.
+        """
+        cfg, limit = self._cfg, self._cfg.data.eval_sequences
+        windows = validation_indices(self._source.validation, limit=limit, seq_len=cfg.seq_len)
+        count = -(-len(windows) // cfg.batch_size)
         nats, tokens, dropped = 0.0, 0, 0
         batches = validation_batches(
             self._source,
             seq_len=cfg.seq_len,
             batch_size=cfg.batch_size,
-            limit=cfg.data.eval_sequences,
+            limit=limit,
             rows=self._feed.rows,
         )
-        for batch in batches:
+        for done, batch in enumerate(batches):
+            on_batch(done, count)
             # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
             a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+        on_batch(count, count)
         return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
 
 
-def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
+def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
     """Evaluate `model`, on whatever devices it is, with the data, mesh, rules and dispatch of `cfg`.
+
+    `on_batch(done, total)` is called before each batch and at the end, to show progress; what it raises ends the call.
 
     Raises:
         UserError: these do not fit the model, or the model is not the one that `cfg.model` describes.
@@ -104,4 +115,4 @@ def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
     model = place(model, execution)
-    return Evaluator(model, source, cfg, execution)(model)
+    return Evaluator(model, source, cfg, execution)(model, on_batch)
