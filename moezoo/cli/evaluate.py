@@ -43,7 +43,11 @@ def main(arguments: Sequence[str]) -> None:
         print(line, file=sys.stderr)
     with bar_on(sys.stderr) as bar:
         result = evaluate(model, cfg, BatchCounter(bar, lambda line: print(line, file=sys.stderr)))
-    print(f"validation  {result.loss:.6f} nats per {result.unit} over {result.tokens:,} {result.unit}s")
+    unit = result.unit
+    print(
+        f"validation  {result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity "
+        f"{result.perplexity:.4f}, over {result.tokens:,} {unit}s"
+    )
 
 
 COMMAND = ConfiguredCommand(
@@ -54,6 +58,10 @@ COMMAND = ConfiguredCommand(
     "Keys that you do not set have the values of the run; keys of training alone have no effect.",
     keys=Keys,
     configure=configure,
-    examples=("run_dir=runs/NAME", "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0"),
+    examples=(
+        "run_dir=runs/NAME",
+        "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0",
+        "run_dir=runs/NAME data=text data.validation=FILE data.eval_sequences=0",
+    ),
     groups=("mesh", "rules", "dispatch", "data"),
 )

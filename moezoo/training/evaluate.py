@@ -1,5 +1,6 @@
 """Evaluate a model: the mean cross-entropy of held-out tokens, on any mesh."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
 from moezoo.training.progress import OnBatch
 
+_LARGEST = 700.0  # nats; e to the power of more exceeds a float
+
 
 class Evaluation(NamedTuple):
     """The result of an evaluation.
@@ -36,6 +39,16 @@ class Evaluation(NamedTuple):
     tokens: int
     dropped: int
     unit: str
+
+    @property
+    def bits(self) -> float:
+        """The cross-entropy in bits per predicted `unit`."""
+        return self.loss / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """e to the power of the loss: as uncertain as a choice between so many equally likely units."""
+        return math.exp(self.loss) if self.loss < _LARGEST else math.inf
 
 
 def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
@@ -113,6 +126,6 @@ def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda 
             "dataclasses.replace(cfg, model=model.config), or take both from moezoo.load_run"
         )
     execution = build_execution(cfg)
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, training=False)
     model = place(model, execution)
     return Evaluator(model, source, cfg, execution)(model, on_batch)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 from refusals import refused
 
 import moezoo
@@ -50,5 +51,8 @@ def test_a_model_of_a_folder(tmp_path):
     cfg = dataclasses.replace(cfg, model=model.config)
     found = moezoo.evaluate(model, cfg)
     assert 3 < found.loss < 5  # an untrained model is near ln 40 = 3.7
+    assert found.perplexity == pytest.approx(np.exp(found.loss))
+    assert found.bits == pytest.approx(np.log2(found.perplexity))
+    assert found._replace(loss=1e4).perplexity == np.inf
     with refused("evaluate: ", "has a DeepSeekConfig, cfg.model is a MixtralConfig", advice):
         moezoo.evaluate(jax.eval_shape(lambda: moezoo.build_model(DEEPSEEK, key=jax.random.key(0))), cfg)
