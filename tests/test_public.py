@@ -96,6 +96,7 @@ CALLS = {
     "load_run(5)": "run_dir is an int, expected the path of a folder",
     "saved_config(None)": "run_dir is None, expected the path of a folder",
     'saved_config("~nobody_here/x")': "run_dir=~nobody_here/x: there is no home folder",
+    "tokenizer(5)": "folder=5: expected text",
     "place(model, cfg)": "execution is a TrainConfig, expected an Execution|moezoo.execution(cfg)",
     "place(5, Execution())": "model is an int, expected a Module",
     "model(ids * 40)": "tokens contains 40, expected 0 to 39 (model.vocab=40)",
