@@ -107,8 +107,8 @@ def folder_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(os.path.expanduser(convert(str, folder, "folder"))) / "tokenizer.json"
     if not path.exists():
         raise UserError(
-            f"folder={show(str(folder))} has no tokenizer.json; give token ids, or for a model of bytes "
-            "list(text.encode())"
+            f"folder={show(str(folder))} has no tokenizer.json; give token ids, or for a model of bytes take "
+            "moezoo.data.tokenizer.Bytes()"
         )
     return HuggingFace(path, key="tokenizer")
 
