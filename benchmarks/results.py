@@ -189,7 +189,7 @@ def draw(panels: Sequence[Sequence[Panel]], title: str, path: Path) -> None:
         else:
             axes.locator_params(axis="x", nbins=6)
             handles |= _draw_bars(axes, panel, colors)
-    if names:
+    if names := [name for name in names if name in handles]:  # the others have no value
         labels = [textwrap.fill(name, 150) for name in names]
         columns = min(4, 160 // max(map(len, labels)) + 1)
         key = {"fontsize": 7, "ncols": columns, "loc": "outside lower center"}

@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 def nearest(name: str, options: Iterable[str]) -> str:
     """Return the end of a message about an unknown `name`: the most similar of `options`, or all of them."""
-    valid = sorted(options)
+    valid = sorted({*options})
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
 

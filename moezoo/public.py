@@ -6,6 +6,7 @@ import moezoo.models as models
 import moezoo.moe as moe
 from moezoo.config.build import build_execution as execution
 from moezoo.config.compose import compose
+from moezoo.data.tokenizer import folder_tokenizer as tokenizer
 from moezoo.errors import UserError
 from moezoo.generation.generate import generate
 from moezoo.hub.folders import from_pretrained, save_pretrained
@@ -44,5 +45,6 @@ __all__ = [
     "place",
     "save_pretrained",
     "saved_config",
+    "tokenizer",
     "train",
 ]

@@ -42,6 +42,10 @@ class Outer:
     class Mine(Gather):
         pass
 
+@dataclasses.dataclass(frozen=True)
+class Mine(moezoo.data.Synthetic):
+    pass
+
 answers = {}
 for text in json.load(sys.stdin):
     try:
@@ -78,6 +82,7 @@ CALLS = {
     "train(changed(steps=-5))": "steps=-5 must be at least 1",
     'train(changed(mesh="ep8"))': "mesh=ep8: expected a value of MeshShape",
     "train(changed(dispatch=Outer.Mine()))": "dispatch=__main__.Outer.Mine|at the top of a module",
+    "train(changed(data=Mine()))": "data is a Mine, which is not registered|docs/extending.md|python_stdlib",
     "train(5)": "cfg is an int, expected a TrainConfig|moezoo.compose",
     "train({})": "cfg is a dict, expected a TrainConfig",
     "from_pretrained(None)": "folder=null: expected text",
@@ -96,6 +101,7 @@ CALLS = {
     "load_run(5)": "run_dir is an int, expected the path of a folder",
     "saved_config(None)": "run_dir is None, expected the path of a folder",
     'saved_config("~nobody_here/x")': "run_dir=~nobody_here/x: there is no home folder",
+    "tokenizer(5)": "folder=5: expected text",
     "place(model, cfg)": "execution is a TrainConfig, expected an Execution|moezoo.execution(cfg)",
     "place(5, Execution())": "model is an int, expected a Module",
     "model(ids * 40)": "tokens contains 40, expected 0 to 39 (model.vocab=40)",

@@ -6,7 +6,9 @@ Modules of commands import JAX inside functions, so `Command.check` answers a mi
 import abc
 import dataclasses
 import errno
+import importlib.metadata
 import os
+import platform
 import re
 import sys
 import textwrap
@@ -19,6 +21,8 @@ from moezoo.cli import help as help_text
 from moezoo.config import options, overrides
 from moezoo.convert import show, types_of
 from moezoo.errors import UserError, nearest
+
+VERSION = "--version"
 
 Task = Callable[[Sequence[str]], int | None]
 
@@ -84,6 +88,7 @@ class ConfiguredCommand(Command):
         keys += help_text.overview(self.groups) if keys or self.groups else help_text.configuration(arguments)
         switches = options.describe_switches(self.switches) if self.switches else []
         switches += [("--help", "print this"), ("--cfg job", "print the configuration as YAML and exit")]
+        switches += [(VERSION, "print the versions of moezoo, JAX and Python and exit")]
         return [*keys, "", "Options:", *help_text.table(switches)]
 
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
@@ -145,11 +150,13 @@ class KeysCommand(Command):
 
 
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
-    """Print the help of `command` if asked, otherwise run it; exit with its code.
+    """Print the help of `command` or versions if asked, otherwise run it; exit with its code.
 
     Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 141 when the reader of the output
     has gone; those after signals are in `moezoo.interrupts`.
     """
+    if VERSION in arguments:
+        print_versions()
     asked = "--help" in arguments or "-h" in arguments
     try:
         if not asked:
@@ -179,6 +186,21 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
             raise
     distributed.leave(code)
     sys.exit(code)
+
+
+def print_versions() -> NoReturn:
+    """Print the versions of moezoo, JAX and Python on one line, without importing JAX, and exit."""
+    names = (f"{name} {importlib.metadata.version(name)}" for name in ("moezoo", "jax"))
+    print_and_exit(f"{', '.join(names)}, Python {platform.python_version()}")
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Print a text and exit with code 0, or 141 when the reader of the output has gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.exit(drop_output())
+    sys.exit(0)
 
 
 def drop_output() -> int:

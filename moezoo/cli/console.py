@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from moezoo.cli import evaluate, generate, parity, prepare_data, sharding, train
-from moezoo.cli.command import Command, drop_output, execute, refuse
+from moezoo.cli.command import VERSION, Command, execute, print_and_exit, print_versions, refuse
 from moezoo.cli.help import table
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
@@ -28,18 +28,16 @@ def choose(commands: Mapping[str, Command], prog: str, what: str) -> NoReturn:
     first, *rest = sys.argv[1:] or ["--help"]
     if first in commands:
         execute(commands[first], rest, f"{prog} {first}")
+    if first == VERSION:
+        print_versions()
     if first not in ("--help", "-h"):
         name = show(first)
         if first.startswith("-"):
-            refuse(UserError(f"{name}: no such option; valid: --help, or a {what}: {', '.join(commands)}"))
+            refuse(UserError(f"{name}: no such option; valid: --help, {VERSION}, or a {what}: {', '.join(commands)}"))
         refuse(UserError(f"{prog} {name}: no such {what}; {nearest(first, commands)}"))
     rows, word = table((command.name, command.summary) for command in commands.values()), what.upper()
     usage, ending = f"usage: {prog} {word} [ARGUMENT ...]", f"{prog} {word} --help explains a {what}."
-    try:
-        print("\n".join([usage, "", f"{what.capitalize()}s:", *rows, "", ending]), flush=True)
-    except BrokenPipeError:
-        sys.exit(drop_output())
-    sys.exit(0)
+    print_and_exit("\n".join([usage, "", f"{what.capitalize()}s:", *rows, "", ending]))
 
 
 def run_script(name: str) -> NoReturn:

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.models.choice import compare
     from moezoo.parallel.cache import use_cache
     from moezoo.training.evaluate import evaluate
+    from moezoo.training.progress import BatchCounter, bar_on
     from moezoo.training.report import choice_lines
     from moezoo.training.saved import load_run
 
@@ -40,8 +41,13 @@ def main(arguments: Sequence[str]) -> None:
     compared = compare(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         print(line, file=sys.stderr)
-    result = evaluate(model, cfg)
-    print(f"validation  {result.loss:.6f} nats per {result.unit} over {result.tokens:,} {result.unit}s")
+    with bar_on(sys.stderr) as bar:
+        result = evaluate(model, cfg, BatchCounter(bar, lambda line: print(line, file=sys.stderr)))
+    unit = result.unit
+    print(
+        f"validation  {result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity "
+        f"{result.perplexity:.4f}, over {result.tokens:,} {unit}s"
+    )
 
 
 COMMAND = ConfiguredCommand(
@@ -52,6 +58,10 @@ COMMAND = ConfiguredCommand(
     "Keys that you do not set have the values of the run; keys of training alone have no effect.",
     keys=Keys,
     configure=configure,
-    examples=("run_dir=runs/NAME", "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0"),
+    examples=(
+        "run_dir=runs/NAME",
+        "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0",
+        "run_dir=runs/NAME data=text data.validation=FILE data.eval_sequences=0",
+    ),
     groups=("mesh", "rules", "dispatch", "data"),
 )

@@ -1,6 +1,7 @@
 """`moezoo generate`: continue texts with the model of a run or of a Hugging Face folder."""
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
 from moezoo.convert import show
 from moezoo.errors import UserError
+from moezoo.host import check_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,12 @@ class Request:
         "FOLDER",
         default=None,
     )
-    prompt: tuple[str, ...] = key("a text to continue; repeat it for several texts", '"TEXT"', default=())
+    prompt: tuple[str, ...] = key(
+        "a text to continue, or @FILE to read it from a file, to the last byte (@@... begins with an @); repeat it for "
+        "several texts",
+        '"TEXT"',
+        default=(),
+    )
     max_new_tokens: int = key("tokens to add to each text", default=64)
     temperature: float = key("0 takes the most likely token; above 0, seed decides what is drawn", default=0.0)
     top_k: int | None = key("draw from the N most likely tokens only", "N", default=None)
@@ -73,10 +80,11 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     request, changes = take(Request, arguments)
     if not request.prompt:
         raise UserError('prompt is missing; write prompt="some text", once for each text')
+    prompts = [_read_prompt(prompt) for prompt in request.prompt]
     cfg = configure(*arguments)
     loaded = _load(request, changes, cfg)
     use_cache(cfg.cache_dir, loaded.execution.mesh)
-    texts = [loaded.tokenizer.encode(prompt) for prompt in request.prompt]
+    texts = [loaded.tokenizer.encode(prompt) for prompt in prompts]
     if empty := [prompt for prompt, text in zip(request.prompt, texts, strict=True) if not text]:
         raise UserError(f"prompt={show(empty[0])}: the tokenizer makes no token of it; write another text")
     length = max(map(len, texts))
@@ -110,10 +118,25 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     return continued
 
 
+def _read_prompt(prompt: str) -> str:
+    """Return the text that a prompt is or names. Raises `UserError` for a file that is no text."""
+    if not prompt.startswith("@") or prompt.startswith("@@"):
+        return prompt.removeprefix("@")
+    shown, advice = f"prompt={show(prompt)}", "name a UTF-8 text file; a text that begins with @ is written @@..."
+    path = Path(os.path.expanduser(prompt[1:]))
+    check_file(path, shown, advice)
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror}); {advice}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shown} is not UTF-8 text (byte {error.start}); {advice}") from error
+
+
 def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.config.build import build_execution
     from moezoo.data import load
-    from moezoo.data.tokenizer import HuggingFace, Numbers
+    from moezoo.data.tokenizer import Numbers, folder_tokenizer
     from moezoo.hub.folders import end_of_text, from_pretrained
     from moezoo.training.saved import load_run
 
@@ -123,8 +146,8 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
         return _Loaded(model, build_execution(cfg, batches="any"), source, [])
     execution = build_execution(cfg, batches="any")
     model = from_pretrained(folder, execution)
-    path = Path(folder).expanduser() / "tokenizer.json"
-    tokenizer = HuggingFace(path, key="tokenizer") if path.exists() else Numbers(model.vocab, folder)
+    has_own = (Path(folder).expanduser() / "tokenizer.json").exists()
+    tokenizer = folder_tokenizer(folder) if has_own else Numbers(model.vocab, folder)
     return _Loaded(model, execution, tokenizer, end_of_text(folder))
 
 
@@ -145,6 +168,7 @@ COMMAND = ConfiguredCommand(
     configure=configure,
     examples=(
         'run_dir=runs/NAME prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1',
+        "run_dir=runs/NAME prompt=@FILE",
         'folder=FOLDER prompt="Once" prompt="Then" mesh=ep8 dispatch=gather execution.dtype=bfloat16',
     ),
     groups=("mesh", "rules", "dispatch"),

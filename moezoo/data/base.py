@@ -34,7 +34,7 @@ class DataSettings(abc.ABC):
         """
 
 
-def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int) -> Source:
+def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, training: bool = True) -> Source:
     """Read the data that `settings` describe. Text is read into memory; token files stay on disk.
 
     Args:
@@ -42,17 +42,20 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int) -> Sour
         seq_len: tokens per window.
         seed: decides synthetic data only; the held-out documents never depend on it.
         vocab: the vocabulary size of the model.
+        training: whether the training split is needed; an evaluation reads the other one alone.
 
     Raises:
-        UserError: the data are missing or damaged, their vocabulary is larger than the model's, or a split has less
-            than one window.
+        UserError: the data are missing or damaged, their vocabulary is larger than the model's, or a split that is
+            needed has less than one window.
     """
     check_type("settings", settings, DataSettings, "write moezoo.data.Text(path=...), or take cfg.data")
     seq_len = convert(int, seq_len, "seq_len", valid=Range(at_least=1))
     seed = convert(int, seed, "seed", valid=Range(at_least=0, at_most=2**32 - 1))
     vocab = convert(int, vocab, "vocab", valid=Range(at_least=1))
     source = settings.load(seed=seed, vocab=vocab)
-    for split, corpus in (("training", source.train), ("validation", source.validation)):
+    if training and not len(source.train):
+        raise UserError(f"data.path is required to train with data={source.name}; pass data.path=FILE_OR_FOLDER")
+    for split, corpus in (("training", source.train), ("validation", source.validation))[not training :]:
         if len(corpus) < seq_len + 1:
             raise UserError(
                 f"data={source.name} leaves {len(corpus)} {source.unit}s for {split}, but seq_len={seq_len} needs "

@@ -18,7 +18,7 @@ from moezoo.errors import UserError
 class Text(DataSettings):
     """UTF-8 text.
 
-    - `path`: a file, or a folder in which each file is a document;
+    - `path`: a file, or a folder in which each file is a document; an evaluation on `validation` needs none;
     - `tokenizer`: a Hugging Face `tokenizer.json`; None makes each byte a token;
     - `validation`: a second file or folder to validate on; None holds out a part of `path`: 1 file in 20 by a hash of
       its name, or the last 5% of the tokens if there are few files.
@@ -36,14 +36,15 @@ class Text(DataSettings):
         """
         del seed
         path, own = self.path, self.validation
-        if path is None:
+        if path is None and own is None:
             raise UserError("data.path is required for data=text; pass data.path=FILE_OR_FOLDER")
         tokenizer = text_tokenizer(self.tokenizer, key="data.tokenizer")
         bytes_ = "data=text without data.tokenizer has 256 byte values"
         what = bytes_ if self.tokenizer is None else f"data.tokenizer has {tokenizer.vocab} tokens"
         require_vocab(what, tokenizer.vocab, vocab)
-        paths = find_documents(path, key="data.path")
+        paths = [] if path is None else find_documents(path, key="data.path")
         if own is None:
+            assert path is not None
             read = _read(paths, path, tokenizer, key="data.path")
             split = hold_out(read.corpus, select_held_out_by_name(read.names), read.names)
         else:
@@ -51,9 +52,10 @@ class Text(DataSettings):
             # Validation files may be in a subfolder of the training files, and must not be trained on.
             withheld = {file.resolve() for file in apart}
             paths = [file for file in paths if file.resolve() not in withheld]
-            if not paths:
+            if path is not None and not paths:
                 raise UserError(f"data.validation={own} holds every file of data.path={path}; give different files")
-            read = _read(paths, path, tokenizer, key="data.path")
+            nothing = _NamedCorpus(concatenate([], dtype_for(tokenizer.vocab)), [], 0)
+            read = nothing if path is None else _read(paths, path, tokenizer, key="data.path")
             held_out = _read(apart, own, tokenizer, key="data.validation")
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
         extra = {"skipped": describe_skipped(read.skipped)} if read.skipped else {}

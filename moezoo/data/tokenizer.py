@@ -7,7 +7,7 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
-from moezoo.convert import show
+from moezoo.convert import convert, show
 from moezoo.errors import UserError
 from moezoo.host import check_file
 
@@ -94,6 +94,23 @@ class HuggingFace:
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
+
+
+def folder_tokenizer(folder: str | Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder, its tokenizer.json.
+
+    `encode(text)` returns a list of ids, with the special tokens that the file adds, `decode(ids)` the text, and
+    `vocab` is the largest id plus 1.
+
+    Raises `UserError` if the folder has no tokenizer.json, or a damaged one.
+    """
+    path = Path(os.path.expanduser(convert(str, folder, "folder"))) / "tokenizer.json"
+    if not path.exists():
+        raise UserError(
+            f"folder={show(str(folder))} has no tokenizer.json; give token ids, or for a model of bytes take "
+            "moezoo.data.tokenizer.Bytes()"
+        )
+    return HuggingFace(path, key="tokenizer")
 
 
 def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:

@@ -13,6 +13,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.optim import Optimizer
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.memory import local_bytes
+from moezoo.training.fit import check_model
 from moezoo.training.step import State, Step
 
 
@@ -54,8 +55,12 @@ def build_state(cfg: TrainConfig, execution: Execution, step: Step, model: Langu
     """Return the state before the first step, laid out as the step needs it.
 
     The state holds a copy of `model`, or a fresh model of the step's blueprint, from the seed, if `model` is None.
+
+    Raises:
+        UserError: `model` has other settings, arrays, containers or dtypes than the model of the step.
     """
     if model is not None:
+        check_model(model, step.arguments[0].model)
         return jax.jit(step.begin, out_shardings=step.state_shardings)(place(model, execution))
     model = build_model_on_mesh(step.blueprint, execution, cfg.seed)
     rest = jax.jit(lambda m: step.begin(m)[1:], out_shardings=tuple(step.state_shardings[1:]))

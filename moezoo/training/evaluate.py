@@ -1,5 +1,6 @@
 """Evaluate a model: the mean cross-entropy of held-out tokens, on any mesh."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
+from moezoo.data.windows import validation_indices
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -17,7 +19,11 @@ from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
 from moezoo.training.feed import Feed
+from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
+from moezoo.training.progress import OnBatch
+
+_LARGEST = 700.0  # nats; e to the power of more exceeds a float
 
 
 class Evaluation(NamedTuple):
@@ -33,6 +39,16 @@ class Evaluation(NamedTuple):
     tokens: int
     dropped: int
     unit: str
+
+    @property
+    def bits(self) -> float:
+        """The cross-entropy in bits per predicted `unit`."""
+        return self.loss / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """e to the power of the loss: as uncertain as a choice between so many equally likely units."""
+        return math.exp(self.loss) if self.loss < _LARGEST else math.inf
 
 
 def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
@@ -67,41 +83,49 @@ class Evaluator:
         )
         self.sums = make_sums(model, execution)
 
-    def __call__(self, model: LanguageModel) -> Evaluation:
-        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split."""
-        cfg = self._cfg
+    def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
+        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split.
+
+        What `on_batch` raises ends the evaluation.
+        """
+        cfg, limit = self._cfg, self._cfg.data.eval_sequences
+        windows = validation_indices(self._source.validation, limit=limit, seq_len=cfg.seq_len)
+        count = -(-len(windows) // cfg.batch_size)
         nats, tokens, dropped = 0.0, 0, 0
         batches = validation_batches(
             self._source,
             seq_len=cfg.seq_len,
             batch_size=cfg.batch_size,
-            limit=cfg.data.eval_sequences,
+            limit=limit,
             rows=self._feed.rows,
         )
-        for batch in batches:
+        for done, batch in enumerate(batches):
+            on_batch(done, count)
             # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
             a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+        on_batch(count, count)
         return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
 
 
-def evaluate(model: LanguageModel, cfg: TrainConfig) -> Evaluation:
+def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
     """Evaluate `model`, on whatever devices it is, with the data, mesh, rules and dispatch of `cfg`.
+
+    `on_batch(done, total)` is called before each batch and at the end, to show progress; what it raises ends the call.
 
     Raises:
         UserError: these do not fit the model, or the model is not the one that `cfg.model` describes.
     """
     check_type("model", model, LanguageModel, "give a model, such as moezoo.load_run returns")
     check_config(cfg)
-    expected, found = (
-        [(path, shape) for path, _, shape in parameter_table(m)] for m in (blueprint_of(cfg).shapes, model)
-    )
-    if expected != found:
+    expected = blueprint_of(cfg).shapes
+    ours, theirs = ([(path, shape) for path, _, shape in parameter_table(each)] for each in (model, expected))
+    if ours != theirs:
         raise UserError(
-            "evaluate: the model's arrays differ from those of cfg.model; use the configuration that the model was "
-            "made with, or take both from moezoo.load_run"
+            f"evaluate: the model is not that of cfg.model ({describe_difference(model, expected)}); write "
+            "dataclasses.replace(cfg, model=model.config), or take both from moezoo.load_run"
         )
     execution = build_execution(cfg)
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, training=False)
     model = place(model, execution)
-    return Evaluator(model, source, cfg, execution)(model)
+    return Evaluator(model, source, cfg, execution)(model, on_batch)

@@ -11,6 +11,7 @@ from moezoo.config.build import blueprint_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source
 from moezoo.errors import UserError
+from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.training import report
@@ -28,6 +29,10 @@ _LOAD_ROWS = 10
 _LEAST_RATIO = 20
 # What processes agree on before a step: 0 for nothing, this for a save, otherwise the number of a signal (2 or more).
 _SAVE = 1
+
+
+class _Interrupted(Exception):  # noqa: N818  (it is not an error)
+    """A signal came during an evaluation."""
 
 
 class Loop:
@@ -54,8 +59,8 @@ class Loop:
         """Run steps `start` + 1 to the last; evaluate and save as configured and at the end.
 
         Raises:
-            Stopped: after the step during which a signal came; its state is saved. In a command, a signal before the
-                first step ends the process.
+            Stopped: after the step during which a signal came, without the rest of its evaluation; its state is saved.
+                In a command, a signal before the first step ends the process.
             UserError: a checkpoint cannot be written, or too many steps in a row are skipped.
         """
         cfg = self.cfg
@@ -86,7 +91,7 @@ class Loop:
                 last = number == cfg.steps
                 evaluate = last or (cfg.eval_every > 0 and number % cfg.eval_every == 0)
                 if evaluate:
-                    evaluation = self._evaluator(state.model)
+                    evaluation = self._evaluate(state.model, signals, progress)
                 logged = cfg.log_every > 0 and number % cfg.log_every == 0
                 if logged or evaluate or number == 1:
                     row = _row(number, metrics, tokens / busy, evaluation if evaluate else None)
@@ -106,6 +111,19 @@ class Loop:
                 self._stop(cfg.steps, state, asked)
         assert evaluation is not None
         return state, evaluation
+
+    def _evaluate(self, model: LanguageModel, signals: Signals, progress: report.Progress) -> Evaluation | None:
+        """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""
+
+        def on_batch(done: int, total: int) -> None:
+            progress.batches(done, total)
+            if done < total and distributed.largest(signals.number):
+                raise _Interrupted
+
+        try:
+            return self._evaluator(model, on_batch)
+        except _Interrupted:
+            return None
 
     def _compile(self) -> "jax.stages.Compiled":
         report.print_lines([("compile", "compiling the training step; large models take minutes")])

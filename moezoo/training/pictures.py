@@ -49,17 +49,16 @@ def _mark_integers(axis: Any) -> None:
 
 
 def moving_average(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of the `width` (odd) values centered at each value, without NaNs.
+    """Return the mean of the `width` (odd, not more than there are) values centered at each value, without NaNs.
 
-    Near the ends the window shrinks equally on both sides, so a falling curve is not shifted.
+    It is NaN where fewer than `width // 2` values come before or after: a mean of few values looks like a trend.
     """
-    x, at = np.asarray(values, float), np.arange(len(values))
+    x, half = np.asarray(values, float), width // 2
     valid = ~np.isnan(x)
     sums, counts = (np.concatenate([[0], np.cumsum(a)]) for a in (np.where(valid, x, 0), valid))
-    half = np.minimum(width // 2, np.minimum(at, len(x) - 1 - at))
-    first, end = at - half, at + half + 1
-    number = counts[end] - counts[first]
-    return np.where(number > 0, (sums[end] - sums[first]) / np.maximum(number, 1), np.nan)
+    number = counts[width:] - counts[:-width]
+    whole = np.where(number > 0, (sums[width:] - sums[:-width]) / np.maximum(number, 1), np.nan)
+    return np.pad(whole, half, constant_values=np.nan)
 
 
 def loss_picture(history: list[MetricsRow], path: Path, *, unit: str, baseline: float | None) -> None:

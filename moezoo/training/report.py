@@ -2,19 +2,16 @@
 
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import equinox as eqx
 import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-import moezoo.interrupts as interrupts
 from moezoo.config.settings import TrainConfig
 from moezoo.config.strategies import path_of
 from moezoo.convert import show
@@ -33,6 +30,7 @@ from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import MetricsRow
+from moezoo.training.progress import BatchCounter, bar_on
 from moezoo.training.sample import Sample
 from moezoo.training.step import Step
 
@@ -281,38 +279,27 @@ def print_results(evaluation: Evaluation, baseline: float | None, sample: Sample
 class Progress:
     """A bar with loss, tokens per second and time left on a terminal; elsewhere one plain line per logged step.
 
-    Of several processes only the first prints.
+    `batches` shows the batches of an evaluation. Of several processes only the first prints.
     """
 
     def __init__(self, first: int, steps: int, *, bound: str | None):
         """`bound` is the name of the strategy's option that may drop assignments, if it has one."""
         self._steps, self._bound, self._warned = steps, bound, False
-        self._bar: Any = None
+        self._first, self._bar, self._task = first, None, None
         self._held = contextlib.ExitStack()
         self._quiet = not distributed.is_first()
-        if sys.stdout.isatty() and not self._quiet:
-            from rich import progress
-
-            self._bar = progress.Progress(
-                progress.TextColumn("step {task.completed}/{task.total}"),
-                progress.BarColumn(),
-                progress.TextColumn("{task.description}"),
-                progress.TextColumn("left"),
-                progress.TimeRemainingColumn(),
-            )
-            self._task = self._bar.add_task("", total=steps, completed=first)
 
     def __enter__(self) -> "Progress":
+        if not self._quiet:
+            self._bar = self._held.enter_context(bar_on(sys.stdout))
         if self._bar is not None:
-            self._held.enter_context(interrupts.undoing(_show_cursor))
-            self._bar.start()
+            self._task = self._bar.add_task("", total=self._steps, completed=self._first, unit="step")
+        self.batches = BatchCounter(self._bar, self._print)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
         self._held.close()
 
     def _warn(self, row: MetricsRow, assignments: int) -> None:
@@ -362,11 +349,6 @@ def _routing(row: MetricsRow) -> str:
         f"entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  "
         f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  used {int(100 * row['experts_in_use'])}%"
     )
-
-
-def _show_cursor() -> None:
-    """Show the terminal's cursor, which a bar hides; written directly, because the bar may hold its lock."""
-    os.write(sys.stdout.fileno(), b"\x1b[?25h")
 
 
 def _duration(seconds: float) -> str:

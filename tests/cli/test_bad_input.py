@@ -137,6 +137,7 @@ def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
         ([], "run_dir is missing"),
         (["run_dir=nowhere"], "run_dir=nowhere"),
         (["mesh=ep8"], "run_dir is missing"),
+        (["run_dir=a", "xyzzy=1"], ", rules, run_dir, schedule, "),  # a key of the command and of a configuration
         (["run_dirr=runs/a"], "run_dirr: there is no key 'run_dirr'; did you mean 'run_dir'?"),
     ],
 )

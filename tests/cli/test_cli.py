@@ -1,7 +1,9 @@
 """What all commands do: help, --cfg job, one line for a mistake, exit codes; the console command and the scripts."""
 
 import dataclasses
+import importlib.metadata
 import itertools
+import platform
 import runpy
 import subprocess
 import sys
@@ -161,9 +163,9 @@ def test_the_console_command(console):
         assert (code, err) == (0, "")
         assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(COMMANDS)
     assert console("trian", "steps=3") == (2, "", "error: moezoo trian: no such command; did you mean 'train'?\n")
-    code, out, err = console("--version")
+    code, out, err = console("--verbose")
     assert (code, out) == (2, "")
-    assert err.startswith("error: --version: no such option; valid: --help, or a command: train, ")
+    assert err.startswith("error: --verbose: no such option; valid: --help, --version, or a command: train, ")
     code, out, _ = console("train", "--cfg", "job", "steps=3")
     assert code == 0
     assert "steps: 3\n" in out
@@ -217,21 +219,23 @@ MISTYPED = {
 }
 
 
-def test_mistyped_words_are_answered_without_importing_jax():
+def test_mistyped_words_and_versions_are_answered_without_importing_jax():
     code = f"""
 import runpy, sys
 from moezoo.cli import main
-for line in {list(MISTYPED)}:
+for line in {[*MISTYPED, "--version", "train.py --version"]}:
     first, *rest = line.split()
     script = first.endswith(".py")
     sys.argv = ["{SCRIPTS}/" + first, *rest] if script else ["moezoo", first, *rest]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__") if script else main()
     except SystemExit as end:
-        assert end.code == 2, line
+        assert end.code == (0 if "--version" in line else 2), line
 print(sorted({{"jax", "equinox", "optax", "numpy"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("moezoo", "jax")]
+    version = ", ".join([*versions, f"Python {platform.python_version()}"])
+    assert (done.returncode, done.stdout) == (0, f"{version}\n{version}\n[]\n"), done.stderr
     for line, message in zip(done.stderr.splitlines(), MISTYPED.values(), strict=True):
         assert line.startswith(f"error: {message}")

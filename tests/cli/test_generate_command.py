@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from refusals import refused
 
 import moezoo
 from moezoo import host
@@ -76,9 +77,15 @@ def test_a_tokenizer_of_the_folder(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     library.save(str(tmp_path / "tokenizer.json"))
-    text = continuations([f"folder={tmp_path}", "prompt=w3 w1", "max_new_tokens=6"])[0]
+    (tmp_path / "prompt.txt").write_text("w3 w1\n")
+    text = continuations([f"folder={tmp_path}", f"prompt=@{tmp_path}/prompt.txt", "max_new_tokens=6"])[0]
     ids = moezoo.generate(moezoo.from_pretrained(folder), [[3, 1]], max_new_tokens=6, vocab=30)
     assert text == " ".join(f"w{i}" for i in ids[0])
+    # The same from Python.
+    tokenizer = moezoo.tokenizer(tmp_path)
+    assert (tokenizer.encode("w3 w1"), tokenizer.decode(ids[0]), tokenizer.vocab) == ([3, 1], text, 30)
+    with refused(f"folder={folder} has no tokenizer.json"):
+        moezoo.tokenizer(folder)
 
 
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
@@ -105,6 +112,9 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         (["folder={folder}"], 'prompt is missing; write prompt="some text"'),
         (["folder={folder}", "prompt=1", "prompt="], "prompt=: expected text, found nothing; write prompt=TEXT"),
         (["folder={folder}", "prompt= "], "prompt= : the tokenizer makes no token of it; write another text"),
+        (["folder={folder}", "prompt=@nowhere"], "prompt=@nowhere does not exist; name a UTF-8 text file"),
+        (["folder={folder}", "prompt=@{folder}/model.safetensors"], "is not UTF-8 text (byte "),
+        (["folder={folder}", "prompt=@@1"], "'@1' is not a token: "),
         (["folder={folder}", "prompt=40"], "'40' is not a token: "),
         (["folder={folder}", "prompt=1", "model.layers=2"], "model.layers=2: the model is "),
         (["folder={folder}", "prompt=1", "max_new_tokens=64"], "model.max_length=64; set max_new_tokens"),

@@ -1,10 +1,15 @@
-"""The pictures of a run, and lines of its summary that no run of the suite prints."""
+"""The pictures of a run, and what it prints that no run of the suite does."""
+
+import io
+import sys
+import types
 
 import numpy as np
 import pytest
 
 import moezoo
 from moezoo.config.build import build_execution
+from moezoo.training import progress
 from moezoo.training.pictures import (
     draw_losses,
     draw_routing,
@@ -13,7 +18,7 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import kernels_line
+from moezoo.training.report import Progress, kernels_line
 
 
 def history(count):
@@ -26,12 +31,13 @@ def history(count):
 
 @pytest.mark.parametrize("width", [1, 5])
 def test_moving_average(width):
-    """The mean of as many values on both sides, without those that are no numbers."""
+    """The mean of as many values on both sides, without those that are no numbers; none where there are too few."""
     values = [4.0, np.nan, 2.0, 8.0, 1.0, 5.0, 7.0]
     found = moving_average(values, width)
     for i, value in enumerate(found):
-        half = min(width // 2, i, len(values) - 1 - i)
-        window = [v for v in values[i - half : i + half + 1] if not np.isnan(v)]
+        half = width // 2
+        window = [v for v in values[max(i - half, 0) : i + half + 1] if not np.isnan(v)]
+        window *= half <= i < len(values) - half
         assert value == pytest.approx(np.mean(window) if window else np.nan, nan_ok=True)
 
 
@@ -45,6 +51,9 @@ def test_loss_picture(tmp_path, count, smoothed):
     assert axes.get_ylabel().endswith("nats per byte")
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert any("mean of 5 logged steps" in label for label in labels) == smoothed
+    if smoothed:
+        ((at, mean),) = ((x.get_xdata(), x.get_ydata()) for x in axes.get_lines() if "mean of" in x.get_label())
+        assert list(np.asarray(at)[~np.isnan(mean)]) == list(range(3, 39))  # whole windows only
     assert any("validation (0.500" in label for label in labels)
     assert any("trigram" in label and "1.500" in label for label in labels)
     loss_picture(history(count), tmp_path / "loss.png", unit="token", baseline=None)
@@ -78,3 +87,28 @@ def test_a_named_backend_is_told_from_a_default():
     product, attention = kernels_line(build_execution(cfg), cfg.seq_len).split(", ")
     assert product.endswith("(default on cpu)")
     assert attention == "attention reference (set by execution.attention)"
+
+
+def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):
+    """With a batch every 12 seconds: a line when 30 have passed, and none at the end."""
+    now = 0
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now))
+    with Progress(0, 3, bound=None) as shown:
+        for done in range(9):
+            now = 5000 + 12 * done
+            shown.batches(done, 8)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["evaluation: 3 of 8 batches", "evaluation: 6 of 8 batches"]
+
+
+def test_an_evaluation_is_in_the_bar_of_a_terminal(monkeypatch):
+    for done, is_shown in ((3, True), (4, False)):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with Progress(1, 9, bound=None) as shown:
+            for batch in range(done + 1):
+                shown.batches(batch, 4)
+        _, step, after = terminal.getvalue().rpartition("step 1/9")
+        assert step
+        assert ("evaluation: batch 3/4" in after) == is_shown

@@ -30,6 +30,7 @@ from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore,
 from moezoo.training.files import replace_file
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics
+from moezoo.training.progress import BatchCounter
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 SECONDS = 600  # far above what any process here takes
@@ -89,6 +90,25 @@ def test_a_signal_in_the_last_step_is_not_lost(tiny, tmp_path, monkeypatch):
     assert "steps above 12" in str(stopped)
     assert stopped.code == 130
     assert steps(tmp_path / "a" / "checkpoints") == [8, 12]
+
+
+def test_a_signal_ends_an_evaluation(tiny, tmp_path, monkeypatch):
+    """The rest of it is left out: its step is logged without it and saved, and the continued run has the others."""
+    called = []
+
+    def send(self, done, total):
+        called.append((done, total))
+        if done == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchCounter, "__call__", send)
+        with pytest.raises(moezoo.Stopped, match="SIGTERM after step 6, saved"):
+            moezoo.train(moezoo.compose(*tiny, *COMMON, "eval_every=6", f"run_dir={tmp_path}/a"))
+    assert called == [(0, 2), (1, 2)]
+    assert steps(tmp_path / "a" / "checkpoints") == [4, 6]
+    moezoo.train(moezoo.compose(f"resume={tmp_path}/a"))
+    assert ["val_loss" in row for row in read_rows(tmp_path / "a")] == [False] * 11 + [True]
 
 
 def test_a_run_without_a_step_leaves_nothing(tiny, tmp_path, monkeypatch):

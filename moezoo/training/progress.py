@@ -1,0 +1,57 @@
+"""Progress while something runs: a bar on a terminal, and the batches of an evaluation."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import moezoo.interrupts as interrupts
+
+_SECONDS = 30.0  # between two lines about an evaluation where there is no terminal
+
+# Receives the number of batches that are computed and the number of all; called before each batch and at the end.
+OnBatch = Callable[[int, int], object]
+
+
+@contextlib.contextmanager
+def bar_on(stream: TextIO) -> Iterator[Any]:
+    """Yield a bar whose tasks have a `unit`, while the block runs; None if `stream` is not a terminal."""
+    if not stream.isatty():
+        yield None
+        return
+    from rich import console, progress
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.fields[unit]} {task.completed}/{task.total}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=console.Console(file=stream),
+    )
+    # Show the cursor again, which a bar hides; written directly, because the bar may hold its lock.
+    with interrupts.undoing(lambda: os.write(stream.fileno(), b"\x1b[?25h")), bar:
+        yield bar
+
+
+class BatchCounter:
+    """Shows how far an evaluation is, as an `OnBatch`: in `bar`, or else as a line for `write` every 30 seconds."""
+
+    def __init__(self, bar: Any, write: Callable[[str], object]):
+        self._bar, self._write, self._task, self._noted = bar, write, None, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == 0:
+            self._noted = now
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task("", total=total, unit="evaluation: batch")
+            self._bar.update(self._task, completed=done)
+            if done == total:
+                self._bar.remove_task(self._task)
+                self._task = None
+        elif now - self._noted >= _SECONDS and done < total:
+            self._noted = now
+            self._write(f"evaluation: {done} of {total} batches")
