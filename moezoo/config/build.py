@@ -138,7 +138,7 @@ def _advise(cfg: TrainConfig, mesh: Mesh | AbstractMesh, batches: Batches) -> st
 
     Where no mesh of so many devices splits all sizes evenly, name those sizes, and meshes of the nearest number.
     """
-    asked = dict.fromkeys(AXES, 1) | dict(mesh.shape)
+    asked: dict[str, int] = {**dict.fromkeys(AXES, 1), **mesh.shape}
     # A mesh made in Python may have axes of other names; what fits here was refused for its devices, not its sizes.
     if len(asked) > len(AXES) or _fits(cfg, asked, batches):
         return ""

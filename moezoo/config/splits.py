@@ -30,7 +30,7 @@ def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> Limits:
     Key-value heads set none, because devices may share one.
     """
     limits: dict[MeshAxes, dict[str, int]] = {}
-    split = dict.fromkeys(AXES, 2)
+    split: dict[str, int] = {axis: 2 for axis in AXES}
     for axes, array in zip(jax.tree.leaves(axes_of(shapes)), jax.tree.leaves(shapes), strict=True):
         stored = cfg.rules.placement(axes, split, shared=("kv_heads",)).stored
         for logical, size, over in zip(axes.names, array.shape, stored, strict=True):

@@ -76,12 +76,12 @@ def advice_of(overrides):
     ],
 )
 def test_a_batch_that_a_mesh_does_not_split(overrides, count, first, others):
-    message, *advice = advice_of(overrides)
+    message, devices, meshes, other = advice_of(overrides)
     size = re.search(r"is not divisible by (\d+)", message)
     assert size is not None
     assert f"make it a multiple of {size[1]}" in message
     assert f"rules.batch={show(moezoo.compose(*overrides.split()).rules.batch)}" in message
-    assert (advice[0], advice[1][:1], advice[2]) == (count, [first] if first else [], others)
+    assert (devices, meshes[:1], other) == (count, [first] if first else [], others)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_parameters_alone_need_no_batch():
 
 
 def test_no_more_devices_than_the_machine_may_have():
-    cfg, why = moezoo.compose("mesh.fsdp=3"), "no mesh of 3 devices runs it, since data x fsdp x expert must divide batch"
+    cfg, why = moezoo.compose("mesh.fsdp=3"), "no mesh of 3 devices runs it, since data x fsdp x expert must divide"
     with refused("mesh.fsdp=3 splits 'embed' 3 ways", why, "it runs on 4 devices with mesh.fsdp=4"):
         build_execution(cfg, abstract_mesh(cfg.mesh))
     with refused("mesh.fsdp=3 splits 'embed' 3 ways", why, "it runs on 2 devices with mesh.fsdp=2"):

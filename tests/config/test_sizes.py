@@ -103,7 +103,7 @@ def test_sizes_that_nothing_here_holds(memory, overrides, parts):
 
 def test_no_other_layout_is_advised_where_memory_is_short(memory):
     memory(16 * 2**30)
-    with pytest.raises(moezoo.UserError, match="this machine has 16.0 GiB; choose smaller sizes$"):
+    with pytest.raises(moezoo.UserError, match=r"this machine has 16.0 GiB; choose smaller sizes$"):
         prepare("model.embed=1000000000", "mesh=ep8")
 
 
