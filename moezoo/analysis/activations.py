@@ -14,7 +14,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.layers import block_path
 from moezoo.moe.chunks import for_group
-from moezoo.nn.cache import Kept
+from moezoo.nn.cache import Cache, Kept
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
@@ -80,14 +80,7 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
             if gathered:
                 axes, whole = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
                 yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), whole, dtype, execution)
-    for number, kinds in enumerate(() if call.cache is None else call.cache.states):
-        for kind, state in enumerate(kinds):
-            fields = _kept(model.stacks[number].blocks[kind], call.length)
-            for (name, kept), array in zip(fields, jax.tree.leaves(state), strict=True):
-                ways = (1, execution.ways(split[0]), *(_ways(axis, execution) for axis in kept.sizes))
-                local = tuple(size // parts for size, parts in zip(array.shape, ways, strict=True))
-                name, axes = f"{name} in the cache of .{block_path(number, kind)}", ("layer", "batch", *kept.sizes)
-                yield _row(name, axes, ((), split[0]), local, array.dtype, execution)
+    yield from () if call.cache is None else cache_rows(model, call.cache, execution)
     if any(block.moe is not None for block in blocks):
         yield of_tokens("router probabilities", {"router": cfg.model.experts}, jnp.float32)
         room, over = _room(cfg, call), (*execution.token_axes, *execution.expert_axes)
@@ -98,6 +91,19 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
             yield _row(name, ("rows", axis), (tuple(dict.fromkeys(over)),), (room, size), dtype, execution)
     logits = (call.logits, cfg.model.vocab // execution.inner_group("vocab").size)
     yield _row("logits held at once", ("tokens", "vocab"), (execution.token_axes,), logits, jnp.float32, execution)
+
+
+def cache_rows(model: LanguageModel, cache: Cache, execution: Execution) -> Iterator[ActivationRow]:
+    """Yield the arrays of a cache, whose shapes are those of whole arrays."""
+    over = execution.batch_axes
+    for number, kinds in enumerate(cache.states):
+        for kind, state in enumerate(kinds):
+            fields = _kept(model.stacks[number].blocks[kind], 1)
+            for (name, kept), array in zip(fields, jax.tree.leaves(state), strict=True):
+                ways = (1, execution.ways(over), *(_ways(axis, execution) for axis in kept.sizes))
+                local = tuple(size // parts for size, parts in zip(array.shape, ways, strict=True))
+                name, axes = f"{name} in the cache of .{block_path(number, kind)}", ("layer", "batch", *kept.sizes)
+                yield _row(name, axes, ((), over), local, array.dtype, execution)
 
 
 def _row(

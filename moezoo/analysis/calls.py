@@ -1,12 +1,11 @@
 """The programs that run a model, for any mesh without its devices: a step, an evaluation, both of generation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from moezoo.config.build import build_execution
@@ -20,6 +19,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
@@ -36,6 +36,7 @@ class Call(NamedTuple):
         length: The tokens of each.
         logits: The tokens per device whose logits exist at the same time.
         cache: The shapes of the cache that it reads; None without one.
+        memory: What a device holds besides activations and the cache -> the bytes of it.
         trace: Returns the traced program.
     """
 
@@ -44,13 +45,18 @@ class Call(NamedTuple):
     length: int
     logits: int
     cache: Cache | None
-    trace: Callable[[], ClosedJaxpr]
+    memory: Mapping[str, int]
+    trace: Callable[[], "jax.stages.Traced"]
 
     @property
     def local_tokens(self) -> tuple[int, int]:
         """The sequences per device, and the tokens of each that it has."""
         execution = self.execution
         return self.rows // execution.ways(execution.batch_axes), self.length // execution.ways(execution.sequence_axes)
+
+
+def _parameters(model: LanguageModel, execution: Execution) -> dict[str, int]:
+    return {"parameters": local_bytes(model, execution.placements(model))}
 
 
 def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
@@ -61,8 +67,8 @@ def _train(cfg: TrainConfig, blueprint: Blueprint) -> Call:
     rows, execution = cfg.batch_size // cfg.execution.microbatches, build_execution(cfg, abstract_mesh(cfg.mesh))
     execution = choose_dispatch(blueprint.shapes.stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
-    trace = lambda: build_step(cfg, execution, blueprint).traced.jaxpr  # noqa: E731
-    return Call(execution, rows, cfg.seq_len, logits, None, trace)
+    step = build_step(cfg, execution, blueprint)
+    return Call(execution, rows, cfg.seq_len, logits, None, step.memory, lambda: step.traced)
 
 
 def _evaluate(cfg: TrainConfig, blueprint: Blueprint) -> Call:
@@ -71,23 +77,25 @@ def _evaluate(cfg: TrainConfig, blueprint: Blueprint) -> Call:
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
     logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     batch: Any = Batch(*(tokens,) * 4)
-    trace = lambda: make_sums(model, execution).trace(model, batch).jaxpr  # noqa: E731
-    return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, trace)
+    trace = lambda: make_sums(model, execution).trace(model, batch)  # noqa: E731
+    return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, _parameters(model, execution), trace)
 
 
 def _prefill(cfg: TrainConfig, blueprint: Blueprint) -> Call:
     made = _generation(cfg, blueprint.shapes)
-    trace = lambda: jax.make_jaxpr(made.begin)(*made.arguments)  # noqa: E731
+    trace = lambda: jax.jit(made.begin).trace(*made.arguments)  # noqa: E731
     local = cfg.batch_size // made.prefill.ways(made.prefill.batch_axes)
-    return Call(made.prefill, cfg.batch_size, round_up(cfg.seq_len), local, None, trace)
+    memory = _parameters(blueprint.shapes, made.prefill)
+    return Call(made.prefill, cfg.batch_size, round_up(cfg.seq_len), local, None, memory, trace)
 
 
 def _decode(cfg: TrainConfig, blueprint: Blueprint) -> Call:
     made = _generation(cfg, blueprint.shapes)
     now = eqx.filter_eval_shape(made.begin, *made.arguments)
-    trace = lambda: jax.make_jaxpr(made.advance)(*made.arguments, now)  # noqa: E731
+    trace = lambda: jax.jit(made.advance).trace(*made.arguments, now)  # noqa: E731
     local = cfg.batch_size // made.decode.ways(made.decode.batch_axes)
-    return Call(made.decode, cfg.batch_size, 1, local, now.cache, trace)
+    memory = _parameters(blueprint.shapes, made.decode)
+    return Call(made.decode, cfg.batch_size, 1, local, now.cache, memory, trace)
 
 
 class _Generation(NamedTuple):

@@ -20,6 +20,7 @@ class Differences(NamedTuple):
     parameters: tuple[Change, ...]
     activations: tuple[Change, ...]
     collectives: tuple[Change, ...]
+    memory: tuple[Change, ...]
     same: tuple[int, ...]
 
 
@@ -29,7 +30,8 @@ def compare(this: Sharding, against: Sharding) -> Differences:
     activations = _changes(this.activations, against.activations, lambda row: row.name)
     collectives = _changes(this.collectives, against.collectives, _place)
     by_place = sorted(collectives, key=lambda change: _place(change.this or change.against))
-    changes = (parameters, activations, tuple(by_place))
+    memory = _changes(this.memory, against.memory, lambda row: row.name)
+    changes = (parameters, activations, tuple(by_place), memory)
     same = (len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True))
     return Differences(*changes, tuple(same))
 

@@ -4,11 +4,12 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from moezoo.analysis.activations import ActivationRow, Spec, activations
+from moezoo.analysis.activations import ActivationRow, Spec, activations, cache_rows
 from moezoo.analysis.calls import CALLS, CallName
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert
+from moezoo.generation.generate import Progress
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
@@ -69,15 +70,24 @@ class CollectiveRow(NamedTuple):
     scope: str
 
 
+class MemoryRow(NamedTuple):
+    """What a device holds besides activations, and the bytes of it. The last of several rows is their sum, `all`."""
+
+    name: str
+    bytes_per_device: int
+
+
 class Sharding(NamedTuple):
     """The rows of a configuration: every parameter, the main activations, every collective with the most bytes first.
 
+    `memory`: parameters; in training gradients and the optimizer's state, in generation the cache; and their sum.
     Activations are those of one pass through the layers: of a micro-step, where there are several.
     """
 
     parameters: tuple[ParameterRow, ...]
     activations: tuple[ActivationRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
 
 
 def describe(
@@ -101,7 +111,7 @@ def describe(
     Args:
         cfg: The configuration.
         call: What runs.
-        parts: "parameters" traces nothing: the other two lists are empty.
+        parts: "parameters" traces nothing: the other lists are empty.
         blueprint: As in `moezoo.training.build.build_step`.
 
     Raises:
@@ -116,9 +126,16 @@ def describe(
         return Sharding(_parameters(blueprint, execution))
     with no_context_mesh():
         program = CALLS[call](cfg, blueprint)
-        traffic = collective_traffic(program.trace(), "tpu")
+        traced = program.trace()
+    traffic = collective_traffic(traced.jaxpr, "tpu")
     parameters = _parameters(blueprint, program.execution)
-    return Sharding(parameters, activations(cfg, blueprint.shapes, program, traffic), collectives(traffic))
+    memory = dict(program.memory)
+    if isinstance(traced.out_info, Progress):
+        rows = cache_rows(blueprint.shapes, traced.out_info.cache, program.execution)
+        memory["cache"] = sum(row.bytes_per_device for row in rows)
+    held = tuple(MemoryRow(*item) for item in (*memory.items(), ("all", sum(memory.values()))))
+    arrays = activations(cfg, blueprint.shapes, program, traffic)
+    return Sharding(parameters, arrays, collectives(traffic), held)
 
 
 def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:

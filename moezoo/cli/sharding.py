@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.cli import sharding_text as text
     from moezoo.config.compose import compose
     from moezoo.parallel.mesh import cpu_devices, has_started
+    from moezoo.training.report import unsplit_lines
 
     switches, words = take_switches(Switches, arguments)
     for word in words:
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str]) -> None:
     layouts = [describe(cfg, switches.call, parts=parts) for cfg in configurations]
     titles = []
     for cfg in configurations:
-        notes = [] if switches.parameters_only else _notes(cfg, switches.call)
+        notes = unsplit_lines(cfg.rules, cfg.mesh.sizes)
+        notes += [] if switches.parameters_only else _notes(cfg, switches.call)
         titles.append("\n".join([text.describe_run(cfg, switches.call), *notes]))
     if switches.json:
         print("\n".join(titles), file=sys.stderr)

@@ -54,29 +54,31 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
     return (
         f"{call} {name_of(cfg.model)}: {total:,} parameters in {settings.param_dtype}, computed in {settings.dtype}; "
         f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}{micro}\n"
-        f"{cfg.mesh.devices:,} devices: {shown}"
+        f"{cfg.mesh.devices:,} device{'s' * (cfg.mesh.devices != 1)}: {shown}"
     )
 
 
 def render(title: str, layout: Sharding) -> str:
     """Return the tables of a layout."""
-    parameters, activations, collectives = ([("", row) for row in rows] for rows in layout)
+    parameters, activations, collectives, memory = ([("", row) for row in rows] for rows in layout)
     tables: list[Table | str] = [_arrays("parameter", parameters, {"": layout.parameters})]
     if activations:
         tables.append(_arrays("activation", activations, {}))
         tables += _collectives(collectives, {"": layout.collectives}) if collectives else ["no collective"]
+        tables.append(_memory(memory))
     return _join([title, *tables])
 
 
 def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found: Differences) -> str:
     """Return the tables of what differs: rows with - are of the first layout, rows with + of the second."""
     heads = [f"{sign}{line}" for sign, title in zip(_SIGNS, titles, strict=True) for line in title.splitlines()]
-    parameters, activations, collectives = (list(_signed(changes)) for changes in found[:3])
+    parameters, activations, collectives, memory = (list(_signed(changes)) for changes in found[:-1])
     signed = dict(zip(_SIGNS, layouts, strict=True))
     tables = [
         [_arrays("parameter", parameters, {sign: each.parameters for sign, each in signed.items()})],
         [_arrays("activation", activations, {})],
         _collectives(collectives, {sign: each.collectives for sign, each in signed.items()}),
+        [_memory(memory)],
     ]
     parts: list[Table | str] = ["\n".join(heads)]
     for name, rows, same, part in zip(Sharding._fields, found, found.same, tables, strict=False):
@@ -131,6 +133,14 @@ def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[Collectiv
         for sign, traffic in by_sign.items():
             totals.add_row(sign + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
     return [table, totals]
+
+
+def _memory(rows: Sequence[Signed]) -> Table:
+    """Return a table of what a device holds besides activations."""
+    table = _table("memory besides activations", "bytes per device")
+    for sign, row in rows:
+        table.add_row(sign + row.name, f"{row.bytes_per_device:,}")
+    return table
 
 
 def _table(*titles: str) -> Table:

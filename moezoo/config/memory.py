@@ -4,6 +4,7 @@ Every number of bytes is a lower bound: what is refused cannot run here, and wha
 """
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.config.settings import TrainConfig
@@ -13,11 +14,11 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
 
 
-def check_sizes(model: ModelConfig, execution: Execution) -> None:
+def check_sizes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuse sizes of which a few arrays do not fit at one byte per parameter, in no time: by a closed form."""
     least = model.least_parameters
     what = f"{_describe(model)} ({least:,} parameters or more)"
-    check_devices(what, least // execution.ways(tuple(execution.sizes)), execution.mesh, "choose smaller sizes")
+    check_devices(what, least // mesh.size, mesh, "choose smaller sizes")
 
 
 def check_batch(cfg: TrainConfig, execution: Execution) -> None:

@@ -1,6 +1,5 @@
 """Build the training step of a configuration, and a state that is laid out for it."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -44,9 +43,7 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
     micro_steps = cfg.execution.microbatches
     tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
     step = Step(blueprint, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard)
-    state, placements = step.arguments[0], step.placements
-    gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (state.model, placements.model)))
-    needed = local_bytes(state, placements) + gradients
+    needed = local_bytes(step.arguments[0], step.placements) + step.memory["gradients"]
     check_arrays(cfg, shapes, needed, execution, "gradients", "optimizer state")
     return step
 

@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import equinox as eqx
 import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -25,7 +24,7 @@ from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.memory import local_bytes
+from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
 from moezoo.training.evaluate import Evaluation
@@ -67,6 +66,16 @@ def _token_lines(cfg: TrainConfig, execution: Execution) -> list[str]:
         return [f"{batch} not split"]
     how = f"{execution.sequence_order} order, keys by {cfg.execution.context_parallel}"
     return [f"{batch} split", f"sequences {_split(execution.sequence_axes)}, in {how}"]
+
+
+def unsplit_lines(rules: Rules, sizes: Mapping[str, int]) -> list[str]:
+    """Name the mesh axes of one device over which the rules would keep inner dimensions of layers split."""
+    lines = []
+    for axis in rules.inner_axes(dict.fromkeys(sizes, 2)):
+        if sizes[axis] == 1:
+            whole = ", ".join(logical for logical, axes in rules.compute.items() if axis in axes)
+            lines.append(f"mesh axis {axis} has one device, so {whole} stay whole; mesh.{axis}=2 or more splits them")
+    return lines
 
 
 def layout_lines(placements: PyTree) -> list[str]:
@@ -177,12 +186,11 @@ def summarize(
 ) -> list[tuple[str, str]]:
     """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
-    state, placements = step.arguments[0], step.placements
-    model, traffic = state.model, collective_traffic(step.traced.jaxpr)
+    model, traffic = step.arguments[0].model, collective_traffic(step.traced.jaxpr)
+    memory = {what: _bytes(number) for what, number in step.memory.items()}
     parameters, active = count_parameters(model, cfg.model.experts_per_token)
     used = [f"{axis}={size}" for axis, size in execution.sizes.items() if size > 1]
     devices = execution.mesh.devices
-    gradients = local_bytes(*(eqx.filter(tree, step.trained) for tree in (model, placements.model)))
     rows = [
         (
             "model",
@@ -196,7 +204,8 @@ def summarize(
             + (f": {_axes(used)}" if used else ""),
         ),
         *(("rules", line) for line in _token_lines(cfg, execution)),
-        *(("weights", line) for line in layout_lines(placements.model)),
+        *(("rules", line) for line in unsplit_lines(execution.rules, execution.sizes)),
+        *(("weights", line) for line in layout_lines(step.placements.model)),
         *(("dispatch", line) for line in dispatch_lines(cfg, execution, model.stacks)),
     ]
     if execution.routing != "learned":
@@ -206,9 +215,8 @@ def summarize(
         ("kernels", kernels_line(execution, cfg.seq_len)),
         (
             "memory",
-            f"per device: parameters {_bytes(local_bytes(model, placements.model))}, optimizer "
-            f"{_bytes(local_bytes(state.optimizer, placements.optimizer))}, gradients {_bytes(gradients)}, plus "
-            "activations",
+            f"per device: parameters {memory['parameters']}, optimizer {memory['optimizer state']}, gradients "
+            f"{memory['gradients']}, plus activations",
         ),
         *(("traffic", line) for line in traffic_lines(traffic)),
         (

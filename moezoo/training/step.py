@@ -31,6 +31,7 @@ from moezoo.optim import Guard, GuardSettings, Optimizer, Work
 from moezoo.optim.guard import select
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.feed import Feed
@@ -190,6 +191,17 @@ class Step:
         """Return what puts batches onto the devices of the step."""
         shape = self.arguments[1].tokens.shape
         return Feed(self.batch_shardings.tokens, shape, self._execution.token_order(shape[-1]))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """What a device holds for a whole step, activations aside -> the bytes of it."""
+        (model, moments, *_), placements = self.arguments[0], self.placements
+        learning = (eqx.filter(tree, self.trained) for tree in (model, placements.model))
+        return {
+            "parameters": local_bytes(model, placements.model),
+            "gradients": local_bytes(*learning),
+            "optimizer state": local_bytes(moments, placements.optimizer),
+        }
 
     @property
     def update_work(self) -> Work:

@@ -14,7 +14,7 @@ import moezoo
 from moezoo.analysis.activations import activations
 from moezoo.analysis.calls import CALLS, Call, CallName
 from moezoo.analysis.differences import Change, compare
-from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding, collectives, describe
+from moezoo.analysis.sharding import CollectiveRow, MemoryRow, ParameterRow, Sharding, collectives, describe
 from moezoo.config.build import blueprint_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
@@ -46,7 +46,7 @@ def trace(name: CallName) -> Traced:
     cfg = moezoo.compose(*PROGRAMS[name].split())
     model = blueprint_of(cfg).shapes
     call = CALLS[name](cfg, blueprint_of(cfg))
-    return Traced(cfg, model, call, call.trace())
+    return Traced(cfg, model, call, call.trace().jaxpr)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -112,6 +112,19 @@ def test_cache_by_hand():
         "shared in the cache of .stacks[0].blocks[0]": (27, 3, slots, 64),
     }
     assert {row.axes[:3] for row in rows.values()} == {("layer", "batch", "slots")}
+
+
+def test_memory_of_a_step_by_hand():
+    """What is not trained has no gradient and no moment; AdamW has two moments and counts its steps."""
+    cfg = moezoo.compose("mesh=fsdp2_ep4")
+    blueprint = Blueprint(cfg.model, trained=lambda name: name.endswith(".query"))
+    rows = describe(cfg, parts="parameters", blueprint=blueprint).parameters
+    (query,) = (row.bytes_per_device for row in rows if row.trained)
+    assert CALLS["train"](cfg, blueprint).memory == {
+        "parameters": sum(row.bytes_per_device for row in rows),
+        "gradients": query,
+        "optimizer state": 2 * query + 4,
+    }
 
 
 def test_collectives_of_a_step_are_those_of_the_oracle():
@@ -190,8 +203,11 @@ def test_differences():
         return ParameterRow(name, ("embed",), ((),), (8,), (size,), size, True)
 
     gather = CollectiveRow("all-gather", ("x",), 1, 10, "layers")
-    this = Sharding((parameter("a", 8), parameter("b", 4)), (), (gather, gather._replace(scope="head")))
-    other = Sharding((parameter("a", 4), parameter("b", 4)), (), (gather._replace(bytes=9), gather._replace(op="x")))
+    this = Sharding(
+        (parameter("a", 8), parameter("b", 4)), (), (gather, gather._replace(scope="head")), (MemoryRow("all", 9),)
+    )
+    changed = (gather._replace(bytes=9), gather._replace(op="x"))
+    other = Sharding((parameter("a", 4), parameter("b", 4)), (), changed, (MemoryRow("all", 8),))
     found = compare(this, other)
     assert found.parameters == (Change(parameter("a", 8), parameter("a", 4)),)
     assert found.collectives == (
@@ -199,8 +215,9 @@ def test_differences():
         Change(gather, gather._replace(bytes=9)),
         Change(None, gather._replace(op="x")),
     )
-    assert found.same == (1, 0, 0)
-    assert compare(this, this) == ((), (), (), (2, 0, 2))
+    assert found.memory == (Change(MemoryRow("all", 9), MemoryRow("all", 8)),)
+    assert found.same == (1, 0, 0, 0)
+    assert compare(this, this) == ((), (), (), (), (2, 0, 2, 1))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,12 @@ def test_json_is_alone_and_counts_as_by_hand(console):
         "parameters": ["axes", "bytes_per_device", "local_shape", "name", "shape", "spec", "trained"],
         "activations": ["axes", "bytes_per_device", "local_shape", "name", "shape", "spec"],
         "collectives": ["bytes", "count", "mesh_axes", "op", "scope"],
+        "memory": ["bytes_per_device", "name"],
     }
+    parameters = sum(row["bytes_per_device"] for row in found["parameters"])
+    cache = 32 * 2 * (4096 + 16) * 8 * 128 * 2 * 8  # keys and values of eight rows on each device, in bfloat16
+    held = {row["name"]: row["bytes_per_device"] for row in found["memory"]}
+    assert held == {"parameters": parameters, "cache": cache, "all": parameters + cache}
     assert found["parameters"][0] == {
         "name": ".embedding.weight",
         "axes": ["vocab", "embed"],
@@ -46,6 +51,12 @@ def test_json_is_alone_and_counts_as_by_hand(console):
         ("layers/feed_forward/combine", "ragged-all-to-all"): (["expert"], layers, layers * once),
         ("head/weights", "all-gather"): (["expert"], 1, 32000 * embed * 2 * 7 // 8),
     }
+
+
+def test_the_title_has_the_axis_that_splits_nothing(console):
+    code, out, _ = console("sharding", "rules=tensor", "mesh=single", "--parameters-only")
+    assert (code, out.splitlines()[1]) == (0, "1 device: mesh=single rules=tensor dispatch=ring")
+    assert out.splitlines()[2].startswith("mesh axis tensor has one device, so heads, ")
 
 
 def test_the_title_has_what_auto_chose(console):
@@ -81,7 +92,7 @@ def test_difference_of_two_layouts(console):
     assert lines[-1] == "10 other rows of parameters are the same"
     _, out, _ = console("sharding", *words, "--json")
     found = json.loads(out)
-    assert found["activations"] == found["collectives"] == []
+    assert found["activations"] == found["collectives"] == found["memory"] == []
     assert [change["this"]["name"] for change in found["parameters"]] == [
         f".stacks[0].blocks[0].feed_forward.experts.{name}" for name in ("gate", "up", "down")
     ]

@@ -101,6 +101,12 @@ def test_sizes_that_nothing_here_holds(memory, overrides, parts):
         prepare(*overrides.split())
 
 
+def test_no_other_layout_is_advised_where_memory_is_short(memory):
+    memory(16 * 2**30)
+    with pytest.raises(moezoo.UserError, match=r"this machine has 16.0 GiB; choose smaller sizes$"):
+        prepare("model.embed=1000000000", "mesh=ep8")
+
+
 def test_a_mesh_without_devices_is_not_checked(memory):
     memory(0)
     cfg = moezoo.compose("model=mixtral_8x7b", "mesh=ep8")

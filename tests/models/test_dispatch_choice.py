@@ -172,10 +172,10 @@ def test_compares_what_traced_programs_move(call, words, trained):
     found = compare(model.stacks, program.rows, program.length, open_choice, call, blueprint.mask)
     assert found.chosen == program.execution.dispatch
     # The program of `auto` stands for that of the strategy chosen.
-    received = {type(found.chosen): collective_traffic(program.trace()).bytes}
+    received = {type(found.chosen): collective_traffic(program.trace().jaxpr).bytes}
     for strategy in {Ring, Ragged, Gather} - set(received):
         named = dataclasses.replace(cfg, dispatch=strategy())
-        received[strategy] = collective_traffic(CALLS[call](named, blueprint).trace()).bytes
+        received[strategy] = collective_traffic(CALLS[call](named, blueprint).trace().jaxpr).bytes
     steps = cfg.execution.microbatches if call == "train" else 1
     for strategy, total in received.items():
         each = found.bytes[strategy()] - found.bytes[Ring()]

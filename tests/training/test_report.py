@@ -18,7 +18,7 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import Progress, kernels_line
+from moezoo.training.report import Progress, kernels_line, unsplit_lines
 
 
 def history(count):
@@ -80,6 +80,21 @@ def test_routing_picture(tmp_path, count):
 def test_load_picture(tmp_path, experts):
     load_picture(np.ones((2, experts), np.int32), tmp_path / "load.png", steps="last 2 logged steps")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rules_for_an_axis_of_one_device():
+    """Only axes that inner dimensions stay split over; one device is what the other rules are for too."""
+    inner = "heads, kv_heads, mlp, expert_mlp, vocab"
+    line = f"mesh axis tensor has one device, so {inner} stay whole; mesh.tensor=2 or more splits them"
+    for rules, mesh, found in (
+        ("tensor", "mesh=fsdp2_ep4", [line]),
+        ("serve", "mesh=single", [line]),
+        ("tensor", "mesh.tensor=2", []),
+        ("cp_as_ep", "mesh=ep8", []),
+        ("fsdp_ep", "mesh=single", []),
+    ):
+        cfg = moezoo.compose(f"rules={rules}", mesh)
+        assert unsplit_lines(cfg.rules, cfg.mesh.sizes) == found
 
 
 def test_a_named_backend_is_told_from_a_default():
