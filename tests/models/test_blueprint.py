@@ -14,6 +14,7 @@ from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
+from moezoo.moe.dispatch import Auto
 from moezoo.nn.containers import store
 from moezoo.training.build import build_state, build_step
 
@@ -94,5 +95,5 @@ def test_programs_are_traced_for_any_mesh_where_the_user_has_set_one():
     found = [communication(cfg), describe(cfg, "decode")]
     with jax.set_mesh(moezoo.make_mesh(cfg.mesh)):
         assert [communication(cfg), describe(cfg, "decode")] == found
-        other = dataclasses.replace(cfg, mesh=moezoo.MeshShape(expert=4), dispatch=moezoo.moe.dispatch.Auto())
+        other = dataclasses.replace(cfg, mesh=moezoo.MeshShape(expert=4), dispatch=Auto())
         assert communication(other).bytes > 0
