@@ -1,5 +1,6 @@
 """What is said about a layout, against the traced programs, JAX's own shards, the oracle of traffic, and by hand."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -166,10 +167,11 @@ def test_rows_of_collectives():
 
 def test_parameters_are_stored_as_jax_does():
     """Also the arrays of a container, which are not trained."""
-    cfg = moezoo.compose("model=deepseek", "mesh.fsdp=2", "mesh.expert=2", "mesh.context=2", "rules=shard_exp_on_fsdp")
+    words = "model=deepseek mesh.fsdp=2 mesh.expert=2 mesh.context=2 rules=shard_exp_on_fsdp"
+    cfg = moezoo.compose(*words.split(), "execution.param_dtype=bfloat16")
     experts = ".stacks[1].blocks[0].feed_forward.experts"
     change = lambda m: store(m, lambda path: path == f"{experts}.gate")  # noqa: E731
-    blueprint = Blueprint(cfg.model, "bfloat16", change)
+    blueprint = dataclasses.replace(blueprint_of(cfg), change=change)
     model, rows = blueprint.shapes, describe(cfg, parts="parameters", blueprint=blueprint).parameters
     shardings = jax.tree.leaves(moezoo.execution(cfg).shardings(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
