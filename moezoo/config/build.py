@@ -87,7 +87,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         if names := cfg.rules.sequence:
             here = f"split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
         raise UserError(
-            f"execution.context_parallel={name_in('execution.context_parallel', how)} has nothing to pass around: rules "
+            f"execution.context_parallel={name_in(how)} has nothing to pass around: rules "
             f"{cfg.rules.name} {here} or more, or execution.context_parallel=gather"
         )
     axes, num_experts = live(cfg.rules.store.get("expert", ()), execution.sizes), cfg.model.experts

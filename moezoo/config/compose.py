@@ -50,9 +50,10 @@ def compose(*overrides: str) -> TrainConfig:
     """Compose the configuration of a run: `conf/train.yaml` with `overrides` such as "mesh=ep8" or "model.layers=2".
 
     `rules` also takes the path of a YAML file. `dispatch`, `data`, `optimizer`, `schedule` and
-    `execution.context_parallel` take the path of a class, `package.module.Class`, and `model` that of a family, which
-    are imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With `resume=FOLDER`
-    the configuration saved in that folder replaces `conf/train.yaml`. This also works inside a program that uses Hydra.
+    `execution.context_parallel` also take the path of a class, `package.module.Class`, and `model` that of a family;
+    these are imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With
+    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. This also works inside a program
+    that uses Hydra.
 
     Raises `UserError` for every mistake in `overrides`.
     """
@@ -73,9 +74,8 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     """
     asked = read(overrides)
     checks, saved, named = _import_own(asked), saved_own(mapping), {**asked.choices, **asked.changes}
-    for key, name in saved.items():
-        if key not in named:
-            raise refuse_saved(key, name)
+    if missing := {key: name for key, name in saved.items() if key not in named}:
+        raise refuse_saved(missing)
     kept = {key for key, name in saved.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
     mapping = _place_own(without_own(mapping, saved.keys() - kept), asked, checks)
     base = plain(convert(TrainConfig, mapping, "", checks), "", checks)
@@ -152,8 +152,8 @@ def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
     for key, (_, classes) in TAGS.items():
         value = operator.attrgetter(key)(cfg)
         if not isinstance(value, str) and (kind := type(value)) not in classes.values():
-            check_class(key, kind, f"{key}={name_in(key, value)}")
-            own[key] = {name_in(key, value): kind}
+            check_class(key, kind, f"{key}={name_in(value)}")
+            own[key] = {name_in(value): kind}
     return plain(cfg, "", _checks_with(own))
 
 
@@ -181,7 +181,7 @@ def _import_own(asked: Asked) -> Checks:
     for key, name in {**asked.choices, **asked.changes}.items():
         if key in PLUGS and isinstance(name, str) and is_own(key, name):
             kind = import_own(key, name)
-            own[key] = {name: kind, path_of(kind, key): kind}
+            own[key] = {name: kind, path_of(kind): kind}
     return _checks_with(own)
 
 

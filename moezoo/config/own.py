@@ -45,19 +45,19 @@ _OTHER = {"dispatch": "gather", "optimizer": "adamw", "schedule": "cosine", "exe
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def name_in(key: str, value: Any) -> str:
+def name_in(value: Any) -> str:
     """Return the name by which a configuration records the value of one of `PLUGS`: moezoo's, or the class's path."""
-    return value if isinstance(value, str) else path_of(type(value), key)
+    return value if isinstance(value, str) else path_of(type(value))
 
 
-def path_of(kind: type, key: str = "dispatch") -> str:
+def path_of(kind: type) -> str:
     """Return the name of a class of one of `PLUGS` in `conf`, or its path; of a model's, the path of its family.
 
     Raises `UserError` where a family is not at the top of the module of its configuration, or of a package around it.
     """
-    if known := [name for name, each in TAGS[key][1].items() if each is kind]:
+    if known := [name for _, classes in TAGS.values() for name, each in classes.items() if each is kind]:
         return known[0]
-    if key != "model":
+    if not issubclass(kind, ModelConfig):
         return f"{kind.__module__}.{kind.__qualname__}"
     family, name = _family(kind), kind.__module__
     while name:
@@ -92,7 +92,7 @@ def import_own(key: str, path: str) -> type:
         raise UserError(f"{shown}: {where} has no {what} '{attribute}'; {hint}")
     if not _is_one(key, value):
         how = f"make it with {base}(...)" if key == "model" else f"derive the class from {base}"
-        raise UserError(f"{shown}: {attribute} is not a {noun}; {how}")
+        raise UserError(f"{shown}: {attribute} is no {noun}; {how}")
     if not isinstance(value, Family):
         check_class(key, value, shown)
         return value
@@ -169,23 +169,29 @@ def put(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {**mapping, first: {**mapping[first], name: value} if name else value}
 
 
-def refuse_saved(key: str, name: Any) -> UserError:
-    """Return the error for an entry of the user's own in a saved configuration that the overrides do not name again."""
-    saved = f"{key}={show(name)} was saved with this run"
-    if key in _KERNELS:
-        kernel = key.partition(".")[2]
+def refuse_saved(missing: Mapping[str, Any]) -> UserError:
+    """Return the error for entries of the user's own in a saved configuration, which the overrides do not name again.
+
+    `missing` is a part of what `saved_own` returns.
+    """
+    words = {key: f"{key}={show(name)}" for key, name in missing.items()}
+    if kernels := [key for key in missing if key in _KERNELS]:
+        key, kernel = kernels[0], kernels[0].partition(".")[2]
         return UserError(
-            f"{saved}, and not all of these backends are registered; first register them in Python (register of "
-            f"moezoo.kernels.{kernel}), or set {key}=null"
+            f"{words[key]} was saved with this run, and not all of these backends are registered; register them first, "
+            f"in Python (register of moezoo.kernels.{kernel}), or set {key}=null"
         )
-    again = f"write {key}={show(name)} again"
-    if name.startswith("__main__."):
+    again = " ".join(words.values())
+    saved = f"{again} {'was' if len(words) == 1 else 'were'} saved with this run"
+    if main := [key for key, name in missing.items() if name.startswith("__main__.")]:
         return UserError(
-            f"{saved}, which is in a script or notebook: {again} there; for commands, move it to a module and write "
-            f"{key}=module.{name.rpartition('.')[2]}"
+            f"{saved} of a script or notebook: there, write {again} again; for commands, move the code to a module and "
+            f"write {' '.join(words[key].replace('=__main__', '=module') for key in main)}"
         )
-    other = f", or another {PLUGS[key][0]} such as {key}={_OTHER[key]}" if key in _OTHER else ""
-    return UserError(f"{saved}, and moezoo imports your own code only where you name it: {again}{other}")
+    others = [f"{key}={_OTHER[key]}" for key in missing if key in _OTHER]
+    noun = PLUGS[next(iter(missing))][0]
+    instead = f", or another {noun if len(words) == 1 else 'choice'} such as {' '.join(others)}" * bool(others)
+    return UserError(f"{saved}, and moezoo imports your own code only where you name it: write {again} again{instead}")
 
 
 def get(mapping: Mapping[str, Any], key: str) -> Any:
