@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.results import Column, Panel, Report, Row, Table, log, split
 from benchmarks.steps import Running, Turns, model_flops, overrides
 from moezoo.config.overrides import defaults
+from moezoo.config.own import name_in
 from moezoo.parallel.mesh import AXES
 
 
@@ -47,7 +48,7 @@ def _row(settings: str, done: Running, first: Running, on_mesh: Running) -> Row:
     for (axes,), traffic in table.by("axes").items():
         name = " ".join(sorted(axes, key=AXES.index))
         received[name] = received.get(name, 0) + traffic.bytes
-    order = f"{cfg.execution.context_parallel} {done.execution.sequence_order}"
+    order = f"{name_in(cfg.execution.context_parallel)} {done.execution.sequence_order}"
     return {
         "sequences": order if done.execution.sequence_axes else "whole",
         "mesh": " ".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1) or "one device",

@@ -8,7 +8,7 @@ from moezoo.models.arguments import check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeekConfig
-from moezoo.models.family import Family, alike
+from moezoo.models.family import MADE, Family, alike
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.mixtral import MixtralConfig
@@ -23,9 +23,14 @@ GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_
 FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
 
 
+def families() -> list[Family]:
+    """Return the registered families, then the others that were made, from the newest on."""
+    return [*FAMILIES.values(), *(family for family in reversed(MADE.values()) if family not in FAMILIES.values())]
+
+
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a configuration. Raises `UserError` when no registered family has its class."""
-    for family in FAMILIES.values():
+    """Return the family of a configuration. Raises `UserError` when no family has its class."""
+    for family in families():
         if type(config) is family.config:
             return family
     kinds = ", ".join(family.config.__name__ for family in FAMILIES.values())
@@ -42,7 +47,7 @@ def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") 
     """Return a model of the family of `config`, with random parameters in `dtype` drawn from `key`.
 
     Args:
-        config: the configuration of a registered family.
+        config: the configuration of a family, such as cfg.model.
         key: one random key.
         dtype: float32, bfloat16 or float16.
 

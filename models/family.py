@@ -21,9 +21,15 @@ def alike(config: ModelConfig) -> Sequence[Sequence[None]]:
     return [[None] * config.layers]
 
 
+# The family of each class of configurations. The newest holds, as for a notebook's cell that runs again.
+MADE: dict[type[ModelConfig], "Family"] = {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Models that differ in their settings only. `family(config, dtype=, key=)` makes one.
+
+    It is found by the class of its configurations, which should be the family's own.
 
     Attributes:
         name: the name in `FAMILIES`, and under `family` in a file of `conf/model/`.
@@ -39,6 +45,9 @@ class Family:
     kinds: Callable[[Any], Sequence[Sequence[Hashable]]]
     make_block: Callable[[Any, Any, jnp.dtype, Array], Block]
     hub: Hub
+
+    def __post_init__(self):
+        MADE[self.config] = self
 
     def __call__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, key: Array) -> LanguageModel:
         """Return a model with random parameters in `dtype` drawn from `key`."""

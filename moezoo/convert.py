@@ -13,7 +13,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from moezoo.errors import UserError, describe_class, nearest
 
@@ -45,6 +45,12 @@ NotNegative = Annotated[float, Range(at_least=0)]
 _INT32 = Range(at_most=2**31 - 1)  # devices count in int32
 
 
+class Name(str):
+    """The type of a field that holds a key of `registry`, at the time when it is set. The value is plain text."""
+
+    registry: ClassVar[Mapping[str, Any]]
+
+
 class Checks(NamedTuple):
     """What types cannot express, by dotted key."""
 
@@ -62,8 +68,9 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     """Convert `value` to an instance of `kind`.
 
     Args:
-        kind: int, float (whole numbers too), bool, str, a `Literal`, `X | None`, `tuple[X, ...]` (for a `Literal` one
-            name alone too), `Mapping[str, X]`, or a dataclass of these.
+        kind: int, float (whole numbers too), bool, str, a `Literal` or `Name`, `tuple[X, ...]` (for these two one name
+            alone too), `Mapping[str, X]`, or a dataclass of these; or a union with classes such as None's, whose
+            instances are taken as they are.
         value: A plain value. What it omits of a dataclass takes the default of the field. Numbers of NumPy count as
             numbers, paths as text, and tuples as lists; a bool is never a number, and a float never a whole number.
         key: The dotted key of `value`; empty at the top.
@@ -75,15 +82,15 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     """
     if key in checks.tags or dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, key, checks)
-    inner, optional = _optional(kind)
-    origin, arguments = typing.get_origin(inner), typing.get_args(inner)
-    if value is None and optional:
-        return None
-    if origin is typing.Literal:
-        if any(value == choice and type(value) is type(choice) for choice in arguments):
+    inner, classes = _apart(kind)
+    origin, arguments, choices = typing.get_origin(inner), typing.get_args(inner), _choices(inner)
+    if isinstance(value, classes):
+        return value
+    if choices is not None:
+        if any(value == choice and type(value) is type(choice) for choice in choices):
             return value
     elif origin is tuple:
-        if isinstance(value, str) and typing.get_origin(arguments[0]) is typing.Literal:
+        if isinstance(value, str) and _choices(arguments[0]) is not None:
             value = [value]
         if isinstance(value, list | tuple):
             return tuple(convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
@@ -93,9 +100,9 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     elif (scalar := _scalar(inner, value)) is not None:
         unbounded = inner is int and valid.at_most == math.inf
         if wrong := [limits for limits in (valid, _INT32)[: 1 + unbounded] if not limits.holds(scalar)]:
-            raise UserError(f"{key}={show(value)} must be {wrong[0]}{', or null' * optional}")
+            raise UserError(f"{key}={show(value)} must be {wrong[0]}{', or null' * (types.NoneType in classes)}")
         return scalar
-    found = show(value) if origin is typing.Literal else _describe_value(value)
+    found = _describe_value(value) if choices is None else show(value)
     typed = checks is not NO_CHECKS and inner is str and isinstance(value, int | float)
     quote = "; quotes inside quotes make it text: '\"...\"'" * typed
     raise UserError(f"{key}={show(value)}: expected {_describe_type(kind)}, found {found}{quote}")
@@ -112,7 +119,7 @@ def check_fields(section: str, settings: Any) -> None:
     kind = type(settings)
     for name, hint in types_of(kind).items():
         key, value = _join(section, name), getattr(settings, name)
-        if is_plain(hint):
+        if is_plain(_apart(hint)[0]):
             object.__setattr__(settings, name, convert(hint, value, key, valid=ranges_of(kind)[name]))
         elif not _fits(value, hint):
             kinds = [each.__name__ for each in typing.get_args(hint) or [hint] if each is not types.NoneType]
@@ -130,7 +137,7 @@ def is_plain(kind: Any) -> bool:
         return len(arguments) == 2 and arguments[1] is ... and is_plain(arguments[0])
     if origin is Mapping:
         return arguments[0] is str and is_plain(arguments[1])
-    return origin is typing.Literal or kind in _SCALARS
+    return _choices(kind) is not None or kind in _SCALARS
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -242,18 +249,18 @@ def _show(value: Any) -> str:
 
 def _describe_type(kind: Any) -> str:
     """Describe in words what a value of `kind` looks like."""
-    inner, optional = _optional(kind)
+    inner, classes = _apart(kind)
     origin, arguments = typing.get_origin(inner), typing.get_args(inner)
-    if origin is typing.Literal:
-        words = "one of " + ", ".join(map(show, arguments))
+    if (choices := _choices(inner)) is not None:
+        words = "one of " + ", ".join(map(show, choices))
     elif origin is Mapping:
         words = "names and their values such as {a: [b]}"
     elif origin is tuple:
-        names = typing.get_args(arguments[0])
+        names = _choices(arguments[0])
         words = f"a list of {', '.join(map(show, names))}" if names else "a list such as [a, b]"
     else:
         words = _SCALARS.get(inner, "a section with keys")
-    return f"{words}, or null" if optional else words
+    return f"{words}, or null" if types.NoneType in classes else words
 
 
 def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: Checks = NO_CHECKS) -> None:
@@ -353,13 +360,21 @@ def _scalar(kind: Any, value: Any) -> Any:
     return None
 
 
-def _optional(kind: Any) -> tuple[Any, bool]:
-    """Return (X, True) for `X | None`, otherwise (kind, False)."""
+def _apart(kind: Any) -> tuple[Any, tuple[type, ...]]:
+    """Return the plain type X of a union `X | A | B`, and the classes A, B, among them None's; (kind, ()) without."""
     arguments = typing.get_args(kind)
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType) or types.NoneType not in arguments:
-        return kind, False
-    (inner,) = (a for a in arguments if a is not types.NoneType)
-    return inner, True
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind, ()
+    classes = tuple(each for each in arguments if isinstance(each, type) and not is_plain(each))
+    rest = [each for each in arguments if each not in classes]
+    return (rest[0], classes) if len(rest) == 1 else (kind, ())
+
+
+def _choices(kind: Any) -> tuple[Any, ...] | None:
+    """Return the values of a `Literal`, and the names that a registry has now; None for other types."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    return tuple(kind.registry) if isinstance(kind, type) and issubclass(kind, Name) else None
 
 
 def _join(section: str, name: str) -> str:

@@ -35,8 +35,8 @@ HIDES = {"moezoo.kernels.grouped_matmul"}
 # `models`, `kernels` and `conf` are linked into the package: imports of the folders would load second copies.
 # `benchmarks` uses the package, and is not installed with it.
 OURS = {"moezoo", "models", "kernels", "conf", "benchmarks"}
-# The modules that import by a name: of a user's own strategy, and of the files of the folder of strategies.
-BY_NAME = ("moezoo.config.strategies", "moezoo.moe.dispatch")
+# The modules that import by a name: what a user plugs in, and the files of the folder of strategies.
+BY_NAME = ("moezoo.config.own", "moezoo.moe.dispatch")
 
 Graph = Mapping[str, set[str]]
 

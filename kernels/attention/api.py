@@ -1,7 +1,7 @@
 """`attend`: its contract, and the choice of a backend."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,22 @@ from moezoo.kernels.attention import chunked, one_query, reference
 from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Keys, Place, Queries, Results, Softmax, Values
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.kernels import Choice, KernelOrder, Target, choose, run
+from moezoo.parallel.kernels import Choice, KernelOrder, Target, add_backend, choose, run
 
-Implementation = Literal["reference", "chunked", "one_query"]
-# A new backend is a file, and a name here and in `Implementation`.
+# A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, reference.part, reference.part_gradients),
     "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients),
     "one_query": Backend(one_query.attend),
 }
-assert set(BACKENDS) == set(get_args(Implementation))
+
+
+def register(name: str, backend: Backend) -> None:
+    """Add a backend for this process: `execution.attention` and `implementation` then take its name.
+
+    Raises `UserError` for what is no backend, and for a name that another backend has.
+    """
+    add_backend("attention", BACKENDS, name, backend, Backend)
 
 
 def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequence[str]:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +15,24 @@ from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWei
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, choose, run
+from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Stored, by_matrix, plain
 
-Implementation = Literal["reference", "blocked", "ragged_dot"]
-# A new backend is a file, and a name here and in `Implementation`.
+# A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
     "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
-assert set(BACKENDS) == set(get_args(Implementation))
+
+
+def register(name: str, backend: Backend) -> None:
+    """Add a backend for this process: `execution.grouped_matmul` and `implementation` then take its name.
+
+    Raises `UserError` for what is no backend, and for a name that another backend has.
+    """
+    add_backend("grouped_matmul", BACKENDS, name, backend, Backend)
 
 
 def _own_order(target: Target) -> Sequence[str]:

@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from moezoo.config.options import describe_keys
-from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, is_own
+from moezoo.config.overrides import CONF, PACKAGE, PLUGS, defaults, groups, is_own, own_path
 from moezoo.convert import show
 
 _LINE = re.compile(r"( *)(\w+): *([^#]*?) *(?:# *(.*))?")
 # What a group takes besides its entries.
-_OWN = {
-    "rules": ("FILE.yaml", "Rules in a file of your own."),
-    "dispatch": (
-        "package.module.Class",
-        "A strategy of your own: a frozen dataclass that derives from moezoo.moe.dispatch.Dispatch, in the current "
-        "folder or an installed package.",
-    ),
-}
+_OWN = {"rules": ("FILE.yaml", "Rules in a file of your own.")}
+for _key, (_noun, _base) in PLUGS.items():
+    _is = "a value of" if _key == "model" else "a frozen dataclass that derives from"
+    _OWN[_key] = own_path(_key), f"Your own {_noun}: {_is} {_base}, in the current folder or an installed package."
 
 
 def table(rows: Iterable[tuple[str, str]], indent: int = 2) -> list[str]:

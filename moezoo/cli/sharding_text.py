@@ -15,8 +15,8 @@ from moezoo.analysis.calls import CallName
 from moezoo.analysis.differences import Change, Differences
 from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding
 from moezoo.config.build import blueprint_of
+from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
-from moezoo.config.strategies import path_of
 from moezoo.convert import show
 from moezoo.models import name_of
 from moezoo.parallel.axes import count_parameters

@@ -5,17 +5,19 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.config.compose import compose
 from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.overrides import groups
+from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.config.splits import Batches, describe_blocking, divisors, limits_of, meshes_within, sequence_order
 from moezoo.convert import convert, show
 from moezoo.errors import UserError, check_type
-from moezoo.models import ModelConfig
+from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
@@ -34,7 +36,8 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
     Raises:
         UserError: `given` is of another configuration or dtype than `cfg`.
     """
-    own = _blueprint(cfg.model, cfg.execution.param_dtype)
+    family = family_of(cfg.model)  # which a notebook may have made anew
+    own = _blueprint(cfg.model, cfg.execution.param_dtype, family.kinds, family.make_block)
     if given is None:
         return own
     remedy = "write dataclasses.replace(blueprint_of(cfg), trained=...)"
@@ -47,7 +50,7 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
 
 
 @functools.lru_cache(maxsize=64)
-def _blueprint(config: ModelConfig, dtype: str) -> Blueprint:
+def _blueprint(config: ModelConfig, dtype: str, *_: Any) -> Blueprint:
     return Blueprint(config, dtype)
 
 
@@ -82,6 +85,7 @@ def build_execution(
 
 def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
     """Return the execution; raise `UserError` if the rules cannot lay out the model on the mesh."""
+    how = cfg.execution.context_parallel
     execution = Execution(
         mesh=mesh,
         rules=cfg.rules,
@@ -89,17 +93,17 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         dtype=cfg.execution.dtype,
         reduce_dtype=cfg.execution.reduce_dtype,
         remat=cfg.execution.remat,
-        context_parallel=CONTEXT_PARALLEL[cfg.execution.context_parallel](),
+        context_parallel=CONTEXT_PARALLEL[how]() if isinstance(how, str) else how,
         sequence_order=sequence_order(cfg),
         kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
         routing=cfg.execution.routing,
     )
-    if cfg.execution.context_parallel != "gather" and not execution.sequence_axes:
+    if how != "gather" and not execution.sequence_axes:
         here = "split no sequence; choose rules=fsdp_ep mesh.context=2"
         if names := cfg.rules.sequence:
             here = f"split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
         raise UserError(
-            f"execution.context_parallel={cfg.execution.context_parallel} has nothing to pass around: rules "
+            f"execution.context_parallel={name_in(how)} has nothing to pass around: rules "
             f"{cfg.rules.name} {here} or more, or execution.context_parallel=gather"
         )
     axes, num_experts = live(cfg.rules.store.get("expert", ()), execution.sizes), cfg.model.experts

@@ -7,6 +7,7 @@ raised `from None`, because a notebook would print Hydra's text above ours.
 
 import contextlib
 import copy
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,23 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moezoo.config.overrides import CONF, PACKAGE, Asked, defaults, groups, is_own, read, read_yaml
+from moezoo.config.overrides import CONF, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
+from moezoo.config.own import (
+    TAGS,
+    check_class,
+    get,
+    import_own,
+    name_in,
+    path_of,
+    put,
+    refuse_saved,
+    saved_own,
+    without_own,
+)
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.settings import TAG, TrainConfig
-from moezoo.config.strategies import check_strategy, import_strategy, path_of
 from moezoo.convert import Checks, complete, convert, plain, set_key, show
 from moezoo.errors import UserError, describe_class, nearest
-from moezoo.moe.dispatch import DISPATCHES, DispatchChoice
 from moezoo.parallel.rules import Rules
 
 _CHECKS = Checks(TAG, RENAMED)
@@ -38,9 +49,11 @@ _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 def compose(*overrides: str) -> TrainConfig:
     """Compose the configuration of a run: `conf/train.yaml` with `overrides` such as "mesh=ep8" or "model.layers=2".
 
-    `rules` also takes the path of a YAML file, and `dispatch` the path of a class, `package.module.Class`, which is
-    imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With `resume=FOLDER`
-    the configuration saved in that folder replaces `conf/train.yaml`. This also works inside a program that uses Hydra.
+    `rules` also takes the path of a YAML file. `dispatch`, `data`, `optimizer`, `schedule` and
+    `execution.context_parallel` also take the path of a class, `package.module.Class`, and `model` that of a family;
+    these are imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With
+    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. This also works inside a program
+    that uses Hydra.
 
     Raises `UserError` for every mistake in `overrides`.
     """
@@ -48,46 +61,35 @@ def compose(*overrides: str) -> TrainConfig:
     if isinstance(folder := asked.changes.get("resume"), str):
         return compose_onto(read_run(folder, "resume"), *overrides)
     checks = _import_own(asked)
-    return _finish(_compose_groups(asked.choices, checks), asked.changes, checks)
+    return _finish(_compose_groups(asked.choices, checks), asked, checks)
 
 
 def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     """Apply `overrides` to the saved configuration `mapping`: replace the chosen groups, then set single keys.
 
-    What a chosen entry sets outside its group, such as a preset's dtype, is set too. A `mapping` with a strategy of the
-    user's own needs a `dispatch=` among the overrides; the same one again keeps the saved options of the strategy.
+    What a chosen entry sets outside its group, such as a preset's dtype, is set too. A `mapping` with an entry of the
+    user's own, such as a strategy, needs its key among the overrides; the same name again keeps the saved options.
 
     Raises `UserError` as `compose` does, and where `mapping` is not the whole configuration of a run.
     """
     asked = read(overrides)
-    checks, saved = _import_own(asked), _own_strategy(mapping)
-    if saved.startswith("__main__.") and "dispatch" not in asked.choices:
-        name = saved.rpartition(".")[2]
-        raise UserError(
-            f"dispatch={show(saved)} was saved with this run, a class of a script or notebook: there, add "
-            f"dispatch=gather and then pass the value with dataclasses.replace(cfg, dispatch={name}()); for commands, "
-            f"move the class to a module and write dispatch=module.{name}"
-        )
-    if saved and "dispatch" not in asked.choices:
-        raise UserError(
-            f"dispatch={show(saved)} was saved with this run, and moezoo imports your own code only where you name it: "
-            f"write dispatch={show(saved)} again, or another strategy such as dispatch=gather"
-        )
-    kept = saved in checks.tags["dispatch"][1]
-    if saved and not kept:
-        mapping = {**mapping, "dispatch": {"name": "gather"}}  # replaced below
+    checks, saved, named = _import_own(asked), saved_own(mapping), {**asked.choices, **asked.changes}
+    if missing := {key: name for key, name in saved.items() if key not in named}:
+        raise refuse_saved(missing)
+    kept = {key for key, name in saved.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
+    mapping = _place_own(without_own(mapping, saved.keys() - kept), asked, checks)
     base = plain(convert(TrainConfig, mapping, "", checks), "", checks)
     if asked.choices:
         composed = _compose_groups(asked.choices, checks)
         for group, name in asked.choices.items():
-            if not (group == "dispatch" and kept):
+            if group not in kept:
                 base[group] = composed[group]
             for key, value in _beside_its_group(group, name).items():
                 if key == _DEFAULTS:
                     base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
                 else:
                     base[key] = {**base[key], **value} if isinstance(value, dict) else value
-    return _finish(base, asked.changes, checks)
+    return _finish(base, asked, checks)
 
 
 def folder_path(folder: Any, key: str) -> Path:
@@ -125,7 +127,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
                 f"({old} is now {new})"
             )
     try:
-        from_mapping({**mapping, "dispatch": {"name": "gather"}} if _own_strategy(mapping) else mapping)
+        from_mapping(without_own(mapping, saved_own(mapping)))
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
     return mapping
@@ -144,13 +146,15 @@ def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
     """Return `cfg` as plain dicts, lists, numbers and text, with every default written out.
 
-    Raises `UserError` for a strategy of the user's own that a configuration cannot record.
+    Raises `UserError` for a class of the user's own that a configuration cannot record.
     """
-    kind, checks = type(cfg.dispatch), _CHECKS
-    if kind not in DISPATCHES.values():
-        check_strategy(kind, f"dispatch={path_of(kind)}")
-        checks = _checks_with({path_of(kind): kind})
-    return plain(cfg, "", checks)
+    own = {}
+    for key, (_, classes) in TAGS.items():
+        value = operator.attrgetter(key)(cfg)
+        if not isinstance(value, str) and (kind := type(value)) not in classes.values():
+            check_class(key, kind, f"{key}={name_in(value)}")
+            own[key] = {name_in(value): kind}
+    return plain(cfg, "", _checks_with(own))
 
 
 def to_yaml(mapping: Mapping[str, Any]) -> str:
@@ -172,32 +176,39 @@ def _chosen_by(entries: list[Any]) -> set[str]:
 
 
 def _import_own(asked: Asked) -> Checks:
-    """Return the checks; where the user chose a strategy of their own, import it and add its class."""
-    name = asked.choices.get("dispatch", "")
-    if not is_own("dispatch", name):
-        return _CHECKS
-    kind = import_strategy(name)
-    return _checks_with({name: kind, path_of(kind): kind})
+    """Return the checks; import what the user named of their own, and add the classes."""
+    own = {}
+    for key, name in {**asked.choices, **asked.changes}.items():
+        if key in PLUGS and isinstance(name, str) and is_own(key, name):
+            kind = import_own(key, name)
+            own[key] = {name: kind, path_of(kind): kind}
+    return _checks_with(own)
 
 
-def _checks_with(own: Mapping[str, type[DispatchChoice]]) -> Checks:
-    return _CHECKS._replace(tags={**TAG, "dispatch": ("name", {**own, **DISPATCHES})})
+def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
+    tags = {key: (TAGS[key][0], {**classes, **TAGS[key][1]}) for key, classes in own.items()}
+    return _CHECKS._replace(tags={**TAG, **tags}) if own else _CHECKS
 
 
-def _own_strategy(mapping: Mapping[str, Any]) -> str:
-    """Return the path of the user's own strategy in a saved configuration, or an empty text."""
-    section = mapping.get("dispatch")
-    name = section.get("name") if isinstance(section, Mapping) else None
-    return name if isinstance(name, str) and is_own("dispatch", name) else ""
+def _place_own(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return `mapping` with the section that stands for a class of the user's own in place of a name."""
+    mapping = dict(mapping)
+    for key in checks.tags.keys() & asked.changes.keys():
+        tag, classes = checks.tags[key]
+        section = get(mapping, key)
+        if not (isinstance(section, Mapping) and section.get(tag) in classes):
+            mapping = put(mapping, key, {tag: asked.changes[key]})
+    return mapping
 
 
 def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any]:
     """Compose `train.yaml` with the chosen groups and all defaults, as plain values; leave `${...}` as it is."""
-    rules, strategy = choices.get("rules", ""), choices.get("dispatch", "")
+    rules = choices.get("rules", "")
     own = rules if is_own("rules", rules) else None
-    names = {**choices, "rules": _OWN_RULES} if own else dict(choices)
-    if is_own("dispatch", strategy):
-        del names["dispatch"]
+    plugged = {group: name for group, name in choices.items() if group in PLUGS and is_own(group, name)}
+    names = {group: name for group, name in choices.items() if group not in plugged}
+    if own:
+        names["rules"] = _OWN_RULES
     with _store_rules(own) if own else contextlib.nullcontext(), _hydra():
         try:
             cfg = hydra.compose("train", [f"{group}={name}" for group, name in names.items()])
@@ -213,8 +224,8 @@ def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any
             convert(Rules, _resolve(mapping)["rules"], "rules")
         except UserError as error:
             raise UserError(f"rules={show(own)}: {error}") from None
-    if is_own("dispatch", strategy):
-        mapping["dispatch"] = {"name": strategy}
+    for group, name in plugged.items():
+        mapping[group] = {checks.tags[group][0]: name}
     return complete(TrainConfig, mapping, "", checks)
 
 
@@ -253,10 +264,11 @@ def _hydra() -> Iterator[None]:
         GlobalHydra.set_instance(instance)
 
 
-def _finish(mapping: dict[str, Any], changes: Mapping[str, Any], checks: Checks) -> TrainConfig:
-    mapping = copy.deepcopy(mapping)
-    for key, value in changes.items():
-        set_key(TrainConfig, mapping, key, value, checks)
+def _finish(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfig:
+    mapping = _place_own(copy.deepcopy(mapping), asked, checks)
+    for key, value in asked.changes.items():
+        if key not in checks.tags:  # a class of the user's own, placed above
+            set_key(TrainConfig, mapping, key, value, checks)
     return convert(TrainConfig, _resolve(mapping), "", checks)
 
 

@@ -28,6 +28,17 @@ PACKAGE = "# @package _global_\n"  # Hydra's mark of an entry that is merged int
 # The largest file that is read as YAML, and the most values in it after its aliases are expanded.
 _MOST_BYTES, _MOST_VALUES = 2**20, 10**5
 
+# What a user may plug in by the path of its class (of a family: of the value), `package.module.Class`: the word for it,
+# and what it derives from.
+PLUGS = {
+    "model": ("family", "moezoo.models.Family"),
+    "dispatch": ("strategy", "moezoo.moe.dispatch.Dispatch"),
+    "optimizer": ("update rule", "moezoo.optim.UpdateRule"),
+    "schedule": ("schedule", "moezoo.optim.Schedule"),
+    "data": ("data source", "moezoo.data.DataSettings"),
+    "execution.context_parallel": ("context parallelism", "moezoo.parallel.context_parallel.ContextParallel"),
+}
+
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
 
@@ -35,7 +46,7 @@ _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
 class Asked(NamedTuple):
     """What a list of overrides asks for."""
 
-    choices: dict[str, str]  # group -> entry, the path of a rules file, or the path of a strategy's class
+    choices: dict[str, str]  # group -> entry, the path of a rules file, or a path for one of `PLUGS`
     changes: dict[str, Any]  # dotted key -> value
 
 
@@ -54,9 +65,8 @@ def read(overrides: Sequence[str]) -> Asked:
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
         if not isinstance(value, str) or not (value in known[key] or is_own(key, value)):
-            own = {
+            own = dict.fromkeys(PLUGS, f" (or {own_path(key)} of your own)") | {
                 "rules": " (or give the path of a .yaml file)",
-                "dispatch": " (or package.module.Class of your own)",
                 "mesh": " (or set its axes, such as mesh.expert=4)",
             }
             hint = f"{nearest(show(value), known[key])}{own.get(key, '')}"
@@ -85,10 +95,15 @@ def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:
 
 
 def is_own(group: str, value: str) -> bool:
-    """Whether the value of a group names the user's own entry: a rules file, or a strategy's class."""
+    """Whether the value of a key names the user's own entry: a rules file, or the path of one of `PLUGS`."""
     if group == "rules":
         return "/" in value or value.endswith((".yaml", ".yml"))
-    return group == "dispatch" and "." in value
+    return group in PLUGS and "." in value
+
+
+def own_path(key: str) -> str:
+    """Return what to write for one of `PLUGS`."""
+    return f"package.module.{'Family' if key == 'model' else 'Class'}"
 
 
 def groups() -> dict[str, list[str]]:

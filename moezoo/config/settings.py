@@ -3,19 +3,39 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from moezoo.convert import Count, NotNegative, Range, Size, check_fields
+from moezoo.convert import Count, Name, NotNegative, Range, Size, check_fields
 from moezoo.data import SOURCES, DataSettings
 from moezoo.errors import check_type
-from moezoo.kernels.attention import Implementation as AttentionBackend
-from moezoo.kernels.grouped_matmul import Implementation as GroupedMatmulBackend
+from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.moe.dispatch import DISPATCHES, DispatchChoice
+from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SCHEDULES, UPDATE_RULES, GuardSettings, Schedule, UpdateRule
+from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.execution import DType, check_dtype
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
+
+
+class ContextParallelName(Name):
+    """`gather`, `ring`, and what else is registered."""
+
+    registry = CONTEXT_PARALLEL
+
+
+class GroupedMatmulName(Name):
+    """The name of a backend of `grouped_matmul`."""
+
+    registry = GROUPED_MATMUL
+
+
+class AttentionName(Name):
+    """The name of a backend of attention."""
+
+    registry = ATTENTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +48,7 @@ class ExecutionSettings:
     - `remat`: what a layer keeps for its backward pass: `full` its input, `offload` its input in host memory, `dots`
       also the results of matrix products, `none` everything except gathered weights.
     - `microbatches`: number of micro-steps per step; their gradients are summed.
-    - `context_parallel`: how queries meet keys of other devices where the rules split the sequence.
+    - `context_parallel`: how queries meet keys of other devices where the rules split the sequence: a name, or a value.
     - `sequence_order`: the order of tokens there, as in `moezoo.parallel.sequence_order`; with None, `balanced`, except
       where every layer has a window.
     - `grouped_matmul`, `attention`: backends of these kernels in the order in which they are tried; with None, the
@@ -41,10 +61,10 @@ class ExecutionSettings:
     reduce_dtype: DType = "float32"
     remat: Literal["full", "offload", "dots", "none"] = "full"
     microbatches: Size = 1
-    context_parallel: Literal["gather", "ring"] = "gather"
+    context_parallel: ContextParallelName | ContextParallel = "gather"  # pyright: ignore[reportAssignmentType] a name is text
     sequence_order: SequenceOrder | None = None
-    grouped_matmul: tuple[GroupedMatmulBackend, ...] | None = None
-    attention: tuple[AttentionBackend, ...] | None = None
+    grouped_matmul: tuple[GroupedMatmulName, ...] | None = None
+    attention: tuple[AttentionName, ...] | None = None
     routing: Literal["learned", "random", "balanced"] = "learned"
 
     def __post_init__(self):

@@ -15,7 +15,7 @@ from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED, TEXT, TIED, Place, find_place, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
-from moezoo.models import FAMILIES, Family, ModelConfig
+from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 
 
@@ -86,7 +86,7 @@ def check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], 
 
 
 def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
-    kinds = {kind: family for family in FAMILIES.values() for kind in family.hub.types}
+    kinds = {kind: family for family in reversed(families()) for kind in family.hub.types}
     kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
     where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
     if kind is None:

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError, check_type, nearest
 
 # The platforms of JAX's lowering. A device of "cuda" or "rocm" reports its platform as "gpu".
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -55,6 +55,15 @@ class KernelOrder(NamedTuple):
 RunsOn = Callable[[Target], bool]
 # Pairs (platform, backend). If the target is known, one pair whose platform is "".
 Choice = tuple[tuple[str, str], ...]
+
+
+def add_backend(kernel: str, backends: dict[str, Any], name: str, backend: Any, kind: type) -> None:
+    """Add `backend`, a `kind`, to the `backends` of a kernel. Programs are remembered by names, so names stay."""
+    check_type("backend", backend, kind, f"make it with Backend of moezoo.kernels.{kernel}")
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise UserError(f"{kernel}: the name of a backend is {name!r}, expected a word such as mine")
+    if backends.setdefault(name, backend) != backend:
+        raise UserError(f"{kernel}: there is another backend '{name}'; choose a name that is not {', '.join(backends)}")
 
 
 def anywhere(target: Target) -> bool:

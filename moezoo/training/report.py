@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
-from moezoo.config.strategies import path_of
 from moezoo.convert import show
 from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
@@ -64,7 +64,7 @@ def _token_lines(cfg: TrainConfig, execution: Execution) -> list[str]:
     batch = f"{execution.rules.name}: batch {_split(execution.batch_axes)}; each sequence"
     if not execution.sequence_axes:
         return [f"{batch} not split"]
-    how = f"{execution.sequence_order} order, keys by {cfg.execution.context_parallel}"
+    how = f"{execution.sequence_order} order, keys by {name_in(cfg.execution.context_parallel)}"
     return [f"{batch} split", f"sequences {_split(execution.sequence_axes)}, in {how}"]
 
 
