@@ -149,23 +149,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
-    """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None.
-
-    Raises `UserError` for a value of a class that no tag names.
-    """
+    """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None."""
     if dataclasses.is_dataclass(value):
         names = (field.name for field in dataclasses.fields(value))
         fields = {name: plain(getattr(value, name), _join(key, name), checks) for name in names}
         if key not in checks.tags:
             return fields
         tag, classes = checks.tags[key]
-        name = next((name for name, kind in classes.items() if type(value) is kind), None)
-        if name is None:
-            raise UserError(
-                f"{key} is {describe_class(value)}, which is not registered, so no file could record it; register the "
-                f"class as docs/extending.md describes, or choose one of {', '.join(sorted(classes))}"
-            )
-        return {tag: name, **fields}
+        return {tag: next(name for name, kind in classes.items() if type(value) is kind), **fields}
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -42,10 +42,6 @@ class Outer:
     class Mine(Gather):
         pass
 
-@dataclasses.dataclass(frozen=True)
-class Mine(moezoo.data.Synthetic):
-    pass
-
 answers = {}
 for text in json.load(sys.stdin):
     try:
@@ -82,7 +78,6 @@ CALLS = {
     "train(changed(steps=-5))": "steps=-5 must be at least 1",
     'train(changed(mesh="ep8"))': "mesh=ep8: expected a value of MeshShape",
     "train(changed(dispatch=Outer.Mine()))": "dispatch=__main__.Outer.Mine|at the top of a module",
-    "train(changed(data=Mine()))": "data is a Mine, which is not registered|docs/extending.md|python_stdlib",
     "train(5)": "cfg is an int, expected a TrainConfig|moezoo.compose",
     "train({})": "cfg is a dict, expected a TrainConfig",
     "from_pretrained(None)": "folder=null: expected text",
