@@ -6,6 +6,7 @@ Modules of commands import JAX inside functions, so `Command.check` answers a mi
 import abc
 import dataclasses
 import errno
+import io
 import os
 import re
 import sys
@@ -20,6 +21,8 @@ from moezoo.config import options, overrides
 from moezoo.convert import show, types_of
 from moezoo.errors import UserError, nearest
 
+# How stdout may be set to treat characters that its encoding lacks: by an error, in two ways.
+_FAILING = ("strict", "surrogateescape")
 Task = Callable[[Sequence[str]], int | None]
 
 
@@ -150,6 +153,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     Other exit codes: 2 after a `UserError`, printed as one line without a traceback; 141 when the reader of the output
     has gone; those after signals are in `moezoo.interrupts`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _FAILING:
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr; a task must not fail when it prints its result
     asked = "--help" in arguments or "-h" in arguments
     try:
         if not asked:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import runpy
 import subprocess
 import sys
@@ -195,6 +196,16 @@ def test_help_starts_no_device_and_its_reader_may_leave(arguments):
         script.stdout.close()
         assert script.stderr.read() == ""
     assert script.returncode == 141
+
+
+def test_a_command_prints_in_any_encoding():
+    """Tables have lines, and texts any character; stdout may take ASCII alone."""
+    code = "from moezoo import cli; cli.main()"
+    command = [sys.executable, "-c", code, "sharding", "--parameters-only"]
+    settings = {**os.environ, "PYTHONIOENCODING": "ascii:surrogateescape"}  # as in the C locale
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u2500\u2500" in done.stdout
 
 
 MISTYPED = {

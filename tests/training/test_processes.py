@@ -43,19 +43,19 @@ def started(folder, *arguments, then=(), how="manual", own=("", ""), folders=(".
 
     def process(number):
         here = [f"distributed={how}", "distributed.heartbeat_seconds=10", "distributed.start_seconds=300"]
-        slurm = {}
+        variables = {"PYTHONIOENCODING": "ascii"}  # the sample is printed with characters that it lacks
         if how == "manual":
             here += [f"distributed.coordinator=localhost:{port}", "distributed.processes=2"]
             here += [f"distributed.process={number}"]
         else:
-            slurm = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
-            slurm |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+            variables |= {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
+            variables |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
         words = [*here, *arguments, *filter(None, own[number : number + 1])]
         later = [word for arguments in then for word in ("then", *here, *arguments)]
         command = [TWO_TRAINS, *words, *later] if then else [TRAIN, *words]
         with (folder / f"out{number}").open("w") as out, (folder / f"err{number}").open("w") as err:
             cwd = folder / folders[number]
-            return subprocess.Popen([sys.executable, *command], env=os.environ | slurm, stdout=out, stderr=err, cwd=cwd)
+            return subprocess.Popen([sys.executable, *command], env=os.environ | variables, stdout=out, stderr=err, cwd=cwd)
 
     pair = [process(0), process(1)]
     try:

@@ -1,5 +1,8 @@
 """The pictures of a run, and lines of its summary that no run of the suite prints."""
 
+import io
+import sys
+
 import numpy as np
 import pytest
 
@@ -13,7 +16,19 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import kernels_line
+from moezoo.training.report import kernels_line, print_lines
+
+
+def test_lines_are_printed_in_any_encoding(monkeypatch):
+    """Also where a program that calls `moezoo.train` prints to what has no encoding."""
+    for encoding, wanted in (("ascii", r"sample      \u27e6a\u27e7 \udcff"), ("utf-8", r"sample      ⟦a⟧ \udcff")):
+        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", file)
+        print_lines([("sample", "⟦a⟧ \udcff")])
+        assert file.buffer.getvalue().decode() == f"{wanted}\n"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    print_lines([("sample", "⟦a⟧")])
+    assert sys.stdout.getvalue() == "sample      ⟦a⟧\n"
 
 
 def history(count):
