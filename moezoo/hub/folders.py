@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from moezoo.convert import convert, show
 from moezoo.errors import UserError, check_type
-from moezoo.host import check_host
+from moezoo.host import check_host, check_name
 from moezoo.hub.carry import Carried, carry
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
@@ -209,7 +209,8 @@ def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
 
 def _path(folder: str | Path, argument: str = "folder") -> Path:
     """Return the folder that the user named as an argument. Raises `UserError` for what is no path."""
-    return Path(os.path.expanduser(convert(str, folder, argument)))
+    path = Path(os.path.expanduser(convert(str, folder, argument)))
+    return check_name(path, show(f"{argument}={folder}"))
 
 
 def _parameter_dtype(dtype: DTypeLike) -> np.dtype:

@@ -34,7 +34,7 @@ from moezoo.parallel import distributed
 FORMAT = 2
 _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 # Orbax gives up a save after this time, and a process ends if it still waits for others later.
-_SAVE_SECONDS, _LATER_SECONDS = 600, 60
+_SAVE_SECONDS, _LATER_SECONDS = 1200, 60
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
 
 

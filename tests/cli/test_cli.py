@@ -198,11 +198,12 @@ def test_help_starts_no_device_and_its_reader_may_leave(arguments):
     assert script.returncode == 141
 
 
-def test_a_command_prints_in_any_encoding():
-    """Tables have lines, and texts any character; stdout may take ASCII alone."""
-    code = "from moezoo import cli; cli.main()"
+def test_a_command_prints_in_any_encoding_and_needs_no_home():
+    """Tables have lines, and texts any character; stdout may take ASCII alone. Pictures want a folder of settings."""
+    code = "from moezoo.training import pictures; pictures._figure(1, 1); from moezoo import cli; cli.main()"
     command = [sys.executable, "-c", code, "sharding", "--parameters-only"]
     settings = {**os.environ, "PYTHONIOENCODING": "ascii:surrogateescape"}  # as in the C locale
+    settings |= {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": "", "MPLCONFIGDIR": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"\u2500\u2500" in done.stdout

@@ -54,8 +54,8 @@ def started(folder, *arguments, then=(), how="manual", own=("", ""), folders=(".
         later = [word for arguments in then for word in ("then", *here, *arguments)]
         command = [TWO_TRAINS, *words, *later] if then else [TRAIN, *words]
         with (folder / f"out{number}").open("w") as out, (folder / f"err{number}").open("w") as err:
-            cwd = folder / folders[number]
-            return subprocess.Popen([sys.executable, *command], env=os.environ | variables, stdout=out, stderr=err, cwd=cwd)
+            where = {"cwd": folder / folders[number], "env": os.environ | variables}
+            return subprocess.Popen([sys.executable, *command], stdout=out, stderr=err, **where)
 
     pair = [process(0), process(1)]
     try:
