@@ -1,5 +1,6 @@
 """A family's mapping to Hugging Face folders: its model types, each with keys of config.json and names of tensors."""
 
+import contextlib
 import dataclasses
 import operator
 import typing
@@ -7,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moezoo.convert import convert, types_of
+from moezoo.errors import UserError
 from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
 from moezoo.models.names import Rows
 from moezoo.nn.yarn import Yarn
@@ -204,6 +206,27 @@ class Hub:
                 mapping[entry.name] = entry.write(operator.attrgetter(ours)(config), kinds[ours])
         self.check(config, mapping)
         return mapping
+
+    def lost(self, config: Any) -> dict[str, tuple[Any, Any]]:
+        """Return the settings of a configuration that no key holds: by name, the value and the one that is read back.
+
+        Settings that are read back in another form, such as layers by their kinds, change keys and are not lost.
+        """
+        mapping, found = self.write(config), {}
+        read = self.read(type(config), mapping)
+        for ours, kind in settings_of(type(config)).items():
+            value, other = map(operator.attrgetter(ours), (config, read))
+            if not dataclasses.is_dataclass(kind) and value != other:
+                with contextlib.suppress(UserError):  # the other value does not fit the rest, which has keys
+                    if self.write(_replace(config, ours, other)) == self.write(_replace(read, ours, value)) == mapping:
+                        found[ours] = (value, other)
+        return found
+
+
+def _replace(config: Any, ours: str, value: Any) -> Any:
+    """Return the configuration with another value of one setting, which may be in a section."""
+    name, _, rest = ours.partition(".")
+    return dataclasses.replace(config, **{name: _replace(getattr(config, name), rest, value) if rest else value})
 
 
 def settings_of(config: type, section: str = "") -> dict[str, Any]:

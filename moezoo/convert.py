@@ -103,6 +103,8 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
             raise UserError(f"{key}={show(value)} must be {wrong[0]}{', or null' * (types.NoneType in classes)}")
         return scalar
     found = _describe_value(value) if choices is None else show(value)
+    if inner is float and isinstance(value, str) and value.lstrip("+-").lower() in (".inf", ".nan"):  # as YAML has them
+        found = "no finite number"
     typed = checks is not NO_CHECKS and inner is str and isinstance(value, int | float)
     quote = "; quotes inside quotes make it text: '\"...\"'" * typed
     raise UserError(f"{key}={show(value)}: expected {_describe_type(kind)}, found {found}{quote}")

@@ -1,6 +1,7 @@
 """What this machine has: memory, and files to read. Nothing here imports JAX or NumPy."""
 
 import ctypes
+import errno
 import os
 import stat
 import sys
@@ -75,6 +76,17 @@ def group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
                     yield int((folder / name).read_text())
                 except (OSError, ValueError):  # missing, not readable, or "max"
                     continue
+
+
+def check_name(path: Path, shown: str) -> Path:
+    """Return `path`; raise `UserError` with `shown` at its start if no file can have this name."""
+    try:
+        path.lstat()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            reason = getattr(error, "strerror", error)
+            raise UserError(f"{shown}: no folder can have this name ({reason}); write another") from None
+    return path
 
 
 def check_file(path: Path, shown: str, advice: str) -> int:

@@ -86,6 +86,7 @@ def test_converts(kind, value, result):
         (int, None, "key=null|a whole number such as 4|null"),
         (float, True, "key=true|a number such as 0.5|true or false"),
         (float, float("inf"), "key=inf|a number such as 0.5|no finite number"),
+        (float, "-.INF", "key=-.INF|a number such as 0.5|no finite number"),
         (float, 10**400, "key=1000|... (401 characters)|a number such as 0.5|a whole number"),
         (bool, 1, "key=1|true or false|a whole number"),
         (str, "", "key=|text|nothing"),

@@ -7,6 +7,7 @@ import abc
 import dataclasses
 import errno
 import importlib.metadata
+import io
 import os
 import platform
 import re
@@ -24,6 +25,8 @@ from moezoo.errors import UserError, nearest
 
 VERSION = "--version"
 
+# How stdout may be set to treat characters that its encoding lacks: by an error, in two ways.
+_FAILING = ("strict", "surrogateescape")
 Task = Callable[[Sequence[str]], int | None]
 
 
@@ -157,6 +160,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     """
     if VERSION in arguments:
         print_versions()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _FAILING:
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr; a task must not fail when it prints its result
     asked = "--help" in arguments or "-h" in arguments
     try:
         if not asked:

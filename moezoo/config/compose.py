@@ -39,6 +39,7 @@ from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.settings import TAG, TrainConfig
 from moezoo.convert import Checks, complete, convert, plain, set_key, show
 from moezoo.errors import UserError, describe_class, nearest
+from moezoo.host import check_name
 from moezoo.parallel.rules import Rules
 
 _CHECKS = Checks(TAG, RENAMED)
@@ -46,7 +47,7 @@ _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups 
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 
 
-def compose(*overrides: str) -> TrainConfig:
+def compose(*overrides: str, **keywords: Any) -> TrainConfig:
     """Compose the configuration of a run: `conf/train.yaml` with `overrides` such as "mesh=ep8" or "model.layers=2".
 
     `rules` also takes the path of a YAML file. `dispatch`, `data`, `optimizer`, `schedule` and
@@ -55,8 +56,11 @@ def compose(*overrides: str) -> TrainConfig:
     `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. This also works inside a program
     that uses Hydra.
 
-    Raises `UserError` for every mistake in `overrides`.
+    Raises `UserError` for every mistake in `overrides`, and for `keywords`, which are none.
     """
+    if keywords:
+        words = ", ".join(f'"{name}={show(value)}"' for name, value in keywords.items())
+        raise UserError(f"compose takes text and no keyword {next(iter(keywords))}; write compose({words})")
     asked = read(overrides)
     if isinstance(folder := asked.changes.get("resume"), str):
         return compose_onto(read_run(folder, "resume"), *overrides)
@@ -97,7 +101,7 @@ def folder_path(folder: Any, key: str) -> Path:
     if not isinstance(folder, str | Path):
         raise UserError(f"{key} is {describe_class(folder)}, expected the path of a folder")
     try:
-        return Path(folder).expanduser()
+        return check_name(Path(folder).expanduser(), show(f"{key}={folder}"))
     except RuntimeError:
         raise UserError(f"{key}={show(str(folder))}: there is no home folder of that user; write the path") from None
 

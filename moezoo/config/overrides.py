@@ -215,6 +215,10 @@ def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={value}")
     except (HydraException, ValueError, RecursionError):
+        words = text.split()
+        if len(words) > 1 and all("=" in word and _KEY.fullmatch(word.partition("=")[0]) for word in words):
+            apart = ", ".join(f'"{show(word)}"' for word in words)
+            raise UserError(f"{shown}: expected one KEY=VALUE, found {len(words)}; pass each apart: {apart}") from None
         quoted = show(f'{key}="{value}"')
         raise UserError(
             f"{shown}: the value cannot be read; close its brackets, or quote it twice: '{quoted}'"

@@ -7,9 +7,9 @@ from typing import SupportsIndex
 import numpy as np
 from jaxtyping import Integer
 
-from moezoo.data.corpus import Corpus, Split
+from moezoo.data.corpus import Corpus, Split, fingerprint
 from moezoo.data.tokenizer import Bytes, Tokenizer
-from moezoo.data.windows import Batch, read_windows
+from moezoo.data.windows import Batch, read_windows, window_count
 from moezoo.errors import UserError
 
 
@@ -36,6 +36,16 @@ class Source:
     held_out: tuple[str, ...]
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[SupportsIndex]], str]
+
+    def facts(self, seq_len: int) -> dict[str, str | int | None]:
+        """Return what is the same for the same data, as title and value; windows have `seq_len` tokens."""
+        sides = {"training": self.train, "validation": self.validation}
+        return {
+            "the vocabulary": self.vocab,
+            **{f"the number of {side} windows": window_count(corpus, seq_len) for side, corpus in sides.items()},
+            "the sha256 of all token ids": self.summary.get("sha256"),
+            **{f"the hash of the {side} tokens": fingerprint(corpus) for side, corpus in sides.items()},
+        }
 
 
 def make_source(name: str, split: Split, tokenizer: Tokenizer, *, vocab: int, **summary: str) -> Source:

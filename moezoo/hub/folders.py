@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from moezoo.convert import convert, show
 from moezoo.errors import UserError, check_type
-from moezoo.host import check_host
+from moezoo.host import check_host, check_name
 from moezoo.hub.carry import Carried, carry
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
@@ -111,7 +111,8 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     """Write a folder that transformers loads: config.json and safetensors.
 
     Files are at most 5 GB; several files get an index. A container is written as the array that it stands for.
-    Settings that transformers has no key for are lost, such as the rate at which choice biases move.
+    Settings that transformers has no key for are lost, such as the rate at which choice biases move; a warning names
+    those that differ from what `from_pretrained` will read.
 
     With `like`, the Hugging Face folder that the model was loaded from, the new folder also gets what the model does
     not hold. Every tensor is in the file that has it there, with the same index and metadata. Tensors that no parameter
@@ -154,6 +155,8 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
             names = list(carried.rounded)
             less = f"{count(names)} less precise than in {like}; load it with dtype=float32"
             _warn(f"{folder}: {less}: {list_names(names)}")
+        if lost := _describe_lost(model.config):
+            _warn(f"{folder}: {lost}")
         return carried
     family = family_of(model.config)
     arrays = arrays_by_path(with_auto_axes(model))
@@ -185,7 +188,16 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in names:
             shutil.copymode(folder / "config.json", folder / name)  # safetensors makes files private
+    if lost := _describe_lost(model.config):
+        _warn(f"{folder}: {lost}")
     return Carried()
+
+
+def _describe_lost(config: ModelConfig) -> str:
+    """Return which settings a folder does not keep, on one line; empty if it keeps all."""
+    lost = family_of(config).hub.lost(config)
+    pairs = (f"model.{ours}={show(value)} (read back as {show(other)})" for ours, (value, other) in lost.items())
+    return f"transformers has no key for {', '.join(pairs)}" if lost else ""
 
 
 @contextlib.contextmanager
@@ -209,7 +221,8 @@ def _write(path: Path, shard: list[Tensor], arrays: Mapping[str, Any]) -> None:
 
 def _path(folder: str | Path, argument: str = "folder") -> Path:
     """Return the folder that the user named as an argument. Raises `UserError` for what is no path."""
-    return Path(os.path.expanduser(convert(str, folder, argument)))
+    path = Path(os.path.expanduser(convert(str, folder, argument)))
+    return check_name(path, show(f"{argument}={folder}"))
 
 
 def _parameter_dtype(dtype: DTypeLike) -> np.dtype:

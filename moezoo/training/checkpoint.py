@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from moezoo.parallel import distributed
 # moezoo continues its own runs.
 FORMAT = 2
 _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
+# Orbax gives up a save after this time, and a process ends if it still waits for others later.
+_SAVE_SECONDS, _LATER_SECONDS = 1200, 60
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
 
 
@@ -48,7 +51,7 @@ class Checkpoints:
 
         _silence_orbax()
         self.folder, self._keep = folder.absolute(), keep
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=_SAVE_SECONDS)
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
         self._last: int | None = None
@@ -75,7 +78,8 @@ class Checkpoints:
         arrays = {name: _describe_arrays(tree) for name, tree in trees.items()}
         contents = {"format": FORMAT, "step": step, **about, "arrays": arrays}
         try:
-            self._orbax.save(unfinished, args=arguments, force=True)
+            with self._bounded():
+                self._orbax.save(unfinished, args=arguments, force=True)
         except Exception as error:
             self._error = error
             self._check()
@@ -85,20 +89,27 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the save that was started is complete. Raises `UserError` on all processes if one failed."""
         if self._finishing is not None:
-            self._join()
-            distributed.together(self._check)
+            with self._bounded():
+                self._join()
+                distributed.together(self._check)
 
     def close(self) -> None:
         """Wait for the save that was started, and stop. Raises `UserError` if it failed on this process."""
-        self._join()
-        try:
-            self._orbax.close()
-        except Exception as error:
-            self._error = self._error or error
+        with self._bounded():
+            self._join()
+            try:
+                self._orbax.close()
+            except Exception as error:
+                self._error = self._error or error
         if distributed.is_first():
             self._clear()
             os.close(self._handle)
         self._check()
+
+    def _bounded(self) -> AbstractContextManager[None]:
+        """Bound a wait for the other processes, which may be stuck or have failed in the save."""
+        late = f"the processes did not finish it within {_SAVE_SECONDS} s"
+        return distributed.within(_SAVE_SECONDS + _LATER_SECONDS, self._describe_failure(late))
 
     def _join(self) -> None:
         if self._finishing is not None:
@@ -108,9 +119,12 @@ class Checkpoints:
     def _check(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
-            have = steps(self.folder)
-            last = f"the last complete one is step {max(have)}" if have else "there is no earlier one"
-            raise UserError(f"{self.folder}: a checkpoint could not be written ({_shorten(error)}); {last}") from error
+            raise UserError(self._describe_failure(_shorten(error))) from error
+
+    def _describe_failure(self, why: str) -> str:
+        have = steps(self.folder)
+        last = f"the last complete one is step {max(have)}" if have else "there is no earlier one"
+        return f"{self.folder}: a checkpoint could not be written ({why}); {last}"
 
     def _finish(self, step: int, unfinished: Path, about: Mapping[str, Any]) -> None:
         try:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,14 +37,30 @@ def replace_text(path: Path, text: str) -> None:
     replace_file(path, lambda new: new.write_text(text, encoding="utf-8", errors="surrogateescape"))
 
 
-def check_writable(folder: Path) -> None:
-    """Raise `OSError` unless the folder can be made and a file written there; nothing is left of the attempt."""
-    remove = _remover(folder)
+@contextlib.contextmanager
+def marking(folder: Path) -> Iterator[Path]:
+    """Make the folder, unless it exists, and an empty file there while the block runs; yield the path of the file.
+
+    Raises `OSError` if that is not possible. Nothing is left of either.
+    """
+    remove_folder, mark = _remover(folder), folder / f".{uuid.uuid4().hex}.partial"
+
+    def remove() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            mark.unlink()
+        remove_folder()
+
     with interrupts.undoing(remove):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        mark.touch()
+        yield mark
     remove()
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `OSError` unless the folder can be made and a file written there; nothing is left of the attempt."""
+    with marking(folder):
+        pass
 
 
 @contextlib.contextmanager

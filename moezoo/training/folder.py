@@ -5,6 +5,7 @@ import datetime
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,13 +17,15 @@ from moezoo.errors import UserError
 from moezoo.parallel import distributed
 from moezoo.training import report
 from moezoo.training.checkpoint import remove_beyond, steps
-from moezoo.training.files import check_writable, making, replace_text, writing_to
+from moezoo.training.files import check_writable, making, marking, replace_text, writing_to
 from moezoo.training.metrics import MetricsLog, MetricsRow
 from moezoo.training.resume import run_settings
 
 _CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 # What a run writes before its first step and removes again if it does not get there.
 _FIRST = (_CONFIG, _METRICS, report.HELD_OUT_FILE, _CHECKPOINTS)
+# A network file system may show a new file to other machines after some seconds.
+_SHARED_SECONDS = 10
 
 
 class Opened(NamedTuple):
@@ -53,6 +56,34 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
         with writing_to("run_dir", folder):
             check_writable(folder)
     return folder
+
+
+def check_shared(folder: Path) -> None:
+    """Raise `UserError` on every process unless `folder` is the same folder on all, where each can write.
+
+    The first process leaves a file there, which the others must see. Each process writes its part of a checkpoint.
+    """
+    with contextlib.ExitStack() as held:
+
+        def leave_mark() -> str:
+            with writing_to("run_dir", folder):
+                return str(held.enter_context(marking(folder)))
+
+        mark = Path(distributed.first(leave_mark))
+        distributed.together(lambda: _find_mark(mark))
+
+
+def _find_mark(mark: Path) -> None:
+    end = time.monotonic() + _SHARED_SECONDS
+    while not os.path.exists(mark):
+        if time.monotonic() > end:
+            raise UserError(
+                f"run_dir={mark.parent} is not the folder that process 0 has there, but each process writes a part of "
+                "a checkpoint; name a folder on a file system that all processes share"
+            )
+        time.sleep(0.1)
+    with writing_to("run_dir", mark.parent):
+        check_writable(mark.parent)
 
 
 @contextlib.contextmanager

@@ -166,10 +166,10 @@ class Loop:
         if in_a_row >= self.cfg.guard.patience:
             self.checkpoints.wait()
             have = steps(self.checkpoints.folder)
-            last = f"the last checkpoint is step {have[-1]}" if have else "there is no checkpoint"
+            how = f"the last checkpoint is step {have[-1]}: continue" if have else "no step is saved: start again"
             raise UserError(
                 f"steps {number - in_a_row + 1} to {number} were all skipped (loss {loss:.4g}, gradient norm "
-                f"{norm:.4g}); {last}: continue from it with a lower learning rate, or with other limits in guard"
+                f"{norm:.4g}); {how} with a lower learning rate, or with other limits in guard"
             )
 
 

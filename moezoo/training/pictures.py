@@ -1,5 +1,6 @@
 """The pictures of a run. Only this module uses matplotlib, without a screen."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ _ROUTING = (
 
 def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
     """Return a figure and its panels, one below the other."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it reports at length where it cannot write to the user's folder of settings
     from matplotlib.figure import Figure
 
+    logger.setLevel(level)
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, sharex=True)
 

@@ -254,12 +254,16 @@ def _describe_saves(cfg: TrainConfig) -> str:
 
 
 def print_lines(rows: Sequence[tuple[str, str]]) -> None:
-    """Print titled lines on the first process; a title is printed once for its consecutive lines."""
+    """Print titled lines on the first process; a title is printed once for its consecutive lines.
+
+    What the encoding of stdout lacks is printed as escapes: a sample may hold any character.
+    """
     if not distributed.is_first():
         return
-    before = ""
+    before, encoding = "", getattr(sys.stdout, "encoding", None) or "utf-8"
     for title, text in rows:
-        print(f"{'' if title == before else title:<{_TITLE_WIDTH}}{text}")
+        line = f"{'' if title == before else title:<{_TITLE_WIDTH}}{text}"
+        print(line.encode(encoding, "backslashreplace").decode(encoding))
         before = title
     sys.stdout.flush()
 

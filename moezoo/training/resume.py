@@ -32,7 +32,7 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
 
     Raises `UserError` for a setting that a run cannot change.
     """
-    before, after = _flat(with_defaults(saved)), _flat(as_mapping(run_settings(cfg)))
+    before, after = flatten(with_defaults(saved)), flatten(as_mapping(run_settings(cfg)))
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)
@@ -79,11 +79,12 @@ def read_batch_count(state: Mapping[str, Any], source: Source, cfg: TrainConfig)
     return state["batches"]
 
 
-def _flat(mapping: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
+def flatten(mapping: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys."""
     flat = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{parent}{key}.")
+            flat |= flatten(value, f"{parent}{key}.")
         else:
             flat[f"{parent}{key}"] = value
     return flat

@@ -20,11 +20,11 @@ from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, find, read_about, restore, steps
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.files import writing_to
-from moezoo.training.folder import Opened, choose, opened
+from moezoo.training.folder import Opened, check_shared, choose, opened
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsRow, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
-from moezoo.training.resume import list_changes, read_batch_count
+from moezoo.training.resume import flatten, list_changes, read_batch_count
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
 from moezoo.training.step import State, Step
@@ -88,10 +88,15 @@ def train(cfg: TrainConfig) -> Run:
     cfg = dataclasses.replace(cfg, run_dir=_folder_path(cfg, "run_dir"), resume=_folder_path(cfg, "resume"))
     distributed.start(cfg.distributed, cfg.mesh.devices)
     supervisor.report_progress("met\n")
-    distributed.check_same(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
+    settings = flatten(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
+    distributed.check_same(settings, "processes were started differently", "start all with the same command")
     before = _find_checkpoint(cfg)
     prepared = distributed.together(lambda: _prepare(cfg, before))
     execution, source, step = prepared.execution, prepared.source, prepared.step
+    if distributed.several():
+        facts = source.facts(cfg.seq_len)
+        distributed.check_same(facts, f"processes read different data={source.name}", "give all of them the same files")
+        check_shared(prepared.folder)
 
     cache = use_cache(cfg.cache_dir, execution.mesh)
 
@@ -159,6 +164,7 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
         return [str(folder.parent), step, read_about(folder, step)]
 
     run_dir, step, about = distributed.first(verify)
+    distributed.together(lambda: find(f"{run_dir}/checkpoints/{step}", "resume"))
     return _Checkpoint(Path(run_dir), step, about)
 
 

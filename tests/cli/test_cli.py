@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import itertools
+import os
 import platform
 import runpy
 import subprocess
@@ -197,6 +198,17 @@ def test_help_starts_no_device_and_its_reader_may_leave(arguments):
         script.stdout.close()
         assert script.stderr.read() == ""
     assert script.returncode == 141
+
+
+def test_a_command_prints_in_any_encoding_and_needs_no_home():
+    """Tables have lines, and texts any character; stdout may take ASCII alone. Pictures want a folder of settings."""
+    code = "from moezoo.training import pictures; pictures._figure(1, 1); from moezoo import cli; cli.main()"
+    command = [sys.executable, "-c", code, "sharding", "--parameters-only"]
+    settings = {**os.environ, "PYTHONIOENCODING": "ascii:surrogateescape"}  # as in the C locale
+    settings |= {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": "", "MPLCONFIGDIR": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u2500\u2500" in done.stdout
 
 
 MISTYPED = {

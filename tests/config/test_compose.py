@@ -165,7 +165,7 @@ ASKED = [  # before anything is composed
     (["run_dir=a=b"], ["run_dir=a=b", "'run_dir=\"a=b\"'"]),
     (["run_dir=${"], ["run_dir=${", "cannot be read"]),
     (["steps=foo(3)"], ["steps=foo(3)", "cannot be read"]),
-    (["steps=3\nseed=4"], [r"steps=3\nseed=4", "cannot be read"]),
+    (["steps=3\nseed=4"], [r"steps=3\nseed=4", 'found 2; pass each apart: "steps=3", "seed=4"']),
     (["steps=" + "9" * 5000], ["cannot be read"]),
     (["steps=" + "[" * 300], ["cannot be read"]),
     (["+steps=1"], ["+steps=1", "cannot add", "steps=1"]),

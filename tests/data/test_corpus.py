@@ -9,6 +9,7 @@ from moezoo.data.corpus import (
     Corpus,
     concatenate,
     dtype_for,
+    fingerprint,
     hold_out,
     select_held_out_by_index,
     select_held_out_by_name,
@@ -49,6 +50,17 @@ def test_select_and_cut_against_lists(texts, data):
     assert texts_of(before) == [text for text in first if text]
     assert texts_of(after) == [text for text in second if text]
     assert before.tokens is after.tokens is corpus.tokens  # no copy
+
+
+def test_a_fingerprint_sees_tokens_documents_and_the_choice_of_them():
+    """Of a large corpus it reads parts; the place of every document counts."""
+    texts = [[1, 2], [3], [4, 5, 6]]
+    others = [[[1, 2], [3], [4, 5, 7]], [[1, 2, 3], [], [4, 5, 6]], texts[:2]]
+    corpora = [*map(build, [texts, *others]), build(texts).select(np.array([True, False, True]))]
+    assert len({fingerprint(corpus) for corpus in corpora}) == len(corpora)
+    assert fingerprint(build(texts)) == fingerprint(corpora[0])
+    large = [Corpus.whole(np.full(2**25, value, np.uint8), np.array([0, 2**25])) for value in (0, 0, 1)]
+    assert [fingerprint(corpus) == fingerprint(large[0]) for corpus in large] == [True, True, False]
 
 
 @pytest.mark.parametrize(

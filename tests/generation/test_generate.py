@@ -300,6 +300,12 @@ def test_lengths_are_rounded_up(monkeypatch):
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ({"max_new_tokens": 5000}, "a prompt of 2 tokens plus max_new_tokens=5000 exceeds model.max_length=4096"),
         ({"ids": np.ones((1, 4096), int)}, "exceeds model.max_length=4096; shorten the prompt"),
+        (
+            {"ids": np.ones((2, 4095), int), "mask": np.arange(4095) >= [[4094], [0]], "max_new_tokens": 2},
+            "a prompt of 4095 tokens plus max_new_tokens=2 exceeds model.max_length=4096",
+        ),
+        # Numbers at padding are ignored, so the next mistake is named.
+        ({"ids": [[99, 1]], "mask": [[0, 1]], "temperature": 1.0}, "temperature=1.0 draws at random"),
         ({"temperature": 1.0}, r"temperature=1.0 draws at random and needs key=jax.random.key\(SEED\)"),
         ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
         ({"temperature": float("nan")}, "temperature=nan: expected a number"),

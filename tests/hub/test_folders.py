@@ -16,6 +16,9 @@ import moezoo
 from moezoo.hub import folders
 from moezoo.hub.tensors import Tensor
 from moezoo.models import DeepSeek, DeepSeekConfig, MixtralConfig
+from moezoo.models.grouped import GroupedConfig
+from moezoo.models.grouped_hub import HUB
+from moezoo.moe.router import Choice
 from moezoo.parallel.axes import Axes, Role
 
 MIXTRAL = MixtralConfig(vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4)
@@ -271,6 +274,25 @@ def test_saving_overwrites_nothing(good, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(moezoo.UserError, match=r"cannot be written \(Not a directory\)"):
         moezoo.save_pretrained(model, tmp_path / "file" / "x")
+
+
+def test_settings_without_a_key_are_reported(good, tmp_path):
+    """Those that are read back at another value; others, also in another form, are not."""
+    config = MIXTRAL if isinstance(good[0].config, MixtralConfig) else DEEPSEEK
+    changed = dataclasses.replace(config, z_loss=0.25, norm_eps=1e-3)
+    with pytest.warns(
+        UserWarning, match=r"model: transformers has no key for model.z_loss=0.25 \(read back as"
+    ) as caught:
+        moezoo.save_pretrained(moezoo.build_model(changed, key=jax.random.key(0)), tmp_path / "model")
+    assert len(caught) == 1
+    assert moezoo.from_pretrained(tmp_path / "model").config == dataclasses.replace(changed, z_loss=config.z_loss)
+
+
+def test_what_a_folder_does_not_keep():
+    """Of sections too. Which layers have experts is read back in another form."""
+    router = Choice("sigmoid", group_score="sum_of_top2", choice_bias="learned", bias_rate=0.5)
+    config = GroupedConfig(model_type="hy_v3", layers=4, mlp=8, shared_experts=1, moe_every=2, router=router)
+    assert HUB.lost(config) == {"router.bias_rate": (0.5, Choice().bias_rate)}
 
 
 def test_generation_settings_name_the_tokens_that_end_a_text(tmp_path):

@@ -552,6 +552,24 @@ def test_only_models_are_saved(tmp_path):
     assert not (tmp_path / "m").exists()
 
 
+def test_a_window_counts_only_where_it_is_used():
+    """Released folders of Qwen3 name one that is not."""
+    read = family_of(CONFIGS["qwen3"]).hub.read
+    for used, window in (({"use_sliding_window": False}, None), ({}, None), ({"use_sliding_window": True}, 8)):
+        keys = {key: value for key, value in written("qwen3").items() if key != "use_sliding_window"}
+        config = read(type(CONFIGS["qwen3"]), keys | {"sliding_window": 8, "max_window_layers": 0} | used)
+        assert config.window == window
+
+
+def test_missing_keys_of_hunyuan_have_the_numbers_of_its_published_configuration():
+    """Those of transformers' class too; there is one shared expert, and gates are scaled."""
+    missing = ("router_scaling_factor", "num_shared_experts", "rope_parameters", "initializer_range", "head_dim")
+    keys = {key: value for key, value in written("hy").items() if key not in missing}
+    config = family_of(CONFIGS["hy"]).hub.read(type(CONFIGS["hy"]), keys)
+    found = (config.router.scale, config.shared_experts, config.rope_base, config.init_std, config.head_dim)
+    assert found == (2.826, 1, 11_158_840.0, 0.006, 128)
+
+
 def test_missing_keys_of_a_router_have_the_numbers_of_deepseek_v3():
     """As in transformers."""
     missing = {"n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"}

@@ -33,9 +33,10 @@ LAYERS = {
     "grouped": Attention(EMBED, 4, 2, 4, rotary=Rotary(4, 100.0), window=5, **OPTIONS),
     "latent": LatentAttention(EMBED, LatentSizes(3, None, 5, 3, 2, 4), rotary=Rotary(2, 100.0), **OPTIONS),
 }
+# On three devices of four tokens, one document is on all of them, so each hop brings keys that a query sees.
 PLACE = Place(
-    jnp.asarray([[*range(5), *range(7)], [*range(8), *range(4)]], jnp.int32),
-    jnp.asarray([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4], jnp.int32),
+    jnp.asarray([[*range(3), *range(9)], [*range(8), *range(4)]], jnp.int32),
+    jnp.asarray([[1] * 3 + [2] * 9, [1] * 8 + [0] * 4], jnp.int32),
 )
 
 

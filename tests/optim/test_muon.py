@@ -194,6 +194,21 @@ def test_matrices_of_layers_are_muons_by_default():
     assert {path for path, name in found.items() if name == "muon"} == {path for path in found if muons(path)}
 
 
+def test_the_other_part_has_every_setting_of_adamw():
+    shared: Any = {
+        "learning_rate": 0.5,
+        "weight_decay": 0.25,
+        "beta1": 0.7,
+        "beta2": 0.8,
+        "epsilon": 0.01,
+        "clip_norm": 3.0,
+    }
+    found = Muon(**shared, moment_dtype="bfloat16").assign(moezoo.Execution().placements(model("mixtral")))
+    rules = {group.rule for group in jax.tree.leaves(found) if group.name == "adamw"}
+    assert rules == {AdamW(**shared, moment_dtype="bfloat16")}
+    assert {field.name for field in dataclasses.fields(AdamW)} == {*shared, "moment_dtype"}
+
+
 def test_patterns_choose_the_other_part():
     found = _groups(dataclasses.replace(RULE, muon=("*.router.weight", ".unembedding.weight"), adamw=("*.kv_down",)))
     assert all(name == "muon" for path, name in found.items() if path.endswith(("router.weight", "unembedding.weight")))

@@ -1,6 +1,9 @@
 """Settings of several processes, without starting any; tests/training/test_processes.py does."""
 
 import dataclasses
+import json
+import os
+import threading
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +16,7 @@ import moezoo
 from moezoo.data import Batch
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
-from moezoo.parallel.distributed import Alone, Auto, Manual
+from moezoo.parallel.distributed import Alone, Auto, Manual, processes
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training import supervisor
 from moezoo.training.feed import Feed
@@ -89,9 +92,35 @@ def test_one_process_agrees_with_itself():
     assert distributed.gather_texts("ü") == ["ü"]
     assert distributed.largest(15) == 15
     assert distributed.first(lambda: [1, {"a": None}]) == [1, {"a": None}]
-    distributed.check_same({"seed": 1})
+    distributed.check_same({"seed": 1}, "no", "no")
     with refused("no"):
         distributed.together(lambda: (_ for _ in ()).throw(UserError("no")))
+
+
+def test_what_differs_between_processes_is_named(monkeypatch):
+    theirs = {"a": 2, "b": None, "c": "x", "e": 5, "f": 0}
+    monkeypatch.setattr(processes, "gather_texts", lambda own: [own, own, json.dumps(theirs)])
+    with refused("settings differ: a is 1 on process 0 and 2 on process 2, c is true on process 0", "; start again"):
+        distributed.check_same({**theirs, "a": 1, "c": True}, "settings differ", "start again")
+    with refused("settings differ: a is 1 on", "d is 4 on process 0 and null on process 2, and 2 more differ; again"):
+        distributed.check_same({"a": 1, "b": 2, "d": 4, "e": 5, "f": 1}, "settings differ", "again")
+
+
+def test_a_wait_for_others_is_bounded(monkeypatch, capsys):
+    """At its end the process ends from another thread; a single process waits for nobody."""
+    ended, codes = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    with distributed.within(0, "no other process"):
+        assert not ended.wait(0.05)
+    monkeypatch.setattr(processes, "several", lambda: True)
+    with distributed.within(0, "they did not come"):
+        assert ended.wait(60)
+    assert codes == [2]
+    assert capsys.readouterr().err.endswith("error: they did not come\n")
+    ended.clear()
+    with distributed.within(0.05, "they came"):
+        pass
+    assert not ended.wait(0.2)
 
 
 def test_several_processes_take_all_devices(monkeypatch):

@@ -42,6 +42,21 @@ def test_product(rows, shape, dtype, error):
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=error * abs(wanted).max())
 
 
+def test_numbers_are_those_of_the_dtype_of_the_layer():
+    """A stack of float32 that computes in bfloat16, as in training: a product must not see its further bits."""
+    dtype = np.dtype(jnp.bfloat16)
+    stack = random_array(0, (LAYERS, 32, 24))
+    weight, wanted = InStack(stack=stack, layer=jnp.int32(LAYER), dtype=dtype), stack[LAYER].astype(dtype)
+    np.testing.assert_array_equal(weight.whole(jnp.float32), wanted.astype(jnp.float32))
+    matrices = InStack(stack=stack[:, None], layer=jnp.int32(LAYER), dtype=dtype)
+    np.testing.assert_array_equal(matrices.matrix(jnp.int32(0)), wanted)
+    for rows in (1, FEW_ROWS + 1):
+        x = random_array(1, (rows, 32), dtype)
+        found = weight.product(x, 1, jnp.float32)
+        exact = np.asarray(x, np.float64) @ np.asarray(wanted, np.float64)
+        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * abs(exact).max())
+
+
 def test_a_product_with_one_row_copies_no_matrix():
     weight, array = in_stack(0, (256, 1024))
     compiled = jax.jit(lambda x, w: project(x, w)).lower(jnp.ones((1, 256)), weight).compile()

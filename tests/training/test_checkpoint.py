@@ -1,6 +1,9 @@
 """The arrays of a checkpoint against those that a model has, and in every layout that a run may continue in."""
 
 import dataclasses
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +13,9 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.overrides import groups
+from moezoo.training import checkpoint
 from moezoo.training.build import build_step
-from moezoo.training.checkpoint import Checkpoints, read_about, restore
+from moezoo.training.checkpoint import Checkpoints, read_about, restore, steps
 
 SAVED = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
 
@@ -38,6 +42,31 @@ def test_arrays_of_another_model_are_refused_by_name(tmp_path):
     ):
         with refused(*parts):
             load(**arrays)
+
+
+def test_a_checkpoint_gets_its_name_when_it_is_complete(tmp_path, monkeypatch):
+    """A kill at the moment of the renaming, before or after it, leaves no folder of a step without checksums."""
+    rename, found = os.rename, []
+
+    def look(source, target):
+        if Path(target).name == "1":
+            found.append((checkpoint._hash_files(Path(source)), json.loads((Path(source) / "sha256.json").read_text())))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", look)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(1, {"model": SAVED}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
+    checkpoints.close()
+    ((files, sums),) = found
+    assert files == sums
+    assert "about.json" in sums
+
+
+def test_only_whole_numbers_as_moezoo_writes_them_are_steps(tmp_path):
+    for name in ("7", "007", "12", "-3", "unfinished.9", "٣"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "5").touch()
+    assert steps(tmp_path) == [7, 12]
 
 
 # The rule sets on eight devices, under which states are saved and loaded.

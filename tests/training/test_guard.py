@@ -1,6 +1,7 @@
 """Skipped steps change nothing, to the bit, and are reported."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 import moezoo
 from moezoo.config.build import build_execution
@@ -16,6 +18,7 @@ from moezoo.data import Batch
 from moezoo.optim.guard import Guard
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import steps
+from moezoo.training.loop import Loop
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,17 @@ def test_without_limits_only_values_that_are_not_finite_are_skipped():
     assert guard.accepts(jnp.float32(2.9), jnp.float32(9.9), GuardSettings())
 
 
+def test_too_many_in_a_row_before_a_save(tmp_path):
+    """There is nothing to continue from."""
+    skipped: Any = SimpleNamespace(skipped_in_a_row=2, loss=9.0, gradient_norm=1.0)
+    progress: Any = SimpleNamespace(report_skipped=lambda *_: None)
+    run: Any = SimpleNamespace(cfg=moezoo.compose("guard.patience=2"), checkpoints=SimpleNamespace(folder=tmp_path))
+    run.checkpoints.wait = lambda: None
+    end = "no step is saved: start again with a lower learning rate"
+    with refused("steps 1 to 2 were all skipped", end):
+        Loop._check_skipped(run, 2, skipped, progress)
+
+
 def test_too_many_in_a_row_end_the_run(tiny, tmp_path, capsys):
     """A learning rate that breaks the model: the clock asks for a save all the time, but only step 1 is saved."""
     settings = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "schedule.warmup_steps=0")
@@ -121,7 +135,7 @@ def test_too_many_in_a_row_end_the_run(tiny, tmp_path, capsys):
     with pytest.raises(moezoo.UserError) as error:
         moezoo.train(moezoo.compose(*tiny, *settings, f"run_dir={tmp_path}/a"))
     assert str(error.value).startswith("steps 2 to 4 were all skipped (loss ")
-    assert "; the last checkpoint is step 1: " in str(error.value)
+    assert "; the last checkpoint is step 1: continue with a lower learning rate" in str(error.value)
     assert steps(tmp_path / "a" / "checkpoints") == [1]
     assert capsys.readouterr().out.count("skipped: loss") == 3
 

@@ -34,7 +34,8 @@ def assert_near(ours, theirs):
 def started(folder, *arguments, then=(), how="manual", own=("", ""), folders=(".", ".")):
     """Start a command as processes 0 and 1, numbered by hand or as by Slurm; they end with the block.
 
-    With `then`, `moezoo.train` runs with the other arguments first, and the command with `then` in the same processes.
+    With `then`, lists of arguments, `moezoo.train` runs in the same processes with the arguments of each, except that
+    the command runs with the last.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -42,18 +43,19 @@ def started(folder, *arguments, then=(), how="manual", own=("", ""), folders=(".
 
     def process(number):
         here = [f"distributed={how}", "distributed.heartbeat_seconds=10", "distributed.start_seconds=300"]
-        slurm = {}
+        variables = {"PYTHONIOENCODING": "ascii"}  # the sample is printed with characters that it lacks
         if how == "manual":
             here += [f"distributed.coordinator=localhost:{port}", "distributed.processes=2"]
             here += [f"distributed.process={number}"]
         else:
-            slurm = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
-            slurm |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+            variables |= {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
+            variables |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
         words = [*here, *arguments, *filter(None, own[number : number + 1])]
-        command = [TWO_TRAINS, *words, "then", *here, *then] if then else [TRAIN, *words]
+        later = [word for arguments in then for word in ("then", *here, *arguments)]
+        command = [TWO_TRAINS, *words, *later] if then else [TRAIN, *words]
         with (folder / f"out{number}").open("w") as out, (folder / f"err{number}").open("w") as err:
-            cwd = folder / folders[number]
-            return subprocess.Popen([sys.executable, *command], env=os.environ | slurm, stdout=out, stderr=err, cwd=cwd)
+            where = {"cwd": folder / folders[number], "env": os.environ | variables}
+            return subprocess.Popen([sys.executable, *command], stdout=out, stderr=err, **where)
 
     pair = [process(0), process(1)]
     try:
@@ -100,7 +102,7 @@ def both(one, tiny, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("both")
     again = (f"resume={one.folder}/checkpoints/4", "run_dir=again", "steps=100000")
-    with started(folder, *tiny, *COMMON, "run_dir=two", then=again, how="auto") as pair:
+    with started(folder, *tiny, *COMMON, "run_dir=two", then=[again], how="auto") as pair:
         wait_for_line(folder / "out0", "step 12/", pair)
         pair[1].send_signal(signal.SIGTERM)
         return folder, *ends(pair, folder)
@@ -164,19 +166,26 @@ def test_a_dead_process_ends_both(both, tmp_path):
 
 
 def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
-    """Different settings, and then a mistake that one process makes."""
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "text.txt").write_text("abc " * 1000)
-    (tmp_path / "1").mkdir()
-    missing = (*tiny_text, "mesh=fsdp2_ep4", "data.path=text.txt")
-    different = (*tiny, "mesh=fsdp2_ep4", "steps=2", f"run_dir={tmp_path}/never")
-    with started(tmp_path, *different, own=("seed=3", "seed=4"), then=missing, folders=("0", "1")) as pair:
+    """Different settings, different data, a folder that is not shared, and a mistake that one process makes."""
+    for name, text in (("0", "abc "), ("1", "abd ")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text * 1000)
+    (tmp_path / "0" / "other.txt").write_text("abc " * 1000)
+    common = ("mesh=fsdp2_ep4", "steps=2", "run_dir=never")
+    different = (*tiny, *common)
+    data, missing = ((*tiny_text, *common, f"data.path={name}.txt") for name in ("text", "other"))
+    then = [data, different, missing]
+    with started(tmp_path, *different, own=("seed=3", "seed=4"), then=then, folders=("0", "1")) as pair:
         codes, _, errors = ends(pair, tmp_path)
     assert codes == [2, 2]
-    for text, who in zip(errors, ("process 0: error: process 1", "process 1: error"), strict=True):
-        first, second = text.splitlines()
-        assert first.startswith("processes were started differently: seed is 3 on process 0 and 4 on process 1")
-        assert second.startswith(f"{who}: data.path=text.txt does not exist")
+    for text, other, error in zip(errors, ("process 1: ", ""), ("process 0: ", "process 1: "), strict=True):
+        settings, of_data, folder, last = text.splitlines()
+        assert settings.startswith("processes were started differently: seed is 3 on process 0 and 4 on process 1; ")
+        assert of_data.startswith("processes read different data=text: the sha256 of all token ids is ")
+        assert "on process 1, the hash of the training tokens is " in of_data
+        assert folder.startswith(f"{other}run_dir=never is not the folder that process 0 has there")
+        assert last.startswith(f"{error}error: {other}data.path=other.txt does not exist")
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["other.txt", "text.txt", "text.txt"]
 
 
 def test_a_process_that_finds_no_other(tiny, tmp_path):

@@ -18,7 +18,20 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import Progress, kernels_line, unsplit_lines
+from moezoo.training.report import Progress, kernels_line, print_lines, unsplit_lines
+
+
+def test_lines_are_printed_in_any_encoding(monkeypatch):
+    """Also where a program that calls `moezoo.train` prints to what has no encoding."""
+    for encoding, wanted in (("ascii", r"sample      \u27e6a\u27e7 \udcff"), ("utf-8", r"sample      ⟦a⟧ \udcff")):
+        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", file)
+        print_lines([("sample", "⟦a⟧ \udcff")])
+        assert file.buffer.getvalue().decode() == f"{wanted}\n"
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", text)
+    print_lines([("sample", "⟦a⟧")])
+    assert text.getvalue() == "sample      ⟦a⟧\n"
 
 
 def history(count):

@@ -1,5 +1,6 @@
 """Runs that are stopped, killed or damaged: their files, the error lines, and resuming to the bit."""
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -236,6 +237,41 @@ def test_a_folder_of_checkpoints_that_was_removed(tmp_path):
     checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
     with refused(f"{tmp_path}/checkpoints: ", "was removed", "no earlier one"):
         checkpoints.close()
+
+
+def test_every_wait_of_a_save_is_bounded(tmp_path, monkeypatch):
+    """The processes may wait for each other when they begin it, when it ends, and when the run ends."""
+    bounds, inside = [], []
+
+    @contextlib.contextmanager
+    def within(seconds, message):
+        bounds.append((seconds, message))
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def waits(kind, name):
+        really = getattr(kind, name)
+
+        def wait(*args, **kwargs):
+            waited.append((name, len(inside)))
+            return really(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, wait)
+
+    waited = []
+    monkeypatch.setattr(checkpoint.distributed, "within", within)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    for kind, name in ((checkpoints._orbax, "save"), (checkpoints, "_join"), (checkpoint.distributed, "together")):
+        waits(kind, name)
+    waits(checkpoints._orbax, "close")
+    state = {"model": {"x": np.zeros(2)}, "training": {"y": np.zeros(2)}}
+    checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
+    checkpoints.wait()
+    checkpoints.close()
+    assert waited == [(name, 1) for name in ("save", "_join", "together", "_join", "close")]
+    bound = f"{tmp_path}/checkpoints: a checkpoint could not be written (the processes did not finish it within 1200 s)"
+    assert [(seconds, message.partition(";")[0]) for seconds, message in bounds] == [(1260, bound)] * 3
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):

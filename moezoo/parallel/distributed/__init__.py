@@ -16,5 +16,6 @@ from moezoo.parallel.distributed.processes import outlast_lost_process as outlas
 from moezoo.parallel.distributed.processes import several as several
 from moezoo.parallel.distributed.processes import start as start
 from moezoo.parallel.distributed.processes import together as together
+from moezoo.parallel.distributed.processes import within as within
 
 DISTRIBUTED: dict[str, type[Distributed]] = {kind.name: kind for kind in (Alone, Auto, Manual)}

@@ -4,11 +4,13 @@ Every process runs the same program. What only one process can know, such as a s
 shared with all before any process acts on it: a process that leaves alone leaves the others waiting in a collective.
 """
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,12 +18,15 @@ import numpy as np
 from jax._src import distributed as internal  # the coordination service has no public name
 from jax.experimental import multihost_utils
 
+from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel import mesh
 from moezoo.parallel.distributed.base import Distributed
 
 # How long a failing process waits to see whether the others fail too.
 _LEAVING_SECONDS = 5
+# How many keys that differ between processes a message names.
+_MOST_KEYS = 3
 
 
 def start(settings: Distributed, devices: int) -> None:
@@ -124,21 +129,49 @@ def first(task: Callable[[], Any]) -> Any:
     return json.loads(gather_texts(json.dumps(value))[0])
 
 
-def check_same(settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` on every process unless `settings`, keys and JSON values, are the same on all."""
-    mine, *others = map(json.loads, gather_texts(json.dumps(settings)))
+def check_same(facts: Mapping[str, Any], what: str, advice: str) -> None:
+    """Raise `UserError` on every process unless `facts`, keys and JSON values, are the same on all.
+
+    The message begins with `what`, names the keys that differ, and ends with `advice`.
+    """
+    mine, *others = map(json.loads, gather_texts(json.dumps(facts)))
     for process, theirs in enumerate(others, 1):
-        for key in dict.fromkeys((*mine, *theirs)):
-            if mine.get(key) != theirs.get(key):
-                raise UserError(
-                    f"processes were started differently: {key} is {mine.get(key)} on process 0 and {theirs.get(key)} "
-                    f"on process {process}; start all with the same command"
-                )
+        differ = [
+            f"{key} is {show(mine.get(key))} on process 0 and {show(theirs.get(key))} on process {process}"
+            for key in dict.fromkeys((*mine, *theirs))
+            if mine.get(key) != theirs.get(key)
+        ]
+        if differ:
+            more = f", and {len(differ) - _MOST_KEYS} more differ" * (len(differ) > _MOST_KEYS)
+            raise UserError(f"{what}: {', '.join(differ[:_MOST_KEYS])}{more}; {advice}")
 
 
 def largest(number: int) -> int:
     """Return the largest number that any process gives. All processes must call it at the same point."""
     return int(multihost_utils.process_allgather(np.int32(number)).max()) if several() else number
+
+
+@contextlib.contextmanager
+def within(seconds: float, message: str) -> Iterator[None]:
+    """Bound a block that waits for other processes: after `seconds`, print `message` and end this process with code 2.
+
+    No exception could end such a wait: it is in C++. The others then notice the death of this process.
+    """
+    if not several():
+        yield
+        return
+
+    def end() -> None:
+        print(f"{name()}error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave(code: int) -> None:
