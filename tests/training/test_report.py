@@ -26,9 +26,10 @@ def test_lines_are_printed_in_any_encoding(monkeypatch):
         monkeypatch.setattr(sys, "stdout", file)
         print_lines([("sample", "⟦a⟧ \udcff")])
         assert file.buffer.getvalue().decode() == f"{wanted}\n"
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", text)
     print_lines([("sample", "⟦a⟧")])
-    assert sys.stdout.getvalue() == "sample      ⟦a⟧\n"
+    assert text.getvalue() == "sample      ⟦a⟧\n"
 
 
 def history(count):
