@@ -7,6 +7,16 @@ import pytest
 
 import moezoo.interrupts as interrupts
 from moezoo import cli
+from moezoo.models.family import MADE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _families_of_a_file_stay_in_it():
+    """Messages of other tests list the families that there are."""
+    before = dict(MADE)
+    yield
+    MADE.clear()
+    MADE.update(before)
 
 
 @pytest.fixture(autouse=True)

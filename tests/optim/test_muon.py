@@ -195,14 +195,8 @@ def test_matrices_of_layers_are_muons_by_default():
 
 
 def test_the_other_part_has_every_setting_of_adamw():
-    shared: Any = {
-        "learning_rate": 0.5,
-        "weight_decay": 0.25,
-        "beta1": 0.7,
-        "beta2": 0.8,
-        "epsilon": 0.01,
-        "clip_norm": 3.0,
-    }
+    shared: Any = {"learning_rate": 0.5, "weight_decay": 0.25, "beta1": 0.7, "beta2": 0.8}
+    shared |= {"epsilon": 0.01, "clip_norm": 3.0}
     found = Muon(**shared, moment_dtype="bfloat16").assign(moezoo.Execution().placements(model("mixtral")))
     rules = {group.rule for group in jax.tree.leaves(found) if group.name == "adamw"}
     assert rules == {AdamW(**shared, moment_dtype="bfloat16")}

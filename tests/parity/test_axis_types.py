@@ -138,6 +138,7 @@ def test_a_call_without_an_execution_needs_arrays_on_one_device():
     assert alone(tokens).logits.shape == (ROWS, LENGTH, 40)
 
 
+@pytest.mark.filterwarnings("ignore:.*transformers has no key for")
 def test_a_model_is_saved_and_loaded(tmp_path):
     placed, how = on_devices(CASES[0], "explicit")[0], execution(CASES[0], "explicit")
     moezoo.save_pretrained(placed, tmp_path)
