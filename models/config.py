@@ -66,7 +66,7 @@ class ModelConfig(abc.ABC):
     experts_per_token: Size = 4
     max_length: Size = 4096
     norm_eps: Positive = 1e-5
-    init_std: Positive = 0.02
+    init_std: Positive = 0.1
     tied_embeddings: bool = False
     load_balance: NotNegative = 0.01
     load_balance_over: Literal["batch", "sequence"] = "batch"

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from moezoo.convert import show
@@ -21,9 +21,7 @@ def find_documents(path: str, *, key: str) -> list[Path]:
     if not os.path.isdir(root):
         check_file(root, shown, _GIVE)
         return [root]
-    found = [
-        file for file in files_under(root) if not any(part.startswith(".") for part in file.relative_to(root).parts)
-    ]
+    found = files_under(root, skip=lambda name: name.startswith("."))
     if not found:
         raise UserError(f"{shown} is a folder without files; {_GIVE}")
     return found
@@ -76,8 +74,14 @@ def describe_skipped(count: int) -> str:
     return f"{count} file{'s that are' if count > 1 else ' that is'} not UTF-8 text"
 
 
-def files_under(root: Path, suffix: str = "") -> list[Path]:
-    """Return all regular files under `root`, sorted by path: the order must not depend on the file system."""
-    found = [Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(suffix)]
+def files_under(root: Path, suffix: str = "", skip: Callable[[str], bool] = lambda name: False) -> list[Path]:
+    """Return all regular files under `root`, sorted by path: the order must not depend on the file system.
+
+    Files and folders whose name `skip` is true for are left out, without looking into these folders.
+    """
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not skip(name)]
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip(name)]
     # Unlike Path.is_file, this counts a file that may not be looked at as none.
     return sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())

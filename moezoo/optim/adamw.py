@@ -20,7 +20,7 @@ class AdamW(UpdateRule):
     Both moments are kept in `moment_dtype`; updates are computed in float32.
     """
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
     epsilon: Positive = 1e-8
