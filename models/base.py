@@ -129,7 +129,7 @@ class LanguageModel(eqx.Module):
     @jax.named_scope("embedding")
     def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
         """Return the activations of tokens."""
-        return execution.whole(self.embedding)(tokens, execution.inner_group("vocab"))
+        return execution.gather_weights(self.embedding)(tokens, execution.inner_group("vocab"))
 
     @jax.named_scope("layers")
     def layers(
@@ -146,7 +146,7 @@ class LanguageModel(eqx.Module):
     @jax.named_scope("head")
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
         """Return the logits of activations, of this device's part of the vocabulary."""
-        return execution.whole(self.readout)(hidden)
+        return execution.gather_weights(self.readout)(hidden)
 
     def __call__(
         self,

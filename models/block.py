@@ -47,10 +47,10 @@ class Block(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
     ) -> LayerOutput:
-        """Run the layer. Its weights are gathered already (`Execution.whole`). With a `past`, see `run_layers`."""
+        """Run the layer. Its weights are gathered already. With a `past`, see `run_layers`."""
         with jax.named_scope("attention"):
             out = self.attention(self.attention_norm(x), context, execution, past)
-            y = out.whole(execution.inner_group("heads"))
+            y = out.leave(execution.inner_group("heads"))
             x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
         with jax.named_scope("feed_forward"):
             y, sums, _ = self.feed_forward(self.feed_forward_norm(x), context, execution)

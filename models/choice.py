@@ -160,7 +160,7 @@ def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
         learned, fixed = eqx.partition(execution.vary_parameters(experts), trained)
 
         def run(x: Array, gates: Array, learned: Experts) -> Array:
-            whole = execution.whole(eqx.combine(learned, fixed))
+            whole = execution.gather_weights(eqx.combine(learned, fixed))
             return run_experts(whole, x, Assignment(assignment.expert_ids, gates), group, execution)[0]
 
         # Cast before anything is differentiated: sums over devices that share the width are not the strategy's.

@@ -8,7 +8,7 @@ from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models.config_json import YARN_KEYS, ConfigJson, read_rope
 from moezoo.models.deepseek import DeepSeekConfig
-from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, plain, rope
+from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, required, rope
 from moezoo.models.names import ATTENTION, MLP, MOE, Rows, layers, rows
 from moezoo.nn.rope import Pairs
 
@@ -180,8 +180,8 @@ def _type(
     settings = {
         **common(max_length),
         "q_lora": Key("q_lora_rank", None),
-        **plain("kv_lora=kv_lora_rank nope_dim=qk_nope_head_dim rope_dim=qk_rope_head_dim value_dim=v_head_dim"),
-        **plain("mlp=intermediate_size expert_mlp=moe_intermediate_size"),
+        **required("kv_lora=kv_lora_rank nope_dim=qk_nope_head_dim rope_dim=qk_rope_head_dim value_dim=v_head_dim"),
+        **required("mlp=intermediate_size expert_mlp=moe_intermediate_size"),
         "dense": dense,
         "experts": Key("n_routed_experts num_local_experts num_experts"),
         "shared_experts": Key("n_shared_experts", 0, null=0, least=0),

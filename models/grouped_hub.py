@@ -10,7 +10,7 @@ from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
 from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
 from moezoo.models.grouped import GroupedConfig, kinds
-from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, head_dim, plain
+from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, head_dim, required
 from moezoo.models.names import BLOCK_SPARSE, MLP, MOE, SWIGLU, USUAL, change, rows
 from moezoo.nn.yarn import Yarn
 
@@ -169,7 +169,7 @@ _WINDOW = Part(
     {"window": "sliding_window"},
 )
 _WINDOW_BY_LAYER = Part(_read_window_by_layer, _write_window_by_layer, {"window": "sliding_window"})
-_SIZES = plain("kv_heads=num_key_value_heads mlp=intermediate_size expert_mlp=moe_intermediate_size")
+_SIZES = required("kv_heads=num_key_value_heads mlp=intermediate_size expert_mlp=moe_intermediate_size")
 _LOSS: Settings = {"load_balance": Key("router_aux_loss_coef", 0.001)}
 _GATES: Settings = {"router.gates": Key("norm_topk_prob", False, words=("scores", "renormalised"))}
 _BIAS: Settings = {"attention_bias": Key("attention_bias", False, words=("none", "all"))}

@@ -75,7 +75,7 @@ class Part:
 Settings = dict[str, Key | Part]
 
 
-def plain(names: str) -> Settings:
+def required(names: str) -> Settings:
     """Return the required settings of each `ours=key` in `names`."""
     return {ours: Key(key) for ours, key in (pair.split("=") for pair in names.split())}
 
@@ -88,7 +88,7 @@ def fixed(settings: Found | None = None, **keys: Any) -> Part:
 def common(max_length: int, init_std: float = 0.02, norm_eps: Any = REQUIRED, tied: bool = False) -> Settings:
     """Return the settings that have the same keys in every family, with the values of missing keys."""
     return {
-        **plain("vocab=vocab_size embed=hidden_size layers=num_hidden_layers heads=num_attention_heads"),
+        **required("vocab=vocab_size embed=hidden_size layers=num_hidden_layers heads=num_attention_heads"),
         "experts_per_token": Key("num_experts_per_tok"),
         "max_length": Key("max_position_embeddings", max_length),
         "norm_eps": Key("rms_norm_eps", norm_eps),

@@ -151,7 +151,7 @@ def run_layers(
     learns = cache is None and keep is None
 
     def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-        return (execution.whole(block) if learns else block)(x, own, execution, past)
+        return (execution.gather_weights(block) if learns else block)(x, own, execution, past)
 
     if learns:
         run = execution.checkpoint(run)

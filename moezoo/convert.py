@@ -150,18 +150,18 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
 
 
-def plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
+def to_plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
     """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None."""
     if dataclasses.is_dataclass(value):
         names = (field.name for field in dataclasses.fields(value))
-        fields = {name: plain(getattr(value, name), _join(key, name), checks) for name in names}
+        fields = {name: to_plain(getattr(value, name), _join(key, name), checks) for name in names}
         if key not in checks.tags:
             return fields
         tag, classes = checks.tags[key]
         return {tag: next(name for name, kind in classes.items() if type(value) is kind), **fields}
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: to_plain(item) for name, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, default: Any = None) -> Any:
@@ -184,7 +184,7 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
             below = usual if dataclasses.is_dataclass(usual) else None
             completed[name] = complete(hints[name], value[name], _join(key, name), checks, below)
         elif usual is not dataclasses.MISSING:
-            completed[name] = plain(usual)
+            completed[name] = to_plain(usual)
     return completed
 
 

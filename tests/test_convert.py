@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.convert import Checks, Count, Range, Size, check_fields, convert, plain, set_key, show
+from moezoo.convert import Checks, Count, Range, Size, check_fields, convert, set_key, show, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +120,11 @@ def test_refuses(kind, value, said):
 
 def test_round_trip():
     assert convert(Home, MAPPING, "", CHECKS) == HOME
-    assert plain(HOME, "", CHECKS) == MAPPING
+    assert to_plain(HOME, "", CHECKS) == MAPPING
 
 
 def test_plain_returns_copies():
-    mapping = plain(HOME, "", CHECKS)
+    mapping = to_plain(HOME, "", CHECKS)
     mapping["cellar"]["table"]["x"].append("w")
     assert HOME.cellar.table == {"x": ("y", "z")}
 
@@ -186,7 +186,7 @@ def test_sets_keys(key, value, changed):
     ],
 )
 def test_refuses_to_set(key, said):
-    mapping = plain(HOME, "", CHECKS)
+    mapping = to_plain(HOME, "", CHECKS)
     with refused(*said.split("|")):
         set_key(Home, mapping, key, 0, CHECKS)
     assert mapping == MAPPING

@@ -17,7 +17,7 @@ from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
-from moezoo.parallel.stored import Stored, by_matrix, plain
+from moezoo.parallel.stored import Stored, by_matrix, materialise
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
@@ -100,7 +100,7 @@ def grouped_matmul(
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
-    weights = weights if isinstance(weights, InStack) else plain(weights, rows.dtype)
+    weights = weights if isinstance(weights, InStack) else materialise(weights, rows.dtype)
     operands = (rows, weights, group_sizes)
     alike = jax.tree.leaves(operands)
     # A gradient must vary exactly as its operand. All are made to vary alike first; the transpose of that cast is the
@@ -153,7 +153,7 @@ def gated(
         one = BACKENDS[name].gated
         return functools.partial(composed, name) if one is None else functools.partial(one, activation=activation)
 
-    matrices = (plain(weights, rows.dtype) for weights in (gate, up))
+    matrices = (materialise(weights, rows.dtype) for weights in (gate, up))
     operands = (rows, *matrices, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
     alike = jax.tree.leaves(operands)
     return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
@@ -242,7 +242,7 @@ def _product(choice, rows, weights, group_sizes):
     def multiply(name: str) -> Callable[..., Array]:
         one = BACKENDS[name]
         return lambda rows, weights, sizes: one.multiply(
-            rows, weights if one.in_stack else plain(weights, rows.dtype), sizes, 1
+            rows, weights if one.in_stack else materialise(weights, rows.dtype), sizes, 1
         )
 
     return run(choice, multiply, rows, weights, group_sizes)

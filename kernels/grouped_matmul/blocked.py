@@ -52,7 +52,7 @@ def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Ste
     *larger, smallest = [block for block in BLOCKS if block <= rows] or [rows]
     for block in larger:
         count = (stop - start) // block
-        carry = repeat(count, _whole(start, block, step), carry)
+        carry = repeat(count, _on_full_blocks(start, block, step), carry)
         start = start + count * block
 
     def last(i: Int[Array, ""], carry: Any) -> Any:
@@ -62,7 +62,7 @@ def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Ste
     return repeat((stop - start + smallest - 1) // smallest, last, carry)
 
 
-def _whole(start: Int[Array, ""], block: int, step: Step) -> Callable[[Int[Array, ""], Any], Any]:
+def _on_full_blocks(start: Int[Array, ""], block: int, step: Step) -> Callable[[Int[Array, ""], Any], Any]:
     return lambda i, carry: step(carry, start + i * block, None, block)
 
 
@@ -135,7 +135,7 @@ def outer(
 
         which = jnp.searchsorted(jnp.asarray([0, *sizes]), stop - first)
         begun = lax.switch(which, [nothing, *(functools.partial(rest, size) for size in sizes)])
-        body = _whole(start, largest, lambda sum_, first, mask, block: sum_ + product(first, mask, block))
+        body = _on_full_blocks(start, largest, lambda sum_, first, mask, block: sum_ + product(first, mask, block))
         return repeat(count, body, begun).astype(dtype)
 
     return lax.map(group, (ends - group_sizes, ends))

@@ -33,10 +33,10 @@ Signed = tuple[str, Any]  # a sign, or "" with one layout, and a row
 def as_json(found: Sharding | Differences) -> str:
     """Return the rows as JSON. Of differences, each entry has the rows of both layouts, or null."""
 
-    def plain(entry: Any) -> Any:
+    def to_dict(entry: Any) -> Any:
         return {k: v._asdict() if hasattr(v, "_asdict") else v for k, v in entry._asdict().items()}
 
-    return json.dumps({name: [plain(entry) for entry in getattr(found, name)] for name in Sharding._fields}, indent=1)
+    return json.dumps({name: [to_dict(entry) for entry in getattr(found, name)] for name in Sharding._fields}, indent=1)
 
 
 def describe_run(cfg: TrainConfig, call: CallName) -> str:

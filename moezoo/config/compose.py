@@ -37,7 +37,7 @@ from moezoo.config.own import (
 )
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.settings import TAG, TrainConfig
-from moezoo.convert import Checks, complete, convert, plain, set_key, show
+from moezoo.convert import Checks, complete, convert, set_key, show, to_plain
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
 from moezoo.parallel.rules import Rules
@@ -82,7 +82,7 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
         raise refuse_saved(missing)
     kept = {key for key, name in saved.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
     mapping = _place_own(without_own(mapping, saved.keys() - kept), asked, checks)
-    base = plain(convert(TrainConfig, mapping, "", checks), "", checks)
+    base = to_plain(convert(TrainConfig, mapping, "", checks), "", checks)
     if asked.choices:
         composed = _compose_groups(asked.choices, checks)
         for group, name in asked.choices.items():
@@ -158,7 +158,7 @@ def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
         if not isinstance(value, str) and (kind := type(value)) not in classes.values():
             check_class(key, kind, f"{key}={name_in(value)}")
             own[key] = {name_in(value): kind}
-    return plain(cfg, "", _checks_with(own))
+    return to_plain(cfg, "", _checks_with(own))
 
 
 def to_yaml(mapping: Mapping[str, Any]) -> str:

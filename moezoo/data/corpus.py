@@ -28,7 +28,7 @@ class Corpus:
     offsets: Int64[np.ndarray, "documents+1"]
 
     @classmethod
-    def whole(cls, tokens: np.ndarray, offsets: np.ndarray) -> "Corpus":
+    def from_tokens(cls, tokens: np.ndarray, offsets: np.ndarray) -> "Corpus":
         """Return the corpus of all `tokens` [stored], cut into documents at `offsets` int64 [documents + 1]."""
         return cls(tokens, offsets[:-1], offsets)
 
@@ -59,7 +59,7 @@ def concatenate(documents: list[np.ndarray], dtype: np.dtype) -> Corpus:
     """Return one corpus of documents, arrays of tokens [length], stored as `dtype`."""
     lengths = np.array([0, *map(len, documents)], np.int64)
     tokens = np.concatenate([np.zeros(0, dtype), *(document.astype(dtype, copy=False) for document in documents)])
-    return Corpus.whole(tokens, np.cumsum(lengths))
+    return Corpus.from_tokens(tokens, np.cumsum(lengths))
 
 
 def dtype_for(vocab: int) -> np.dtype:

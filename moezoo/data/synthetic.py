@@ -60,6 +60,6 @@ class Synthetic(DataSettings):
             choice = random.integers(self.successors, size=self.documents)
             tokens[:, step] = successors[tokens[:, step - 1], choice]
         offsets = np.arange(self.documents + 1, dtype=np.int64) * self.document_length
-        split = hold_out(Corpus.whole(tokens.reshape(-1), offsets), select_held_out_by_index(self.documents))
+        split = hold_out(Corpus.from_tokens(tokens.reshape(-1), offsets), select_held_out_by_index(self.documents))
         floor = f"ln {self.successors} = {math.log(self.successors):.4f} nats per token (the lowest possible loss)"
         return make_source("synthetic", split, Numbers(self.vocab), vocab=self.vocab, entropy=floor)

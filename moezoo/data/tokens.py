@@ -211,7 +211,7 @@ def _read_tokens(path: Path, vocab: int, *, key: str) -> tuple[Corpus, dict[str,
     metadata = _read_metadata(described, tokens, key=f"{key}={path}")
     needed = metadata["vocab"]
     require_vocab(f"{key}={path} has a vocabulary of {needed} tokens", needed, vocab)
-    return Corpus.whole(tokens, offsets), metadata
+    return Corpus.from_tokens(tokens, offsets), metadata
 
 
 def _find_fault(offsets: np.ndarray, tokens: int, name: str) -> str:

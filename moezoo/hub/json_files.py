@@ -58,7 +58,7 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
             raise refuse(f"has the key {show(key)[:80]} twice, so its value is unknown")
         return mapping
 
-    def whole(digits: str) -> int:
+    def integer(digits: str) -> int:
         if len(digits) > _MOST_DIGITS:
             raise refuse(f"has a whole number of {len(digits)} digits, which no setting needs")
         return int(digits)
@@ -74,7 +74,7 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
         kind = "UTF-16 text" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data"
         raise refuse(f"is {kind}, expected JSON in UTF-8") from error
     try:
-        found = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_constant=no_number)
+        found = json.loads(text, object_pairs_hook=unique, parse_int=integer, parse_constant=no_number)
     except RecursionError as error:
         raise refuse("is nested too deeply") from error
     except json.JSONDecodeError as error:

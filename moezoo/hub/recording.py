@@ -140,5 +140,5 @@ def _array(result: Any) -> Array:
         num_experts = result.sums.counts.shape[-1]
         return (jax.nn.one_hot(expert_ids, num_experts, dtype=gates.dtype) * gates[..., None]).sum(1)
     if isinstance(result, MixerOutput):
-        return result.whole(ALONE)
+        return result.leave(ALONE)
     return result[0] if isinstance(result, tuple) else result

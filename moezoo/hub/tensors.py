@@ -21,7 +21,7 @@ from moezoo.models.hub import Hub
 from moezoo.models.layers import layer_places
 from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
-from moezoo.parallel.stored import plain
+from moezoo.parallel.stored import materialise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def require_names(arrays: Mapping[str, Any], plan: Iterable[Tensor]) -> None:
 
 def read_part(parameter: Any, index: tuple[int, ...]) -> np.ndarray:
     """Return one part of a parameter at `index` of its stacked dimensions; a container gives what it stands for."""
-    return np.asarray(plain(jax.tree.map(lambda array: array[index], parameter), parameter.dtype))
+    return np.asarray(materialise(jax.tree.map(lambda array: array[index], parameter), parameter.dtype))
 
 
 _MOST_NAMES = 60  # in a message; a layer of any family has fewer

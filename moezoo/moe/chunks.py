@@ -41,7 +41,7 @@ def run_experts(
     Each chunk is sent before the experts run on the previous one.
 
     Args:
-        experts: Those that run on this device (`Execution.whole`).
+        experts: Those that run on this device (`Execution.gather_weights`).
         tokens: This device's tokens.
         assignment: Their experts and gates.
         group: The devices that share experts.

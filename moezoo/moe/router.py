@@ -17,7 +17,7 @@ from moezoo.nn.linear import normal, project
 from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.execution import RoutingChoice
-from moezoo.parallel.stored import plain
+from moezoo.parallel.stored import materialise
 
 
 class Routed(NamedTuple):
@@ -180,7 +180,7 @@ class Router(eqx.Module):
         """Return random scores. They differ by layer, and by device where tokens differ."""
         key = jax.random.key(0)
         # Four weights identify the layer; one alone, rounded to bfloat16, may be the same in another layer.
-        for weight in plain(self.weight, jnp.float32).reshape(-1)[:4].astype(jnp.float32):
+        for weight in materialise(self.weight, jnp.float32).reshape(-1)[:4].astype(jnp.float32):
             key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(weight, jnp.uint32))
         if axes := tuple(sorted(varying_axes(scores))):
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))

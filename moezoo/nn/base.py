@@ -16,7 +16,7 @@ class MixerOutput(NamedTuple):
     """What a mixer returns.
 
     Attributes:
-        y: The partial result of this device's heads. `whole` sums it over the devices that share heads.
+        y: The partial result of this device's heads. `leave` sums it over the devices that share heads.
         kept: What later tokens need of these tokens, for `State.fill` and `State.advance`.
         bias: What is added to the sum, once; None for nothing.
     """
@@ -25,7 +25,7 @@ class MixerOutput(NamedTuple):
     kept: PyTree
     bias: Float[Array, " embed"] | None = None
 
-    def whole(self, group: InnerGroup) -> Float[Array, "batch seq embed"]:
+    def leave(self, group: InnerGroup) -> Float[Array, "batch seq embed"]:
         """Return the result of all heads: one psum over the `group` that shares them, then the bias."""
         y = group.leave(self.y)
         return y if self.bias is None else y + self.bias[None, None]

@@ -52,7 +52,7 @@ class Int8(Stored):
         """The shape of the values."""
         return self.values.shape
 
-    def whole(self, dtype: DTypeLike) -> Float[Array, "..."]:
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return values times scales, computed in float32 and rounded once to `dtype`."""
         first = self.scale.ndim - self.outputs
         inputs = tuple(range(first, self.values.ndim - self.outputs))

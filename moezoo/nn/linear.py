@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.parallel.stored import Stored, plain
+from moezoo.parallel.stored import Stored, materialise
 
 
 def project(
@@ -23,7 +23,7 @@ def project(
 
 def contract(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."] | Stored) -> Float[Array, "..."]:
     """Return the `jnp.einsum` of `x` and a weight, for products that `project` cannot express."""
-    return jnp.einsum(equation, x, plain(weight, x.dtype))
+    return jnp.einsum(equation, x, materialise(weight, x.dtype))
 
 
 def normal(key: Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> Array:

@@ -146,17 +146,17 @@ def stages(kind: Kind, count: int, ways: Ways) -> tuple[list[Stage], int]:
     return found, count
 
 
-def _whole(batch: Float[Array, "matrices rows columns"], route: list[Stage]) -> Array:
+def _orthogonalise(batch: Float[Array, "matrices rows columns"], route: list[Stage]) -> Array:
     """Return the device's parts of the orthogonalised matrices, given its parts of the matrices."""
     if not route:
         return newton_schulz.orthogonalise(batch)
     (collective, axes, ways, dim, count), *later = route
     if collective == "all_gather":
-        return own_block(_whole(gather(batch, axes, dim, tokens=()), later), axes, dim)
+        return own_block(_orthogonalise(gather(batch, axes, dim, tokens=()), later), axes, dim)
     # Without the barrier XLA's CPU backend gives turned matrices another memory layout than the rest of the exchange
     # and then refuses it (jax 0.10).
     filled = lax.optimization_barrier(jnp.pad(batch, ((0, -count % ways), (0, 0), (0, 0))))
-    mine = _whole(lax.all_to_all(filled, axes, 0, dim, tiled=True), later)
+    mine = _orthogonalise(lax.all_to_all(filled, axes, 0, dim, tiled=True), later)
     return lax.all_to_all(mine, axes, dim, 0, tiled=True)[:count]
 
 
@@ -194,7 +194,7 @@ def orthogonalised(
         for kind, members in _by_kind(views).items():
             batch = jnp.concatenate([views[i].matrices(made[i]) for i in members])
             route, _ = stages(kind, len(batch), _axis_size)
-            done = _whole(batch, route).astype(jnp.float32) * (0.2 * math.sqrt(kind.columns))
+            done = _orthogonalise(batch, route).astype(jnp.float32) * (0.2 * math.sqrt(kind.columns))
             for i in members:
                 part, done = done[: views[i].shape[0]], done[views[i].shape[0] :]
                 results[i] = views[i].array(part, made[i])

@@ -336,7 +336,7 @@ class Execution:
         extra = self.expert_axes if self.moves_weights and "expert" in placement.axes.names else ()
         return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
 
-    def whole(self, module: PyTree) -> PyTree:
+    def gather_weights(self, module: PyTree) -> PyTree:
         """Return a layer's weights, cast to `dtype` and gathered as the rules require. Called just before a layer runs.
 
         This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
@@ -345,10 +345,10 @@ class Execution:
         """
 
         arrays, rest = eqx.partition(module, eqx.is_array)
-        gathered = jax.tree.map(self._whole, arrays, axes_of(arrays))
+        gathered = jax.tree.map(self._gather_weight, arrays, axes_of(arrays))
         return eqx.combine(gathered, rest, is_leaf=is_matrices)
 
-    def _whole(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
+    def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
         placement = self._placement_of_part(axes, x)
         dtype = x.dtype if axes.role is Role.PART else self.dtype
         if axes.role is Role.BUFFER:
@@ -364,8 +364,8 @@ class Execution:
     def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
         """Return layer `index` of stacked blocks, for a forward pass without gradients.
 
-        Each array is as `whole` returns it, except that a weight that is not gathered is an `InStack`. The arrays of a
-        container are sliced, since its methods expect arrays.
+        Each array is as `gather_weights` returns it, except that a weight that is not gathered is an `InStack`. The
+        arrays of a container are sliced, since its methods expect arrays.
         """
 
         def field(x: Any, axes: Any) -> Any:
@@ -374,7 +374,7 @@ class Execution:
                 if not any(placement.gathered + placement.taken):
                     return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
             sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
-            return jax.tree.map(self._whole, sliced, axes)
+            return jax.tree.map(self._gather_weight, sliced, axes)
 
         return jax.tree.map(field, blocks, axes_of(blocks), is_leaf=is_stored)
 

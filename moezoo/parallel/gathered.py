@@ -32,7 +32,7 @@ class Gathered(Matrices):
         first, groups, last = self.values.shape
         return (groups, first, last) if self.dim == 1 else (groups, last, first)
 
-    def whole(self, dtype: DTypeLike) -> Float[Array, "groups inputs outputs"]:
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "groups inputs outputs"]:
         """Return the stack."""
         return jnp.moveaxis(self.values, 0, self.dim).astype(dtype)
 

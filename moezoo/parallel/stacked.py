@@ -35,7 +35,7 @@ class InStack(Matrices):
         """The shape of one layer."""
         return self.stack.shape[1:]
 
-    def whole(self, dtype: DTypeLike) -> Float[Array, "..."]:
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return a copy of the layer."""
         return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False).astype(self.dtype).astype(dtype)
 
@@ -50,7 +50,7 @@ class InStack(Matrices):
         rows = x.reshape(-1, size)
         matrices = self.stack.reshape(self.stack.shape[0], size, -1)
 
-        def whole(rows: Array, matrices: Array, layer: Array) -> Array:
+        def many(rows: Array, matrices: Array, layer: Array) -> Array:
             matrix = lax.dynamic_index_in_dim(matrices, layer, keepdims=False).astype(self.dtype)
             return jnp.matmul(rows, matrix, preferred_element_type=dtype)
 
@@ -59,7 +59,7 @@ class InStack(Matrices):
 
         operands = (rows, matrices, self.layer)
         is_few = rows.shape[0] <= FEW_ROWS and size % TERMS == 0
-        y = on_cpu(few, whole, *operands) if is_few else whole(*operands)
+        y = on_cpu(few, many, *operands) if is_few else many(*operands)
         return y.reshape(*x.shape[: x.ndim - inputs], *outputs)
 
 

@@ -19,8 +19,8 @@ class Stored(eqx.Module):
     """The base class of containers. A field declared `Weight` may hold one in place of an array.
 
     A subclass declares arrays, or further containers, as fields. Each array is laid out by its own axes, gathered in
-    its own dtype (`Execution.whole`), and trained only where a filter selects it. Its leading dimensions are the
-    stacked axes of the declaration, with `layer` inside a `Stack`.
+    its own dtype (`Execution.gather_weights`), and trained only where a filter selects it. Its leading dimensions are
+    the stacked axes of the declaration, with `layer` inside a `Stack`.
 
     Layers pass a container only to `project`, `contract` and `grouped_matmul`, so they do not depend on how weights are
     stored.
@@ -50,17 +50,17 @@ class Stored(eqx.Module):
         return len(self.shape)
 
     @abc.abstractmethod
-    def whole(self, dtype: DTypeLike) -> Float[Array, "..."]:
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the array that the container stands for, in `dtype`.
 
         Called inside `shard_map` on gathered parts; the result must vary as they do and be differentiable in the parts
-        that may be trained. Callers use `plain`, whose result rematerialisation never saves.
+        that may be trained. Callers use the function `materialise`, whose result rematerialisation never saves.
         """
 
     def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
         """Contract the last `inputs` dimensions of `x` with the first `inputs` dimensions of the matrix, in `dtype`.
 
-        The default multiplies by `whole`. Override it where the product is cheaper without the whole array, as for a
+        The default multiplies by the materialised array. Override it where the product is cheaper without, as for a
         low-rank sum. Only `project` calls this, with a container of one matrix.
 
         Args:
@@ -68,7 +68,7 @@ class Stored(eqx.Module):
             inputs: The number of dimensions to contract.
             dtype: The dtype of the result.
         """
-        return jnp.tensordot(x, plain(self, x.dtype), inputs, preferred_element_type=dtype)
+        return jnp.tensordot(x, materialise(self, x.dtype), inputs, preferred_element_type=dtype)
 
 
 class Matrices(Stored):
@@ -91,7 +91,7 @@ def is_matrices(x: Any) -> bool:
 
 def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Array | Matrices:
     """Return what `matrix_of` reads: `weights` itself, or the array that another container stands for."""
-    return weights if isinstance(weights, Matrices) else plain(weights, dtype)
+    return weights if isinstance(weights, Matrices) else materialise(weights, dtype)
 
 
 def matrix_of(stack: Array | Matrices, group: Int[Array, ""]) -> Float[Array, "..."]:
@@ -101,9 +101,9 @@ def matrix_of(stack: Array | Matrices, group: Int[Array, ""]) -> Float[Array, ".
     return lax.dynamic_index_in_dim(stack, group, keepdims=False, allow_negative_indices=False)
 
 
-def plain(weight: Float[Array, "..."] | Stored, dtype: DTypeLike) -> Float[Array, "..."]:
+def materialise(weight: Float[Array, "..."] | Stored, dtype: DTypeLike) -> Float[Array, "..."]:
     """Return a weight as an array: `weight` itself, or the array that a container stands for, in `dtype`.
 
     Rematerialisation never saves the array of a container. An array is returned as it is, whatever `dtype` is.
     """
-    return unsaved(lambda stored: stored.whole(dtype), weight) if isinstance(weight, Stored) else weight
+    return unsaved(lambda stored: stored.materialise(dtype), weight) if isinstance(weight, Stored) else weight

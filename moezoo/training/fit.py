@@ -2,7 +2,7 @@
 
 import jax
 
-from moezoo.convert import plain, show
+from moezoo.convert import show, to_plain
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.axes import is_stored, parameter_table
@@ -16,7 +16,7 @@ def describe_difference(model: LanguageModel, expected: LanguageModel) -> str:
     ours, theirs = model.config, expected.config
     if type(ours) is not type(theirs):
         return f"the model has a {type(ours).__name__}, cfg.model is a {type(theirs).__name__}"
-    ours, theirs = plain(ours), plain(theirs)
+    ours, theirs = to_plain(ours), to_plain(theirs)
     if keys := [key for key in ours if ours[key] != theirs[key]]:
         return "; ".join(f"model.{key}={show(ours[key])} in the model, {show(theirs[key])} in cfg" for key in keys)
     ours, theirs = ({path: shape for path, _, shape in parameter_table(each)} for each in (model, expected))

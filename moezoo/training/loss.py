@@ -62,7 +62,7 @@ def cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
-    unembedding, group = execution.whole(unembedding), execution.inner_group("vocab")
+    unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
         return total + _nats(unembedding(chunk[0]), chunk[1], group)[0], None
@@ -77,7 +77,7 @@ def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTre
     stored, fixed = eqx.partition(unembedding, trained)
     group = execution.inner_group("vocab")
     learned, scatter, fixed = jax.vjp(
-        lambda stored: eqx.partition(execution.whole(eqx.combine(stored, fixed)), trained), stored, has_aux=True
+        lambda own: eqx.partition(execution.gather_weights(eqx.combine(own, fixed)), trained), stored, has_aux=True
     )
 
     def add(carry: tuple[Array, PyTree], chunk: tuple[Array, Array]) -> tuple[tuple[Array, PyTree], list[Array]]:

@@ -4,7 +4,7 @@
 
 Every collective is written out:
 
-- weights are gathered in their layer (`Execution.whole`); the transpose reduce-scatters their gradients;
+- weights are gathered in their layer (`Execution.gather_weights`); the transpose reduce-scatters their gradients;
 - tokens or expert weights move as the dispatch strategy defines;
 - the loss and each array of routing statistics take one sum per micro-step;
 - the gradient of each replicated leaf takes one sum per step, and so does the global norm.

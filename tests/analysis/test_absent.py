@@ -129,7 +129,7 @@ def test_devices_work_while_rows_travel():
     x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
 
     def local(moe, x, valid):
-        return execution.whole(moe)(x, context_of(valid), execution).y
+        return execution.gather_weights(moe)(x, context_of(valid), execution).y
 
     split = execution.tokens_spec
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731

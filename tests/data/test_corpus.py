@@ -59,7 +59,7 @@ def test_a_fingerprint_sees_tokens_documents_and_the_choice_of_them():
     corpora = [*map(build, [texts, *others]), build(texts).select(np.array([True, False, True]))]
     assert len({fingerprint(corpus) for corpus in corpora}) == len(corpora)
     assert fingerprint(build(texts)) == fingerprint(corpora[0])
-    large = [Corpus.whole(np.full(2**25, value, np.uint8), np.array([0, 2**25])) for value in (0, 0, 1)]
+    large = [Corpus.from_tokens(np.full(2**25, value, np.uint8), np.array([0, 2**25])) for value in (0, 0, 1)]
     assert [fingerprint(corpus) == fingerprint(large[0]) for corpus in large] == [True, True, False]
 
 

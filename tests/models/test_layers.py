@@ -221,7 +221,7 @@ def test_a_block_by_its_formula():
         return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-3) * norm.scale[None, None]
 
     def formula(block: Any, x: Any) -> Any:
-        y = block.attention(normed(block.attention_norm, x), context, execution).whole(ALONE)
+        y = block.attention(normed(block.attention_norm, x), context, execution).leave(ALONE)
         x = x + normed(block.after_attention_norm, y)
         y = block.feed_forward(normed(block.feed_forward_norm, x), context, execution).y
         return x + normed(block.after_feed_forward_norm, y)

@@ -179,7 +179,7 @@ def test_forced_routing_on_a_mesh():
     def loads(block, x):
         def load(routing):
             execution = moezoo.Execution(mesh, moezoo.compose().rules, Ring(), routing=routing)
-            return execution.whole(block)(x, context_of(jnp.ones(x.shape[:2], bool)), execution).sums.counts
+            return execution.gather_weights(block)(x, context_of(jnp.ones(x.shape[:2], bool)), execution).sums.counts
 
         return load("balanced"), load("random")
 

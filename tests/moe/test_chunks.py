@@ -74,7 +74,7 @@ def value_and_gradients(strategy: Dispatch, split: bool) -> Results:
 
     def local(moe: MoE, x: Any, valid: Any, cotangent: Any) -> Results:
         def objective(moe: MoE, x: Any) -> Any:
-            y, sums, routed = execution.whole(moe)(x, context_of(valid), execution)
+            y, sums, routed = execution.gather_weights(moe)(x, context_of(valid), execution)
             return y, (routed, sums.dropped)
 
         y, pull, (routed, dropped) = jax.vjp(objective, moe, x, has_aux=True)
@@ -114,7 +114,7 @@ def test_a_bound_is_one_of_each_chunk(strategy):
         execution = make_execution(strategy)
 
         def local(moe: MoE, x: Any, valid: Any) -> Any:
-            _, sums, routed = execution.whole(moe)(x, context_of(valid), execution)
+            _, sums, routed = execution.gather_weights(moe)(x, context_of(valid), execution)
             return routed, psum(sums.dropped, ("fsdp", "expert"))
 
         return jax.jit(on_mesh(local, execution, (execution.tokens_spec, PartitionSpec())))
@@ -146,7 +146,7 @@ def test_what_runs_between_sending_and_results(name):
     execution = make_execution(STRATEGIES[name](chunks=2))
 
     def local(moe: MoE, x: Any, valid: Any) -> Any:
-        return execution.whole(moe)(x, context_of(valid), execution).y
+        return execution.gather_weights(moe)(x, context_of(valid), execution).y
 
     program = jax.make_jaxpr(on_mesh(local, execution, execution.tokens_spec))(block(), X, VALID)
     if name not in SENDS:

@@ -49,7 +49,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 
     def local(moe, x, valid):
-        return MoE(moe.router, execution.whole(moe.experts))(x, context_of(valid), execution)[0]
+        return MoE(moe.router, execution.gather_weights(moe.experts))(x, context_of(valid), execution)[0]
 
     rules, split = execution.rules, execution.tokens_spec
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), moe)

@@ -56,7 +56,7 @@ def test_int8_channel_by_channel(names, shape):
     assert stored.scale.dtype == jnp.float32
     assert (stored.shape, stored.ndim, stored.dtype) == (shape, len(shape), jnp.dtype(dtype))
     assert stored.scale.shape == shape[:first] + shape[last:]
-    whole = np.asarray(stored.whole(jnp.float32))
+    whole = np.asarray(stored.materialise(jnp.float32))
     for before in itertools.product(*map(range, shape[:first])):
         for after in itertools.product(*map(range, shape[last:])):
             channel = (*before, *(slice(None),) * len(names[1]), *after)
@@ -66,9 +66,9 @@ def test_int8_channel_by_channel(names, shape):
             np.testing.assert_allclose(whole[channel], np.rint(wide[channel] / scale) * scale, rtol=3e-7)
             assert np.abs(whole[channel] - wide[channel]).max() <= scale * 0.5001
             assert np.abs(np.asarray(stored.values)[channel]).max() == (127 if largest else 0)
-    assert stored.whole(dtype).dtype == dtype
+    assert stored.materialise(dtype).dtype == dtype
     # The product with the scale is rounded once, to the dtype asked for.
-    np.testing.assert_array_equal(stored.whole(dtype), stored.whole(jnp.float32).astype(dtype))
+    np.testing.assert_array_equal(stored.materialise(dtype), stored.materialise(jnp.float32).astype(dtype))
     assert {name: a.names for name, a in stored.axes(axes).items()} == {
         "values": axes.names,
         "scale": (*names[0], *names[2]),
@@ -84,7 +84,7 @@ def test_products(declared, dtype):
     inputs = len(names[1])
     stored = Int8(weight(shape), Axes(Role.WEIGHT, *names))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, *shape[:inputs])), dtype)
-    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(stored.whole(jnp.float32), np.float64), inputs)
+    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(stored.materialise(jnp.float32), np.float64), inputs)
     scale = np.abs(exact).max(tuple(range(exact.ndim - 1)))  # channels differ by orders of magnitude
     # float32: some dozen roundings. bfloat16, 8 bits: the array and the product are rounded.
     tolerance = 1e-6 if dtype == jnp.float32 else 2.0**-7
@@ -97,13 +97,13 @@ def test_products(declared, dtype):
         y, pull = jax.vjp(lambda x: project(x, weight, inputs), x)
         return y, *pull(y)
 
-    for found, wanted in zip(value_and_gradient(stored), value_and_gradient(stored.whole(dtype)), strict=True):
+    for found, wanted in zip(value_and_gradient(stored), value_and_gradient(stored.materialise(dtype)), strict=True):
         np.testing.assert_array_equal(found, wanted, strict=True)
     letters = "wxyz"[: len(names[2])]
     equation = f"bs{'ij'[:inputs]},{'ij'[:inputs]}{letters}->bs{letters}"
     found = contract(equation, x, stored)
     assert (np.abs(np.asarray(found, np.float64) - exact) <= tolerance * scale).all()
-    np.testing.assert_array_equal(found, contract(equation, x, stored.whole(dtype)))
+    np.testing.assert_array_equal(found, contract(equation, x, stored.materialise(dtype)))
 
 
 def test_scales_have_a_gradient_where_they_are_trained():
@@ -111,7 +111,7 @@ def test_scales_have_a_gradient_where_they_are_trained():
     stored = Int8(weight((5, 4)), Axes(Role.WEIGHT, (), ("embed",), ("mlp",)))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5)), jnp.float32)
     wanted = np.einsum(
-        "bi,io->o", 2 * np.asarray(x @ stored.whole(jnp.float32)).sum(1, keepdims=True) * x, stored.values
+        "bi,io->o", 2 * np.asarray(x @ stored.materialise(jnp.float32)).sum(1, keepdims=True) * x, stored.values
     )
 
     def loss(scale, multiply):
@@ -146,7 +146,7 @@ def test_axes_and_masks_go_array_by_array():
     assert count_parameters(stored, 2) == count_parameters(module, 2)
     # A scan cuts a container into containers of one layer.
     one = jax.tree.map(lambda x: x[1], stored.blocks[0])
-    np.testing.assert_array_equal(one.down.whole(jnp.float32), stored.blocks[0].down.whole(jnp.float32)[1])
+    np.testing.assert_array_equal(one.down.materialise(jnp.float32), stored.blocks[0].down.materialise(jnp.float32)[1])
     assert axes_of(one).down.values.stacked == ("expert",)
 
 
@@ -206,7 +206,8 @@ def test_a_weight_that_is_not_finite_stays_visible():
     for bad in (np.nan, np.inf):
         array = np.full((4, 3), 0.3, np.float32)
         array[1, 1] = bad
-        whole = np.asarray(Int8(jnp.asarray(array), Axes(Role.WEIGHT, (), ("embed",), ("mlp",))).whole(jnp.float32))
+        stored = Int8(jnp.asarray(array), Axes(Role.WEIGHT, (), ("embed",), ("mlp",)))
+        whole = np.asarray(stored.materialise(jnp.float32))
         assert np.isnan(whole[:, 1]).any()
         np.testing.assert_allclose(whole[:, [0, 2]], 0.3, rtol=1e-6)
 

@@ -104,17 +104,17 @@ def on_mesh(function, execution, *specs):
     )
 
 
-def test_whole_casts_weights_and_never_buffers():
+def test_gather_weights_casts_weights_and_never_buffers():
     execution = Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP, dtype="bfloat16")
 
     def local(stored):
         assert stored.experts.shape == (2, 2, 8)
-        whole = execution.whole(stored)
+        whole = execution.gather_weights(stored)
         assert (whole.experts.shape, whole.experts.dtype) == ((2, 8, 8), jnp.bfloat16)
         assert whole.whole.dtype == jnp.bfloat16
         assert whole.buffer.dtype == jnp.float32
         assert {varying_axes(x) for x in jax.tree.leaves(execution.vary_parameters(stored))} == {frozenset({"fsdp"})}
-        return whole.experts.whole("bfloat16")
+        return whole.experts.materialise("bfloat16")
 
     assert jax.eval_shape(on_mesh(local, execution), layer()).shape == (8, 8, 8)
 
@@ -132,7 +132,7 @@ def operations(remat):
 
     @execution.checkpoint
     def body(x, stored):
-        whole = execution.whole(stored)
+        whole = execution.gather_weights(stored)
         tokens = checkpoint_name(lax.all_gather(x, "fsdp", tiled=True), GATHERED_TOKENS)
         sizes = jnp.asarray((3, 5), jnp.int32)
         y = grouped_matmul(tokens, whole.experts, sizes, implementation="ragged_dot")

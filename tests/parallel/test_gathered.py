@@ -28,12 +28,12 @@ def moved(stack: jax.Array, dim: int) -> Gathered:
 def test_it_stands_for_the_stack(dim):
     gathered, part = moved(STACK, dim), jnp.arange(20.0).reshape(4, 5)
     assert gathered.shape == STACK.shape
-    np.testing.assert_array_equal(gathered.whole(jnp.float32), STACK)
+    np.testing.assert_array_equal(gathered.materialise(jnp.float32), STACK)
     for group in range(3):
         np.testing.assert_array_equal(matrix_of(gathered, jnp.int32(group)), STACK[group])
         more, other = (gathered.put(jnp.int32(group), part, add) for add in (True, False))
-        np.testing.assert_array_equal(more.whole(jnp.float32), STACK.at[group].add(part))
-        np.testing.assert_array_equal(other.whole(jnp.float32), STACK.at[group].set(part))
+        np.testing.assert_array_equal(more.materialise(jnp.float32), STACK.at[group].add(part))
+        np.testing.assert_array_equal(other.materialise(jnp.float32), STACK.at[group].set(part))
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])
@@ -54,7 +54,7 @@ def test_experts_and_gradients_are_those_of_arrays(implementation):
     of = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
     value, (by_gate, by_up, by_down, by_gates) = of(gate, up, down, gates)
     same, (g, u, d, k) = of(moved(gate, 1), moved(up, 1), moved(down, 2), gates)
-    whole = [x.whole(jnp.float32) for x in (g, u, d)]
+    whole = [x.materialise(jnp.float32) for x in (g, u, d)]
     for one, other in zip((value, by_gate, by_up, by_down, by_gates), (same, *whole, k), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -67,7 +67,7 @@ def test_experts_are_gathered_and_scattered_along_the_first_dimension():
 
     def local(experts):
         def total(experts):
-            return sum((x**3).sum() for x in jax.tree.leaves(execution.whole(experts)))
+            return sum((x**3).sum() for x in jax.tree.leaves(execution.gather_weights(experts)))
 
         return jax.grad(total)(experts)
 

@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_dtype_of_the_layer():
     dtype = np.dtype(jnp.bfloat16)
     stack = random_array(0, (LAYERS, 32, 24))
     weight, wanted = InStack(stack=stack, layer=jnp.int32(LAYER), dtype=dtype), stack[LAYER].astype(dtype)
-    np.testing.assert_array_equal(weight.whole(jnp.float32), wanted.astype(jnp.float32))
+    np.testing.assert_array_equal(weight.materialise(jnp.float32), wanted.astype(jnp.float32))
     matrices = InStack(stack=stack[:, None], layer=jnp.int32(LAYER), dtype=dtype)
     np.testing.assert_array_equal(matrices.matrix(jnp.int32(0)), wanted)
     for rows in (1, FEW_ROWS + 1):
@@ -95,7 +95,7 @@ class Product(Stored):
     def shape(self):
         return (*self.left.shape[:-1], self.right.shape[-1])
 
-    def whole(self, dtype):
+    def materialise(self, dtype):
         return (self.left @ self.right).astype(dtype)
 
 
@@ -111,4 +111,4 @@ def test_a_container_in_a_stack_has_arrays_of_its_layer():
     pair = Pair(random_array(2, (LAYERS, 4, 6)), product)
     found = Execution().layer(pair, jnp.int32(LAYER))
     assert isinstance(found.array, InStack)
-    np.testing.assert_allclose(found.stored.whole(jnp.float32), left[LAYER] @ right[LAYER], rtol=1e-6)
+    np.testing.assert_allclose(found.stored.materialise(jnp.float32), left[LAYER] @ right[LAYER], rtol=1e-6)

@@ -27,7 +27,7 @@ from moezoo.nn.containers import Int8, store
 from moezoo.nn.linear import project
 from moezoo.optim import SGD, AdamW, Constant, Optimizer
 from moezoo.parallel.axes import Axes, Role, axes_of, is_stored, parameter_table, trainable_mask
-from moezoo.parallel.stored import Stored, plain
+from moezoo.parallel.stored import Stored, materialise
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.step import State, Step
@@ -69,7 +69,7 @@ def trained_plain(path: str) -> bool:
 
 def as_plain(model_: Any) -> Any:
     """Return the model with the array that each container stands for in its place."""
-    return jax.tree.map(lambda x: x.whole(x.dtype) if is_stored(x) else x, model_, is_leaf=is_stored)
+    return jax.tree.map(lambda x: x.materialise(x.dtype) if is_stored(x) else x, model_, is_leaf=is_stored)
 
 
 @functools.cache
@@ -213,8 +213,8 @@ class LowRank(Stored):
     def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
-    def whole(self, dtype: Any) -> Array:
-        return plain(self.base, dtype) + jnp.tensordot(self.down, self.up, 1)
+    def materialise(self, dtype: Any) -> Array:
+        return materialise(self.base, dtype) + jnp.tensordot(self.down, self.up, 1)
 
     def product(self, x: Array, inputs: int, dtype: Any) -> Array:
         return project(x, self.base, inputs, dtype=dtype) + project(project(x, self.down, inputs), self.up, dtype=dtype)
@@ -226,7 +226,8 @@ def test_container_in_a_container():
     pair: Any = jax.jit(lambda m: store(m, lambda path: path.endswith(ends), LowRank))(model())
     of_layer = jax.tree.map(lambda x: x[1], pair.stacks[0].blocks[0].attention.out)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *of_layer.shape[:2])), jnp.float32)
-    np.testing.assert_allclose(project(x, of_layer, 2), jnp.tensordot(x, of_layer.whole(jnp.float32), 2), atol=1e-5)
+    wanted = jnp.tensordot(x, of_layer.materialise(jnp.float32), 2)
+    np.testing.assert_allclose(project(x, of_layer, 2), wanted, atol=1e-5)
 
     only = lambda path: path.endswith((".down", ".up")) and "attention" in path  # noqa: E731
     alone = Case("gather", "single", "fsdp_ep", "none", 1, "batch")
@@ -451,10 +452,10 @@ def test_fp8_weights_are_gathered_as_bytes():
     x = jnp.arange(-32, 32, dtype=jnp.float32).astype(jnp.float8_e4m3fn).reshape(8, 8)
     spec: Any = jax.sharding.PartitionSpec(("fsdp", "expert"))
 
-    def whole(x: Any) -> Any:
+    def gather(x: Any) -> Any:
         return gather_weight(x, (("fsdp", "expert"), ()), (), x.dtype, jnp.float32)
 
-    function = jax.shard_map(whole, mesh=execution.mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
+    function = jax.shard_map(gather, mesh=execution.mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
     y = jax.jit(function)(x)
     assert y.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(y).view(np.uint8), np.asarray(x).view(np.uint8))
