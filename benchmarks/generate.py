@@ -77,7 +77,7 @@ def run(keys: Any) -> Report:
             placed = {one: (configs[name, one], execution, place(model, execution)) for one, execution in ways.items()}
             compare: Any = partial(_compare_layouts, placed)
         else:
-            compare = partial(_compare, model, _load_peer(model))
+            compare = partial(_compare_peer, model, _load_peer(model))
         for shape in shapes:
             log(f"{name}: {shape.rows} x {shape.prompt} + {shape.new}")
             rows += compare({"model": name, **shape._asdict()}, shape, keys)
@@ -99,7 +99,7 @@ def _prompts(model: Any, shape: Shape) -> np.ndarray:
     return np.random.default_rng(0).integers(0, model.vocab, (shape.rows, shape.prompt)).astype(np.int32)
 
 
-def _compare(model: Any, theirs: Any, labels: Row, shape: Shape, keys: Any) -> Iterator[Row]:
+def _compare_peer(model: Any, theirs: Any, labels: Row, shape: Shape, keys: Any) -> Iterator[Row]:
     ids = _prompts(model, shape)
     calls_of: dict[str, Callable[[int], np.ndarray]] = {OURS: lambda new: generate(model, ids, max_new_tokens=new)}
     if theirs is not None:

@@ -57,7 +57,7 @@ def _row(settings: str, done: Running, first: Running, on_mesh: Running) -> Row:
         "tokens_per_second_per_device": round(done.tokens_per_second / cfg.mesh.devices, 1),
         "speed": _speed(done, first),
         "speed_on_mesh": _speed(done, on_mesh),
-        "received_bytes": received,
+        "received_by_axes": received,
         "step_flops": model_flops(cfg) / cfg.mesh.devices,
         "orthogonal_flops": done.step.update_work.flops,
         "orthogonal_bytes": table.within("optimizer/orthogonalise").bytes,
@@ -94,7 +94,7 @@ def report(rows: Sequence[Row]) -> Report:
             tables.append(Table(title, _columns(here, optional), here, None if here[0] is mine[0] else caption))
         speed = {place(row): {"": row["tokens_per_second_per_device"]} for row in mine}
         received = {
-            place(row): {axes.replace(" ", " and "): row["received_bytes"].get(axes, 0) / 1e6 for axes in _axes(rows)}
+            place(row): {axes.replace(" ", " and "): row["received_by_axes"].get(axes, 0) / 1e6 for axes in _axes(rows)}
             for row in mine
         }
         traffic = Panel("MB received per device and update", received, stacked=True)
@@ -111,9 +111,9 @@ def _columns(rows: Sequence[Row], optional: Sequence[str]) -> list[Column]:
     columns.append(Column("speed", "speed_on_mesh", ".2f"))
     for axes in _axes(rows):
         # The statistics of routing have axes of their own and few bytes.
-        if max(row["received_bytes"].get(axes, 0) for row in rows) >= 5e3:
+        if max(row["received_by_axes"].get(axes, 0) for row in rows) >= 5e3:
             title = "MB\n" + axes.replace(" ", "\n")
-            columns.append(Column(title, lambda row, axes=axes: row["received_bytes"].get(axes, 0), ".2f", 1e6))
+            columns.append(Column(title, lambda row, axes=axes: row["received_by_axes"].get(axes, 0), ".2f", 1e6))
     if any(row["orthogonal_flops"] for row in rows):
         columns.append(Column("GFLOP", "step_flops", ".2f", 1e9))
         columns.append(Column("ortho\nGFLOP", "orthogonal_flops", ".2f", 1e9))
@@ -123,5 +123,5 @@ def _columns(rows: Sequence[Row], optional: Sequence[str]) -> list[Column]:
 
 def _axes(rows: Sequence[Row]) -> list[str]:
     """Return the sets of mesh axes over which layouts exchange, single axes first."""
-    found = {name for row in rows for name in row["received_bytes"]}
+    found = {name for row in rows for name in row["received_by_axes"]}
     return sorted(found, key=lambda name: (name.count(" "), [AXES.index(axis) for axis in name.split()]))

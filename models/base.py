@@ -13,7 +13,7 @@ from moezoo.errors import UserError, check_type
 from moezoo.models.arguments import as_integers, check_inside, known
 from moezoo.models.choice import choose_dispatch
 from moezoo.models.config import ModelConfig
-from moezoo.models.layers import Keep, LayersOutput, routing_rows, run_layers
+from moezoo.models.layers import Collect, LayersOutput, routing_rows, run_layers
 from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
 from moezoo.nn.cache import Cache
 from moezoo.nn.linear import normal, project
@@ -138,10 +138,10 @@ class LanguageModel(eqx.Module):
         context: Context,
         execution: Execution,
         cache: Cache | None = None,
-        keep: Keep | None = None,
+        collect: Collect | None = None,
     ) -> LayersOutput:
         """Run all layers (`moezoo.models.layers.run_layers`)."""
-        return run_layers(self.stacks, x, context, execution, cache, keep)
+        return run_layers(self.stacks, x, context, execution, cache, collect)
 
     @jax.named_scope("head")
     def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:

@@ -76,7 +76,7 @@ class Compared(NamedTuple):
     room: float
 
 
-def compare(
+def compare_strategies(
     stacks: tuple[Stack, ...],
     rows: int,
     length: int,

@@ -22,7 +22,7 @@ from moezoo.parallel.axes import Stack
 from moezoo.parallel.execution import Execution
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
-Keep = Callable[[Block, PyTree], PyTree]
+Collect = Callable[[Block, PyTree], PyTree]
 
 
 class LayerPlace(NamedTuple):
@@ -120,7 +120,7 @@ class LayersOutput(NamedTuple):
     """The result of all layers.
 
     `x`: activations after the last layer. `kept[stack][kind]`: what the loop kept. `sums`: routing sums of this device,
-    one row per layer with experts; None with a cache or `keep`.
+    one row per layer with experts; None with a cache or `collect`.
     """
 
     x: Float[Array, "batch seq embed"]
@@ -134,21 +134,21 @@ def run_layers(
     context: Context,
     execution: Execution,
     cache: Cache | None = None,
-    keep: Keep | None = None,
+    collect: Collect | None = None,
 ) -> LayersOutput:
     """Run all layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
-    With a `cache` or `keep` nothing is differentiated, and weights stay in their stack (`Execution.layer`).
+    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`Execution.layer`).
 
-    | use | `cache`, `keep` | returns |
+    | use | `cache`, `collect` | returns |
     |---|---|---|
     | training | neither | routing sums; layers are rematerialised by `execution.remat` |
-    | reading a prompt, recording modules | `keep` | in `kept`, what `keep` returns for each layer |
+    | reading a prompt, recording modules | `collect` | in `kept`, what `collect` returns for each layer |
     | reading one more token | `cache` | in `kept`, what later tokens need of it (`Cache.append`) |
 
     Naive equivalent: `for block in blocks: x = block(x, context, execution).x`.
     """
-    learns = cache is None and keep is None
+    learns = cache is None and collect is None
 
     def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
         return (execution.gather_weights(block) if learns else block)(x, own, execution, past)
@@ -166,7 +166,7 @@ def run_layers(
             for kind, block in enumerate(blocks):
                 past = None if cache is None else cache.past(number, kind, scanned)
                 x, sums, kept = run(x, block, prepared[kind], past)
-                collected.append(sums if learns else kept if keep is None else keep(block, kept))
+                collected.append(sums if learns else kept if collect is None else collect(block, kept))
             return x, tuple(collected)
 
         return jax.lax.scan(step, x, stack.blocks if learns else jnp.arange(stack.count))

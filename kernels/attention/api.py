@@ -11,7 +11,7 @@ from moezoo.kernels.attention import chunked, one_query, reference
 from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Keys, Place, Queries, Results, Softmax, Values
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.kernels import Choice, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import ChosenBackends, KernelOrder, Target, add_backend, choose, run
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
@@ -47,7 +47,7 @@ def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ..
     return _choose(KernelOrder(names, target), queries, keys, kv_heads)[0][1]
 
 
-def _choose(implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int) -> Choice:
+def _choose(implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int) -> ChosenBackends:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
     return choose("attention", runs_on, implementation, lambda target: _own_order(target, queries, keys, kv_heads))
 
@@ -98,7 +98,7 @@ def attend(
     Raises:
         UserError: The backend does not exist or does not run here.
     """
-    choice = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
+    chosen = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
 
     def backend(name: str) -> Callable[..., Attended]:
         return lambda *operands: BACKENDS[name].attend(*operands, scale=scale, window=window)
@@ -110,7 +110,7 @@ def attend(
         attended = Attended(*(vary_like(x, *alike) for x in empty))
     else:
         # Backends must vary alike. The transpose of the cast sums the gradients of a replicated operand.
-        attended = run(choice, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
+        attended = run(chosen, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
     return attended if sinks is None else add_sinks(attended, sinks)
 
 
@@ -156,11 +156,11 @@ def _run_part(
     function_of: Callable[[Backend], Any], operands: tuple, window: int | None, implementation: str | KernelOrder | None
 ) -> Any:
     q, k = operands[:2]
-    choice = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
+    chosen = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
 
     def backend(name: str) -> Callable[..., Any]:
         # A backend that has no parts is one for few queries, where the naive one does.
         function = function_of(BACKENDS[name]) or function_of(BACKENDS["reference"])
         return lambda *operands: function(*operands, window=window)
 
-    return run(choice, backend, *operands)
+    return run(chosen, backend, *operands)

@@ -15,7 +15,7 @@ from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWei
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.kernels import Choice, Keep, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Stored, by_matrix, materialise
 
@@ -49,7 +49,7 @@ def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
     return _choose(KernelOrder(names, target))[0][1]
 
 
-def _choose(implementation: str | KernelOrder | None) -> Choice:
+def _choose(implementation: str | KernelOrder | None) -> ChosenBackends:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
     return choose("grouped_matmul", runs_on, implementation, _own_order)
 
@@ -93,7 +93,7 @@ def grouped_matmul(
     Raises:
         UserError: The backend does not exist or does not run here, or the numbers of sizes and matrices differ.
     """
-    choice = _choose(implementation)
+    chosen = _choose(implementation)
     if weights.shape[0] != group_sizes.shape[0] or not weights.shape[0]:
         raise UserError(
             f"grouped_matmul: {group_sizes.shape[0]} group sizes for {weights.shape[0]} matrices; give one for each, "
@@ -106,7 +106,7 @@ def grouped_matmul(
     # A gradient must vary exactly as its operand. All are made to vary alike first; the transpose of that cast is the
     # sum over devices that a replicated operand needs.
     operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
-    product = functools.partial(_product, choice)
+    product = functools.partial(_product, chosen)
     is_few = _is_open(implementation) and few.suits(rows.shape[0], weights)
     result = on_cpu(few.multiply, product, *operands) if is_few else product(*operands)
     # Rematerialisation saves the result of a loop only under a name.
@@ -144,9 +144,9 @@ def gated(
     Raises:
         UserError: As for `grouped_matmul`.
     """
-    choice = _choose(implementation)
+    chosen = _choose(implementation)
     composed = functools.partial(_gated, activation=activation)
-    if not any(BACKENDS[name].gated for _, name in choice):
+    if not any(BACKENDS[name].gated for _, name in chosen):
         return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
 
     def own(name: str) -> Callable[..., Array]:
@@ -156,7 +156,7 @@ def gated(
     matrices = (materialise(weights, rows.dtype) for weights in (gate, up))
     operands = (rows, *matrices, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
     alike = jax.tree.leaves(operands)
-    return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
+    return checkpoint_name(run(chosen, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
 
 
 def routed_mlp(
@@ -195,11 +195,11 @@ def routed_mlp(
     Raises:
         UserError: As for `grouped_matmul`.
     """
-    choice = _choose(implementation)
+    chosen = _choose(implementation)
     composed = functools.partial(_routed_mlp, activation=activation)
     # On accelerators these rows take the composed path too; no backend there has a `routed_mlp`.
-    are_few = _is_open(implementation) and all(few.suits(plan.source.shape[0], w) for w in (gate, up, down))
-    if are_few or not any(BACKENDS[name].routed_mlp for _, name in choice):
+    are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in (gate, up, down))
+    if are_few or not any(BACKENDS[name].routed_mlp for _, name in chosen):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
@@ -213,7 +213,7 @@ def routed_mlp(
     weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
     operands = (tokens, gates, plan, weights)
     alike = jax.tree.leaves(operands)
-    return checkpoint_name(run(choice, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
+    return checkpoint_name(run(chosen, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
 
 
 def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation):
@@ -238,22 +238,22 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(choice, rows, weights, group_sizes):
+def _product(chosen, rows, weights, group_sizes):
     def multiply(name: str) -> Callable[..., Array]:
         one = BACKENDS[name]
         return lambda rows, weights, sizes: one.multiply(
             rows, weights if one.in_stack else materialise(weights, rows.dtype), sizes, 1
         )
 
-    return run(choice, multiply, rows, weights, group_sizes)
+    return run(chosen, multiply, rows, weights, group_sizes)
 
 
-def _backward(choice, residuals, cotangent):
+def _backward(chosen, residuals, cotangent):
     rows, weights, group_sizes = residuals
     multiply = lambda name: functools.partial(BACKENDS[name].multiply, contract=2)  # noqa: E731
     outer = lambda name: functools.partial(BACKENDS[name].outer, dtype=weights.dtype)  # noqa: E731
-    by_rows = run(choice, multiply, cotangent, weights, group_sizes)
-    return by_rows, run(choice, outer, rows, cotangent, group_sizes), None
+    by_rows = run(chosen, multiply, cotangent, weights, group_sizes)
+    return by_rows, run(chosen, outer, rows, cotangent, group_sizes), None
 
 
-_product.defvjp(lambda choice, *operands: (_product(choice, *operands), operands), _backward)
+_product.defvjp(lambda chosen, *operands: (_product(chosen, *operands), operands), _backward)

@@ -58,7 +58,7 @@ def _over_groups(
     plan: Plan, weights: ExpertWeights, step_of: Callable[[Int[Array, ""], ExpertWeights], Step], carry: Any
 ) -> Any:
     """Run the step of each group that has rows, `step_of(group, its weights)`, on blocks that cover the group."""
-    *rests, largest = _sizes(plan.source.shape[0])
+    *rests, largest = _sizes(plan.assignment.shape[0])
 
     def group(g: Int[Array, ""], start: Int[Array, ""], stop: Int[Array, ""], carry: Any) -> Any:
         step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_matrices))
@@ -130,18 +130,18 @@ class _Zeros:
 
     def rows(self, *shape: int, dtype: DTypeLike) -> Array:
         """Return zeros of this shape for every row, and for one block after the last row."""
-        rows = self._plan.source.shape[0]
+        rows = self._plan.assignment.shape[0]
         return self.array((rows + _sizes(rows)[-1], *shape), dtype)
 
 
 def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
     """Return the row of each assignment in the longer array `rows`, its length if none."""
-    return jnp.where(plan.row < plan.source.shape[0], plan.row, rows.shape[0])
+    return jnp.where(plan.row < plan.assignment.shape[0], plan.row, rows.shape[0])
 
 
 def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weights: ExpertWeights) -> list[Array]:
     """Return the results of all rows, and their products with gate and up if they are kept."""
-    index = _longer(plan.source // plan.row.shape[1])
+    index = _longer(plan.assignment // plan.row.shape[1])
 
     def step_of(_: Int[Array, ""], mine: ExpertWeights) -> Step:
         def step(carry: list[Array], first: Int[Array, ""], size: int, *_: Any) -> list[Array]:
@@ -180,8 +180,8 @@ def _run_forward(tokens, gates, plan, weights, activation, keep):
 
 def _run_backward(activation, residuals, cotangent):
     tokens, gates, plan, weights, kept = residuals
-    index = _longer(plan.source // plan.row.shape[1])
-    gate_of = _longer(jnp.take(gates.reshape(-1), plan.source, mode="fill", fill_value=0))
+    index = _longer(plan.assignment // plan.row.shape[1])
+    gate_of = _longer(jnp.take(gates.reshape(-1), plan.assignment, mode="fill", fill_value=0))
 
     def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
         def step(carry: tuple, first: Int[Array, ""], size: int, mask: Mask, begins: bool) -> tuple:

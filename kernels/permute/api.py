@@ -117,7 +117,7 @@ def sum_rows(
 
 @jax.custom_vjp
 def _permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "rows embed"]:
-    return jnp.take(tokens, plan.source // plan.row.shape[1], axis=0, mode="clip")
+    return jnp.take(tokens, plan.assignment // plan.row.shape[1], axis=0, mode="clip")
 
 
 def _permute_backward(plan, cotangent):
@@ -137,8 +137,8 @@ def _unpermute(
 def _unpermute_backward(residuals, cotangent):
     rows, gates, plan = residuals
     k = gates.shape[1]
-    gate = jnp.take(gates.reshape(-1), plan.source, mode="fill", fill_value=0)
-    by_row = jnp.take(cotangent, plan.source // k, axis=0, mode="clip").astype(jnp.float32)
+    gate = jnp.take(gates.reshape(-1), plan.assignment, mode="fill", fill_value=0)
+    by_row = jnp.take(cotangent, plan.assignment // k, axis=0, mode="clip").astype(jnp.float32)
     by_token = cotangent.astype(jnp.float32)
     by_gate = [(by_token * _take(rows, plan.row[:, c]).astype(jnp.float32)).sum(1) for c in range(k)]
     return (gate[:, None] * by_row).astype(rows.dtype), jnp.stack(by_gate, axis=1).astype(gates.dtype), None
@@ -158,7 +158,7 @@ def permute(tokens: Float[Array, "tokens embed"], plan: Plan) -> Float[Array, "r
         [R, d], in the dtype of the tokens. Unused rows hold an arbitrary token; their gradient is ignored. The result
         varies wherever an argument does.
     """
-    return _permute(vary_like(tokens, plan.source), jax.tree.map(lambda x: vary_like(x, tokens), plan))
+    return _permute(vary_like(tokens, plan.assignment), jax.tree.map(lambda x: vary_like(x, tokens), plan))
 
 
 def unpermute(
@@ -176,7 +176,7 @@ def unpermute(
         argument does.
     """
     return _unpermute(
-        vary_like(rows, gates, plan.source),
-        vary_like(gates, rows, plan.source),
+        vary_like(rows, gates, plan.assignment),
+        vary_like(gates, rows, plan.assignment),
         jax.tree.map(lambda x: vary_like(x, rows, gates), plan),
     )

@@ -24,7 +24,7 @@ class Differences(NamedTuple):
     same: tuple[int, ...]
 
 
-def compare(this: Sharding, against: Sharding) -> Differences:
+def find_differences(this: Sharding, against: Sharding) -> Differences:
     """Return the differences. Collectives are the same thing if scope, operation and mesh axes agree."""
     parameters = _changes(this.parameters, against.parameters, lambda row: row.name)
     activations = _changes(this.activations, against.activations, lambda row: row.name)

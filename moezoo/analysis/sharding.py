@@ -9,7 +9,7 @@ from moezoo.analysis.calls import CALLS, CallName
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.convert import convert
-from moezoo.generation.generate import Progress
+from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
@@ -130,7 +130,7 @@ def describe(
     traffic = collective_traffic(traced.jaxpr, "tpu")
     parameters = _parameters(blueprint, program.execution)
     memory = dict(program.memory)
-    if isinstance(traced.out_info, Progress):
+    if isinstance(traced.out_info, Continued):
         rows = cache_rows(blueprint.shapes, traced.out_info.cache, program.execution)
         memory["cache"] = sum(row.bytes_per_device for row in rows)
     held = tuple(MemoryRow(*item) for item in (*memory.items(), ("all", sum(memory.values()))))

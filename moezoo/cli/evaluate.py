@@ -27,7 +27,7 @@ def configure(*arguments: str) -> Any:
 def main(arguments: Sequence[str]) -> None:
     """Load the run's last checkpoint and print its validation loss."""
     from moezoo.config.build import build_execution
-    from moezoo.models.choice import compare
+    from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.training.evaluate import evaluate
     from moezoo.training.progress import BatchCounter, bar_on
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     model, cfg = load_run(keys.run_dir, *changes)
     execution = build_execution(cfg).exact
     use_cache(cfg.cache_dir, execution.mesh)
-    compared = compare(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
+    compared = compare_strategies(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         print(line, file=sys.stderr)
     with bar_on(sys.stderr) as bar:

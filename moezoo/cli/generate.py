@@ -73,7 +73,7 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     import numpy as np
 
     from moezoo.generation.generate import calls, generate
-    from moezoo.models.choice import compare
+    from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.training.report import choice_lines
 
@@ -92,7 +92,8 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     ids = np.zeros(mask.shape, np.int32)
     ids[mask] = np.concatenate(texts)
     here, sizes = loaded.execution.exact.for_rows(len(texts)), calls(len(texts), length)
-    compared: dict[Any, Any] = {call: compare(loaded.model.stacks, *size, here, call) for call, size in sizes.items()}
+    stacks = loaded.model.stacks
+    compared: dict[Any, Any] = {call: compare_strategies(stacks, *size, here, call) for call, size in sizes.items()}
     for line in choice_lines(cfg.dispatch, compared):
         print(line, file=sys.stderr)
     stops = loaded.stops if request.eos_token_id is None else [request.eos_token_id]

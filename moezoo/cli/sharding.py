@@ -46,7 +46,7 @@ class Switches:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the layout, or the difference between two."""
-    from moezoo.analysis.differences import compare
+    from moezoo.analysis.differences import find_differences
     from moezoo.analysis.sharding import describe
     from moezoo.cli import sharding_text as text
     from moezoo.config.compose import compose
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     if switches.against is None:
         print(text.as_json(layouts[0]) if switches.json else text.render(titles[0], layouts[0]))
         return
-    differences = compare(*layouts)
+    differences = find_differences(*layouts)
     print(text.as_json(differences) if switches.json else text.render_differences(titles, layouts, differences))
 
 
@@ -82,13 +82,13 @@ def _notes(cfg: Any, call: Any) -> list[str]:
     """Return what a choice between strategies chose, with the bytes that it compared, and much unused room."""
     from moezoo.analysis.calls import CALLS
     from moezoo.config.build import blueprint_of
-    from moezoo.models.choice import compare
+    from moezoo.models.choice import compare_strategies
     from moezoo.training.report import choice_lines, room_lines
 
     blueprint = blueprint_of(cfg)
     program = CALLS[call](cfg, blueprint)
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    found = compare(blueprint.shapes.stacks, program.rows, program.length, execution, call)
+    found = compare_strategies(blueprint.shapes.stacks, program.rows, program.length, execution, call)
     return choice_lines(cfg.dispatch, {call: found}) + room_lines(found)
 
 

@@ -46,10 +46,10 @@ def prefill(
     `at` holds each token's position and segment; segment 0 is padding.
     """
 
-    def keep(block: Block, kept: PyTree) -> State:
+    def collect(block: Block, kept: PyTree) -> State:
         return block.attention.state(length).fill(kept)
 
-    x, states, _ = model.layers(model.embed(tokens, execution), Context(at, at), execution, keep=keep)
+    x, states, _ = model.layers(model.embed(tokens, execution), Context(at, at), execution, collect=collect)
     return Advanced(_last_logits(model, x, execution), Cache.of_prompts(states, at))
 
 
@@ -206,7 +206,7 @@ class Prompts(NamedTuple):
     key: Array
 
 
-class Progress(NamedTuple):
+class Continued(NamedTuple):
     """The carry of the loop: `count` tokens are written to `new`; the model has not yet read the last, `token`."""
 
     count: Int[Array, ""]
@@ -230,7 +230,7 @@ class Continuation:
     prefill: Execution
     decode: Execution
 
-    def begin(self, model: LanguageModel, prompts: Prompts) -> Progress:
+    def begin(self, model: LanguageModel, prompts: Prompts) -> Continued:
         """Read the prompts and choose their first token."""
         tokens, valid, width = prompts.tokens, prompts.valid, prompts.tokens.shape[1]
         lengths = valid.sum(1, dtype=jnp.int32)
@@ -239,16 +239,16 @@ class Continuation:
         logits, cache = prefill(model, tokens, place, self.length, self.prefill)
         empty = vary(jnp.zeros((len(tokens), self.room), jnp.int32), self.prefill.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), self.prefill.token_axes)
-        start = Progress(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
-        return self._append_choice(prompts, start, logits)
+        start = Continued(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
+        return self._append_token(prompts, start, logits)
 
-    def advance(self, model: LanguageModel, prompts: Prompts, now: Progress) -> Progress:
+    def advance(self, model: LanguageModel, prompts: Prompts, now: Continued) -> Continued:
         """Read one more token of each row and choose the next."""
         # A row that has ended continues as padding, which experts do not compute.
         lengths = prompts.valid.sum(1, dtype=jnp.int32)
         here = Place((lengths + now.count - 1)[:, None], (~now.ended).astype(jnp.int32)[:, None])
         advanced = decode(model, now.token[:, None], here, now.cache, self.decode)
-        return self._append_choice(prompts, now._replace(cache=advanced.cache), advanced.logits)
+        return self._append_token(prompts, now._replace(cache=advanced.cache), advanced.logits)
 
     def run(self, model: LanguageModel, prompts: Prompts) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
         """Return new tokens, and how many of their columns were written."""
@@ -259,7 +259,7 @@ class Continuation:
         )
         return end.new, end.count
 
-    def _append_choice(self, prompts: Prompts, now: Progress, logits: Array) -> Progress:
+    def _append_token(self, prompts: Prompts, now: Continued, logits: Array) -> Continued:
         stops, token = prompts.stops, self.sampling(logits, prompts.row, now.count, prompts.key)
         ended, all_ended = now.ended, now.all_ended
         if stops.size:
@@ -267,7 +267,7 @@ class Continuation:
             ended = ended | (token[:, None] == stops[None]).any(1)
             all_ended = psum((~ended).sum(dtype=jnp.int32), self.prefill.token_axes) == 0
         new = lax.dynamic_update_slice(now.new, token[:, None], (0, now.count))
-        return Progress(now.count + 1, new, token, ended, all_ended, now.cache)
+        return Continued(now.count + 1, new, token, ended, all_ended, now.cache)
 
     def programs(self, model: LanguageModel) -> "Programs":
         """Return the methods as functions of whole arrays, for models like `model`."""
@@ -275,7 +275,7 @@ class Continuation:
         everywhere: Any = PartitionSpec()
         states = tuple(tuple(block.attention.state(self.length) for block in s.blocks) for s in model.stacks)
         laid_out: Any = jax.tree.map(functools.partial(_state_spec, execution=self.prefill), states)
-        now = Progress(everywhere, rows, rows, rows, everywhere, Cache(laid_out, rows, everywhere))
+        now = Continued(everywhere, rows, rows, rows, everywhere, Cache(laid_out, rows, everywhere))
         given = (self.prefill.specs(model), Prompts(rows, rows, rows, *(everywhere,) * 3), now)
         run = self.prefill.run
         return Programs(
@@ -302,8 +302,8 @@ def continuation(
 class Programs(NamedTuple):
     """`begin`, `advance` and `run` of a `Continuation` as functions of whole arrays."""
 
-    begin: Callable[[LanguageModel, Prompts], Progress]
-    advance: Callable[[LanguageModel, Prompts, Progress], Progress]
+    begin: Callable[[LanguageModel, Prompts], Continued]
+    advance: Callable[[LanguageModel, Prompts, Continued], Continued]
     run: Callable[[LanguageModel, Prompts], tuple[Array, Array]]
 
 

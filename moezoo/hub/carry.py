@@ -18,7 +18,7 @@ from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.json_files import open_file, read_json
 from moezoo.hub.nested import TEXT, text_config
-from moezoo.hub.opening import Source, check_tensors
+from moezoo.hub.opening import OpenFolder, check_tensors
 from moezoo.hub.tensors import Tensor, arrays_by_path, read_part
 from moezoo.hub.weight_files import DTYPES, INDEX, WeightFiles, read_header
 from moezoo.models import family_of
@@ -53,71 +53,71 @@ class Carried:
     rounded: tuple[str, ...] = ()
 
 
-def carry(model: LanguageModel, folder: Path, source: Source) -> Carried:
-    """Write `model` to `folder` as a copy of `source`. config.json is written last.
+def carry(model: LanguageModel, folder: Path, opened: OpenFolder) -> Carried:
+    """Write `model` to `folder` as a copy of `opened`. config.json is written last.
 
     Args:
         model: the model.
         folder: the new folder, which is made if it does not exist.
-        source: the folder of the same model.
+        opened: the folder of the same model.
 
     Raises:
-        UserError: `source` is of another model, or damaged.
+        UserError: `opened` is of another model, or damaged.
         OSError: something cannot be written, or exists.
     """
-    expected, unused = check_tensors(source, Blueprint(source.config).shapes)
-    ours, theirs = _keys_of_both(model, source)
-    own = {tensor.name: tensor for tensor in source.tensors(model)}
-    _check_equal(own, {tensor.name: tensor for tensor in expected}, model, source)
-    if source.stores_tied:
-        table, copy = source.tables
+    expected, unused = check_tensors(opened, Blueprint(opened.config).shapes)
+    ours, theirs = _keys_of_both(model, opened)
+    own = {tensor.name: tensor for tensor in opened.tensors(model)}
+    _check_equal(own, {tensor.name: tensor for tensor in expected}, model, opened)
+    if opened.stores_tied:
+        table, copy = opened.tables
         own[copy] = own[table]
-    config = _config_json(ours, theirs, model.embedding.weight.dtype, source)
-    shards = sorted({stored.path for stored in source.files.tensors.values()})
-    files, skipped = _other_files(source.folder, {"config.json", INDEX, *(path.name for path in shards)})
+    config = _config_json(ours, theirs, model.embedding.weight.dtype, opened)
+    shards = sorted({stored.path for stored in opened.files.tensors.values()})
+    files, skipped = _other_files(opened.folder, {"config.json", INDEX, *(path.name for path in shards)})
     arrays = arrays_by_path(with_auto_axes(model))
     folder.mkdir(parents=True, exist_ok=True)
-    written = [_write_shard(folder / path.name, path, own, arrays, source.files) for path in shards]
+    written = [_write_shard(folder / path.name, path, own, arrays, opened.files) for path in shards]
     for name in files:
-        _copy(source.folder / name, folder / name)
-    if (source.folder / INDEX).exists():
-        _write_index(folder / INDEX, source.folder / INDEX, written)
+        _copy(opened.folder / name, folder / name)
+    if (opened.folder / INDEX).exists():
+        _write_index(folder / INDEX, opened.folder / INDEX, written)
     _write(folder / "config.json", config)
     rounded = tuple(name for shard in written for name in shard.rounded)
     return Carried(unused, tuple(files), tuple(skipped), any(shard.changed for shard in written), rounded)
 
 
-def _keys_of_both(model: LanguageModel, source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
+def _keys_of_both(model: LanguageModel, opened: OpenFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keys of config.json for the model and for the folder's. Raises `UserError` unless of one type."""
-    place, family = source.place, source.family
+    place, family = opened.place, opened.family
     if family_of(model.config) is not family:
-        kind = text_config(source.mapping)["model_type"]
+        kind = text_config(opened.mapping)["model_type"]
         ours = type(model.config).__name__.removesuffix("Config")
-        raise _another(source, f"it has {place.table}model_type={kind} and the model is a {ours}")
-    ours, theirs = (family.hub.write(config) for config in (model.config, source.config))
+        raise _another(opened, f"it has {place.table}model_type={kind} and the model is a {ours}")
+    ours, theirs = (family.hub.write(config) for config in (model.config, opened.config))
     if ours["model_type"] != theirs["model_type"]:
         kinds = f"model_type={theirs['model_type']} and the model {ours['model_type']}"
-        raise _another(source, f"it has {place.table}{kinds}")
+        raise _another(opened, f"it has {place.table}{kinds}")
     return ours, theirs
 
 
-def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: LanguageModel, source: Source) -> None:
+def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: LanguageModel, opened: OpenFolder) -> None:
     """Raise `UserError` where the model has not the tensors of the folder in the same shapes."""
     if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in expected.items()}:
         return
-    keys = source.family.hub.keys(text_config(source.mapping)["model_type"])
+    keys = opened.family.hub.keys(text_config(opened.mapping)["model_type"])
     for setting in settings_of(type(model.config)):
-        theirs, value = (operator.attrgetter(setting)(config) for config in (source.config, model.config))
+        theirs, value = (operator.attrgetter(setting)(config) for config in (opened.config, model.config))
         if value != theirs and not dataclasses.is_dataclass(value):
-            key = f"{source.place.table}{keys[setting]}" if setting in keys else f"model.{setting}"
-            raise _another(source, f"it has {key}={show(theirs)} and the model {show(value)}")
+            key = f"{opened.place.table}{keys[setting]}" if setting in keys else f"model.{setting}"
+            raise _another(opened, f"it has {key}={show(theirs)} and the model {show(value)}")
     name = next(name for name in (own | expected) if name not in own or own[name].shape != expected[name].shape)
-    raise _another(source, f"{name} differs in shape")
+    raise _another(opened, f"{name} differs in shape")
 
 
-def _another(source: Source, difference: str) -> UserError:
+def _another(opened: OpenFolder, difference: str) -> UserError:
     return UserError(
-        f"save_pretrained: like={source.folder} is not a folder of this model: {difference}; name the one that the "
+        f"save_pretrained: like={opened.folder} is not a folder of this model: {difference}; name the one that the "
         "model was loaded from"
     )
 
@@ -126,35 +126,35 @@ def _another(source: Source, difference: str) -> UserError:
 _OLDER_ROPE = ("rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
-def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.dtype, source: Source) -> bytes:
+def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.dtype, opened: OpenFolder) -> bytes:
     """Return the text of config.json: that of the folder, in which keys with another value in `ours` are replaced.
 
     Raises `UserError` where the folder has another key for such a setting, which moezoo reads and does not write.
     """
-    family, place = source.family, source.place
+    family, place = opened.family, opened.place
     changed = {key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}
-    outer = inner = dict(source.mapping)
+    outer = inner = dict(opened.mapping)
     if place.table:
         inner = outer[TEXT] = dict(outer[TEXT])
     for key in theirs.keys() - ours.keys() | (set(_OLDER_ROPE) if "rope_parameters" in changed else set()):
         inner.pop(key, None)
     inner |= changed
-    stored = source.files.tensors[source.tables[0]]
+    stored = opened.files.tensors[opened.tables[0]]
     for table in (outer, inner) if np.dtype(DTYPES[stored.dtype]) != dtype else ():
         table |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in table}
-    if outer == source.mapping:
-        with open_file(source.folder / "config.json") as file:
+    if outer == opened.mapping:
+        with open_file(opened.folder / "config.json") as file:
             return file.read()
     try:
         again = family.hub.write(family.hub.read(family.config, text_config(outer)))
     except UserError as error:
         raise UserError(
-            f"save_pretrained: like={source.folder}: the model's settings do not fit its config.json ({error}); write "
+            f"save_pretrained: like={opened.folder}: the model's settings do not fit its config.json ({error}); write "
             "without like"
         ) from error
     if lost := [key for key in ours if again.get(key) != ours[key]]:
         raise UserError(
-            f"save_pretrained: like={source.folder}: its config.json sets {lost[0]} by another key, so it cannot be "
+            f"save_pretrained: like={opened.folder}: its config.json sets {lost[0]} by another key, so it cannot be "
             f"made {show(ours[lost[0]])}; write {lost[0]} there"
         )
     return (json.dumps(outer, indent=2, ensure_ascii=False) + "\n").encode()

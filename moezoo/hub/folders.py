@@ -59,11 +59,11 @@ def from_pretrained(
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
     folder, target = _path(folder), None if dtype is None else _parameter_dtype(dtype)
-    source = open_folder(folder)
-    files = source.files
+    opened = open_folder(folder)
+    files = opened.files
     stored = target or files.common_dtype()
-    shapes = Blueprint(source.config, str(stored)).shapes
-    wanted, unused = check_tensors(source, shapes)
+    shapes = Blueprint(opened.config, str(stored)).shapes
+    wanted, unused = check_tensors(opened, shapes)
     for purpose, names in unused.items():
         _warn(f"{folder}: {count(names)} not loaded, for {purpose}: {list_names(names)}")
     bytes_ = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -138,14 +138,14 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     if not isinstance(model, LanguageModel):
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
     folder = _path(folder)
-    source = None if like is None else open_folder(_path(like, "like"))
-    if source and folder.resolve() == source.folder.resolve():
+    opened = None if like is None else open_folder(_path(like, "like"))
+    if opened and folder.resolve() == opened.folder.resolve():
         raise UserError(f"save_pretrained: folder and like are both {folder}; name another folder to write")
     if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
         raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
-    if source:
+    if opened:
         with _writing(folder):
-            carried = carry(model, folder, source)
+            carried = carry(model, folder, opened)
         if carried.changed and carried.tensors:
             parts = (
                 f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items()

@@ -36,12 +36,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return parse_json(file.read(LARGEST + 1), str(path))
 
 
-def parse_json(data: bytes, source: str) -> dict[str, Any]:
+def parse_json(data: bytes, file: str) -> dict[str, Any]:
     """Return the JSON object in `data`.
 
     Args:
         data: what the file holds.
-        source: the name of the file for messages.
+        file: the name of the file for messages.
 
     Raises:
         UserError: the data is too long or is not a JSON object in UTF-8, a key is in an object twice, a number is not
@@ -49,7 +49,7 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
     """
 
     def refuse(fault: str) -> UserError:
-        return UserError(f"{source} {fault}; download it again")
+        return UserError(f"{file} {fault}; download it again")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)

@@ -19,7 +19,7 @@ from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 
 
-class Source(NamedTuple):
+class OpenFolder(NamedTuple):
     """A folder before its tensors are read. `mapping`: its config.json. `config`: that of the text model."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Source(NamedTuple):
             yield dataclasses.replace(tensor, name=self.place.to_folder(tensor.name))
 
 
-def open_folder(folder: Path) -> Source:
+def open_folder(folder: Path) -> OpenFolder:
     """Return what config.json and the headers of the files describe; both have about as many layers and experts."""
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
@@ -67,21 +67,21 @@ def open_folder(folder: Path) -> Source:
         raise UserError(f"{folder}/config.json: {table}{words}") from error
     files = WeightFiles(folder)
     place = Place() if text is mapping else find_place(mapping, files.tensors, folder)
-    source = Source(folder, mapping, family, config, files, place)
-    _check_counts(source, keys)
-    return source
+    opened = OpenFolder(folder, mapping, family, config, files, place)
+    _check_counts(opened, keys)
+    return opened
 
 
-def check_tensors(source: Source, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
+def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
     """Return the tensors of a model of these shapes in a folder, and the other tensors of the folder by purpose.
 
     Raises `UserError` where the folder lacks one, or has another that is not known.
     """
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
-    expected = list(itertools.islice(source.tensors(shapes), len(source.files.tensors) + 100_000))
-    unused = _check_names(source, {tensor.name for tensor in expected})
+    expected = list(itertools.islice(opened.tensors(shapes), len(opened.files.tensors) + 100_000))
+    unused = _check_names(opened, {tensor.name for tensor in expected})
     for tensor in expected:
-        source.files.check(tensor.name, tensor.shape)
+        opened.files.check(tensor.name, tensor.shape)
     return expected, unused
 
 
@@ -97,28 +97,28 @@ def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
     return kinds[kind]
 
 
-def _check_counts(source: Source, keys: Mapping[str, str]) -> None:
+def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
     """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
 
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        names = (source.place.to_folder(row.name) for row in source.family.hub.rows(source.config))
+        names = (opened.place.to_folder(row.name) for row in opened.family.hub.rows(opened.config))
         heads = {name.partition(field)[0] for name in names if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
-        found = {m[1] for name in source.files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
-        wanted = getattr(source.config, ours)
+        found = {m[1] for name in opened.files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
+        wanted = getattr(opened.config, ours)
         if heads and wanted > len(found) + 100:
             raise UserError(
-                f"{source.folder}: config.json has {source.place.table}{keys[ours]}={wanted}, but the safetensors hold "
+                f"{opened.folder}: config.json has {opened.place.table}{keys[ours]}={wanted}, but the safetensors hold "
                 f"{len(found)} {ours}; the files belong to different models"
             )
 
 
-def _check_names(source: Source, expected: set[str]) -> dict[str, list[str]]:
-    found, folder = _without_copy(source), source.folder
+def _check_names(opened: OpenFolder, expected: set[str]) -> dict[str, list[str]]:
+    found, folder = _without_copy(opened), opened.folder
     left = found - expected
-    over = source.place.find_unused(source.family.hub, left, expected)
+    over = opened.place.find_unused(opened.family.hub, left, expected)
     if missing := sorted(expected - found):
         raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
     if left := sorted(left - set(over)):
@@ -126,20 +126,20 @@ def _check_names(source: Source, expected: set[str]) -> dict[str, list[str]]:
     return {purpose: sorted(n for n in over if over[n] == purpose) for purpose in sorted(set(over.values()))}
 
 
-def _without_copy(source: Source) -> set[str]:
+def _without_copy(opened: OpenFolder) -> set[str]:
     """Return the names of the tensors, without an unembedding that is tied and stored nevertheless.
 
     Raises `UserError` where it is not equal to the embedding: libraries differ in which of the two they then use.
     """
-    names, files, config = set(source.files.tensors), source.files, source.config
-    if not source.stores_tied:
+    names, files, config = set(opened.files.tensors), opened.files, opened.config
+    if not opened.stores_tied:
         return names
-    table, copy = source.tables
+    table, copy = opened.tables
     for name in (table, copy):
         files.check(name, (config.vocab, config.embed))
     if not np.array_equal(files.read(table), files.read(copy)):
         raise UserError(
-            f"{source.folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to "
+            f"{opened.folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to "
             "load both, or take the second out of the files"
         )
     return names - {copy}

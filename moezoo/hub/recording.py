@@ -53,7 +53,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
             )
             for s, stack in enumerate(model.stacks)
         )
-        out = run_layers(stacks, x, context, execution, keep=lambda _, records: records)
+        out = run_layers(stacks, x, context, execution, collect=lambda _, records: records)
         _, after = _call_recording(model.readout, "unembedding", out.x)
         return before, out.kept, after
 

@@ -19,6 +19,6 @@ class Cosine(Schedule):
 
     def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
         """Return `rate` times a cosine that falls from 1 to `final_ratio`."""
-        progress = jnp.clip(since / max(1, left - 1), 0, 1)
-        cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        share = jnp.clip(since / max(1, left - 1), 0, 1)
+        cosine = 0.5 * (1 + jnp.cos(jnp.pi * share))
         return rate * (self.final_ratio + (1 - self.final_ratio) * cosine)

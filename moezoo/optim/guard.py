@@ -64,10 +64,10 @@ class Guard(NamedTuple):
     def after(self, accepted: Bool[Array, ""], loss: Float[Array, ""], norm: Float[Array, ""]) -> "Guard":
         """Return the guard after one more step."""
         # The plain mean of the first steps, later an exponential running mean.
-        keep = jnp.minimum(_DECAY, self.accepted.astype(jnp.float32) / (self.accepted + 1).astype(jnp.float32))
+        decay = jnp.minimum(_DECAY, self.accepted.astype(jnp.float32) / (self.accepted + 1).astype(jnp.float32))
 
         def mean(old: Array, new: Array) -> Array:
-            return jnp.where(accepted, keep * old + (1 - keep) * new, old)
+            return jnp.where(accepted, decay * old + (1 - decay) * new, old)
 
         one = accepted.astype(jnp.int32)
         return Guard(

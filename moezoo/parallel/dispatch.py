@@ -52,14 +52,14 @@ class Plan(NamedTuple):
     token * K + choice.
 
     Attributes:
-        source: The assignment that each row holds; N * K for an unused row.
+        assignment: The assignment that each row holds; N * K for an unused row.
         row: The row that holds each assignment; R if none does.
         group_sizes: The rows of each expert that runs here, in order: E/P of them where tokens move, E where weights
             move. Rows after their sum are unused.
         dropped: The number of assignments to local experts that found no row.
     """
 
-    source: Int[Array, " rows"]
+    assignment: Int[Array, " rows"]
     row: Int[Array, "tokens k"]
     group_sizes: Int[Array, " local_experts"]
     dropped: Int[Array, ""]

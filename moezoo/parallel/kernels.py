@@ -54,7 +54,7 @@ class KernelOrder(NamedTuple):
 # Return whether a backend can be traced and run for a target.
 RunsOn = Callable[[Target], bool]
 # Pairs (platform, backend). If the target is known, one pair whose platform is "".
-Choice = tuple[tuple[str, str], ...]
+ChosenBackends = tuple[tuple[str, str], ...]
 
 
 def add_backend(kernel: str, backends: dict[str, Any], name: str, backend: Any, kind: type) -> None:
@@ -95,7 +95,7 @@ def choose(
     backends: Mapping[str, RunsOn],
     implementation: str | KernelOrder | None,
     own_order: Callable[[Target], Sequence[str]],
-) -> Choice:
+) -> ChosenBackends:
     """Choose the first backend that runs on the target; without a target, one for each platform.
 
     Args:
@@ -128,10 +128,10 @@ def choose(
     return tuple(found.items())
 
 
-def run(choice: Choice, function_of: Callable[[str], Callable[..., Any]], *operands: PyTree) -> Any:
+def run(chosen: ChosenBackends, function_of: Callable[[str], Callable[..., Any]], *operands: PyTree) -> Any:
     """Call `function_of(name)` of the chosen backend on `operands`; where platforms differ, the lowering chooses."""
-    (_, usual), *_ = choice
-    others = {platform: name for platform, name in choice if name != usual}
+    (_, usual), *_ = chosen
+    others = {platform: name for platform, name in chosen if name != usual}
     if not others:
         return function_of(usual)(*operands)
     branches = {platform: function_of(name) for platform, name in others.items()}

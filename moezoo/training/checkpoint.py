@@ -45,12 +45,12 @@ class Checkpoints:
     `seconds` is how long the last complete save took.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        """Use `folder`, and keep the newest `keep` checkpoints in it."""
+    def __init__(self, folder: Path, count: int):
+        """Use `folder`, and keep the newest `count` checkpoints in it."""
         import orbax.checkpoint as ocp
 
         _silence_orbax()
-        self.folder, self._keep = folder.absolute(), keep
+        self.folder, self._count = folder.absolute(), count
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=_SAVE_SECONDS)
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
@@ -136,7 +136,7 @@ class Checkpoints:
             (unfinished / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
             (unfinished / _SUMS).write_text(json.dumps(_hash_files(unfinished), indent=1) + "\n")
             os.rename(unfinished, self.folder / str(step))
-            for old in steps(self.folder)[: -self._keep]:
+            for old in steps(self.folder)[: -self._count]:
                 _remove(self.folder, old)
             self.seconds = time.monotonic() - self._began
         except Exception as error:
@@ -264,7 +264,7 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
 
     _silence_orbax()
     for name, target in targets.items():
-        _compare(about["arrays"].get(name, {}), _describe_arrays(target), step)
+        _check_arrays(about["arrays"].get(name, {}), _describe_arrays(target), step)
     arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         try:
@@ -274,7 +274,7 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
     return {name: restored[name] for name in targets}
 
 
-def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> None:
+def _check_arrays(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> None:
     """Compare names, shapes and dtypes; orbax casts silently and does not report which array differs."""
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the checkpoint" if name in saved else "this model"

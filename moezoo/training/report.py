@@ -18,7 +18,7 @@ from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
-from moezoo.models.choice import Compared, compare
+from moezoo.models.choice import Compared, compare_strategies
 from moezoo.optim import Work
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
@@ -102,8 +102,8 @@ def layout_lines(placements: PyTree) -> list[str]:
 def dispatch_lines(cfg: TrainConfig, execution: Execution, stacks: tuple[Stack, ...]) -> list[str]:
     """Describe the strategy of training, the bytes that `dispatch` chose it by, if it did, and much unused room."""
     rows = cfg.batch_size // cfg.execution.microbatches
-    training = compare(stacks, rows, cfg.seq_len, execution, "train")
-    validation = compare(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
+    training = compare_strategies(stacks, rows, cfg.seq_len, execution, "train")
+    validation = compare_strategies(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
     lines = [dispatch_line(training.chosen, training.group)]
     lines += choice_lines(cfg.dispatch, {"train": training, "evaluate": validation})
     return lines + room_lines(training)

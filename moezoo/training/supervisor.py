@@ -85,7 +85,7 @@ def attach() -> None:
     threading.Thread(target=watch, name="supervisor", daemon=True).start()
 
 
-def report_progress(text: str) -> None:
+def report_to_watcher(text: str) -> None:
     """Report to the watching process: first that the processes have met, then which folder the run writes."""
     if _VARIABLE in os.environ:
         os.write(int(os.environ[_VARIABLE].partition(",")[2]), text.encode())

@@ -87,7 +87,7 @@ def train(cfg: TrainConfig) -> Run:
     check_config(cfg)
     cfg = dataclasses.replace(cfg, run_dir=_folder_path(cfg, "run_dir"), resume=_folder_path(cfg, "resume"))
     distributed.start(cfg.distributed, cfg.mesh.devices)
-    supervisor.report_progress("met\n")
+    supervisor.report_to_watcher("met\n")
     settings = flatten(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
     distributed.check_same(settings, "processes were started differently", "start all with the same command")
     before = _find_checkpoint(cfg)
@@ -119,7 +119,7 @@ def train(cfg: TrainConfig) -> Run:
 def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run: Opened) -> Run:
     """Run every step, and write what the run leaves."""
     execution, source, step, (folder, log) = prepared.execution, prepared.source, prepared.step, run
-    supervisor.report_progress(str(folder))
+    supervisor.report_to_watcher(str(folder))
     feed = step.feed()
     micro = cfg.batch_size // cfg.execution.microbatches
     batches = train_batches(

@@ -14,7 +14,7 @@ from traffic_oracle import step_traffic
 import moezoo
 from moezoo.analysis.activations import activations
 from moezoo.analysis.calls import CALLS, Call, CallName
-from moezoo.analysis.differences import Change, compare
+from moezoo.analysis.differences import Change, find_differences
 from moezoo.analysis.sharding import CollectiveRow, MemoryRow, ParameterRow, Sharding, collectives, describe
 from moezoo.config.build import blueprint_of
 from moezoo.models.blueprint import Blueprint
@@ -210,7 +210,7 @@ def test_differences():
     )
     changed = (gather._replace(bytes=9), gather._replace(op="x"))
     other = Sharding((parameter("a", 4), parameter("b", 4)), (), changed, (MemoryRow("all", 8),))
-    found = compare(this, other)
+    found = find_differences(this, other)
     assert found.parameters == (Change(parameter("a", 8), parameter("a", 4)),)
     assert found.collectives == (
         Change(gather._replace(scope="head"), None),
@@ -219,7 +219,7 @@ def test_differences():
     )
     assert found.memory == (Change(MemoryRow("all", 9), MemoryRow("all", 8)),)
     assert found.same == (1, 0, 0, 0)
-    assert compare(this, this) == ((), (), (), (), (2, 0, 2, 1))
+    assert find_differences(this, this) == ((), (), (), (), (2, 0, 2, 1))
 
 
 @pytest.mark.parametrize(

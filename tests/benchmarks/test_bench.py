@@ -148,9 +148,9 @@ def test_layouts(capsys):
         assert row["tokens_per_second_per_device"] == pytest.approx(128 / 8 / row["ms"] * 1e3, rel=1e-3)
         assert row["peak_bytes"] > 0
         table = communication(compose(*words.split(), *settings.split()))
-        assert row["received_bytes"].keys() == {"fsdp", "expert", "fsdp expert"}
-        assert sum(row["received_bytes"].values()) == table.bytes
-        assert row["received_bytes"]["expert"] == table.by("axes")[("expert",),].bytes
+        assert row["received_by_axes"].keys() == {"fsdp", "expert", "fsdp expert"}
+        assert sum(row["received_by_axes"].values()) == table.bytes
+        assert row["received_by_axes"]["expert"] == table.by("axes")[("expert",),].bytes
         assert row["optimizer"] == "muon"
         orthogonal = [moved.bytes for (scope,), moved in table.by("scope").items() if "orthogonalise" in scope]
         assert row["orthogonal_bytes"] == sum(orthogonal) > 0

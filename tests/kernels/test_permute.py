@@ -73,11 +73,11 @@ def test_equals_loops(k, count):
         got, permuted, token_gradient, unpermuted, row_gradient, gate_gradient = results
         source, row, sizes = loop_plan(expert_ids, first, count)
 
-        assert got.source.shape == (TOKENS * min(k, count),)
-        np.testing.assert_array_equal(got.source[: len(source)], [t * k + c for t, c in source])
+        assert got.assignment.shape == (TOKENS * min(k, count),)
+        np.testing.assert_array_equal(got.assignment[: len(source)], [t * k + c for t, c in source])
         np.testing.assert_array_equal(got.group_sizes, sizes)
         for assignment in np.ndindex(expert_ids.shape):
-            assert got.row[assignment] == row.get(assignment, len(got.source))
+            assert got.row[assignment] == row.get(assignment, len(got.assignment))
 
         wanted = [np.zeros((TOKENS, EMBED)), np.zeros((TOKENS, EMBED)), np.zeros(rows.shape), np.zeros((TOKENS, k))]
         for r, (t, c) in enumerate(source):

@@ -66,7 +66,7 @@ def test_a_change_of_anything_that_traffic_depends_on_is_traced_anew():
         }
         found, again = (
             {
-                name: choice.compare(model.stacks, rows, 24, execution, call, trained)
+                name: choice.compare_strategies(model.stacks, rows, 24, execution, call, trained)
                 for name, (call, rows, trained) in calls.items()
             }
             for _ in range(2)

@@ -14,7 +14,7 @@ from moezoo.analysis.cost import expert_rows
 from moezoo.config.build import build_execution
 from moezoo.data import Batch, load
 from moezoo.models.blueprint import Blueprint
-from moezoo.models.choice import choose_dispatch, compare
+from moezoo.models.choice import choose_dispatch, compare_strategies
 from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives
@@ -56,7 +56,7 @@ def test_takes_the_least_of_whole_steps(preset):
         cfg = moezoo.compose(f"model={preset}", *words, f"model.max_length={tokens}")
         assert cfg.dispatch == Auto()
         model = Blueprint(cfg.model).shapes
-        found = compare(model.stacks, rows, tokens, build_execution(cfg, abstract_mesh(cfg.mesh)), "train")
+        found = compare_strategies(model.stacks, rows, tokens, build_execution(cfg, abstract_mesh(cfg.mesh)), "train")
         steps = {strategy: step_traffic(cfg, model, strategy=strategy()) for strategy in (Ring, Ragged, Gather)}
         totals: dict[type, int] = {key: sum(received for _, received in step.values()) for key, step in steps.items()}
         assert totals[type(found.chosen)] == min(totals.values())
@@ -82,7 +82,7 @@ def test_bytes_by_hand():
         ("decode", "full", 2 * 2 * sent + routing, weights * 2),
     ]
     for call, remat, ring, gather in cases:
-        found = compare(stacks, 8, tokens, dataclasses.replace(execution, remat=remat), call)
+        found = compare_strategies(stacks, 8, tokens, dataclasses.replace(execution, remat=remat), call)
         assert (found.bytes[Ring()], found.bytes[Gather()]) == (ring, gather)
         assert found.bytes[Ragged()] == min(found.bytes.values())
         assert (found.chosen, found.room) == (Ragged(), 4)
@@ -100,12 +100,12 @@ def test_candidates_drop_nothing():
 def test_nothing_to_compare_without_split_experts():
     for words in (("mesh=single",), ("mesh=fsdp8", "rules=pure_fsdp")):
         _, stacks, execution = shapes_and_execution("dispatch=auto", *words)
-        found = compare(stacks, 8, 128, execution, "train")
+        found = compare_strategies(stacks, 8, 128, execution, "train")
         assert (found.chosen, found.bytes, found.room) == (Gather(), {}, 1)
         assert choice_lines(Auto(), {"train": found}) == []
     _, stacks, execution = shapes_and_execution("mesh=ep8", "dispatch=ragged")
     assert choose_dispatch(stacks, 8, 128, execution, "train") is execution
-    assert compare(stacks, 8, 128, execution, "train").bytes == {}
+    assert compare_strategies(stacks, 8, 128, execution, "train").bytes == {}
 
 
 SIZES = ("model=mixtral", "model.layers=1", "model.embed=16", "model.expert_mlp=32", "model.vocab=32", "model.heads=2")
@@ -169,7 +169,7 @@ def test_compares_what_traced_programs_move(call, words, trained):
     blueprint = Blueprint(cfg.model, trained=trained)
     model, program = blueprint.shapes, CALLS[call](cfg, blueprint)
     open_choice = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    found = compare(model.stacks, program.rows, program.length, open_choice, call, blueprint.mask)
+    found = compare_strategies(model.stacks, program.rows, program.length, open_choice, call, blueprint.mask)
     assert found.chosen == program.execution.dispatch
     # The program of `auto` stands for that of the strategy chosen.
     received = {type(found.chosen): collective_traffic(program.trace().jaxpr).bytes}

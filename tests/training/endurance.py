@@ -115,7 +115,7 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
         saved = max([*steps(torn / "checkpoints"), 0])
         fine &= _check_end(number, which, when, outcome, last, saved, trial, log)
     outcome = proceed(lambda *_: None)
-    fine &= outcome.code == 0 and outcome.first == (saved or None) and _compare(whole, torn, log)
+    fine &= outcome.code == 0 and outcome.first == (saved or None) and _compare_runs(whole, torn, log)
 
     for i in range(trial.flips):
         fine &= _try_flipped_bit(number + i + 1, torn, [*on, f"steps={total + 1}"], rng, log)
@@ -202,7 +202,7 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
 
 
-def _compare(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:
+def _compare_runs(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:
     """Compare every row and every bit of every parameter; return whether all are equal."""
     import jax
     import numpy as np

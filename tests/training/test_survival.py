@@ -231,7 +231,7 @@ def test_a_log_that_was_removed(tmp_path):
 
 def test_a_folder_of_checkpoints_that_was_removed(tmp_path):
     """Orbax would make it again, and save a run without its other files."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
     (tmp_path / "checkpoints").rmdir()
     state = {"model": {"x": np.zeros(2)}, "training": {"y": np.zeros(2)}}
     checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
@@ -261,7 +261,7 @@ def test_every_wait_of_a_save_is_bounded(tmp_path, monkeypatch):
 
     waited = []
     monkeypatch.setattr(checkpoint.distributed, "within", within)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
     for kind, name in ((checkpoints._orbax, "save"), (checkpoints, "_join"), (checkpoint.distributed, "together")):
         waits(kind, name)
     waits(checkpoints._orbax, "close")

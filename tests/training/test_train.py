@@ -183,7 +183,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
 
 def test_a_save_is_timed(tmp_path):
     """The loop spaces saves by how long the last one took."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
     assert checkpoints.seconds == 0
     state = {"model": {"x": jnp.zeros(2)}, "training": {"y": jnp.zeros(2)}}
     checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})

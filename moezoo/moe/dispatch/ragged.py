@@ -84,7 +84,7 @@ class Ragged(Dispatch):
         """Return results to the devices of their tokens, and sum the results of each token."""
         if state is None:
             return sums
-        (count, k), sent = state.gates.shape, state.sort.source.shape[0]
+        (count, k), sent = state.gates.shape, state.sort.assignment.shape[0]
         rows = exchange(sums, state.transfer.back(), sent, count * min(k, group.num_local), group.axes)
         return unpermute(rows, state.gates, state.sort)
 
