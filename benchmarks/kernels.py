@@ -103,13 +103,13 @@ def report(rows: Sequence[Row]) -> Report:
         sizes = " ".join(f"{letter}={size}" for letter, size in row["shape"].items())
         return f"{row['part']}, {sizes}, {row['routing']}, {row['dtype']}, {row['pass']}"
 
-    def place(row: Row) -> str:
+    def category(row: Row) -> str:
         sizes = row["shape"]
         return f"E={sizes['E']} K={sizes['K']} T={sizes['T']}\n{row['routing']}"
 
     tables = [Table(title, columns, some) for title, some in split(rows, case).items()]
     panels = [
-        Panel(f"{name}, TFLOP/s", points(some, place, "implementation", "tflops"))
+        Panel(f"{name}, TFLOP/s", points(some, category, "implementation", "tflops"))
         for name, some in split(rows, "pass").items()
     ]
     return Report(rows, tables, [panels], f"{rows[0]['part']} on {rows[0]['device']}, {rows[0]['dtype']}")

@@ -82,7 +82,7 @@ def report(rows: Sequence[Row]) -> Report:
     def words(row: Row) -> list[str]:
         return [row[key] for key in ("rules", "strategy", *optional)]
 
-    def place(row: Row) -> str:
+    def category(row: Row) -> str:
         return f"{row['mesh']}  {', '.join(words(row))}"
 
     tables, panels = [], []
@@ -92,9 +92,9 @@ def report(rows: Sequence[Row]) -> Report:
             caption = f"{here[0]['speed']:.2f} is the first layout's speed on {mesh}, divided by that of "
             caption += f"{' '.join(words(mine[0]))} on {mine[0]['mesh']}"
             tables.append(Table(title, _columns(here, optional), here, None if here[0] is mine[0] else caption))
-        speed = {place(row): {"": row["tokens_per_second_per_device"]} for row in mine}
+        speed = {category(row): {"": row["tokens_per_second_per_device"]} for row in mine}
         received = {
-            place(row): {axes.replace(" ", " and "): row["received_by_axes"].get(axes, 0) / 1e6 for axes in _axes(rows)}
+            category(row): {a.replace(" ", " and "): row["received_by_axes"].get(a, 0) / 1e6 for a in _axes(rows)}
             for row in mine
         }
         traffic = Panel("MB received per device and update", received, stacked=True)

@@ -58,14 +58,14 @@ class Table(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One plot of a picture: a value by place and series.
+    """One plot of a picture: a value by category and series.
 
-    Places are words down the left side, next to bars; or numbers along the bottom, below lines with two logarithmic
+    Categories are words down the left side, next to bars; or numbers along the bottom, below lines with two logarithmic
     axes. A series has one color in all panels, and an entry of the legend unless its name is empty.
     """
 
     label: str
-    values: Mapping[Any, Mapping[str, float | None]]  # place -> series -> value
+    values: Mapping[Any, Mapping[str, float | None]]  # category -> series -> value
     stacked: bool = False
     lines: str = ""  # what the numbers at the bottom are; empty for bars
 
@@ -98,9 +98,9 @@ def split(rows: Sequence[Row], by: Value) -> dict[Any, list[Row]]:
     return found
 
 
-def points(rows: Sequence[Row], place: Value, series: Value, value: Value) -> dict[Any, dict[str, Any]]:
-    """Return a value of each row by place and series."""
-    return {at: {get(row, series): get(row, value) for row in some} for at, some in split(rows, place).items()}
+def points(rows: Sequence[Row], category: Value, series: Value, value: Value) -> dict[Any, dict[str, Any]]:
+    """Return a value of each row by category and series."""
+    return {at: {get(row, series): get(row, value) for row in some} for at, some in split(rows, category).items()}
 
 
 def spread(form: str) -> Callable[[Row], str]:
@@ -167,7 +167,7 @@ def print_tables(tables: Sequence[Table]) -> None:
 
 
 def draw(panels: Sequence[Sequence[Panel]], title: str, path: Path) -> None:
-    """Draw lines of panels, which share their places, with one legend, and write them to a PNG file."""
+    """Draw lines of panels, which share their categories, with one legend, and write them to a PNG file."""
     from matplotlib.figure import Figure
 
     every = list(itertools.chain(*panels))
@@ -199,7 +199,7 @@ def draw(panels: Sequence[Sequence[Panel]], title: str, path: Path) -> None:
 
 
 def _draw_bars(axes: Any, panel: Panel, colors: Mapping[str, str]) -> dict[str, Any]:
-    """Draw the bars of each place below each other, or end to end; return a handle of each series."""
+    """Draw the bars of each category below each other, or end to end; return a handle of each series."""
     handles, number = {}, 1 if panel.stacked else len(panel.series)
     for at, values in enumerate(panel.values.values()):
         end = 0.0

@@ -134,8 +134,8 @@ def expert_layer(
     stacks: tuple[Stack, ...], rows: int, length: int, call: CallName, trained: PyTree | None = None
 ) -> ExpertLayer:
     """Return the first layer with experts, for a call. Arguments are those of `choose_dispatch`."""
-    places = ((number, kind) for number, stack in enumerate(stacks) for kind, b in enumerate(stack.blocks) if b.moe)
-    number, kind = next(places)
+    mixtures = ((number, kind) for number, stack in enumerate(stacks) for kind, b in enumerate(stack.blocks) if b.moe)
+    number, kind = next(mixtures)
     moe = stacks[number].blocks[kind].moe
     # The backward pass ends at the first part, from the embedding on, in which something is trained.
     before = () if trained is None else (trained.embedding, trained.stacks[: number + 1])

@@ -25,7 +25,7 @@ from moezoo.parallel.execution import Execution
 Collect = Callable[[Block, PyTree], PyTree]
 
 
-class LayerPlace(NamedTuple):
+class LayerAddress(NamedTuple):
     """Where layer `number` is stored: at index `index` of the arrays of block `kind` of stack `stack`.
 
     `routing_row`: its number among the layers with experts, from 0; None without experts.
@@ -48,22 +48,22 @@ def block_path(stack: int, kind: int) -> str:
     return f"stacks[{stack}].blocks[{kind}]"
 
 
-def layer_places(stacks: tuple[Stack, ...]) -> tuple[LayerPlace, ...]:
-    """Return the place of each layer in order. `stacks` may hold shapes instead of arrays."""
-    places, rows = list[LayerPlace](), count()
+def layer_addresses(stacks: tuple[Stack, ...]) -> tuple[LayerAddress, ...]:
+    """Return the address of each layer in order. `stacks` may hold shapes instead of arrays."""
+    addresses, rows = list[LayerAddress](), count()
     for number, stack in enumerate(stacks):
         for index, (kind, block) in product(range(stack.count), enumerate(stack.blocks)):
             row = None if block.moe is None else next(rows)
-            places.append(LayerPlace(len(places), number, kind, index, row))
-    return tuple(places)
+            addresses.append(LayerAddress(len(addresses), number, kind, index, row))
+    return tuple(addresses)
 
 
 def routing_rows(stacks: tuple[Stack, ...]) -> dict[tuple[int, int], np.ndarray]:
     """Return, for each (stack, kind) with experts, the routing rows of its layers."""
     rows: dict[tuple[int, int], list[int]] = {}
-    for place in layer_places(stacks):
-        if place.routing_row is not None:
-            rows.setdefault((place.stack, place.kind), []).append(place.routing_row)
+    for address in layer_addresses(stacks):
+        if address.routing_row is not None:
+            rows.setdefault((address.stack, address.kind), []).append(address.routing_row)
     return {where: np.asarray(found) for where, found in rows.items()}
 
 

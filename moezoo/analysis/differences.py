@@ -28,15 +28,15 @@ def find_differences(this: Sharding, against: Sharding) -> Differences:
     """Return the differences. Collectives are the same thing if scope, operation and mesh axes agree."""
     parameters = _changes(this.parameters, against.parameters, lambda row: row.name)
     activations = _changes(this.activations, against.activations, lambda row: row.name)
-    collectives = _changes(this.collectives, against.collectives, _place)
-    by_place = sorted(collectives, key=lambda change: _place(change.this or change.against))
+    collectives = _changes(this.collectives, against.collectives, _key)
+    ordered = sorted(collectives, key=lambda change: _key(change.this or change.against))
     memory = _changes(this.memory, against.memory, lambda row: row.name)
-    changes = (parameters, activations, tuple(by_place), memory)
+    changes = (parameters, activations, tuple(ordered), memory)
     same = (len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True))
     return Differences(*changes, tuple(same))
 
 
-def _place(row: CollectiveRow) -> tuple[str, str, MeshAxes]:
+def _key(row: CollectiveRow) -> tuple[str, str, MeshAxes]:
     return row.scope, row.op, row.mesh_axes
 
 

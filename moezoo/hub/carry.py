@@ -89,15 +89,15 @@ def carry(model: LanguageModel, folder: Path, opened: OpenFolder) -> Carried:
 
 def _keys_of_both(model: LanguageModel, opened: OpenFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keys of config.json for the model and for the folder's. Raises `UserError` unless of one type."""
-    place, family = opened.place, opened.family
+    nesting, family = opened.nesting, opened.family
     if family_of(model.config) is not family:
         kind = text_config(opened.mapping)["model_type"]
         ours = type(model.config).__name__.removesuffix("Config")
-        raise _another(opened, f"it has {place.table}model_type={kind} and the model is a {ours}")
+        raise _another(opened, f"it has {nesting.table}model_type={kind} and the model is a {ours}")
     ours, theirs = (family.hub.write(config) for config in (model.config, opened.config))
     if ours["model_type"] != theirs["model_type"]:
         kinds = f"model_type={theirs['model_type']} and the model {ours['model_type']}"
-        raise _another(opened, f"it has {place.table}{kinds}")
+        raise _another(opened, f"it has {nesting.table}{kinds}")
     return ours, theirs
 
 
@@ -109,7 +109,7 @@ def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: Lan
     for setting in settings_of(type(model.config)):
         theirs, value = (operator.attrgetter(setting)(config) for config in (opened.config, model.config))
         if value != theirs and not dataclasses.is_dataclass(value):
-            key = f"{opened.place.table}{keys[setting]}" if setting in keys else f"model.{setting}"
+            key = f"{opened.nesting.table}{keys[setting]}" if setting in keys else f"model.{setting}"
             raise _another(opened, f"it has {key}={show(theirs)} and the model {show(value)}")
     name = next(name for name in (own | expected) if name not in own or own[name].shape != expected[name].shape)
     raise _another(opened, f"{name} differs in shape")
@@ -131,10 +131,10 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.d
 
     Raises `UserError` where the folder has another key for such a setting, which moezoo reads and does not write.
     """
-    family, place = opened.family, opened.place
+    family, nesting = opened.family, opened.nesting
     changed = {key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}
     outer = inner = dict(opened.mapping)
-    if place.table:
+    if nesting.table:
         inner = outer[TEXT] = dict(outer[TEXT])
     for key in theirs.keys() - ours.keys() | (set(_OLDER_ROPE) if "rope_parameters" in changed else set()):
         inner.pop(key, None)

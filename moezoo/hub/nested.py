@@ -58,7 +58,7 @@ NESTED = {
 }
 
 
-class Place(NamedTuple):
+class Nesting(NamedTuple):
     """Where a folder has its text model.
 
     Attributes:
@@ -112,7 +112,7 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**mapping[TEXT], TIED: tied or False}
 
 
-def find_place(mapping: Mapping[str, Any], names: Collection[str], folder: Path) -> Place:
+def find_nesting(mapping: Mapping[str, Any], names: Collection[str], folder: Path) -> Nesting:
     """Return where a folder with the config.json of an outer model and tensors of these names has its text model.
 
     Raises `UserError` where it has tensors named in two ways.
@@ -122,4 +122,4 @@ def find_place(mapping: Mapping[str, Any], names: Collection[str], folder: Path)
     if len(found) > 1:
         both = " and ".join(way["model.layers."] for way in found)
         raise UserError(f"{folder} has tensors below {both}, two ways to name one model; download it again")
-    return Place(f"{TEXT}.", (found or ways)[0], parts)
+    return Nesting(f"{TEXT}.", (found or ways)[0], parts)

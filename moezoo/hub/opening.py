@@ -12,7 +12,7 @@ import numpy as np
 from moezoo.convert import show
 from moezoo.errors import UserError, nearest
 from moezoo.hub.json_files import read_json
-from moezoo.hub.nested import NESTED, TEXT, TIED, Place, find_place, text_config
+from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
@@ -27,12 +27,12 @@ class OpenFolder(NamedTuple):
     family: Family
     config: ModelConfig
     files: WeightFiles
-    place: Place
+    nesting: Nesting
 
     @property
     def tables(self) -> tuple[str, str]:
         """The names of the embedding and the unembedding in this folder."""
-        names = {row.ours[0]: self.place.to_folder(row.name) for row in self.family.hub.rows(self.config)}
+        names = {row.ours[0]: self.nesting.to_folder(row.name) for row in self.family.hub.rows(self.config)}
         return names["embedding.weight"], names["unembedding.weight"]
 
     @property
@@ -43,7 +43,7 @@ class OpenFolder(NamedTuple):
     def tensors(self, model: Any) -> Iterator[Tensor]:
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
         for tensor in tensors(model, self.family.hub):
-            yield dataclasses.replace(tensor, name=self.place.to_folder(tensor.name))
+            yield dataclasses.replace(tensor, name=self.nesting.to_folder(tensor.name))
 
 
 def open_folder(folder: Path) -> OpenFolder:
@@ -66,8 +66,8 @@ def open_folder(folder: Path) -> OpenFolder:
         table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
         raise UserError(f"{folder}/config.json: {table}{words}") from error
     files = WeightFiles(folder)
-    place = Place() if text is mapping else find_place(mapping, files.tensors, folder)
-    opened = OpenFolder(folder, mapping, family, config, files, place)
+    nesting = Nesting() if text is mapping else find_nesting(mapping, files.tensors, folder)
+    opened = OpenFolder(folder, mapping, family, config, files, nesting)
     _check_counts(opened, keys)
     return opened
 
@@ -103,22 +103,22 @@ def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        names = (opened.place.to_folder(row.name) for row in opened.family.hub.rows(opened.config))
+        names = (opened.nesting.to_folder(row.name) for row in opened.family.hub.rows(opened.config))
         heads = {name.partition(field)[0] for name in names if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
         found = {m[1] for name in opened.files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
         wanted = getattr(opened.config, ours)
         if heads and wanted > len(found) + 100:
             raise UserError(
-                f"{opened.folder}: config.json has {opened.place.table}{keys[ours]}={wanted}, but the safetensors hold "
-                f"{len(found)} {ours}; the files belong to different models"
+                f"{opened.folder}: config.json has {opened.nesting.table}{keys[ours]}={wanted}, but the safetensors "
+                f"hold {len(found)} {ours}; the files belong to different models"
             )
 
 
 def _check_names(opened: OpenFolder, expected: set[str]) -> dict[str, list[str]]:
     found, folder = _without_copy(opened), opened.folder
     left = found - expected
-    over = opened.place.find_unused(opened.family.hub, left, expected)
+    over = opened.nesting.find_unused(opened.family.hub, left, expected)
     if missing := sorted(expected - found):
         raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
     if left := sorted(left - set(over)):

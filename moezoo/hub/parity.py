@@ -17,7 +17,7 @@ from moezoo.hub.opening import open_folder
 from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
-from moezoo.models.layers import layer_places
+from moezoo.models.layers import layer_addresses
 from moezoo.models.names import Rows
 from moezoo.parallel.axes import Role, parameter_table
 
@@ -125,10 +125,10 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     theirs_by_ours = pair_modules(model)
     ours = record_model(model, ids)
     names = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}
-    place = open_folder(folder).place
+    nesting = open_folder(folder).nesting
     theirs = peer.record_modules(peer.load_peer(folder), ids, set(names.values()))
     rows = tuple(
-        _compare_module(place.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])
+        _compare_module(nesting.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])
         for where, name in names.items()
     )
     most = model.config.max_length
@@ -141,8 +141,8 @@ def _path_in_model(where: Where, model: LanguageModel) -> str:
     path, number = where
     if number is None:
         return path
-    place = layer_places(model.stacks)[number]
-    return path.replace(place.path, f"{place.path}[{place.index}]", 1)
+    layer = layer_addresses(model.stacks)[number]
+    return path.replace(layer.path, f"{layer.path}[{layer.index}]", 1)
 
 
 def pair_modules(model: LanguageModel) -> dict[Where, str]:
@@ -156,7 +156,7 @@ def pair_modules(model: LanguageModel) -> dict[Where, str]:
     if model.unembedding.weight is None:  # tied: transformers has a module for it too
         held.append("unembedding.weight")
     found: dict[Where, str] = {}
-    for prefix, number in (("", None), *((f"{place.path}.", place.number) for place in layer_places(model.stacks))):
+    for prefix, number in (("", None), *((f"{layer.path}.", layer.number) for layer in layer_addresses(model.stacks))):
         same = _same_parameters(held, prefix, rows)
         found |= {(path, number): name.replace("{layer}", str(number)) for path, name in same.items()}
     return found

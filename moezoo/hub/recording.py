@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from moezoo.models.base import LanguageModel, Unembedding
 from moezoo.models.block import Block, LayerOutput
-from moezoo.models.layers import block_path, layer_places, run_layers
+from moezoo.models.layers import block_path, layer_addresses, run_layers
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
 from moezoo.nn.base import FeedForwardOutput, MixerOutput
@@ -60,7 +60,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
     with jax.default_matmul_precision("highest"):
         before, inside, after = jax.device_get(program(model))
     records = [(None, one) for one in before]
-    for layer in layer_places(model.stacks):
+    for layer in layer_addresses(model.stacks):
         kept = jax.tree.map(lambda x, i=layer.index: x[i], inside[layer.stack][layer.kind])
         records += [(layer.number, one) for one in kept]
     records += [(None, one) for one in after]

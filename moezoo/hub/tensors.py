@@ -18,7 +18,7 @@ import numpy as np
 
 from moezoo.convert import show
 from moezoo.models.hub import Hub
-from moezoo.models.layers import layer_places
+from moezoo.models.layers import layer_addresses
 from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.parallel.stored import materialise
@@ -88,11 +88,11 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
     """Yield every tensor in a folder of `model`, which may hold shapes in place of arrays."""
     table = {path.lstrip("."): (axes, shape) for path, axes, shape in parameter_table(model)}
     rows = hub.rows(model.config)
-    for place in (None, *layer_places(model.stacks)):
-        below, number, at = ("", None, ()) if place is None else (f"{place.path}.", place.number, (place.index,))
+    for layer in (None, *layer_addresses(model.stacks)):
+        below, number, at = ("", None, ()) if layer is None else (f"{layer.path}.", layer.number, (layer.index,))
         for row in rows:
             paths = [f"{below}{path}" for path in row.ours]
-            if ("{layer}" in row.name) != (place is not None) or paths[0] not in table:
+            if ("{layer}" in row.name) != (layer is not None) or paths[0] not in table:
                 continue
             axes, shape = table[paths[0]]
             apart = () if row.layout in ("of_experts", "alternating") else axes.stacked[1:]

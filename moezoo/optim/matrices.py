@@ -185,12 +185,12 @@ def orthogonalised(
     """
 
     def layer(placements: PyTree, trees: tuple[PyTree, ...]) -> PyTree:
-        placed, structure = jax.tree.flatten(placements)
+        leaves, structure = jax.tree.flatten(placements)
         columns = [structure.flatten_up_to(tree) for tree in trees]
-        results: list[Array | None] = [None] * len(placed)
+        results: list[Array | None] = [None] * len(leaves)
         chosen = [i for i, x in enumerate(columns[0]) if x is not None]
         made = {i: make(*(column[i] for column in columns)).astype(dtype) for i in chosen}
-        views = {i: view(placed[i], made[i].shape, per_head, _axis_size) for i in chosen}
+        views = {i: view(leaves[i], made[i].shape, per_head, _axis_size) for i in chosen}
         for kind, members in _by_kind(views).items():
             batch = jnp.concatenate([views[i].matrices(made[i]) for i in members])
             route, _ = stages(kind, len(batch), _axis_size)

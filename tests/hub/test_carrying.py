@@ -198,10 +198,10 @@ def test_the_same_numbers_in_another_dtype_are_no_training(model, published, tmp
 
 @pytest.mark.parametrize("lost", ["e_score_correction_bias", "mlp.shared_experts", ".experts.1.", "q_a_layernorm"])
 def test_tensors_that_the_model_lacks_survive_among_its_own(model, published, tmp_path, monkeypatch, lost):
-    find, plan = nested.Place.find_unused, opening.tensors
+    find, plan = nested.Nesting.find_unused, opening.tensors
     monkeypatch.setattr(opening, "tensors", lambda *a: (t for t in plan(*a) if lost not in t.name))
     further = lambda *a: {n: "another use" for n in a[2] if lost in n} | find(*a)  # noqa: E731
-    monkeypatch.setattr(nested.Place, "find_unused", further)
+    monkeypatch.setattr(nested.Nesting, "find_unused", further)
     with pytest.warns(UserWarning, match="for another use: .*for multi-token"):
         moezoo.save_pretrained(jax.tree.map(lambda x: x + 1, model), tmp_path / "new", like=published)
     before, after = stored(published), stored(tmp_path / "new")

@@ -129,10 +129,10 @@ def test_an_open_choice_does_not_reach_a_layer():
     with pytest.raises(AssertionError, match="choose"):
         _ = execution.strategy
     # Where parameters are stored does not depend on the strategy.
-    stored = [place.stored for place in jax.tree.leaves(execution.placements(stacks))]
+    stored = [placement.stored for placement in jax.tree.leaves(execution.placements(stacks))]
     for strategy in (Ring(), Gather()):
         there = dataclasses.replace(execution, dispatch=strategy).placements(stacks)
-        assert [place.stored for place in jax.tree.leaves(there)] == stored
+        assert [placement.stored for placement in jax.tree.leaves(there)] == stored
 
 
 def test_the_summary_has_the_choice_and_its_numbers():

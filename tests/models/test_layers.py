@@ -20,7 +20,7 @@ import moezoo
 from moezoo.generation import generate as generation
 from moezoo.hub import tensors as hub
 from moezoo.models.hub import Hub, ModelType
-from moezoo.models.layers import find_periods, layer_places
+from moezoo.models.layers import find_periods, layer_addresses
 from moezoo.models.names import rows
 from moezoo.nn.positions import Context
 from moezoo.optim import SGD, Constant, Optimizer
@@ -122,14 +122,14 @@ def test_a_pattern_is_found(leading, pattern, count, remaining):
     assert blocks <= len(leading) + len(pattern) + len(remaining)
 
 
-def test_places():
-    places = layer_places(model().stacks)
-    assert [(p.number, p.stack, p.kind, p.index) for p in places] == [
+def test_addresses():
+    addresses = layer_addresses(model().stacks)
+    assert [(p.number, p.stack, p.kind, p.index) for p in addresses] == [
         *((2 * i + kind, 0, kind, i) for i in range(2) for kind in range(2)),
         (4, 1, 0, 0),
     ]
-    assert [p.number for p in places if p.routing_row is not None] == WITH_EXPERTS
-    assert [p.routing_row for p in places if p.routing_row is not None] == [0, 1, 2, 3]
+    assert [p.number for p in addresses if p.routing_row is not None] == WITH_EXPERTS
+    assert [p.routing_row for p in addresses if p.routing_row is not None] == [0, 1, 2, 3]
 
 
 def test_equals_the_blocks_one_after_the_other():

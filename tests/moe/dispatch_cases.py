@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     strategy: str
     group: int
-    placed: str
+    spread: str
     tokens: int
     experts: int
     k: int
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split tokens."""
         axes = LAYOUTS[self.group].shape
-        return tuple(a for a in axes if self.placed == "split" or a not in LAYOUTS[self.group].axes)
+        return tuple(a for a in axes if self.spread == "split" or a not in LAYOUTS[self.group].axes)
 
 
 def expert_layer(case, tokens, experts, gates, mlp):

@@ -55,9 +55,9 @@ def drops(case, experts):
 
 # 5 tokens per device of a group; 26 replicated ones do not divide, so shares are padded.
 CASES = [
-    Case(strategy, group, placed, tokens, 8, 2, factor)
+    Case(strategy, group, spread, tokens, 8, 2, factor)
     for strategy in BOUNDS
-    for group, placed, tokens, factor in [
+    for group, spread, tokens, factor in [
         (1, "split", 24, 0.7),
         (4, "split", 40, 0.5),
         (8, "split", 40, 1.25),
@@ -66,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.placed}-{c.group}-{c.factor}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.spread}-{c.group}-{c.factor}")
 def test_drops_what_its_definition_says_and_nothing_else(case):
     """Outputs, counts and every gradient: what is dropped contributes to none of them."""
     seen = []

@@ -80,7 +80,7 @@ def placement(name, axes, mesh, shared):
     return shipped(name).placement(axes, dict(mesh), shared=shared)
 
 
-def place(layout, axes, shape, mesh):
+def placement_of(layout, axes, shape, mesh):
     """Return the placement of a parameter."""
     return placement(layout.name, axes, tuple(mesh.items()), layout.shared(axes, shape, mesh))
 
@@ -97,7 +97,7 @@ def fits(preset, name, mesh):
     layout = shipped(name)
     try:
         for axes, shape in parameters(preset):
-            layout.check_parameter("", place(layout, axes, shape, mesh), shape, mesh)
+            layout.check_parameter("", placement_of(layout, axes, shape, mesh), shape, mesh)
     except UserError:
         return False
     return True
@@ -140,7 +140,7 @@ def test_every_parameter_is_split_over_all_axes_of_its_kind(name):
         for mesh in fitting(preset, name, devices):
             total = whole = 0
             for axes, shape in parameters(preset):
-                placement = place(layout, axes, shape, mesh)
+                placement = placement_of(layout, axes, shape, mesh)
                 dims = ("expert", "expert_embed") if "expert" in axes.names else ("embed",)
                 if axes.role is Role.BIAS:
                     dims = [dim for dim in dims if dim in axes.names]
