@@ -47,12 +47,12 @@ def build_model(config: ModelConfig, *, key: jax.Array, dtype: str = "float32") 
     """Return a model of the family of `config`, with random parameters in `dtype` drawn from `key`.
 
     Args:
-        config: the configuration of a family, such as cfg.model.
-        key: one random key.
+        config: The configuration of a family, such as cfg.model.
+        key: One random key.
         dtype: float32, bfloat16 or float16.
 
     Raises:
-        UserError: an argument is something else.
+        UserError: An argument is something else.
     """
     family = family_of(config)
     check_key(key)

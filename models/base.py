@@ -162,13 +162,13 @@ class LanguageModel(eqx.Module):
         for the nearest one inside, and any position is rotated as it is.
 
         Args:
-            tokens: integers [batch, seq] from 0 to `vocab` - 1, the whole batch even on a mesh.
-            segments: the number of each token's document in its row, from 1; 0 is padding. Default: all 1.
-            positions: each token's position in its document, below `config.longest`. Default: its index in the row.
-            execution: how the model runs. Default: on one device. `dispatch=auto` counts no gradients here.
+            tokens: Integers [batch, seq] from 0 to `vocab` - 1, the whole batch even on a mesh.
+            segments: The number of each token's document in its row, from 1; 0 is padding. Default: all 1.
+            positions: Each token's position in its document, below `config.longest`. Default: its index in the row.
+            execution: How the model runs. Default: on one device. `dispatch=auto` counts no gradients here.
 
         Raises:
-            UserError: an array is not integers [batch, seq], is empty, or has a number out of its range; a row without
+            UserError: An array is not integers [batch, seq], is empty, or has a number out of its range; a row without
                 `positions` is longer than `config.longest`; or the mesh does not divide the batch or the sequence.
         """
         execution = Execution() if execution is None else execution

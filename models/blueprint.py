@@ -18,10 +18,10 @@ class Blueprint:
     """What a model is: its arrays, how they are made, and which of them are trained.
 
     Attributes:
-        config: the configuration of a registered family.
-        dtype: the dtype of the parameters: float32, bfloat16 or float16.
-        change: what is done to a fresh model, such as `lambda model: store(model, matches)`; None for nothing.
-        trained: receives the path of an array and returns whether it is trained
+        config: The configuration of a registered family.
+        dtype: The dtype of the parameters: float32, bfloat16 or float16.
+        change: What is done to a fresh model, such as `lambda model: store(model, matches)`; None for nothing.
+        trained: A function of the path of an array that returns whether it is trained
             (`moezoo.parallel.axes.trainable_mask`); None for all except buffers and the parts of containers.
     """
 

@@ -16,9 +16,9 @@ class Limit(NamedTuple):
     """The most tokens that a text may have, and the setting that says so.
 
     Attributes:
-        key: the setting, such as `model.max_length`.
-        tokens: its value.
-        why: what forbids a larger value; "" where nothing does.
+        key: The setting, such as `model.max_length`.
+        tokens: Its value.
+        why: What forbids a larger value; "" where nothing does.
     """
 
     key: str
@@ -54,7 +54,7 @@ class ModelConfig(abc.ABC):
     The ranges here also hold for the fields of a family that have another default.
 
     Raises:
-        UserError: a value has a wrong type, a number is out of its range, or sizes contradict each other.
+        UserError: A value has a wrong type, a number is out of its range, or sizes contradict each other.
     """
 
     vocab: Size = 256

@@ -62,13 +62,13 @@ class ConfigJson:
         """Return the value of `key`, or `default` where the key is missing.
 
         Args:
-            key: the key.
-            kind: the type, as for `moezoo.convert.convert`. Null is a value only if the type has None.
-            default: without it the key is required.
-            least: the smallest integer; the largest is that of int32.
+            key: The key.
+            kind: The type, as for `moezoo.convert.convert`. Null is a value only if the type has None.
+            default: The value of a missing key; without it the key is required.
+            least: The smallest integer; the largest is that of int32.
 
         Raises:
-            UserError: the key is missing, or its value does not fit.
+            UserError: The key is missing, or its value does not fit.
         """
         self._seen.add(key)
         if key in self._mapping:
@@ -113,8 +113,8 @@ class ConfigJson:
         Null and keys with `_` in front are without effect.
 
         Args:
-            only: keys, and the values that the family supports.
-            without_effect: keys that change nothing that moezoo computes.
+            only: Keys, and the values that the family supports.
+            without_effect: Keys that change nothing that moezoo computes.
         """
         harmless = {*self._seen, *without_effect}
         if not self._table:
@@ -161,16 +161,16 @@ def read_rope(
     mean the same, and null of `factor`, `beta_fast` and `beta_slow` is no value: transformers reads them so.
 
     Args:
-        config: the keys of config.json.
-        max_length: the value of `max_position_embeddings`.
-        extensions: the values of `rope_type` that the family has, of `default` and `yarn`.
-        base: the base where no key has it.
-        share: the share where no key has it; None where the family rotates whole heads, and refuses another share.
-        others: keys of the table that the caller reads, or that change nothing.
-        missing: the table where there is none.
+        config: The keys of config.json.
+        max_length: The value of `max_position_embeddings`.
+        extensions: The values of `rope_type` that the family has, of `default` and `yarn`.
+        base: The base where no key has it.
+        share: The share where no key has it; None where the family rotates whole heads, and refuses another share.
+        others: Keys of the table that the caller reads, or that change nothing.
+        missing: The table where there is none.
 
     Raises:
-        UserError: a value does not fit, or the family does not have the extension.
+        UserError: A value does not fit, or the family does not have the extension.
     """
     rope = config.rope_table(missing)
     base = rope.read("rope_theta", float, config.read("rope_theta", float, base))

@@ -32,12 +32,12 @@ class Family:
     It is found by the class of its configurations, which should be the family's own.
 
     Attributes:
-        name: the name in `FAMILIES`, and under `family` in a file of `conf/model/`.
-        config: the class of its configurations.
+        name: The name in `FAMILIES`, and under `family` in a file of `conf/model/`.
+        config: The class of its configurations.
         kinds: `kinds(config)` returns runs of layers, each a list with the kind of each layer. Layers of one kind have
             the same structure. Each run draws its initial values from a key of its own.
         make_block: `make_block(kind, config, dtype, key)` returns one layer.
-        hub: its mapping to Hugging Face folders.
+        hub: Its mapping to Hugging Face folders.
     """
 
     name: str

@@ -22,12 +22,12 @@ class Key:
     """A key of config.json that holds one setting of ours.
 
     Attributes:
-        names: its names, with spaces in between. transformers reads all, and the first is written.
-        default: the value of a missing key; without it the key is required.
-        words: what false and true mean, for a setting that is one of two words.
-        null: what null means: a value, or a function of the settings that were read before. Without it null is refused,
+        names: Its names, with spaces in between. transformers reads all, and the first is written.
+        default: The value of a missing key; without it the key is required.
+        words: What false and true mean, for a setting that is one of two words.
+        null: What null means: a value, or a function of the settings that were read before. Without it null is refused,
             or is a value of the setting.
-        least: the smallest whole number.
+        least: The smallest whole number.
     """
 
     names: str
@@ -63,7 +63,7 @@ class Part:
     Attributes:
         read: `read(config, found)` returns settings. Raises `UserError` for values that do not fit.
         write: `write(config)` returns keys of config.json.
-        keys: our settings and their keys, for messages.
+        keys: Our settings and their keys, for messages.
     """
 
     read: Callable[[ConfigJson, Found], Found] = lambda config, found: {}
@@ -124,13 +124,13 @@ class ModelType:
     """A value of `model_type` in config.json.
 
     Attributes:
-        architecture: the name of its class in transformers, without `ForCausalLM`.
-        settings, further: our settings, in the order in which they are read and written; the model type is written in
+        architecture: The name of its class in transformers, without `ForCausalLM`.
+        settings, further: Our settings, in the order in which they are read and written; the model type is written in
             between. Those that are in neither have the defaults of the configuration.
-        rows: the names of its tensors.
-        only: keys that change what is computed, and the values that the family supports: a tuple, or a function of the
+        rows: The names of its tensors.
+        only: Keys that change what is computed, and the values that the family supports: a tuple, or a function of the
             settings that returns the one value.
-        without_effect: keys that change nothing here, besides those of every family, with spaces in between.
+        without_effect: Keys that change nothing here, besides those of every family, with spaces in between.
     """
 
     architecture: str
@@ -146,8 +146,8 @@ class Hub:
     """The model types of a family, by their names.
 
     Attributes:
-        about: what distinguishes each.
-        types: what each has in its folders.
+        about: What distinguishes each.
+        types: What each has in its folders.
         type_of: `type_of(config)` returns the type that a configuration is written as. Raises `UserError` where there
             is none.
         check: `check(config, mapping)` raises `UserError` where `mapping`, which was made of the configuration,

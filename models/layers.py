@@ -101,9 +101,9 @@ def make_stacks(kinds: Sequence[Hashable], make_block: Callable[[Any, Array], Bl
     """Return the stacks of a model.
 
     Args:
-        kinds: the kind of each layer in order. Layers of one kind have the same structure.
+        kinds: The kind of each layer in order. Layers of one kind have the same structure.
         make_block: `make_block(kind, key)` returns one layer.
-        keys: a random key per layer.
+        keys: A random key per layer.
     """
     stacks, first = [], 0
     for period, periods in find_periods(kinds):

@@ -51,11 +51,11 @@ def mixture(
     """Return a mixture of experts.
 
     Args:
-        c, dtype: the configuration; the dtype of parameters.
-        keys: a random key each for the router, the experts and the shared experts, if there are any.
-        choice, bias: how the router chooses experts, and whether it has a bias.
-        shared_experts: the width of the shared MLP, in experts; 0 for none.
-        options: those of `Experts` that differ by family.
+        c, dtype: The configuration; the dtype of parameters.
+        keys: A random key each for the router, the experts and the shared experts, if there are any.
+        choice, bias: How the router chooses experts, and whether it has a bias.
+        shared_experts: The width of the shared MLP, in experts; 0 for none.
+        options: Those of `Experts` that differ by family.
     """
     router = Router(c.embed, c.experts, c.experts_per_token, choice, bias=bias, dtype=dtype, key=keys[0])
     experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std(c), dtype=dtype, key=keys[1], **options)

@@ -68,9 +68,9 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     """Convert `value` to an instance of `kind`.
 
     Args:
-        kind: int, float (whole numbers too), bool, str, a `Literal` or `Name`, `tuple[X, ...]` (for these two one name
-            alone too), `Mapping[str, X]`, or a dataclass of these; or a union with classes such as None's, whose
-            instances are taken as they are.
+        kind: The type: int, float (whole numbers too), bool, str, a `Literal` or `Name`, `tuple[X, ...]` (for these two
+            one name alone too), `Mapping[str, X]`, or a dataclass of these; or a union with classes such as None's,
+            whose instances are taken as they are.
         value: A plain value. What it omits of a dataclass takes the default of the field. Numbers of NumPy count as
             numbers, paths as text, and tuples as lists; a bool is never a number, and a float never a whole number.
         key: The dotted key of `value`; empty at the top.

@@ -268,7 +268,7 @@ class Budget:
         | bytes of all collectives over the same axes | `slack` times the trace; see `turned` for reduce-scatters |
 
         Args:
-            equal: the collectives, by HLO's names, of which the program must run what is traced, in count and bytes.
+            equal: The collectives, by HLO's names, of which the program must run what is traced, in count and bytes.
         """
         faults = [
             f"{op} over {' '.join(axes)} runs {traffic.count} times, traced {self.trace[op, axes].count} times"

@@ -267,8 +267,8 @@ def scanned(weights: Any, x: Any, again: bool = False, around: bool = False) -> 
     """Run three layers on [batch fsdp, seq expert, d]; their weights are split over both axes.
 
     Args:
-        again: plant an error: each weight is gathered twice.
-        around: plant an error: the sequence is gathered around the exchange between experts.
+        again: Whether to plant an error: each weight is gathered twice.
+        around: Whether to plant an error: the sequence is gathered around the exchange between experts.
     """
     split = ("fsdp", "expert")
 

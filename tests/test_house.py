@@ -1,7 +1,8 @@
-"""The order of packages: which may import which, read from the source; and names that would hide a module."""
+"""House rules, read from the source: which package imports which, names that hide a module, entries of docstrings."""
 
 import ast
 import graphlib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -198,3 +199,25 @@ def test_a_function_may_have_the_name_of_its_package():
     from moezoo.kernels import grouped_matmul
 
     assert callable(grouped_matmul)
+
+
+def find_wrong_entries(text: str) -> list[str]:
+    """Return the entries of `Args:`, `Attributes:` and `Raises:` that begin or end in another way than all others."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    sections = re.findall(r"^(?:Args|Attributes|Raises):\n((?:\n| .*\n?)+)", "\n".join(docs), re.MULTILINE)
+    entries = [entry.strip() for each in sections for entry in re.split(r"^ {4}(?=\S)", each, flags=re.MULTILINE)[1:]]
+    allowed = re.compile(r"[\w, ]+: ([A-Z`\"\[\d]|(float|int|uint)\d).*\.", re.DOTALL)
+    return [entry for entry in entries if not allowed.fullmatch(entry)]
+
+
+def test_entries_of_docstrings_are_alike(code):
+    assert [(module, entry) for module, text in code.items() for entry in find_wrong_entries(text)] == []
+
+
+@pytest.mark.parametrize(
+    "entry", ["x: the tokens.", "x: The tokens", "x The tokens.", "x: Tokens,\n            and more"]
+)
+def test_a_planted_entry_is_found(entry):
+    sections = f"Args:\n        y: int32 [T].\n        {entry}\n\n    Raises:\n        E: So."
+    assert len(find_wrong_entries(f'def f(x):\n    """Return x.\n\n    {sections}\n    """')) == 1

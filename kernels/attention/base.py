@@ -100,7 +100,7 @@ class Backend(NamedTuple):
         attend: The function.
         part: Attention over a part of the keys; None if the backend has none.
         part_gradients: Its gradients.
-        runs_on: Return whether the backend can be traced and run for a target.
+        runs_on: Whether the backend can be traced and run for a target.
     """
 
     attend: Attend

@@ -179,8 +179,8 @@ def routed_mlp(
     Backends without a kernel for this compose it of `permute`, `gated`, `grouped_matmul` and `unpermute`.
 
     Args:
-        tokens: In the dtype of the weights.
-        gates: float32.
+        tokens: The tokens, in the dtype of the weights.
+        gates: The gates, float32.
         plan: The rows of each group, and the token that each row holds.
         gate, up, down: One matrix per group.
         activation: As for `gated`.

@@ -90,7 +90,7 @@ class Backend(NamedTuple):
         multiply: The product for each row.
         outer: The product for each group.
         gated: A kernel for `gated`; None to compose it of products.
-        runs_on: Return whether the backend can be traced and run for a target.
+        runs_on: Whether the backend can be traced and run for a target.
         routed_mlp: A kernel for `routed_mlp`; None to compose it of permutations, `gated` and a product.
         in_stack: Whether `multiply` takes an `InStack` too, and copies only the matrices that it uses.
     """

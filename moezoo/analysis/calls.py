@@ -37,7 +37,7 @@ class Call(NamedTuple):
         logits: The tokens per device whose logits exist at the same time.
         cache: The shapes of the cache that it reads; None without one.
         memory: What a device holds besides activations and the cache -> the bytes of it.
-        trace: Returns the traced program.
+        trace: A function that returns the traced program.
     """
 
     execution: Execution

@@ -37,11 +37,11 @@ def communication(
     rows. Counts are those of the program, before a compiler joins or splits collectives. Tracing takes seconds.
 
     Args:
-        config: the training run.
-        mesh: replaces the mesh of `config`; a value or a name.
-        rules: replaces its rules; a value or a name.
-        dispatch: replaces its strategy; a value or a name. The name of the strategy in `config` keeps its options.
-        blueprint: as in `moezoo.training.build.build_step`.
+        config: The training run.
+        mesh: The mesh in place of that of `config`; a value or a name.
+        rules: The rules in place of its own; a value or a name.
+        dispatch: The strategy in place of its own; a value or a name. The name of its own strategy keeps its options.
+        blueprint: As in `moezoo.training.build.build_step`.
 
     Raises:
         UserError: The parts do not fit together, or a mesh axis is -1.

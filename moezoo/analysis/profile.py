@@ -77,7 +77,7 @@ def profile(step: Callable[[], object], times: int, text: str) -> Profile:
     """Trace `times` calls of `step` on CPU devices; other devices record other events.
 
     Args:
-        step: Runs a compiled program, and returns when it is done.
+        step: A function that runs a compiled program, and returns when it is done.
         times: The number of calls.
         text: The program, as `compiled.as_text()` gives it.
     """
@@ -125,8 +125,8 @@ class Event(NamedTuple):
     """An event of a trace.
 
     Attributes:
-        time: In nanoseconds.
-        order: Decides among events at the same time: ends precede beginnings, and the longer frame is the outer one.
+        time: The time, in nanoseconds.
+        order: What decides among events at the same time: ends precede beginnings; the longer frame is the outer one.
         thread: The thread that it happened on.
         what: A frame begins or ends, a task of the thread pool is recorded, starts or stops.
         name: The name of the frame, or the number of the task.

@@ -57,7 +57,7 @@ class CollectiveRow(NamedTuple):
 
     Attributes:
         op: The operation, by its name in compiled programs, such as "all-gather".
-        mesh_axes: In the order in which blocks are concatenated; for all-reduce in alphabetical order.
+        mesh_axes: The mesh axes, in the order in which blocks are concatenated; for all-reduce in alphabetical order.
         count: How often they run in one call of the program.
         bytes: What one device receives from all of them (`moezoo.parallel.traffic.received_bytes`).
         scope: The part of the program, by its `jax.named_scope`s.

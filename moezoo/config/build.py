@@ -61,12 +61,12 @@ def build_execution(
 
     Args:
         cfg: A configuration, from `moezoo.compose` or `moezoo.saved_config`.
-        mesh: Replaces the mesh of `cfg`; it may have no devices, which is enough to trace a step.
+        mesh: The mesh in place of that of `cfg`; it may have no devices, which is enough to trace a step.
         batches: "configured" checks that the mesh splits batches of the configured sizes evenly; "any" does not, for
             generation and comparisons.
 
     Raises:
-        UserError: mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices.
+        UserError: Mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices.
     """
     check_config(cfg)
     convert(Batches, batches, "batches")

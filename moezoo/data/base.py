@@ -26,11 +26,11 @@ class DataSettings(abc.ABC):
         """Read the data. Call `moezoo.data.load` instead, which also checks the sizes of both splits.
 
         Args:
-            seed: the seed of the run; only synthetic data depend on it.
-            vocab: the vocabulary size of the model.
+            seed: The seed of the run; only synthetic data depend on it.
+            vocab: The vocabulary size of the model.
 
         Raises:
-            UserError: the data are missing or damaged, or their vocabulary is larger than `vocab`.
+            UserError: The data are missing or damaged, or their vocabulary is larger than `vocab`.
         """
 
 
@@ -38,14 +38,14 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, trainin
     """Read the data that `settings` describe. Text is read into memory; token files stay on disk.
 
     Args:
-        settings: an entry of the configuration group `data`.
-        seq_len: tokens per window.
-        seed: decides synthetic data only; the held-out documents never depend on it.
-        vocab: the vocabulary size of the model.
-        training: whether the training split is needed; an evaluation reads the other one alone.
+        settings: An entry of the configuration group `data`.
+        seq_len: The tokens per window.
+        seed: The seed of the run. It decides synthetic data only; the held-out documents never depend on it.
+        vocab: The vocabulary size of the model.
+        training: Whether the training split is needed; an evaluation reads the other one alone.
 
     Raises:
-        UserError: the data are missing or damaged, their vocabulary is larger than the model's, or a split that is
+        UserError: The data are missing or damaged, their vocabulary is larger than the model's, or a split that is
             needed has less than one window.
     """
     check_type("settings", settings, DataSettings, "write moezoo.data.Text(path=...), or take cfg.data")

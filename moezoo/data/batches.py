@@ -28,12 +28,12 @@ def train_batches(
     An epoch may end inside a batch.
 
     Args:
-        source: the data.
-        seq_len: tokens per window.
-        batch_size: windows per batch.
-        seed: the seed of the order.
-        rows: the rows of each batch to read and return; None for all.
-        start: the number of batches to skip, without reading them.
+        source: The data.
+        seq_len: The tokens per window.
+        batch_size: The windows per batch.
+        seed: The seed of the order.
+        rows: The rows of each batch to read and return; None for all.
+        start: The number of batches to skip, without reading them.
 
     Raises:
         UserError: `batch_size` is below 1.
@@ -70,11 +70,11 @@ def validation_batches(
     All batches are full: the last one is filled with rows of padding, which have segment 0 and label -1.
 
     Args:
-        source: the data.
-        seq_len: tokens per window.
-        batch_size: windows per batch.
-        limit: the number of windows to read, evenly spaced; 0 for all.
-        rows: the rows of each batch to read and return; None for all.
+        source: The data.
+        seq_len: The tokens per window.
+        batch_size: The windows per batch.
+        limit: The number of windows to read, evenly spaced; 0 for all.
+        rows: The rows of each batch to read and return; None for all.
 
     Raises:
         UserError: `batch_size` is below 1.

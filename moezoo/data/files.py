@@ -33,7 +33,7 @@ def read_documents(paths: Sequence[Path], path: str, *, key: str) -> Iterator[tu
     A name is the path inside the folder. In a folder, files that are not UTF-8 are skipped.
 
     Raises:
-        UserError: a file cannot be read, or memory cannot hold it; the single file `path` is not UTF-8; there is no
+        UserError: A file cannot be read, or memory cannot hold it; the single file `path` is not UTF-8; there is no
             text. It names `key`.
     """
     root, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")

@@ -32,7 +32,7 @@ class Text(DataSettings):
         """Read all text into memory.
 
         Raises:
-            UserError: a path does not exist or holds no UTF-8 text, or every file of `path` is also in `validation`.
+            UserError: A path does not exist or holds no UTF-8 text, or every file of `path` is also in `validation`.
         """
         del seed
         path, own = self.path, self.validation

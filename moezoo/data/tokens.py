@@ -69,7 +69,7 @@ class Tokens(DataSettings):
         """Map the files into memory.
 
         Raises:
-            UserError: a file is missing, damaged or has another dtype, or files do not belong together.
+            UserError: A file is missing, damaged or has another dtype, or files do not belong together.
         """
         del seed
         if self.path is None:
@@ -96,12 +96,12 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     """Write token files from text, and return a line that describes them. Files appear complete or not at all.
 
     Args:
-        path: a text file, or a folder in which each text file is a document.
-        out: the `.npy` file to write; the other files are next to it. None of them may exist.
-        tokenizer: a Hugging Face `tokenizer.json`; None makes each byte a token.
+        path: A text file, or a folder in which each text file is a document.
+        out: The `.npy` file to write; the other files are next to it. None of them may exist.
+        tokenizer: A Hugging Face `tokenizer.json`; None makes each byte a token.
 
     Raises:
-        UserError: the text or the tokenizer cannot be read, there is no text, or a file to write exists.
+        UserError: The text or the tokenizer cannot be read, there is no text, or a file to write exists.
     """
     path, out = convert(str, path, "path"), convert(str, out, "out")
     target = Path(os.path.expanduser(out))

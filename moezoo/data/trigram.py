@@ -23,10 +23,10 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
     1999, section 2.4).
 
     Args:
-        source: the data.
-        limit, seq_len: the validation windows, as in `validation_batches`. No window sees tokens of the one before it.
-        counted: the number of training tokens to count. More than the default take minutes and change little.
-        chunk: the number of tokens to process together.
+        source: The data.
+        limit, seq_len: The validation windows, as in `validation_batches`. No window sees tokens of the one before it.
+        counted: The number of training tokens to count. More than the default take minutes and change little.
+        chunk: The number of tokens to process together.
     """
     vocab = source.vocab
     if vocab > _LARGEST_VOCAB:

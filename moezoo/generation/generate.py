@@ -97,16 +97,16 @@ def generate(
     share. The same key draws the same tokens on every mesh.
 
     Args:
-        model: the model that continues the prompts.
-        ids: prompts, integers [batch, seq].
-        max_new_tokens: at most this many tokens are added to each row.
-        eos_token_id: one or more tokens that end a row. An ended row is filled with the first of them; generation
+        model: The model that continues the prompts.
+        ids: The prompts, integers [batch, seq].
+        max_new_tokens: The most tokens that are added to each row.
+        eos_token_id: One or more tokens that end a row. An ended row is filled with the first of them; generation
             stops early when all rows have ended.
-        execution: how the model runs; by default on one device.
-        mask: booleans [batch, seq], false at padding, which comes before the prompt. By default nothing is padding.
+        execution: How the model runs; by default on one device.
+        mask: Booleans [batch, seq], false at padding, which comes before the prompt. By default nothing is padding.
         temperature: 0 always takes the most likely token; above 0 draws at random, which needs `key`.
-        top_k, top_p, vocab: see `moezoo.generation.sampling.Sampling`.
-        key: one random key.
+        top_k, top_p, vocab: See `moezoo.generation.sampling.Sampling`.
+        key: One random key.
 
     Raises:
         UserError: Prompts are not integers [batch, seq] of the vocabulary, have padding on the right, or exceed

@@ -19,11 +19,11 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the most likely token; above 0, draw from softmax(logits / temperature).
-        top_k: draw only from the `top_k` most likely tokens.
-        top_p: of those, draw only from the smallest set of most likely tokens whose probabilities sum to at least
+        top_k: Draw only from the `top_k` most likely tokens.
+        top_p: Of those, draw only from the smallest set of most likely tokens whose probabilities sum to at least
             `top_p` (Holtzman et al., 2020, "The Curious Case of Neural Text Degeneration"). Probabilities, which sum
             to 1 over the tokens that `top_k` leaves, and their sums are float32.
-        vocab: draw only tokens below `vocab`, for embeddings with more rows than the tokenizer has tokens.
+        vocab: Draw only tokens below `vocab`, for embeddings with more rows than the tokenizer has tokens.
 
     Raises:
         UserError: A setting has a wrong type, is out of its range, or has no effect at temperature 0.

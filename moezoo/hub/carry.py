@@ -39,11 +39,11 @@ class Carried:
     """What a folder has from the one that it was written like.
 
     Attributes:
-        tensors: names of tensors that no parameter of the model has, by their purpose.
-        files: names of files other than weights and config.json, copied as they are.
-        skipped: names in the other folder that were not copied.
-        changed: whether the model's own tensors differ from those of the other folder, as after training.
-        rounded: names of the model's tensors that are those of the other folder in a less precise dtype.
+        tensors: Names of tensors that no parameter of the model has, by their purpose.
+        files: Names of files other than weights and config.json, copied as they are.
+        skipped: Names in the other folder that were not copied.
+        changed: Whether the model's own tensors differ from those of the other folder, as after training.
+        rounded: Names of the model's tensors that are those of the other folder in a less precise dtype.
     """
 
     tensors: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
@@ -57,13 +57,13 @@ def carry(model: LanguageModel, folder: Path, opened: OpenFolder) -> Carried:
     """Write `model` to `folder` as a copy of `opened`. config.json is written last.
 
     Args:
-        model: the model.
-        folder: the new folder, which is made if it does not exist.
-        opened: the folder of the same model.
+        model: The model.
+        folder: The new folder, which is made if it does not exist.
+        opened: The folder of the same model.
 
     Raises:
         UserError: `opened` is of another model, or damaged.
-        OSError: something cannot be written, or exists.
+        OSError: Something cannot be written, or exists.
     """
     expected, unused = check_tensors(opened, Blueprint(opened.config).shapes)
     ours, theirs = _keys_of_both(model, opened)

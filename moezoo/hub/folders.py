@@ -46,9 +46,9 @@ def from_pretrained(
     names tensors that no parameter has, such as those for images, and one those that hold NaN or infinities.
 
     Args:
-        folder: holds config.json and safetensors, in one file or in several with an index.
-        execution: the mesh and rules that lay out the arrays. By default every array is on one device.
-        dtype: the dtype of the parameters: float32, bfloat16 or float16. By default the one that most stored numbers
+        folder: A folder with config.json and safetensors, in one file or in several with an index.
+        execution: The mesh and rules that lay out the arrays. By default every array is on one device.
+        dtype: The dtype of the parameters: float32, bfloat16 or float16. By default the one that most stored numbers
             have, with float32 for float64. Choice biases are always float32.
 
     Raises:
@@ -124,9 +124,9 @@ def save_pretrained(model: LanguageModel, folder: str | Path, like: str | Path |
     of `like`, because they were trained with the latter. One tensor at a time is in memory.
 
     Args:
-        model: any model of a registered family.
-        folder: is made if it does not exist.
-        like: a folder of a model of the same type and sizes.
+        model: Any model of a registered family.
+        folder: The folder, which is made if it does not exist.
+        like: A folder of a model of the same type and sizes.
 
     Returns:
         What was copied from `like`, and what was not.

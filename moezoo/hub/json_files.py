@@ -40,11 +40,11 @@ def parse_json(data: bytes, file: str) -> dict[str, Any]:
     """Return the JSON object in `data`.
 
     Args:
-        data: what the file holds.
-        file: the name of the file for messages.
+        data: What the file holds.
+        file: The name of the file for messages.
 
     Raises:
-        UserError: the data is too long or is not a JSON object in UTF-8, a key is in an object twice, a number is not
+        UserError: The data is too long or is not a JSON object in UTF-8, a key is in an object twice, a number is not
             finite or has many digits, or the nesting is deep.
     """
 

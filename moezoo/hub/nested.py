@@ -32,9 +32,9 @@ class Outer(NamedTuple):
     """A `model_type` around a text model.
 
     Attributes:
-        ways: how folders name the text model's tensors.
-        parts: what the names of its other tensors begin with, perhaps after `model.`; they are for images.
-        without_effect: keys of config.json that do not change the text model, with spaces in between.
+        ways: How folders name the text model's tensors.
+        parts: What the names of its other tensors begin with, perhaps after `model.`; they are for images.
+        without_effect: Keys of config.json that do not change the text model, with spaces in between.
     """
 
     ways: tuple[Mapping[str, str], ...]
@@ -62,9 +62,9 @@ class Nesting(NamedTuple):
     """Where a folder has its text model.
 
     Attributes:
-        table: what the keys of config.json have in front: "text_config." or nothing.
-        names: what the names of the text model begin with -> what they begin with in the folder; {} if they are equal.
-        parts: what names of tensors for images begin with.
+        table: What the keys of config.json have in front: "text_config." or nothing.
+        names: What the names of the text model begin with -> what they begin with in the folder; {} if they are equal.
+        parts: What names of tensors for images begin with.
     """
 
     table: str = ""
@@ -99,7 +99,7 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     Whether embeddings are tied is the outer model's, as in transformers, with false where it has no such key.
 
     Raises:
-        UserError: an outer model has no such table, or a key that may change the text model.
+        UserError: An outer model has no such table, or a key that may change the text model.
     """
     kind = mapping.get("model_type")
     if not isinstance(kind, str) or kind not in NESTED:

@@ -29,9 +29,9 @@ class ModuleDifference:
     The output of a router is the gate of each token for each expert, zero for experts that were not chosen.
 
     Attributes:
-        difference: the largest difference between the outputs, divided by the largest output of transformers.
-        before: the same for the inputs; None if the inputs are not comparable.
-        rerouted: for a router, the number of tokens that go to other experts.
+        difference: The largest difference between the outputs, divided by the largest output of transformers.
+        before: The same for the inputs; None if the inputs are not comparable.
+        rerouted: For a router, the number of tokens that go to other experts.
     """
 
     theirs: str
@@ -46,9 +46,9 @@ class Comparison:
     """All modules in the order in which they finish. `str` gives a table.
 
     Attributes:
-        tolerance: the largest difference that counts as agreement.
-        tokens: the number of tokens that both models read.
-        unreached: the attention window, if `tokens` is too small to test it; otherwise None.
+        tolerance: The largest difference that counts as agreement.
+        tokens: The number of tokens that both models read.
+        unreached: The attention window, if `tokens` is too small to test it; otherwise None.
     """
 
     rows: tuple[ModuleDifference, ...]
@@ -107,10 +107,10 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     Both models are in memory at the same time.
 
     Args:
-        folder: a Hugging Face folder.
-        tokens: how many tokens both models read.
-        seed: seeds the tokens.
-        tolerance: the largest relative difference that counts as agreement.
+        folder: A Hugging Face folder.
+        tokens: How many tokens both models read.
+        seed: The seed of the tokens.
+        tolerance: The largest relative difference that counts as agreement.
 
     Raises:
         UserError: PyTorch or transformers is not installed, or one of the two libraries cannot load the folder, or

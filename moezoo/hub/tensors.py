@@ -29,12 +29,12 @@ class Tensor:
     """One tensor of a folder, and the parts of our arrays that it holds.
 
     Attributes:
-        name: the tensor's name.
-        parts: for each part, the path of our array and the index of its layer and expert, if it has them. Parts are
+        name: The tensor's name.
+        parts: For each part, the path of our array and the index of its layer and expert, if it has them. Parts are
             joined along the last dimension.
-        axes: the axes of one part, without the indexed dimensions.
-        shapes: the shape of each part. In the layouts `of_experts` and `alternating` a part is that of all experts.
-        layout: that of its row.
+        axes: The axes of one part, without the indexed dimensions.
+        shapes: The shape of each part. In the layouts `of_experts` and `alternating` a part is that of all experts.
+        layout: The layout of its row.
     """
 
     name: str

@@ -46,10 +46,10 @@ class WeightFiles:
     """The tensors of a folder, in one file or in the files that an index names.
 
     Attributes:
-        tensors: all tensors by name, as the headers of the files describe them.
+        tensors: All tensors by name, as the headers of the files describe them.
 
     Raises:
-        UserError: a file is missing, damaged or outside the folder, or there is no tensor.
+        UserError: A file is missing, damaged or outside the folder, or there is no tensor.
     """
 
     def __init__(self, folder: Path):

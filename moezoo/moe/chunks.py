@@ -45,8 +45,9 @@ def run_experts(
         tokens: This device's tokens.
         assignment: Their experts and gates.
         group: The devices that share experts.
-        execution: Strategy, kernels and what they keep.
-        alongside: Returns what is computed while the first chunk travels. Results are sent back after it is done.
+        execution: The strategy, the kernels and what they keep.
+        alongside: A function that returns what is computed while the first chunk travels. Results are sent back after
+            it is done.
 
     Returns:
         For each token the partial sum over its experts of result times gate, the number of dropped assignments, and

@@ -83,9 +83,9 @@ class Experts(eqx.Module):
         Args:
             tokens: [N, d].
             gates: float32 [N, K], the factor of the result of each assignment.
-            plan: the rows that each expert runs on.
-            implementation: backends of the grouped products, in the order in which they are tried; None: the default.
-            keep: as for `routed_mlp`.
+            plan: The rows that each expert runs on.
+            implementation: The backends of grouped products in the order in which they are tried; None: the default.
+            keep: As for `routed_mlp`.
         """
         y = routed_mlp(
             tokens,

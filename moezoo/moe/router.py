@@ -37,17 +37,18 @@ class Choice:
 
     Args:
         score: `softmax` over all experts, or `sigmoid` of each expert alone.
-        groups: number of equal runs that the experts are divided into (DeepSeek-AI, 2024, DeepSeek-V2, section 2.2.2).
-        kept_groups: number of groups, the best of each token, that its experts come from.
-        group_score: a group's score is its best expert's (`max`) or the sum of its two best (`sum_of_top2`).
+        groups: The number of equal runs that the experts are divided into (DeepSeek-AI, 2024, DeepSeek-V2, section
+            2.2.2).
+        kept_groups: The number of groups, the best of each token, that its experts come from.
+        group_score: A group's score is its best expert's (`max`) or the sum of its two best (`sum_of_top2`).
         gates: `scores` as they are, or `renormalised` to sum to 1.
-        scale: factor on the gates.
+        scale: The factor of the gates.
         choice_bias: `learned` adds a bias to the scores for the choice only (Wang et al., 2024, arXiv:2408.15664).
-        bias_rate: how far a training step moves the choice bias.
-        least_sum: renormalised gates divide by at least this, so they sum to less where the scores do.
+        bias_rate: How far a training step moves the choice bias.
+        least_sum: Renormalised gates divide by at least this, so they sum to less where the scores do.
 
     Raises:
-        UserError: a value has a wrong type, a number is out of its range, or `kept_groups` exceeds `groups`.
+        UserError: A value has a wrong type, a number is out of its range, or `kept_groups` exceeds `groups`.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -122,9 +123,9 @@ class Router(eqx.Module):
         """Return the assignment of B S tokens and the routing sums of the layer. Scores are float32.
 
         Args:
-            x: activations.
+            x: The activations.
             valid: False at padding, which goes to no expert and is not counted.
-            routing: with `random` or `balanced`, scores give the gates but do not choose the experts.
+            routing: With `random` or `balanced`, scores give the gates but do not choose the experts.
         """
         c, num_experts = self.choice, self.weight.shape[1]
         logits = project(x, self.weight, dtype=jnp.float32)

@@ -33,8 +33,8 @@ class ClampedSwiGLU(Activation):
     """gate * sigmoid(alpha gate) * (up + 1), of products that are clamped first: that of gpt-oss (arXiv:2508.10925).
 
     Args:
-        alpha: the slope inside the sigmoid.
-        limit: the largest gate, and the largest magnitude of up.
+        alpha: The slope inside the sigmoid.
+        limit: The largest gate, and the largest magnitude of up.
     """
 
     alpha: float

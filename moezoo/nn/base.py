@@ -47,10 +47,10 @@ class Mixer(eqx.Module):
         """Mix these tokens, or with a `past` the tokens in it and this one.
 
         Args:
-            x: activations, the same on all devices that share heads; with a `past` of one token per row.
-            context: places of these tokens and of the keys, and what `prepare` returned, if it was called.
-            execution: mesh, context parallelism and kernels.
-            past: the layer's past when generating; its state is that of this mixer.
+            x: The activations, the same on all devices that share heads; with a `past` of one token per row.
+            context: The places of these tokens and of the keys, and what `prepare` returned, if it was called.
+            execution: The mesh, context parallelism and kernels.
+            past: The layer's past when generating; its state is that of this mixer.
         """
 
     @abc.abstractmethod

@@ -67,12 +67,12 @@ def store(
     For shapes instead of arrays, use `jax.eval_shape(lambda m: store(m, matches), shapes)`.
 
     Args:
-        module: a whole model or another module, but not a block of a stack.
-        matches: whether to store the weight at a path, such as ".stacks[0].blocks[0].feed_forward.experts.gate".
+        module: A whole model or another module, but not a block of a stack.
+        matches: Whether to store the weight at a path, such as ".stacks[0].blocks[0].feed_forward.experts.gate".
         container: `container(array, axes)` returns the container of a weight.
 
     Raises:
-        UserError: nothing matches, or a match is not a weight, is in a container already, or is in a block of a stack.
+        UserError: Nothing matches, or a match is not a weight, is in a container already, or is in a block of a stack.
     """
     chosen = {path: axes for path, axes, _ in parameter_table(module) if matches(path)}
     if not chosen:

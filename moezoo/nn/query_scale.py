@@ -17,11 +17,11 @@ class QueryScale:
     """Queries are multiplied by 1 + `beta` * ln(1 + floor(position / `length`)).
 
     Args:
-        beta: the strength; 0 is no factor.
-        length: the tokens per text in training; the factor is 1 for that many.
+        beta: The strength; 0 is no factor.
+        length: The tokens per text in training; the factor is 1 for that many.
 
     Raises:
-        UserError: a value has a wrong type, or a number is out of its range.
+        UserError: A value has a wrong type, or a number is out of its range.
     """
 
     beta: NotNegative = 0.0

@@ -26,12 +26,12 @@ class Yarn(RotaryScaling):
     where either is 0; scores of latent attention by m(mscale_all) ** 2.
 
     Args:
-        factor: how many times longer than `length` texts may be; 1 is no extension.
-        length: the tokens per text in training.
-        truncate: whether the ramp begins and ends at whole pairs, the nearest outside.
+        factor: How many times longer than `length` texts may be; 1 is no extension.
+        length: The tokens per text in training.
+        truncate: Whether the ramp begins and ends at whole pairs, the nearest outside.
 
     Raises:
-        UserError: a value has a wrong type, or a number is out of its range.
+        UserError: A value has a wrong type, or a number is out of its range.
     """
 
     factor: Annotated[float, Range(at_least=1)] = 1.0

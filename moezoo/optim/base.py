@@ -24,7 +24,7 @@ class Work:
     """What an update computes on each device.
 
     Attributes:
-        flops: FLOPs of its matrix products.
+        flops: The FLOPs of its matrix products.
         lines: Which parameters it has, for the summary of a run; more than one if it treats them differently.
     """
 
@@ -36,8 +36,8 @@ class UpdateRule(abc.ABC):
     """How gradients become updates.
 
     Attributes:
-        learning_rate: the peak rate.
-        clip_norm: gradients with a larger global norm are scaled down to this norm; None for no limit.
+        learning_rate: The peak rate.
+        clip_norm: Gradients with a larger global norm are scaled down to this norm; None for no limit.
     """
 
     learning_rate: Positive
@@ -66,9 +66,9 @@ class UpdateRule(abc.ABC):
         """Return the FLOPs of the matrix products of one update, and its lines. By default there are none.
 
         Args:
-            placements: as in `transform`.
-            parameters: the arrays or their shapes, whole.
-            ways: returns the number of devices along mesh axes.
+            placements: As in `transform`.
+            parameters: The arrays or their shapes, whole.
+            ways: A function that returns the number of devices along mesh axes.
         """
         del placements, parameters, ways
         return Work()
@@ -104,7 +104,7 @@ class Schedule(abc.ABC):
     """The learning rate over time: a linear warm-up from zero, then the shape that `after_warmup` gives it.
 
     Attributes:
-        warmup_steps: the number of updates until the rate reaches its peak; None for a tenth of the run.
+        warmup_steps: The number of updates until the rate reaches its peak; None for a tenth of the run.
     """
 
     warmup_steps: Count | None

@@ -84,7 +84,7 @@ class Stage(NamedTuple):
         collective: As in the table above.
         axes: The mesh axes that the dimension is split over.
         ways: The number of devices along them.
-        dim: 1 for rows, 2 for columns.
+        dim: The dimension: 1 for rows, 2 for columns.
         matrices: How many matrices each device gives; in an all-to-all, zeros fill them up to a multiple of `ways`.
     """
 
@@ -101,10 +101,10 @@ def view(placement: Placement, shape: Sequence[int], per_head: bool, ways: Ways)
     Up-projections of latents have one matrix per head. Other weights to heads have one per head if `per_head` is set.
 
     Args:
-        placement: Of the weight; its first dimension may be `layer`, which `shape` does not have.
+        placement: The placement of the weight; its first dimension may be `layer`, which `shape` does not have.
         shape: The shape of this device's part.
         per_head: As above.
-        ways: Returns the number of devices along mesh axes.
+        ways: A function that returns the number of devices along mesh axes.
     """
     axes, stored = placement.axes, placement.stored
     if "layer" in axes.stacked:
@@ -178,7 +178,7 @@ def orthogonalised(
 
     Args:
         placements: The `Placement` of each array.
-        make: From one layer's array of each of `trees`, makes the array to orthogonalise.
+        make: A function of one layer's array of each of `trees` that returns the array to orthogonalise.
         trees: Trees like `placements`, of this device's parts; an array that is None in them is left out.
         dtype: What matrices travel and are multiplied in.
         per_head: As in `view`.

@@ -23,10 +23,10 @@ class Optimizer:
         """Assign leaves to groups.
 
         Args:
-            rule: its peak rate and clip norm hold for all groups. The norm is taken over all leaves.
-            schedule: the learning rate over time.
-            steps: the number of updates in the run.
-            placements: one `Placement` per leaf.
+            rule: Its peak rate and clip norm hold for all groups. The norm is taken over all leaves.
+            schedule: The learning rate over time.
+            steps: The number of updates in the run.
+            placements: One `Placement` per leaf.
 
         Raises:
             UserError: A run of `steps` would end before the schedule's warm-up, or as `rule.assign` raises.

@@ -42,11 +42,11 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     `refuse_unordered` refuses it. Programs of several processes on CPUs are not cached: nobody has tried.
 
     Args:
-        cache_dir: a folder, which is made; "auto" for `user_folder()`; None for no cache.
-        mesh: the mesh of devices that programs are compiled for.
+        cache_dir: A folder, which is made; "auto" for `user_folder()`; None for no cache.
+        mesh: The mesh of devices that programs are compiled for.
 
     Raises:
-        UserError: the folder that `cache_dir` names cannot be written.
+        UserError: The folder that `cache_dir` names cannot be written.
     """
     global _set_here
     assert isinstance(mesh, Mesh)

@@ -116,9 +116,9 @@ class ContextParallel(abc.ABC):
             kept: What this device's tokens keep: arrays [batch, tokens, ...]. Devices exchange these.
             weights: Every parameter that `expand` uses, already gathered. They are an argument so that an
                 implementation with its own gradient can return theirs.
-            expand: Makes keys and values of `weights` and a `kept` of any number of tokens.
+            expand: A function that makes keys and values of `weights` and a `kept` of any number of tokens.
             places: The result of `places`.
-            scoring: Scale, window, sinks and backends.
+            scoring: The scale, window, sinks and backends.
             group: The devices that share sequences.
 
         Returns:

@@ -167,7 +167,8 @@ class DispatchChoice(abc.ABC):
         """Return the strategy for the layers of a call: the candidate with the fewest bytes.
 
         Args:
-            received: Returns the bytes that a device receives per layer with a candidate. Each call may trace a layer.
+            received: A function of a candidate that returns the bytes that a device receives per layer with it. Each
+                call may trace a layer.
             group: The devices that share experts.
         """
         first, *others = self.candidates(group)

@@ -303,7 +303,7 @@ class Execution:
         """Run `function` on each device's parts of `arguments`, in any layout; without a mesh, on the arguments.
 
         Args:
-            function: Runs inside `shard_map`.
+            function: The function, which runs inside `shard_map`.
             arguments: Trees of arrays.
             in_specs: The layout of each argument: a `PartitionSpec`, or a tree of them.
             out_specs: The layout of the result.

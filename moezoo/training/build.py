@@ -29,12 +29,13 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
     """Return the step of a run, not compiled yet.
 
     Args:
-        cfg: the configuration of the run.
-        execution: how to run the model.
-        blueprint: replaces `blueprint_of(cfg)`, for instance by one with containers, or with less that is trained.
+        cfg: The configuration of the run.
+        execution: How to run the model.
+        blueprint: The blueprint in place of `blueprint_of(cfg)`, such as one with containers, or with less that is
+            trained.
 
     Raises:
-        UserError: parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices. The
+        UserError: Parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices. The
             blueprint is of another configuration or dtype than `cfg`, or trains what cannot be trained.
     """
     blueprint = blueprint_of(cfg, blueprint)

@@ -114,7 +114,7 @@ def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda 
     `on_batch(done, total)` is called before each batch and at the end, to show progress; what it raises ends the call.
 
     Raises:
-        UserError: these do not fit the model, or the model is not the one that `cfg.model` describes.
+        UserError: These do not fit the model, or the model is not the one that `cfg.model` describes.
     """
     check_type("model", model, LanguageModel, "give a model, such as moezoo.load_run returns")
     check_config(cfg)

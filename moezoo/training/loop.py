@@ -59,9 +59,9 @@ class Loop:
         """Run steps `start` + 1 to the last; evaluate and save as configured and at the end.
 
         Raises:
-            Stopped: after the step during which a signal came, without the rest of its evaluation; its state is saved.
+            Stopped: After the step during which a signal came, without the rest of its evaluation; its state is saved.
                 In a command, a signal before the first step ends the process.
-            UserError: a checkpoint cannot be written, or too many steps in a row are skipped.
+            UserError: A checkpoint cannot be written, or too many steps in a row are skipped.
         """
         cfg = self.cfg
         check_shardings(state, self.step.state_shardings)

@@ -27,11 +27,11 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     """Return the model of a run's newest checkpoint, on the first device, and the run's configuration.
 
     Args:
-        folder: the run's folder, or one of its `checkpoints/STEP`.
-        overrides: settings on top of the run's configuration, such as "mesh=single".
+        folder: The run's folder, or one of its `checkpoints/STEP`.
+        overrides: Settings on top of the run's configuration, such as "mesh=single".
 
     Raises:
-        UserError: there is no run, its files are damaged, they do not fit the configuration, or the parameters do not
+        UserError: There is no run, its files are damaged, they do not fit the configuration, or the parameters do not
             fit into memory.
     """
     folder = folder_path(folder, "run_dir")

@@ -94,11 +94,11 @@ def gradients_of(
     routing losses.
 
     Args:
-        model: this device's part of the model, inside `shard_map`.
-        batch: this device's arrays [micro-steps, batch, seq].
-        trained: a tree of booleans that selects the trained arrays.
-        placements: the placements of the trained arrays.
-        execution: how to run the model.
+        model: This device's part of the model, inside `shard_map`.
+        batch: This device's arrays [micro-steps, batch, seq].
+        trained: A tree of booleans that selects the trained arrays.
+        placements: The placements of the trained arrays.
+        execution: How to run the model.
     """
     micro_steps = batch.tokens.shape[0]
     with jax.named_scope("loss"):
@@ -148,15 +148,15 @@ class Step:
         """Prepare the step; nothing is compiled yet.
 
         Args:
-            blueprint: the model, and which of its arrays are trained. One that is not has no gradient, no moment and no
+            blueprint: The model, and which of its arrays are trained. One that is not has no gradient, no moment and no
                 part in the norm; only its gathers move bytes.
-            optimizer: the optimiser of its parameters.
-            execution: how to run the model; it must have a mesh.
-            batch: arrays, or shapes, [micro-steps, sequences, seq].
-            guard: which steps are skipped.
+            optimizer: The optimiser of its parameters.
+            execution: How to run the model; it must have a mesh.
+            batch: Arrays, or shapes, [micro-steps, sequences, seq].
+            guard: Which steps are skipped.
 
         Raises:
-            UserError: as `moezoo.parallel.axes.trainable_mask` does.
+            UserError: As `moezoo.parallel.axes.trainable_mask` does.
         """
         self.blueprint, self.trained, (_, rows, length) = blueprint, blueprint.mask, batch.tokens.shape
         model = blueprint.shapes

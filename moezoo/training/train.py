@@ -81,8 +81,8 @@ def train(cfg: TrainConfig) -> Run:
       are at least 20 times as far apart as a save takes, so they cost at most 5% of the time.
 
     Raises:
-        UserError: a setting is wrong, a checkpoint cannot be written, or too many steps in a row were skipped.
-        Stopped: a signal ended the run, which is saved.
+        UserError: A setting is wrong, a checkpoint cannot be written, or too many steps in a row were skipped.
+        Stopped: A signal ended the run, which is saved.
     """
     check_config(cfg)
     cfg = dataclasses.replace(cfg, run_dir=_folder_path(cfg, "run_dir"), resume=_folder_path(cfg, "resume"))

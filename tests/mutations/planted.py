@@ -79,7 +79,7 @@ def is_caught(copy: Path, error: Planted) -> Result:
     """Plant an error in the copy, run its tests, and restore the file.
 
     Raises:
-        AssertionError: the error survived, or the tests could not run.
+        AssertionError: The error survived, or the tests could not run.
     """
     path = copy / error.file
     whole = path.read_text()

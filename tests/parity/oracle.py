@@ -87,8 +87,8 @@ def parameters_of(model: Any, attention: Mapping[str, str]) -> Parameters:
     """Return the arrays of a model by the oracle's names, in float64, with those of layers stacked.
 
     Args:
-        model: a model, or a tree of the same structure such as gradients or moments.
-        attention: the oracle's name of each array of an attention module, and its path in that module.
+        model: A model, or a tree of the same structure such as gradients or moments.
+        attention: The oracle's name of each array of an attention module, and its path in that module.
     """
     paths = {"attention_norm": "attention_norm.scale"} | {name: f"attention.{at}" for name, at in attention.items()}
     of_layers = {name: stacked(model, path) for name, path in (paths | _FEED_FORWARD).items()}
@@ -250,10 +250,10 @@ def run_experts(
     """Return the sum over each token's experts of gate * expert(token), and the routing.
 
     Args:
-        layer: the index among the layers with experts.
-        x: the tokens of one row [tokens, D].
-        route: chooses a token's experts from its logits.
-        activation: of an expert's two products, to each of which its bias is added if there are biases.
+        layer: The index among the layers with experts.
+        x: The tokens of one row [tokens, D].
+        route: A function that chooses a token's experts from its logits.
+        activation: A function of an expert's two products, to each of which its bias is added if there are biases.
     """
     num_experts = p.shape("router")[2]
 
@@ -323,11 +323,11 @@ def differentiate(parameters: Parameters, batch: dict[str, np.ndarray], micro_st
     """Return the losses, gradients and load of one step.
 
     Args:
-        parameters: arrays by the oracle's names, float64.
+        parameters: Arrays by the oracle's names, float64.
         batch: `tokens`, `labels`, `segments` and `positions`, each [rows, seq]. Label -1 predicts nothing, segment 0 is
             padding.
-        micro_steps: the rows are cut into this number of equal consecutive parts.
-        family: the layers, and the coefficients of the losses.
+        micro_steps: The rows are cut into this number of equal consecutive parts.
+        family: The layers, and the coefficients of the losses.
     """
     rows = [{name: array[i] for name, array in batch.items()} for i in range(len(batch["tokens"]))]
     size = len(rows) // micro_steps

@@ -107,12 +107,12 @@ class CompiledStep:
         """Compile the step.
 
         Args:
-            case: how the step runs.
+            case: How the step runs.
             optimizer: `GradientRecorder` with the case's rule by default.
-            start: the model before the first step; the case's own by default.
-            trained: which arrays are trained, a function of the path; `Step`'s default if None.
-            execution: how the step runs, if not as `case.execution`.
-            rows: the first so many rows of each batch are used.
+            start: The model before the first step; the case's own by default.
+            trained: Which arrays are trained, a function of the path; `Step`'s default if None.
+            execution: How the step runs, if not as `case.execution`.
+            rows: The first so many rows of each batch are used.
         """
         execution = case.execution if execution is None else execution
         start = model(case.family, case.balance) if start is None else start

@@ -46,10 +46,10 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
     """Return the traffic of a training step (docs/layouts.md, "What moves in a step").
 
     Args:
-        config: the training run, a `TrainConfig`; its mesh has no size -1.
-        model: the model, or its shapes.
-        strategy: the dispatch strategy; None for that of `config`, which must not be a choice.
-        trained: whether the array at a path is trained.
+        config: The training run, a `TrainConfig`; its mesh has no size -1.
+        model: The model, or its shapes.
+        strategy: The dispatch strategy; None for that of `config`, which must not be a choice.
+        trained: Whether the array at a path is trained.
     """
     table: Traffic = {}
     run, sizes, micro_steps = Run(config, strategy or config.dispatch), model.config, config.execution.microbatches
