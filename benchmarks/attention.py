@@ -21,7 +21,7 @@ from benchmarks.timing import call_of, measure, passes_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.kernels.attention import attend, chunked
-from moezoo.kernels.attention.base import Place
+from moezoo.kernels.attention.base import Coordinates
 from moezoo.parallel.mesh import start
 
 # A batch holds at most this many tokens, and at least one row.
@@ -73,7 +73,7 @@ def _rows(tokens: int) -> int:
     return max(1, _TOKENS // tokens)
 
 
-def _operands(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Place], np.ndarray]:
+def _operands(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Coordinates], np.ndarray]:
     """Return queries, keys and values; their positions and segments; the cotangent of the result."""
     rng, batch = np.random.default_rng(0), _rows(tokens)
     heads = sizes.kv_heads, sizes.group
@@ -88,21 +88,21 @@ def _operands(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Pl
         row[rng.choice(np.arange(1, tokens), min(sizes.documents, tokens) - 1, replace=False)] = True
     at = np.arange(tokens, dtype=np.int32)
     position = at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)
-    place = Place(jnp.asarray(position), jnp.cumsum(starts, axis=1, dtype=jnp.int32))
-    return tuple(qkv), (place,), back
+    at = Coordinates(jnp.asarray(position), jnp.cumsum(starts, axis=1, dtype=jnp.int32))
+    return tuple(qkv), (at,), back
 
 
 def _program(who: Any, name: Any, sizes: Any) -> Any:
-    def call(q: Any, k: Any, v: Any, place: Place) -> Any:
+    def call(q: Any, k: Any, v: Any, at: Coordinates) -> Any:
         options: Any = {"scale": sizes.head_dim**-0.5, "window": sizes.window, "implementation": who}
-        return attend(q, k, v, queries=place, keys=place, **options).result
+        return attend(q, k, v, queries=at, keys=at, **options).result
 
     return passes_of(call)[name]
 
 
-def _products(name: str, sizes: Any, place: Place) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...], float]:
+def _products(name: str, sizes: Any, at: Coordinates) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...], float]:
     """Return the program of some of the products, its operands, and how many times as many there are in all."""
-    pairs, queries, keys = chunked.count_pairs(place, place, sizes.window)
+    pairs, queries, keys = chunked.count_pairs(at, at, sizes.window)
     heads, rows = pairs * sizes.kv_heads, sizes.group * queries
     batch = max(1, min(heads, _SCORES // (rows * keys)))
     shapes = (rows, sizes.head_dim), (keys, sizes.head_dim), (keys, sizes.value_dim), (rows, sizes.value_dim)

@@ -25,7 +25,7 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.positions import Context
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, device_target
 from moezoo.parallel.mesh import start
@@ -169,8 +169,8 @@ def layer_operands(shape: Shape, routing: Routing, dtype: Any) -> tuple[tuple, t
     router = Router(d, e, k, Choice(), dtype=jnp.dtype(dtype), key=jax.random.key(3))
     router = eqx.tree_at(lambda r: r.weight, router, router.weight.at[0].set(log_shares(routing, e).astype(dtype)))
     x, c = normal(4, dtype, (1, t, d), (1, t, d))
-    place = Place(*(jnp.ones((1, t), jnp.int32),) * 2)
-    return (x.at[..., 0].set(1), MoE(router, experts)), (Context(place, place),), c
+    at = Coordinates(*(jnp.ones((1, t), jnp.int32),) * 2)
+    return (x.at[..., 0].set(1), MoE(router, experts)), (Context(at, at),), c
 
 
 def run_layer(execution: Execution, x: jax.Array, block: MoE, context: Context) -> jax.Array:

@@ -173,7 +173,7 @@ def model_flops(cfg: TrainConfig) -> float:
     seen = 0.0  # keys per query, itself included: the mean over queries, summed over layers
     for stack in shapes.stacks:
         for block in stack.blocks:
-            window = block.attention.state(cfg.seq_len).places
+            window = block.attention.state(cfg.seq_len).num_slots
             seen += stack.count * (window - window * (window - 1) / 2 / cfg.seq_len)
     attention = 2 * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.looked_up) + attention)

@@ -1,4 +1,4 @@
-"""Checks of the arrays that users pass to models: tokens, their places, and random keys."""
+"""Checks of the arrays that users pass to models: tokens, their coordinates, and random keys."""
 
 from typing import Any
 

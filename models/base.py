@@ -21,7 +21,7 @@ from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context, make_context
 from moezoo.parallel.axes import Embedding, Stack, Weight
 from moezoo.parallel.collectives import ALONE, InnerGroup
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -183,19 +183,19 @@ class LanguageModel(eqx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         positions = jnp.asarray(positions, jnp.int32)
 
-        def local(model: LanguageModel, tokens: Array, place: Place) -> Output:
-            context = make_context(place, execution)
+        def local(model: LanguageModel, tokens: Array, coordinates: Coordinates) -> Output:
+            context = make_context(coordinates, execution)
             out = model.layers(model.embed(tokens, execution), context, execution)
             assert out.sums is not None
             routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
             return Output(model.head(out.x, execution), routing)
 
-        place = Place(positions, segments)
+        coordinates = Coordinates(positions, segments)
         split: Any = execution.tokens_spec
         logits: Any = PartitionSpec(*split, execution.inner_group("vocab").axes or None)
-        specs = (execution.specs(self), split, Place(split, split))
+        specs = (execution.specs(self), split, Coordinates(split, split))
         replicated: Any = PartitionSpec()
-        return execution.run(local, (self, tokens, place), specs, Output(logits, replicated))
+        return execution.run(local, (self, tokens, coordinates), specs, Output(logits, replicated))
 
     def _check_numbers(self, tokens: Any, segments: Any, positions: Any) -> None:
         """Check the arrays of a call and the numbers that are known; at padding there may be any."""

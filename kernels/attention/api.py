@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.kernels.attention import chunked, one_query, reference
-from moezoo.kernels.attention.base import NOTHING, Attended, Backend, Keys, Place, Queries, Results, Softmax, Values
+from moezoo.kernels.attention.base import (
+    NOTHING,
+    Attended,
+    Backend,
+    Coordinates,
+    Keys,
+    Queries,
+    Results,
+    Softmax,
+    Values,
+)
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.kernels import ChosenBackends, KernelOrder, Target, add_backend, choose, run
@@ -57,8 +67,8 @@ def attend(
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads value_dim"],
     *,
-    queries: Place,
-    keys: Place,
+    queries: Coordinates,
+    keys: Coordinates,
     scale: float | Float[Array, ""],
     window: int | None,
     sinks: Float[Array, "kv_heads group"] | None = None,
@@ -71,7 +81,7 @@ def attend(
 
     Differentiable by both results, in reverse mode and first order, in q, k, v, `scale` and `sinks`. To combine results
     over different keys, call `join`; give sinks to one of them at most. Inside `shard_map` both results vary wherever
-    q, k, v or a place does, and no collective runs in the forward pass; the gradient of an operand that does not vary
+    q, k, v or coordinates do, and no collective runs in the forward pass; the gradient of an operand that does not vary
     over an axis is summed over it (psum).
 
     | backend | how | memory for scores |
@@ -84,8 +94,8 @@ def attend(
         q: Queries; `group` query heads share one key head.
         k: Keys. Keys that a query does not see must still be finite, and so must their products with it.
         v: Values, as finite as keys.
-        queries: The places of queries.
-        keys: The places of keys.
+        queries: The coordinates of queries.
+        keys: The coordinates of keys.
         scale: The factor of scores, a number or a float32 scalar.
         window: The number of positions that a query sees, its own included; None for all up to its own.
         sinks: An extra score per query head, for a value of zero. The log-sum-exp includes it.
@@ -119,8 +129,8 @@ def attend_part(
     k: Keys,
     v: Values,
     *,
-    queries: Place,
-    keys: Place,
+    queries: Coordinates,
+    keys: Coordinates,
     window: int | None,
     implementation: str | KernelOrder | None = None,
 ) -> Softmax:
@@ -139,8 +149,8 @@ def part_gradients(
     whole: Softmax,
     back: Results,
     *,
-    queries: Place,
-    keys: Place,
+    queries: Coordinates,
+    keys: Coordinates,
     window: int | None,
     implementation: str | KernelOrder | None = None,
 ) -> tuple[Array, Array, Array]:

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from jaxtyping import Array, Bool, Float
 
-from moezoo.parallel.context_parallel import Place as Place
+from moezoo.parallel.context_parallel import Coordinates as Coordinates
 from moezoo.parallel.kernels import RunsOn, anywhere
 
 # The log-sum-exp of a query that sees no key: finite, so that no gradient is NaN.
@@ -43,8 +43,8 @@ class Attend(Protocol):
         q: Queries,
         k: Keys,
         v: Values,
-        queries: Place,
-        keys: Place,
+        queries: Coordinates,
+        keys: Coordinates,
         *,
         scale: float | Float[Array, ""],
         window: int | None,
@@ -69,7 +69,7 @@ class AttendPart(Protocol):
     """Attend to a part of the keys, without a gradient of its own. The queries have been scaled."""
 
     def __call__(
-        self, q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None
+        self, q: Queries, k: Keys, v: Values, queries: Coordinates, keys: Coordinates, *, window: int | None
     ) -> Softmax: ...
 
 
@@ -84,8 +84,8 @@ class PartGradients(Protocol):
         q: Queries,
         k: Keys,
         v: Values,
-        queries: Place,
-        keys: Place,
+        queries: Coordinates,
+        keys: Coordinates,
         whole: Softmax,
         back: Results,
         *,
@@ -109,7 +109,7 @@ class Backend(NamedTuple):
     runs_on: RunsOn = anywhere
 
 
-def sees(queries: Place, keys: Place, window: int | None) -> Bool[Array, "*batch queries keys"]:
+def sees(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "*batch queries keys"]:
     """Return which queries see which keys."""
     at, key_at = queries.position[..., :, None], keys.position[..., None, :]
     seen = (queries.segment[..., :, None] == keys.segment[..., None, :]) & (key_at <= at)

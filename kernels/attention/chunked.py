@@ -22,7 +22,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Keys, Place, Queries, Results, Softmax, Values, sees
+from moezoo.kernels.attention.base import (
+    FLOOR,
+    NOTHING,
+    Attended,
+    Coordinates,
+    Keys,
+    Queries,
+    Results,
+    Softmax,
+    Values,
+    sees,
+)
 from moezoo.kernels.once import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
@@ -35,18 +46,18 @@ Block = Float[Array, "_ _ _"]  # heads, rows, dim; the rows of queries are the t
 
 
 class _Keys(NamedTuple):
-    """Blocks of keys and values, and their places."""
+    """Blocks of keys and values, and their coordinates."""
 
     key: Float[Array, "*blocks kv_heads keys head_dim"]
     value: Float[Array, "*blocks kv_heads keys value_dim"]
-    place: Place
+    coordinates: Coordinates
 
 
 class _Step(NamedTuple):
     """One block of queries: arrays of its tokens, and the blocks of keys to visit, the first `count` of `order`."""
 
     parts: tuple[Block, ...]
-    place: Place
+    coordinates: Coordinates
     order: Int[Array, "*steps blocks"]
     count: Int[Array, "*steps"]
 
@@ -57,7 +68,14 @@ def suits(queries: int, keys: int) -> bool:
 
 
 def attend(
-    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, scale: float | Float[Array, ""], window: int | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    queries: Coordinates,
+    keys: Coordinates,
+    *,
+    scale: float | Float[Array, ""],
+    window: int | None,
 ) -> Attended:
     """Attend row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
     return _attend(window, (q.astype(jnp.float32) * scale).astype(q.dtype), k, v, queries, keys)
@@ -77,14 +95,22 @@ def _forward(window, q, k, v, queries, keys):
     return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
 
 
-def part(q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None) -> Softmax:
+def part(q: Queries, k: Keys, v: Values, queries: Coordinates, keys: Coordinates, *, window: int | None) -> Softmax:
     """Attend to a part of the keys, block after block."""
     result, highest, total = traced_once(_softmax, (BLOCKS, _SHORT), (window,), q, k, v, queries, keys)
     return Softmax(result, highest[..., 0], total[..., 0])
 
 
 def part_gradients(
-    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, whole: Softmax, back: Results, *, window: int | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    queries: Coordinates,
+    keys: Coordinates,
+    whole: Softmax,
+    back: Results,
+    *,
+    window: int | None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients that go through a part of the keys, block after block."""
     residuals = (q, k, v, queries, keys, whole.result, whole.highest[..., None], whole.total[..., None])
@@ -101,7 +127,7 @@ def _softmax(window, q, k, v, queries, keys):
         def visit(j: Int[Array, ""], carry: tuple[Block, Block, Block]) -> tuple[Block, Block, Block]:
             highest, total, sums = carry
             block = _take(past, j)
-            scores, _ = _score(q, block.key, x.place, block.place, window)
+            scores, _ = _score(q, block.key, x.coordinates, block.coordinates, window)
             higher = jnp.maximum(highest, scores.max(-1, keepdims=True))
             weights, fade = jnp.exp(scores - higher), jnp.exp(highest - higher)
             total = total * fade + weights.sum(-1, keepdims=True)
@@ -130,7 +156,7 @@ def _backward(window, residuals, cotangent):
         def visit(j: Int[Array, ""], carry: tuple[Block, Array, Array]) -> tuple[Block, Array, Array]:
             by_q, by_k, by_v = carry
             block = _take(past, j)
-            scores, seen = _score(q, block.key, x.place, block.place, window)
+            scores, seen = _score(q, block.key, x.coordinates, block.coordinates, window)
             weights = jnp.exp(scores - highest) * share
             # Selected too, since the gradient of an unseen key's weight may be infinite.
             by_score = jnp.where(seen, weights * (_dot(back, block.value, 2, 2) - less), 0).astype(q.dtype)
@@ -159,10 +185,10 @@ _attend.defvjp(
 
 
 def _plan(
-    parts: tuple[Array, ...], k: Array, v: Array, queries: Place, keys: Place, window: int | None
+    parts: tuple[Array, ...], k: Array, v: Array, queries: Coordinates, keys: Coordinates, window: int | None
 ) -> tuple[_Keys, _Step]:
     """Return all blocks of keys, and one step for each block of queries; `parts` are arrays of queries."""
-    at, key_at = _cut_all_places(queries, keys)
+    at, key_at = _cut_coordinates(queries, keys)
     visible = _visible(at, key_at, window)
     order = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
     order = order + order.shape[2] * lax.broadcasted_iota(jnp.int32, order.shape, 0)
@@ -174,16 +200,16 @@ def _plan(
     return past, _Step(tuple(map(_cut, parts)), *flat((at, order, visible.sum(-1, dtype=jnp.int32))))
 
 
-def count_pairs(queries: Place, keys: Place, window: int | None) -> tuple[int, int, int]:
+def count_pairs(queries: Coordinates, keys: Coordinates, window: int | None) -> tuple[int, int, int]:
     """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys."""
-    at, key_at = _cut_all_places(queries, keys)
+    at, key_at = _cut_coordinates(queries, keys)
     return int(_visible(at, key_at, window).sum()), at.position.shape[2], key_at.position.shape[2]
 
 
-def _cut_all_places(queries: Place, keys: Place) -> tuple[Place, Place]:
+def _cut_coordinates(queries: Coordinates, keys: Coordinates) -> tuple[Coordinates, Coordinates]:
     # The padding of the last block: queries that see what the last one sees, and keys that no query sees.
-    at = Place(*(_cut_places(x, mode="edge") for x in queries))
-    return at, Place(_cut_places(keys.position, constant_values=_LAST), _cut_places(keys.segment, mode="edge"))
+    at = Coordinates(*(_cut_numbers(x, mode="edge") for x in queries))
+    return at, Coordinates(_cut_numbers(keys.position, constant_values=_LAST), _cut_numbers(keys.segment, mode="edge"))
 
 
 def _count_blocks(tokens: int) -> int:
@@ -203,35 +229,35 @@ def _join(x: Float[Array, "blocks kv_heads rows dim"], like: Array) -> Float[Arr
     return x[:, : like.shape[1]]
 
 
-def _cut_places(x: Int[Array, "batch tokens"], **padding: Any) -> Int[Array, "batch blocks block"]:
+def _cut_numbers(x: Int[Array, "batch tokens"], **padding: Any) -> Int[Array, "batch blocks block"]:
     blocks = _count_blocks(x.shape[1])
     x = jnp.pad(x.astype(jnp.int32), ((0, 0), (0, -x.shape[1] % blocks)), **padding)
     return x.reshape(x.shape[0], blocks, -1)
 
 
-def _visible(queries: Place, keys: Place, window: int | None) -> Bool[Array, "batch queries keys"]:
-    """Return which blocks of queries must visit which blocks of keys; places are [batch, blocks, tokens].
+def _visible(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "batch queries keys"]:
+    """Return which blocks of queries must visit which blocks of keys; coordinates are [batch, blocks, tokens].
 
     Tokens are ordered by segment, then position, and a query sees keys from the first of its window up to itself. If
     both are in that order, as packed documents are, exactly the pairs with something visible are visited. Any other
     order costs visits in vain.
     """
-    first, last = (jax.tree.map(lambda x: x[:, :, None], place) for place in _bounds(queries))
-    first_key, last_key = (jax.tree.map(lambda x: x[:, None], place) for place in _bounds(keys))
+    first, last = (jax.tree.map(lambda x: x[:, :, None], coordinates) for coordinates in _bounds(queries))
+    first_key, last_key = (jax.tree.map(lambda x: x[:, None], coordinates) for coordinates in _bounds(keys))
     oldest = jnp.full_like(first.position, -_LAST) if window is None else first.position - (window - 1)
-    return _up_to(first_key, last) & _up_to(Place(oldest, first.segment), last_key)
+    return _up_to(first_key, last) & _up_to(Coordinates(oldest, first.segment), last_key)
 
 
-def _bounds(place: Place) -> tuple[Place, Place]:
+def _bounds(coordinates: Coordinates) -> tuple[Coordinates, Coordinates]:
     """Return the first and the last token of each block. Padding, segment 0, is ordered last, where it usually is."""
-    segment = jnp.where(place.segment == 0, _LAST, place.segment)
+    segment = jnp.where(coordinates.segment == 0, _LAST, coordinates.segment)
     low, high = segment.min(-1), segment.max(-1)
-    first = jnp.where(segment == low[..., None], place.position, _LAST).min(-1)
-    last = jnp.where(segment == high[..., None], place.position, -_LAST).max(-1)
-    return Place(first, low), Place(last, high)
+    first = jnp.where(segment == low[..., None], coordinates.position, _LAST).min(-1)
+    last = jnp.where(segment == high[..., None], coordinates.position, -_LAST).max(-1)
+    return Coordinates(first, low), Coordinates(last, high)
 
 
-def _up_to(one: Place, other: Place) -> Bool[Array, "batch queries keys"]:
+def _up_to(one: Coordinates, other: Coordinates) -> Bool[Array, "batch queries keys"]:
     same = one.segment == other.segment
     return (one.segment < other.segment) | (same & (one.position <= other.position))
 
@@ -240,7 +266,7 @@ def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any
     return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(_take(x.order, i), carry), carry)
 
 
-def _score(q: Block, k: Block, queries: Place, keys: Place, window: int | None) -> tuple[Array, Array]:
+def _score(q: Block, k: Block, queries: Coordinates, keys: Coordinates, window: int | None) -> tuple[Array, Array]:
     """Return the scores of a pair of blocks, `NOTHING` for unseen keys, and which are seen; [kv_heads, rows, keys]."""
     scores, seen = _dot(q, k, 2, 2), sees(queries, keys, window)
     seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[1] // seen.shape[0], *seen.shape)).reshape(scores.shape)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention.base import NOTHING, Attended, Keys, Place, Queries, Values, sees
+from moezoo.kernels.attention.base import NOTHING, Attended, Coordinates, Keys, Queries, Values, sees
 
 # With more key heads, products with zeros take longer than a transposition.
 _MOST_HEADS = 16
@@ -22,7 +22,14 @@ def suits(queries: int, kv_heads: int) -> bool:
 
 
 def attend(
-    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, scale: float | Float[Array, ""], window: int | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    queries: Coordinates,
+    keys: Coordinates,
+    *,
+    scale: float | Float[Array, ""],
+    window: int | None,
 ) -> Attended:
     """Attend with any number of queries; made for one."""
     heads, group = q.shape[2:4]

@@ -9,7 +9,18 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Keys, Place, Queries, Results, Softmax, Values, sees
+from moezoo.kernels.attention.base import (
+    FLOOR,
+    NOTHING,
+    Attended,
+    Coordinates,
+    Keys,
+    Queries,
+    Results,
+    Softmax,
+    Values,
+    sees,
+)
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # Bounds the memory for scores to [batch, heads, QUERY_CHUNK, keys].
@@ -17,11 +28,18 @@ QUERY_CHUNK = 512
 
 
 def attend(
-    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, scale: float | Float[Array, ""], window: int | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    queries: Coordinates,
+    keys: Coordinates,
+    *,
+    scale: float | Float[Array, ""],
+    window: int | None,
 ) -> Attended:
     """Attend chunk by chunk of queries, each over all keys."""
 
-    def one(_: None, chunk: tuple[Array, Place]) -> tuple[None, Attended]:
+    def one(_: None, chunk: tuple[Array, Coordinates]) -> tuple[None, Attended]:
         return None, _attend(*chunk, k, v, keys, scale, window)
 
     # Named, so that policies of rematerialisation may save both results.
@@ -48,7 +66,7 @@ def _in_chunks(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, queries:
 
 
 def _attend(
-    q: Array, queries: Place, k: Array, v: Array, keys: Place, scale: float | Array, window: int | None
+    q: Array, queries: Coordinates, k: Array, v: Array, keys: Coordinates, scale: float | Array, window: int | None
 ) -> Attended:
     masked, seen = _scores(q, queries, k, keys, scale, window)
     weights = jax.nn.softmax(masked)
@@ -59,7 +77,7 @@ def _attend(
 
 
 def _scores(
-    q: Array, queries: Place, k: Array, keys: Place, scale: float | Array, window: int | None
+    q: Array, queries: Coordinates, k: Array, keys: Coordinates, scale: float | Array, window: int | None
 ) -> tuple[Array, Array]:
     """Return scores [batch, kv_heads, group, queries, keys], `NOTHING` for unseen keys; and which are seen."""
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * scale
@@ -67,10 +85,10 @@ def _scores(
     return jnp.where(seen[:, None, None], scores, NOTHING), seen
 
 
-def part(q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window: int | None) -> Softmax:
+def part(q: Queries, k: Keys, v: Values, queries: Coordinates, keys: Coordinates, *, window: int | None) -> Softmax:
     """Attend to a part of the keys, chunk by chunk of queries."""
 
-    def one(none: None, chunk: tuple[Array, Place]) -> tuple[None, Softmax]:
+    def one(none: None, chunk: tuple[Array, Coordinates]) -> tuple[None, Softmax]:
         scores, _ = _scores(*chunk, k, keys, 1.0, window)
         highest = jnp.maximum(scores.max(-1), FLOOR)
         weights = jnp.exp(scores - highest[..., None])
@@ -83,12 +101,22 @@ def part(q: Queries, k: Keys, v: Values, queries: Place, keys: Place, *, window:
 
 
 def part_gradients(
-    q: Queries, k: Keys, v: Values, queries: Place, keys: Place, whole: Softmax, back: Results, *, window: int | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    queries: Coordinates,
+    keys: Coordinates,
+    whole: Softmax,
+    back: Results,
+    *,
+    window: int | None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients that go through a part of the keys, chunk by chunk of queries."""
     wide = {"preferred_element_type": jnp.float32}
 
-    def one(sums: tuple[Array, Array], chunk: tuple[Array, Place, Softmax, Array]) -> tuple[tuple[Array, Array], Array]:
+    def one(
+        sums: tuple[Array, Array], chunk: tuple[Array, Coordinates, Softmax, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
         q, queries, whole, back = chunk
         scores, _ = _scores(q, queries, k, keys, 1.0, window)
         highest, total = (rearrange(x, "b q k g -> b k g q 1") for x in whole[1:])

@@ -22,7 +22,7 @@ from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache, Kept, State
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import gather, psum, vary
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.traffic import CallName
 
@@ -37,7 +37,7 @@ class Advanced(NamedTuple):
 def prefill(
     model: LanguageModel,
     tokens: Int[Array, "batch seq"],
-    at: Place,
+    at: Coordinates,
     length: int,
     execution: Execution,
 ) -> Advanced:
@@ -56,12 +56,12 @@ def prefill(
 def decode(
     model: LanguageModel,
     tokens: Int[Array, "batch 1"],
-    at: Place,
+    at: Coordinates,
     cache: Cache,
     execution: Execution,
 ) -> Advanced:
     """Read one more token of each row, inside `shard_map` or on one device."""
-    cache = cache.add_place(at)
+    cache = cache.add_token(at)
     x, fresh, _ = model.layers(model.embed(tokens, execution), Context(at, at), execution, cache)
     return Advanced(_last_logits(model, x, execution), cache.advance(fresh))
 
@@ -235,8 +235,8 @@ class Continuation:
         tokens, valid, width = prompts.tokens, prompts.valid, prompts.tokens.shape[1]
         lengths = valid.sum(1, dtype=jnp.int32)
         position = jnp.maximum(jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None], 0)
-        place = Place(position, valid.astype(jnp.int32))
-        logits, cache = prefill(model, tokens, place, self.length, self.prefill)
+        at = Coordinates(position, valid.astype(jnp.int32))
+        logits, cache = prefill(model, tokens, at, self.length, self.prefill)
         empty = vary(jnp.zeros((len(tokens), self.room), jnp.int32), self.prefill.token_axes)
         ended = vary(jnp.zeros(len(tokens), bool), self.prefill.token_axes)
         start = Continued(jnp.int32(0), empty, empty[:, 0], ended, jnp.bool(False), cache)
@@ -246,7 +246,7 @@ class Continuation:
         """Read one more token of each row and choose the next."""
         # A row that has ended continues as padding, which experts do not compute.
         lengths = prompts.valid.sum(1, dtype=jnp.int32)
-        here = Place((lengths + now.count - 1)[:, None], (~now.ended).astype(jnp.int32)[:, None])
+        here = Coordinates((lengths + now.count - 1)[:, None], (~now.ended).astype(jnp.int32)[:, None])
         advanced = decode(model, now.token[:, None], here, now.cache, self.decode)
         return self._append_token(prompts, now._replace(cache=advanced.cache), advanced.logits)
 

@@ -132,7 +132,7 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
         for where, name in names.items()
     )
     most = model.config.max_length
-    windows = {b.attention.state(most).places for stack in model.stacks for b in stack.blocks} - {most}
+    windows = {b.attention.state(most).num_slots for stack in model.stacks for b in stack.blocks} - {most}
     return Comparison(rows, tolerance, tokens, max((w for w in windows if w >= tokens), default=None))
 
 

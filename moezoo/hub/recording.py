@@ -20,7 +20,7 @@ from moezoo.moe.router import Routed
 from moezoo.nn.base import FeedForwardOutput, MixerOutput
 from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import ALONE
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.stored import Stored
 
@@ -45,7 +45,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
 
     @jax.jit
     def program(model: LanguageModel) -> tuple[Any, Any, Any]:
-        context = make_context(Place(positions, jnp.ones_like(ids)), execution)
+        context = make_context(Coordinates(positions, jnp.ones_like(ids)), execution)
         x, before = _call_recording(model.embedding, "embedding", ids)
         stacks = tuple(
             dataclasses.replace(

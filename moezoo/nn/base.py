@@ -48,14 +48,14 @@ class Mixer(eqx.Module):
 
         Args:
             x: The activations, the same on all devices that share heads; with a `past` of one token per row.
-            context: The places of these tokens and of the keys, and what `prepare` returned, if it was called.
+            context: The coordinates of these tokens and of the keys, and what `prepare` returned, if it was called.
             execution: The mesh, context parallelism and kernels.
             past: The layer's past when generating; its state is that of this mixer.
         """
 
     @abc.abstractmethod
     def prepare(self, context: Context) -> PyTree:
-        """Return what depends on places only. It is computed once per forward pass for all layers of one kind.
+        """Return what depends on coordinates only. It is computed once per forward pass for all layers of one kind.
 
         The arrays of the module are those of all these layers, and not gathered.
         """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class State(eqx.Module):
     [layer, batch, ...] of all layers in a `Cache`.
 
     Attributes:
-        places: The number of last tokens whose places the mixer reads too. It sees no others. 0 for none.
+        num_slots: The number of last tokens whose coordinates the mixer reads too. It sees no others. 0 for none.
     """
 
-    places: int = eqx.field(static=True)
+    num_slots: int = eqx.field(static=True)
 
     @abc.abstractmethod
     def fill(self, kept: PyTree) -> "State":
@@ -46,7 +46,7 @@ class State(eqx.Module):
 
 
 class Slots(State):
-    """What each token keeps, in a ring buffer: token t of a text is in slot t modulo `places`.
+    """What each token keeps, in a ring buffer: token t of a text is in slot t modulo `num_slots`.
 
     `kept` is a tree like `MixerOutput.kept`; its arrays are [layer, batch, slots, ...].
     """
@@ -55,14 +55,14 @@ class Slots(State):
 
     def fill(self, kept: PyTree) -> "Slots":
         """Arrange arrays [batch, tokens, ...] of whole prompts."""
-        return Slots(self.places, jax.tree.map(lambda x: fit(x, self.places), kept))
+        return Slots(self.num_slots, jax.tree.map(lambda x: fit(x, self.num_slots), kept))
 
     def with_token(self, fresh: PyTree, past: "Past") -> PyTree:
         """Return the arrays [batch, slots, ...] of the layer of `past`, with a token's `fresh` [batch, 1, ...].
 
         The state itself stays as it is: if every layer wrote into it, XLA would copy all of it for every layer.
         """
-        slot = past.column % self.places
+        slot = past.column % self.num_slots
 
         def one(kept: Array, token: Array) -> Array:
             mine = lax.dynamic_index_in_dim(kept, past.layer, keepdims=False)
@@ -73,50 +73,50 @@ class Slots(State):
 
     def advance(self, fresh: PyTree, column: Int[Array, ""]) -> "Slots":
         """Write token `column` into its slot."""
-        return Slots(self.places, jax.tree.map(lambda x, new: write(x, new, column, dim=2), self.kept, fresh))
+        return Slots(self.num_slots, jax.tree.map(lambda x, new: write(x, new, column, dim=2), self.kept, fresh))
 
 
 class Past(NamedTuple):
     """The past as layer `layer` of `state` sees it, which reads token `column`.
 
-    `places` is the `Place` of the last tokens (`State.places`), token `column` among them; None for none.
+    `keys` are the coordinates of the last tokens (`State.num_slots`), token `column` among them; None for none.
     """
 
     state: Any
     layer: Int[Array, ""]
     column: Int[Array, ""]
-    places: Any = None
+    keys: Any = None
 
 
 class Cache(NamedTuple):
-    """What a model keeps of the tokens before `column`. Layers share places, for each number that some of them read.
+    """What a model keeps of the tokens before `column`. Layers share coordinates, for each number that some read.
 
     | field | meaning |
     |---|---|
     | `states[stack][kind]` | a `State` of arrays |
-    | `places[n]` | the places of the last n tokens, in n slots as in `Slots`; segment 0 in empty ones |
+    | `coordinates[n]` | the coordinates of the last n tokens, in n slots as in `Slots`; segment 0 in empty ones |
     | `column` | index of the token that is read next, the same for all texts |
     """
 
     states: tuple[tuple[Any, ...], ...]
-    places: dict[int, Place]
+    coordinates: dict[int, Coordinates]
     column: Int[Array, ""]
 
     @classmethod
-    def of_prompts(cls, states: tuple[tuple[Any, ...], ...], at: Place) -> "Cache":
-        """Return the cache of prompts whose tokens have places `at` [batch, tokens]."""
-        counts = {state.places for stack in states for state in stack} - {0}
-        return cls(states, {n: Place(*(fit(p, n) for p in at)) for n in counts}, jnp.int32(at.position.shape[1]))
+    def of_prompts(cls, states: tuple[tuple[Any, ...], ...], at: Coordinates) -> "Cache":
+        """Return the cache of prompts whose tokens have coordinates `at` [batch, tokens]."""
+        counts = {state.num_slots for stack in states for state in stack} - {0}
+        return cls(states, {n: Coordinates(*(fit(p, n) for p in at)) for n in counts}, jnp.int32(at.position.shape[1]))
 
-    def add_place(self, at: Place) -> "Cache":
-        """Return the cache with the place [batch, 1] of token `column`, before layers read it."""
+    def add_token(self, at: Coordinates) -> "Cache":
+        """Return the cache with the coordinates [batch, 1] of token `column`, before layers read it."""
         one = lambda old: jax.tree.map(lambda x, new: write(x, new, self.column, dim=1), old, at)  # noqa: E731
-        return self._replace(places={n: one(old) for n, old in self.places.items()})
+        return self._replace(coordinates={n: one(old) for n, old in self.coordinates.items()})
 
     def past(self, stack: int, kind: int, layer: Int[Array, ""]) -> Past:
         """Return the past of one layer, which reads token `column`."""
         state = self.states[stack][kind]
-        return Past(state, layer, self.column, self.places.get(state.places))
+        return Past(state, layer, self.column, self.coordinates.get(state.num_slots))
 
     def advance(self, fresh: tuple[tuple[PyTree, ...], ...]) -> "Cache":
         """Return the cache after token `column`; `fresh[stack][kind]` is what the layers kept of it."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 from moezoo.kernels.attention import attend
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.collectives import gather_tokens
-from moezoo.parallel.context_parallel import ContextParallel, Expand, Places, Scoring, SequenceGroup
+from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Expand, Scoring, SequenceGroup
 from moezoo.parallel.execution import Execution
 
 
@@ -22,13 +22,13 @@ class GatherKept(ContextParallel):
         kept: PyTree,
         weights: PyTree,
         expand: Expand,
-        places: Places,
+        coordinates: BothCoordinates,
         scoring: Scoring,
         group: SequenceGroup,
     ) -> Array:
         """All-gather each array of `kept`; gradients are reduce-scattered."""
         whole = jax.tree.map(lambda x: gather_tokens(x, group.axes, 1, tokens=group.token_axes), kept)
-        return attend_whole(q, *expand(weights, whole), places, scoring)
+        return attend_whole(q, *expand(weights, whole), coordinates, scoring)
 
 
 CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept, "ring": RotateKept}
@@ -39,7 +39,7 @@ def context_parallel(execution: Execution) -> ContextParallel:
     return execution.context_parallel or GatherKept()
 
 
-def attend_whole(q: Array, k: Array, v: Array, places: Places, scoring: Scoring) -> Array:
+def attend_whole(q: Array, k: Array, v: Array, at: BothCoordinates, scoring: Scoring) -> Array:
     """Attend to keys and values that are all on this device."""
     scale, window, sinks, order = scoring
-    return attend(q, k, v, **places._asdict(), scale=scale, window=window, sinks=sinks, implementation=order).result
+    return attend(q, k, v, **at._asdict(), scale=scale, window=window, sinks=sinks, implementation=order).result

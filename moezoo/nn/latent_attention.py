@@ -29,7 +29,7 @@ from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import Places, Scoring
+from moezoo.parallel.context_parallel import BothCoordinates, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -133,10 +133,10 @@ class LatentAttention(Mixer):
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
             mine = group.enter(kept)
-            y = attend(q, mine, weights, expand, context.places, scoring, execution.sequence_group)[:, :, :, 0]
+            y = attend(q, mine, weights, expand, context.coordinates, scoring, execution.sequence_group)[:, :, :, 0]
         else:
             seen = group.enter(past.state.with_token(kept, past))
-            y = self._attend_to_latents(plain, turned, seen, Places(context.queries, past.places), scoring)
+            y = self._attend_to_latents(plain, turned, seen, BothCoordinates(context.queries, past.keys), scoring)
         return MixerOutput(project(y, self.out, inputs=2), kept)
 
     def prepare(self, context: Context) -> Turn:
@@ -150,7 +150,7 @@ class LatentAttention(Mixer):
         return Slots(length, Latents(latent, shared))
 
     def _attend_to_latents(
-        self, plain: Array, turned: Array, past: Latents, places: Places, scoring: Scoring
+        self, plain: Array, turned: Array, past: Latents, coordinates: BothCoordinates, scoring: Scoring
     ) -> Float[Array, "batch seq heads value_dim"]:
         """Return the same result without making keys and values of each head, for one query and many keys.
 
@@ -159,7 +159,7 @@ class LatentAttention(Mixer):
         """
         q = jnp.concatenate([contract("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
         k = jnp.concatenate(past, axis=-1)[:, :, None]
-        y = attend_whole(q[:, :, None], k, past.latent[:, :, None], places, scoring)[:, :, 0]
+        y = attend_whole(q[:, :, None], k, past.latent[:, :, None], coordinates, scoring)[:, :, 0]
         return contract("bshl,lhv->bshv", y, self.value_up)
 
     def _queries(

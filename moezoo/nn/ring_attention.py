@@ -28,7 +28,14 @@ from jaxtyping import Array, PyTree
 
 from moezoo.kernels.attention import FLOOR, Softmax, attend_part, join_softmax, part_gradients
 from moezoo.parallel.collectives import ATTENTION, vary_like
-from moezoo.parallel.context_parallel import ContextParallel, Expand, Place, Places, Scoring, SequenceGroup
+from moezoo.parallel.context_parallel import (
+    BothCoordinates,
+    ContextParallel,
+    Coordinates,
+    Expand,
+    Scoring,
+    SequenceGroup,
+)
 from moezoo.parallel.kernels import KernelOrder
 
 
@@ -42,7 +49,7 @@ class RotateKept(ContextParallel):
         kept: PyTree,
         weights: PyTree,
         expand: Expand,
-        places: Places,
+        coordinates: BothCoordinates,
         scoring: Scoring,
         group: SequenceGroup,
     ) -> Array:
@@ -50,7 +57,7 @@ class RotateKept(ContextParallel):
         scale, window, sinks, order = scoring
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         learned, rest = eqx.partition(weights, eqx.is_inexact_array)
-        operands = (q, kept, learned, rest, places, sinks)
+        operands = (q, kept, learned, rest, coordinates, sinks)
         alike = jax.tree.leaves(operands)
         operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
         return _attend(_Options(expand, group, window, order), *operands)
@@ -72,7 +79,7 @@ class _Inputs(NamedTuple):
     kept: PyTree
     learned: PyTree
     rest: PyTree
-    places: Places
+    coordinates: BothCoordinates
     sinks: Array | None
 
 
@@ -87,7 +94,7 @@ def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
 
     def part(kept: PyTree, hop: Any) -> Softmax:
         keys, values = options.expand(eqx.combine(inputs.learned, inputs.rest), kept)
-        return attend_part(inputs.q, keys, values, **_places(options, inputs, hop))
+        return attend_part(inputs.q, keys, values, **_coordinates(options, inputs, hop))
 
     def step(carry: tuple[PyTree, Softmax], hop: Any) -> tuple[tuple[PyTree, Softmax], None]:
         kept, before = carry
@@ -116,7 +123,7 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
         (keys, values), pull = jax.vjp(
             lambda learned, kept: options.expand(eqx.combine(learned, inputs.rest), kept), inputs.learned, kept
         )
-        by_q, *by_pair = part_gradients(inputs.q, keys, values, whole, back, **_places(options, inputs, hop))
+        by_q, *by_pair = part_gradients(inputs.q, keys, values, whole, back, **_coordinates(options, inputs, hop))
         if jax.tree.leaves(inputs.learned):  # then `expand` has products, and theirs follow those of attention
             sent, (by_q, by_pair) = lax.optimization_barrier((sent, (by_q, by_pair)))
         else:  # without the others, which a compiler may add to what arrives before they are rounded to their dtype
@@ -152,15 +159,15 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
 _attend.defvjp(_forward, _backward)
 
 
-def _places(options: _Options, inputs: _Inputs, hop: Any) -> dict[str, Any]:
+def _coordinates(options: _Options, inputs: _Inputs, hop: Any) -> dict[str, Any]:
     """Return the options of a kernel for the keys that have made `hop` hops: those of the device so far back."""
-    group, keys = options.group, inputs.places.keys
+    group, keys = options.group, inputs.coordinates.keys
     if group.axes:
         tokens = keys.position.shape[1] // group.size
         start = (lax.axis_index(group.axes) - hop) % group.size * tokens
-        keys = Place(*(lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in keys))
-    places = {"queries": inputs.places.queries, "keys": keys}
-    return {**places, "window": options.window, "implementation": options.order}
+        keys = Coordinates(*(lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in keys))
+    coordinates = {"queries": inputs.coordinates.queries, "keys": keys}
+    return {**coordinates, "window": options.window, "implementation": options.order}
 
 
 def _count_hops(group: SequenceGroup, tokens: int, window: int | None) -> int:

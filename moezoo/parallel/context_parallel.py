@@ -23,8 +23,8 @@ from moezoo.parallel.kernels import KernelOrder
 from moezoo.parallel.sequence_order import SequenceOrder
 
 
-class Place(NamedTuple):
-    """The places of tokens.
+class Coordinates(NamedTuple):
+    """The coordinates of tokens.
 
     Attributes:
         position: Each token's position in its document, from 0; int32.
@@ -35,11 +35,11 @@ class Place(NamedTuple):
     segment: Int[Array, "batch tokens"]
 
 
-class Places(NamedTuple):
-    """The places of the queries and of the keys of one call of attention."""
+class BothCoordinates(NamedTuple):
+    """The coordinates of the queries and of the keys of one call of attention."""
 
-    queries: Place
-    keys: Place
+    queries: Coordinates
+    keys: Coordinates
 
 
 class Scoring(NamedTuple):
@@ -87,16 +87,17 @@ class ContextParallel(abc.ABC):
     results.
     """
 
-    def places(self, queries: Place, group: SequenceGroup) -> Places:
-        """Return the places that every layer passes to `attend`. Called once per forward pass.
+    def coordinates(self, queries: Coordinates, group: SequenceGroup) -> BothCoordinates:
+        """Return the coordinates that every layer passes to `attend`. Called once per forward pass.
 
         By default the positions and segments of the whole sequence are all-gathered, two integers per token.
 
         Args:
-            queries: The places of this device's tokens, [batch, tokens].
+            queries: The coordinates of this device's tokens, [batch, tokens].
             group: The devices that share sequences.
         """
-        return Places(queries, Place(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries)))
+        keys = Coordinates(*(gather(x, group.axes, 1, tokens=group.token_axes) for x in queries))
+        return BothCoordinates(queries, keys)
 
     @abc.abstractmethod
     def attend(
@@ -105,7 +106,7 @@ class ContextParallel(abc.ABC):
         kept: PyTree,
         weights: PyTree,
         expand: Expand,
-        places: Places,
+        coordinates: BothCoordinates,
         scoring: Scoring,
         group: SequenceGroup,
     ) -> Float[Array, "batch queries kv_heads group value_dim"]:
@@ -117,7 +118,7 @@ class ContextParallel(abc.ABC):
             weights: Every parameter that `expand` uses, already gathered. They are an argument so that an
                 implementation with its own gradient can return theirs.
             expand: A function that makes keys and values of `weights` and a `kept` of any number of tokens.
-            places: The result of `places`.
+            coordinates: The result of `coordinates`.
             scoring: The scale, window, sinks and backends.
             group: The devices that share sequences.
 

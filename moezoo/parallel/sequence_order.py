@@ -18,7 +18,7 @@ SequenceOrder = Literal["balanced", "contiguous"]
 
 
 def balanced_order(length: int, devices: int) -> np.ndarray:
-    """Return, for each place of the reordered sequence, the index of its token; int64 [length].
+    """Return, for each position of the reordered sequence, the index of its token; int64 [length].
 
     Raises:
         UserError: `length` is not divisible by twice the number of devices.

@@ -16,7 +16,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.moe.routing import Routing, reduce_routing
 from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 
 # The most logits in memory at the same time: rows of a chunk times vocabulary.
@@ -126,7 +126,7 @@ def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) 
 
 def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
     """Return the losses over all devices, from this device's part of the batch and of the parameters."""
-    context = make_context(Place(batch.positions, batch.segments), execution)
+    context = make_context(Coordinates(batch.positions, batch.segments), execution)
     out = model.layers(model.embed(batch.tokens, execution), context, execution)
     assert out.sums is not None
     local = cross_entropy(model, out.x, batch.labels, execution)

@@ -24,7 +24,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
-from moezoo.parallel.context_parallel import Place, Scoring, SequenceGroup
+from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup
 from moezoo.parallel.kernels import KernelOrder, target_of
 from moezoo.training.build import build_step
 
@@ -178,18 +178,18 @@ def compiled_ring(kind, kept, tokens=1024, heads=2, options=None):
         make, weights, head = expand, (array(256, heads, size, spec=whole),) * 2, size + 64
         passed = Latents(of_tokens(256), of_tokens(64))
 
-    def local(q, kept, weights, place, back):
+    def local(q, kept, weights, at, back):
         def attend(q, kept, weights):
             way = RotateKept()
-            return way.attend(q, kept, weights, make, way.places(place, group), scoring, group)
+            return way.attend(q, kept, weights, make, way.coordinates(at, group), scoring, group)
 
         value, pull = jax.vjp(attend, q, kept, weights)
         return value, *pull(back)
 
     specs = (split, split, whole)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(*specs, split, split), out_specs=(split, *specs))
-    place = Place(*(of_tokens(dtype=jnp.int32) for _ in range(2)))
-    arguments = of_tokens(heads, 2, head), passed, weights, place, of_tokens(heads, 2, size)
+    at = Coordinates(*(of_tokens(dtype=jnp.int32) for _ in range(2)))
+    arguments = of_tokens(heads, 2, head), passed, weights, at, of_tokens(heads, 2, size)
     text = jax.jit(mapped).lower(*arguments).compile(compiler_options=options).as_text()
     assert text is not None
     return hops_over_loops(text)

@@ -16,7 +16,7 @@ from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.models.base import LanguageModel
 from moezoo.moe.dispatch import STRATEGIES, Auto, Capacity, Gather, Ragged
 from moezoo.nn.yarn import Yarn
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 
 VOCAB = 40
 SMALL: dict[str, Any] = {
@@ -120,11 +120,11 @@ def test_logits_with_a_cache_equal_those_without(name):
 
     @jax.jit
     def read(model, tokens, segments, positions):
-        at = Place(positions[:, :width], segments[:, :width])
+        at = Coordinates(positions[:, :width], segments[:, :width])
         first, cache = generation.prefill(model, tokens[:, :width], at, width + NEW, execution)
 
         def one(cache, column):
-            here = Place(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
+            here = Coordinates(*(jax.lax.dynamic_slice_in_dim(p, column, 1, 1) for p in (positions, segments)))
             token = jax.lax.dynamic_slice_in_dim(tokens, column, 1, 1)
             logits, cache = generation.decode(model, token, here, cache, execution)
             return cache, logits
@@ -140,7 +140,7 @@ def test_logits_with_a_cache_equal_those_without(name):
 def test_what_is_kept():
     """A window bounds the number of slots; DeepSeek keeps a latent and a shared key, not keys and values of heads."""
     for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8, 4})):
-        at: Any = Place(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
+        at: Any = Coordinates(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
         read = functools.partial(generation.prefill, length=14, execution=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.states)

@@ -27,7 +27,7 @@ from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 
 F32 = jnp.dtype("float32")
 CONFIG = MixtralConfig(
@@ -67,7 +67,7 @@ class Fading(Mixer):
 
     def prepare(self, context):
         """Return how much of each token is left at each other, [batch, later, earlier]; nothing of padding."""
-        (later, own), (earlier, theirs) = ((p.position, p.segment) for p in context.places)
+        (later, own), (earlier, theirs) = ((p.position, p.segment) for p in context.coordinates)
         distance = later[:, :, None] - earlier[:, None]
         seen = (own[:, :, None] == theirs[:, None]) & (theirs[:, None] > 0) & (distance >= 0)
         return jnp.where(seen, FADING ** distance.astype(F32), 0)
@@ -142,10 +142,10 @@ def test_tokens_are_those_without_a_cache(rules):
 
 
 def test_what_is_kept():
-    """A vector per layer that fades, a window's tokens, all tokens; and the places of the latter two."""
-    at = Place(*(jnp.ones(IDS.shape, jnp.int32),) * 2)
+    """A vector per layer that fades, a window's tokens, all tokens; and the coordinates of the latter two."""
+    at = Coordinates(*(jnp.ones(IDS.shape, jnp.int32),) * 2)
     read = functools.partial(generation.prefill, length=13, execution=moezoo.Execution())
     cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid()).cache
     shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
     assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 4, 2, 8)}], [{(1, 4, 13, 2, 8)}]]
-    assert sorted(cache.places) == [4, 13]
+    assert sorted(cache.coordinates) == [4, 13]

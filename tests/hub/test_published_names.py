@@ -365,8 +365,8 @@ def folder_and_parameters(published: Published) -> tuple[dict[str, np.ndarray], 
 
 def logits(parameters: oracle.Parameters, family: oracle.Family) -> np.ndarray:
     """Return the oracle's logits of one row of tokens."""
-    p, place = oracle.TapedParameters(parameters), oracle.Place(np.ones(len(TOKENS)), np.arange(len(TOKENS)))
-    x, _ = family.layers(p, stack([p("embedding", int(token)) for token in TOKENS]), place)
+    p, at = oracle.TapedParameters(parameters), oracle.Coordinates(np.ones(len(TOKENS)), np.arange(len(TOKENS)))
+    x, _ = family.layers(p, stack([p("embedding", int(token)) for token in TOKENS]), at)
     return (oracle.norm(x, p("final_norm"), family.norm_eps) @ p("unembedding")).data
 
 

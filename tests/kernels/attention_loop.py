@@ -1,4 +1,4 @@
-"""`attend` as a loop over queries in float64, operands and places for it, and the precision of comparisons."""
+"""`attend` as a loop over queries in float64, operands and coordinates for it, and the precision of comparisons."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moezoo.kernels.attention import Attended
-from moezoo.kernels.attention.base import NOTHING, Place
+from moezoo.kernels.attention.base import NOTHING, Coordinates
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM = 2, 2, 3, 4, 5
 
@@ -109,7 +109,7 @@ def check(results, wanted, dtype="float32"):
         np.testing.assert_allclose(result[something], want[something], rtol=0, atol=atol)
 
 
-def ordered_places(cuts, padding, tokens):
+def make_row(cuts, padding, tokens):
     """Return position and segment of one row: documents begin at `cuts`; those numbered in `padding` are padding."""
     starts = np.zeros(tokens, np.int32)
     starts[[cut for cut in cuts if cut < tokens]] = 1
@@ -118,14 +118,14 @@ def ordered_places(cuts, padding, tokens):
     return position, np.where(np.isin(number, padding), 0, number)
 
 
-def stack_places(*rows):
-    """Return the places of rows, given as pairs (position, segment)."""
-    return Place(*(jnp.asarray(np.stack(x), jnp.int32) for x in zip(*rows, strict=True)))
+def stack_rows(*rows):
+    """Return the coordinates of rows, given as pairs (position, segment)."""
+    return Coordinates(*(jnp.asarray(np.stack(x), jnp.int32) for x in zip(*rows, strict=True)))
 
 
 @st.composite
-def places(draw, queries, keys):
-    """Draw places of queries and keys: documents cut anywhere, padding anywhere, tokens in any order.
+def draw_coordinates(draw, queries, keys):
+    """Draw coordinates of queries and keys: documents cut anywhere, padding anywhere, tokens in any order.
 
     Equally many queries and keys are the same tokens, each in its own order. Fewer queries are some of the tokens, or
     later ones. Some queries see nothing.
@@ -133,7 +133,7 @@ def places(draw, queries, keys):
     rows = []
     for _ in range(BATCH):
         cuts = draw(st.lists(st.integers(0, keys), max_size=3))
-        position, segment = ordered_places(cuts, draw(st.lists(st.integers(1, 4), max_size=2)), keys)
+        position, segment = make_row(cuts, draw(st.lists(st.integers(1, 4), max_size=2)), keys)
         rng = np.random.default_rng(draw(st.integers(0, 9)))
         orders = [rng.permutation(keys) if draw(st.booleans()) else np.arange(keys) for _ in range(2)]
         late = draw(st.integers(0, 2)) if queries < keys else 0
@@ -141,13 +141,13 @@ def places(draw, queries, keys):
         blind = draw(st.sets(st.integers(0, queries - 1), max_size=2))
         at[list(blind)], document[list(blind)] = -1, draw(st.sampled_from([1, 99]))
         rows.append(((at, document), (position[orders[1]], segment[orders[1]])))
-    return tuple(stack_places(*each) for each in zip(*rows, strict=True))
+    return tuple(stack_rows(*each) for each in zip(*rows, strict=True))
 
 
 def packed(case):
-    """Return places: three documents in the first row; one document, and padding behind it, in the second."""
-    keys = stack_places(ordered_places([3, 7], [], case.keys), ordered_places([6], [2], case.keys))
-    return Place(*(x[:, -case.queries :] for x in keys)), keys
+    """Return coordinates: three documents in the first row; one document, and padding behind it, in the second."""
+    keys = stack_rows(make_row([3, 7], [], case.keys), make_row([6], [2], case.keys))
+    return Coordinates(*(x[:, -case.queries :] for x in keys)), keys
 
 
 def with_sinks(operands):

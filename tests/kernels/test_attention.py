@@ -17,13 +17,13 @@ from attention_loop import (
     Case,
     Operands,
     check,
+    draw_coordinates,
     loop,
-    ordered_places,
+    make_row,
     packed,
-    places,
     random_operands,
     sees,
-    stack_places,
+    stack_rows,
     with_sinks,
 )
 from hypothesis import given, settings
@@ -46,7 +46,7 @@ from moezoo.kernels.attention import (
     part_gradients,
     reference,
 )
-from moezoo.kernels.attention.base import NOTHING, Place
+from moezoo.kernels.attention.base import NOTHING, Coordinates
 from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.kernels import PLATFORMS, Target
 from moezoo.parallel.traces import equations
@@ -84,9 +84,9 @@ def blocks_of(tokens):
 
 @functools.cache
 def compiled(implementation, case, batch=BATCH):
-    """Compile `value_and_gradients` once for all places."""
+    """Compile `value_and_gradients` once for all coordinates."""
     operands, cotangent = random_operands(case, batch=batch)
-    queries, keys = (Place(*jnp.zeros((2, batch, n), jnp.int32)) for n in case[:2])
+    queries, keys = (Coordinates(*jnp.zeros((2, batch, n), jnp.int32)) for n in case[:2])
     with blocks_of(case.block):
         function = jax.jit(functools.partial(value_and_gradients, implementation, case.window))
         return function.lower(operands, queries, keys, cotangent).compile()
@@ -97,10 +97,10 @@ def test_equals_a_loop(case):
     """With every backend: results and gradients; exact zeros for queries and keys that see nothing or are not seen."""
 
     @settings(max_examples=20)
-    @given(places=places(case.queries, case.keys), seed=st.integers(0, 9))
-    def compare(places: Any, seed: int):
+    @given(at=draw_coordinates(case.queries, case.keys), seed=st.integers(0, 9))
+    def compare(at: Any, seed: int):
         operands, cotangent = random_operands(case, seed)
-        queries, keys = places
+        queries, keys = at
         wanted, seen = loop(case.window, operands, queries, keys, cotangent), sees(queries, keys, case.window)
         for implementation in BACKENDS:
             value, gradients = compiled(implementation, case)(operands, queries, keys, cotangent)
@@ -123,24 +123,24 @@ def test_documents_with_real_blocks(implementation):
     """
     tokens, window = 533, 109
     assert tokens > reference.QUERY_CHUNK >= 2 * max(chunked.BLOCKS)
-    places = stack_places(ordered_places([40, 130, 300, 515], [], tokens), ordered_places([20, 220, 440], [4], tokens))
+    at = stack_rows(make_row([40, 130, 300, 515], [], tokens), make_row([20, 220, 440], [4], tokens))
     operands, cotangent = random_operands(Case(tokens, tokens, 0))
     run = jax.jit(functools.partial(value_and_gradients, implementation, window))
-    check(run(operands, places, places, cotangent), loop(window, operands, places, places, cotangent))
+    check(run(operands, at, at, cotangent), loop(window, operands, at, at, cotangent))
 
 
 def test_gradients_of_the_loop_are_its_differences():
     case = Case(7, 7, 64, 3)
-    (operands, cotangent), places = random_operands(case), packed(case)
+    (operands, cotangent), at = random_operands(case), packed(case)
     operands = with_sinks(operands)
-    gradients = loop(case.window, operands, *places, cotangent)[1]
+    gradients = loop(case.window, operands, *at, cotangent)[1]
     rng = np.random.default_rng(1)
     for name, gradient in gradients._asdict().items():
         direction = rng.standard_normal(gradient.shape)
         values = []
         for step in (1e-5, -1e-5):
             moved = np.asarray(getattr(operands, name), np.float64) + step * direction
-            value, _ = loop(case.window, operands._replace(**{name: moved}), *places, cotangent)
+            value, _ = loop(case.window, operands._replace(**{name: moved}), *at, cotangent)
             values.append(
                 sum((x * np.asarray(back, np.float64)).sum() for x, back in zip(value, cotangent, strict=True))
             )
@@ -170,7 +170,7 @@ def test_unseen_keys_do_not_matter(implementation):
 def test_empty_operands(implementation, sizes):
     """Without a row, query, key, key head or query head, results and gradients are zeros."""
     batch, queries, keys, kv_heads, group = sizes
-    at, key_at = (Place(*jnp.ones((2, batch, n), jnp.int32)) for n in (queries, keys))
+    at, key_at = (Coordinates(*jnp.ones((2, batch, n), jnp.int32)) for n in (queries, keys))
     q = jnp.ones((batch, queries, kv_heads, group, HEAD_DIM))
     k, v = (jnp.ones((batch, keys, kv_heads, dim)) for dim in (HEAD_DIM, VALUE_DIM))
     cotangent = Attended(jnp.ones((*q.shape[:4], VALUE_DIM)), jnp.ones(q.shape[:4]))
@@ -190,7 +190,7 @@ def test_sinks_and_parts(implementation):
 
     def part(operands, which):
         k, v = (x[:, which] for x in operands[1:3])
-        at, sinks = Place(*(x[:, which] for x in keys)), operands.sinks if which.start is None else None
+        at, sinks = Coordinates(*(x[:, which] for x in keys)), operands.sinks if which.start is None else None
         options: Any = {"window": case.window, "implementation": implementation}
         return attend(operands.q, k, v, queries=queries, keys=at, scale=operands.scale, sinks=sinks, **options)
 
@@ -212,9 +212,9 @@ def test_sinks_and_parts(implementation):
 def test_weights_of_large_scores_sum_to_one(implementation):
     """In the backward pass too: the gradients by values of one sum to the gradient by their average."""
     tokens = 40
-    place = Place(jnp.arange(tokens, dtype=jnp.int32)[None], jnp.ones((1, tokens), jnp.int32))
+    at = Coordinates(jnp.arange(tokens, dtype=jnp.int32)[None], jnp.ones((1, tokens), jnp.int32))
     q, k, v = (jnp.ones((1, tokens, *heads, 1)) for heads in ((1, 1), (1,), (1,)))
-    run = functools.partial(attend, queries=place, keys=place, window=None, implementation=implementation)
+    run = functools.partial(attend, queries=at, keys=at, window=None, implementation=implementation)
     by_v = jax.jit(jax.grad(lambda v, scale: run(q, k, v, scale=scale).result[:, -1].sum()))
     for scale in (1e4, 1e7):
         assert float(by_v(v, jnp.float32(scale)).sum()) == pytest.approx(1, rel=1e-5)
@@ -222,9 +222,9 @@ def test_weights_of_large_scores_sum_to_one(implementation):
 
 def test_backends_of_several_platforms_vary_alike():
     """Without a target every platform's backend is traced. Both results vary over the axis that only values do."""
-    place = Place(jnp.arange(80, dtype=jnp.int32)[None], jnp.ones((1, 80), jnp.int32))
+    at = Coordinates(jnp.arange(80, dtype=jnp.int32)[None], jnp.ones((1, 80), jnp.int32))
     q, k, v = jnp.ones((1, 80, 1, 1, 2)), jnp.ones((1, 80, 1, 2)), jnp.ones((2, 80, 1, 2))
-    run = lambda q, k, v: tuple(attend(q, k, v, queries=place, keys=place, scale=1.0, window=None))  # noqa: E731
+    run = lambda q, k, v: tuple(attend(q, k, v, queries=at, keys=at, scale=1.0, window=None))  # noqa: E731
     split, whole = PartitionSpec("a"), PartitionSpec()
     mapped = jax.shard_map(run, mesh=auto_mesh(a=2), in_specs=(whole, whole, split), out_specs=(split, split))
     assert [x.shape[0] for x in jax.eval_shape(mapped, q, k, v)] == [2, 2]
@@ -237,9 +237,9 @@ def test_chunked_visits_only_visible_pairs_of_blocks(window):
     Documents are in order. Each row of the batch has NaN in one of six blocks.
     """
     case, block, rows = Case(23, 23, 4, window), 4, 12
-    patterns = ordered_places([8, 13, 20], [4], case.keys), ordered_places([5, 9], [3], case.keys)  # padding behind
-    places = stack_places(*(pattern for pattern in patterns for _ in range(6)))
-    padded = np.pad(sees(places, places, window), ((0, 0), (0, 1), (0, 1)))
+    patterns = make_row([8, 13, 20], [4], case.keys), make_row([5, 9], [3], case.keys)  # padding behind
+    at = stack_rows(*(pattern for pattern in patterns for _ in range(6)))
+    padded = np.pad(sees(at, at, window), ((0, 0), (0, 1), (0, 1)))
     visible: Any = padded.reshape(rows, 6, block, 6, block).any((2, 4))
     assert visible.sum() < rows * 6 * 7 / 2  # fewer than causality leaves
     bad = np.arange(rows) % 6
@@ -253,17 +253,17 @@ def test_chunked_visits_only_visible_pairs_of_blocks(window):
         return np.pad(nan, ((0, 0), (0, 1))).reshape(rows, 6, block).any(2)
 
     (operands, cotangent), run = random_operands(case, batch=rows), compiled("chunked", case, rows)
-    value, gradients = run(operands._replace(k=poison(operands.k), v=poison(operands.v)), places, places, cotangent)
+    value, gradients = run(operands._replace(k=poison(operands.k), v=poison(operands.v)), at, at, cotangent)
     for x in (value.result, gradients.q):
         np.testing.assert_array_equal(reached(x), visible[np.arange(rows), :, bad])
-    _, gradients = run(operands._replace(q=poison(operands.q)), places, places, cotangent)
+    _, gradients = run(operands._replace(q=poison(operands.q)), at, at, cotangent)
     for x in (gradients.k, gradients.v):
         np.testing.assert_array_equal(reached(x), visible[np.arange(rows), bad])
 
 
 @pytest.mark.parametrize("over", [("a", "", "b", "", ""), ("", "b", "", "b", "a")], ids=str)
 def test_on_a_mesh(implementation, over):
-    """Each of q, k, v and the places of queries and of keys differs along the axes in `over`, and only there.
+    """Each of q, k, v and the coordinates of queries and of keys differs along the axes in `over`, and only there.
 
     The results vary wherever an operand does. The gradient of an operand that is the same on several devices is the sum
     of theirs.
@@ -272,7 +272,7 @@ def test_on_a_mesh(implementation, over):
     anywhere = "".join(sorted(set("".join(over))))
     devices = [random_operands(case, seed) for seed in range(4)]
     at = [packed(case), packed(case._replace(queries=case.keys))]
-    at.append((Place(*(x[::-1, : case.queries] for x in at[1][1])), Place(*(x[::-1] for x in at[1][1]))))
+    at.append((Coordinates(*(x[::-1, : case.queries] for x in at[1][1])), Coordinates(*(x[::-1] for x in at[1][1]))))
     at = [at[0], at[2], at[0], at[2]]
 
     def stacked(axes, leaves):
@@ -360,9 +360,9 @@ def test_chunked_makes_no_array_of_every_query_for_every_key():
 
 def test_lowers_for_every_platform(implementation):
     case = CASES[0]
-    (operands, cotangent), places = random_operands(case), packed(case)
+    (operands, cotangent), at = random_operands(case), packed(case)
     run = jax.jit(functools.partial(value_and_gradients, implementation, None))
-    assert run.trace(operands, *places, cotangent).lower(lowering_platforms=PLATFORMS).as_text()
+    assert run.trace(operands, *at, cotangent).lower(lowering_platforms=PLATFORMS).as_text()
 
 
 def test_small_work_is_not_cut_into_blocks():
@@ -384,14 +384,14 @@ def compiled_parts(implementation: Any, case: Case, first: int) -> Any:
         options = {"queries": queries, "window": case.window, "implementation": implementation}
         parts = [tuple(x[:, rows] for x in (k, v, *keys)) for rows in (slice(first), slice(first, None))]
         whole = Softmax(jnp.zeros(back.shape), jnp.full(q.shape[:-1], FLOOR), jnp.ones(q.shape[:-1]))
-        for k_, v_, *place in parts:
-            whole = join_softmax(whole, attend_part(q, k_, v_, keys=Place(*place), **options))
-        by_part = [part_gradients(q, k_, v_, whole, back, keys=Place(*place), **options) for k_, v_, *place in parts]
+        for k_, v_, *at in parts:
+            whole = join_softmax(whole, attend_part(q, k_, v_, keys=Coordinates(*at), **options))
+        by_part = [part_gradients(q, k_, v_, whole, back, keys=Coordinates(*at), **options) for k_, v_, *at in parts]
         by_q, by_k, by_v = zip(*by_part, strict=True)
         return whole, (sum(x.astype(jnp.float32) for x in by_q), *(jnp.concatenate(x, 1) for x in (by_k, by_v)))
 
     (q, k, v, *_), cotangent = random_operands(case)
-    queries, keys = (Place(*jnp.zeros((2, BATCH, n), jnp.int32)) for n in case[:2])
+    queries, keys = (Coordinates(*jnp.zeros((2, BATCH, n), jnp.int32)) for n in case[:2])
     with blocks_of(case.block):
         return jax.jit(run).lower(q, k, v, queries, keys, cotangent.result).compile()
 
@@ -401,11 +401,11 @@ def test_parts_of_the_keys_equal_a_loop_over_all(case):
     """Results joined from two parts, of which queries may see none; and gradients by all keys, from both parts."""
 
     @settings(max_examples=15)
-    @given(places=places(case.queries, case.keys), seed=st.integers(0, 9))
-    def compare(places: Any, seed: int):
+    @given(at=draw_coordinates(case.queries, case.keys), seed=st.integers(0, 9))
+    def compare(at: Any, seed: int):
         operands, cotangent = random_operands(case, seed)
         operands, back = operands._replace(scale=jnp.float32(1)), cotangent.result
-        queries, keys = places
+        queries, keys = at
         wanted = loop(case.window, operands, queries, keys, Attended(back, jnp.zeros_like(cotangent.logsumexp)))
         for implementation in ("reference", "chunked"):
             whole, by_operands = compiled_parts(implementation, case, 4)(*operands[:3], queries, keys, back)

@@ -25,7 +25,7 @@ from moezoo.models.names import rows
 from moezoo.nn.positions import Context
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.collectives import ALONE
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.step import Step
 
@@ -47,7 +47,7 @@ def unstacked(model: Any) -> list[Any]:
 def one_after_the_other(model: Any, tokens: Any) -> tuple[Any, Any]:
     """Return logits, and assignments to each expert [layers with experts, experts], from a loop over blocks."""
     execution, loads = moezoo.Execution(), []
-    at = Place(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
+    at = Coordinates(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
     x = model.embedding.weight[tokens]
     for block in unstacked(model):
         x, sums, _ = block(x, Context(at, at), execution)
@@ -160,13 +160,13 @@ def test_each_kind_has_the_cache_it_needs():
     np.testing.assert_array_equal(moezoo.generate(model(), prompt, max_new_tokens=NEW), padded)
 
     def prefill(model: Any) -> Any:
-        at = Place(jnp.broadcast_to(jnp.arange(LENGTH), prompt.shape), jnp.ones_like(jnp.asarray(prompt)))
+        at = Coordinates(jnp.broadcast_to(jnp.arange(LENGTH), prompt.shape), jnp.ones_like(jnp.asarray(prompt)))
         return generation.prefill(model, jnp.asarray(prompt), at, 14, moezoo.Execution()).cache
 
     cache = jax.eval_shape(prefill, model())
     slots = [[jax.tree.leaves(kept)[0].shape[:3] for kept in stack] for stack in cache.states]
     assert slots == [[(2, 4, 3), (2, 4, 14)], [(1, 4, 14)]]
-    assert sorted(cache.places) == [3, 14]
+    assert sorted(cache.coordinates) == [3, 14]
 
 
 def test_a_step_moves_the_choice_bias_of_the_layer_that_had_the_load():
@@ -214,7 +214,7 @@ def test_traffic_of_layers_with_norms_after_each_part():
 def test_a_block_by_its_formula():
     """Each part reads the normalised stream; its result is normalised and added."""
     block, x = unstacked(model())[0], jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16), np.float32))
-    at = Place(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
+    at = Coordinates(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
     context, execution = Context(at, at), moezoo.Execution()
 
     def normed(norm: Any, y: Any) -> Any:

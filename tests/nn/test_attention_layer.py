@@ -10,7 +10,7 @@ from moezoo.nn.attention import Attention
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.collectives import ALONE
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
@@ -20,7 +20,7 @@ PRECISION = 50 * 2.0**-24
 # Documents of 5, 4 and 3 tokens; and one of 8 followed by padding (segment 0).
 SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [3] * 3, [1] * 8 + [0] * 4], np.int32)
 POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)]], np.int32)
-PLACE = Place(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+AT = Coordinates(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 # Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
 # and a bound on all numbers.
@@ -59,6 +59,6 @@ def test_equals_a_loop(name):
     y = attention(q, k, v, POSITIONS, SEGMENTS, HEAD_DIM**-0.5, window=3)
     wanted = np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
     wanted += 0 if layer.out_bias is None else np.asarray(layer.out_bias, np.float64)
-    context = Context(PLACE, PLACE)
+    context = Context(AT, AT)
     found = jax.jit(lambda layer, x: layer(x, context, Execution()).leave(ALONE))(layer, x)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moezoo.nn.cache import Cache, Kept, Slots, State, fit
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 
 BATCH, SLOTS = 2, 3
 
@@ -25,10 +25,10 @@ def test_a_text_is_arranged_as_if_written_token_by_token(count):
 
 
 def test_a_token_is_written_into_its_slot():
-    """What each layer keeps of it, and its place, for each number of slots."""
+    """What each layer keeps of it, and its coordinates, for each number of slots."""
     kept = jnp.zeros((4, BATCH, SLOTS))
-    place = Place(*(jnp.zeros((BATCH, SLOTS), jnp.int32) for _ in range(2)))
-    cache = Cache(((Slots(SLOTS, kept),),), {SLOTS: place}, jnp.int32(7))
+    at = Coordinates(*(jnp.zeros((BATCH, SLOTS), jnp.int32) for _ in range(2)))
+    cache = Cache(((Slots(SLOTS, kept),),), {SLOTS: at}, jnp.int32(7))
     tokens = jnp.arange(1.0, 9).reshape(4, BATCH, 1)
     past = cache.past(0, 0, jnp.int32(2))
     wanted = np.zeros((4, BATCH, SLOTS))
@@ -37,13 +37,14 @@ def test_a_token_is_written_into_its_slot():
     after = cache.advance(((tokens,),))
     np.testing.assert_array_equal(after.states[0][0].kept, wanted)
     assert after.column == 8
-    position, segment = cache.add_place(Place(*(jnp.full((BATCH, 1), n, jnp.int32) for n in (9, 1)))).places[SLOTS]
+    fresh = Coordinates(*(jnp.full((BATCH, 1), n, jnp.int32) for n in (9, 1)))
+    position, segment = cache.add_token(fresh).coordinates[SLOTS]
     np.testing.assert_array_equal(position, [[0, 9, 0]] * BATCH)
     np.testing.assert_array_equal(segment, [[0, 1, 0]] * BATCH)
 
 
 class Total(State):
-    """A sum over tokens, as a recurrent mixer has one: it is replaced whole, and needs no places."""
+    """A sum over tokens, as a recurrent mixer has one: it is replaced whole, and needs no coordinates."""
 
     total: Any
 
@@ -58,18 +59,18 @@ class Total(State):
 
 
 def test_the_cache_carries_any_state():
-    """Beside slots of two sizes: places are kept once for each size, and none for a state that needs none."""
-    at = Place(*(jnp.ones((BATCH, 5), jnp.int32),) * 2)
+    """Beside slots of two sizes: coordinates are kept once for each size, and none for a state that needs none."""
+    at = Coordinates(*(jnp.ones((BATCH, 5), jnp.int32),) * 2)
     rings = [Slots(n, jnp.zeros((1, BATCH, n))) for n in (8, SLOTS, 8)]
     total = Total(0, jnp.zeros((2, BATCH)))
     cache = Cache.of_prompts(((total, *rings[:2]), (rings[2],)), at)
-    assert sorted(cache.places) == [SLOTS, 8]
+    assert sorted(cache.coordinates) == [SLOTS, 8]
     assert cache.column == 5
-    assert cache.past(0, 0, jnp.int32(1)).places is None
-    assert cache.past(1, 0, jnp.int32(0)).places is cache.places[8]
+    assert cache.past(0, 0, jnp.int32(1)).keys is None
+    assert cache.past(1, 0, jnp.int32(0)).keys is cache.coordinates[8]
     token = jnp.ones((1, BATCH, 1))
     fresh = ((jnp.full((2, BATCH), 3.0), token, token), (token,))
-    after = jax.jit(lambda cache: cache.add_place(Place(*(a[:, :1] for a in at))).advance(fresh))(cache)
+    after = jax.jit(lambda cache: cache.add_token(Coordinates(*(a[:, :1] for a in at))).advance(fresh))(cache)
     assert jax.tree.structure(after) == jax.tree.structure(cache)  # as a loop needs
     np.testing.assert_array_equal(after.states[0][0].total, np.full((2, BATCH), 3.0))
     np.testing.assert_array_equal(after.states[1][0].kept[0, :, 5], np.ones(BATCH))

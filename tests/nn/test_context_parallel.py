@@ -18,7 +18,7 @@ from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import ContextParallel, Place, Places, Scoring
+from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Coordinates, Scoring
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.rules import Rules
@@ -34,7 +34,7 @@ LAYERS = {
     "latent": LatentAttention(EMBED, LatentSizes(3, None, 5, 3, 2, 4), rotary=Rotary(2, 100.0), **OPTIONS),
 }
 # On three devices of four tokens, one document is on all of them, so each hop brings keys that a query sees.
-PLACE = Place(
+AT = Coordinates(
     jnp.asarray([[*range(3), *range(9)], [*range(8), *range(4)]], jnp.int32),
     jnp.asarray([[1] * 3 + [2] * 9, [1] * 8 + [0] * 4], jnp.int32),
 )
@@ -44,16 +44,16 @@ PLACE = Place(
 class PassAround(ContextParallel):
     """Pass what tokens keep around the group, and join partial results."""
 
-    def places(self, queries, group):
-        return Places(queries, queries)
+    def coordinates(self, queries, group):
+        return BothCoordinates(queries, queries)
 
-    def attend(self, q, kept, weights, expand, places, scoring, group):
+    def attend(self, q, kept, weights, expand, coordinates, scoring, group):
         around = [(i, (i + 1) % group.size) for i in range(group.size)]
         options = {"scale": scoring.scale, "window": scoring.window, "implementation": scoring.order}
-        travelling, parts = (kept, places.keys), []
+        travelling, parts = (kept, coordinates.keys), []
         for _ in range(group.size):
             keys, values = expand(weights, travelling[0])
-            parts.append(attend(q, keys, values, queries=places.queries, keys=travelling[1], **options))
+            parts.append(attend(q, keys, values, queries=coordinates.queries, keys=travelling[1], **options))
             travelling = jax.tree.map(lambda x: lax.ppermute(x, group.axes, around), travelling)
         return functools.reduce(join, parts).result
 
@@ -64,16 +64,16 @@ class PassAround(ContextParallel):
         raise NotImplementedError
 
 
-def layer_and_gradients(execution, layer, x, place, cotangent):
+def layer_and_gradients(execution, layer, x, at, cotangent):
     """Return the value of the layer and its gradients by weights and input."""
-    value, pull = jax.vjp(lambda layer, x: layer(x, make_context(place, execution), execution).y, layer, x)
+    value, pull = jax.vjp(lambda layer, x: layer(x, make_context(at, execution), execution).y, layer, x)
     return value, *pull(cotangent)
 
 
 def inputs():
-    """Return activations, their places, and a cotangent that is 0 at padding."""
+    """Return activations, their coordinates, and a cotangent that is 0 at padding."""
     x, cotangent = np.random.default_rng(0).standard_normal((2, BATCH, SEQ, EMBED), np.float32)
-    return x, PLACE, cotangent * (np.asarray(PLACE.segment) > 0)[:, :, None]
+    return x, AT, cotangent * (np.asarray(AT.segment) > 0)[:, :, None]
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def test_a_split_sequence_changes_nothing(name, value):
         out_specs=(split, whole, split),
     )
     found, wanted = jax.jit(mapped)(LAYERS[name], *inputs()), on_one_device(name)
-    valid = np.asarray(PLACE.segment) > 0
+    valid = np.asarray(AT.segment) > 0
     np.testing.assert_allclose(np.asarray(found[0])[valid], np.asarray(wanted[0])[valid], rtol=0, atol=PRECISION)
     for result, want in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(wanted[1:]), strict=True):
         np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * max(1, np.abs(want).max()))
@@ -108,7 +108,7 @@ def test_the_default_gathers():
 
 
 # Sixteen tokens on four devices: two documents, cut at odd places, and a device with nothing but padding.
-DOCUMENTS = Place(
+DOCUMENTS = Coordinates(
     jnp.asarray([[*range(5), *range(6), *range(5)], list(range(16))], jnp.int32),
     jnp.asarray([[1] * 5 + [2] * 6 + [0] * 5, [1] * 16], jnp.int32),
 )
@@ -132,10 +132,10 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
     execution = Execution(mesh=mesh, rules=rules, context_parallel=RotateKept(), sequence_order=order)
     arrays = jax.tree.map(lambda x: x[:, tokens], (q, (k, v), DOCUMENTS, cotangent))
 
-    def run(group, q, kept, place, cotangent, sinks):
+    def run(group, q, kept, at, cotangent, sinks):
         def attend_to(q, kept, sinks):
             scoring = Scoring(scale, window, sinks)
-            return RotateKept().attend(q, kept, None, expand_pair, RotateKept().places(place, group), scoring, group)
+            return RotateKept().attend(q, kept, None, expand_pair, RotateKept().coordinates(at, group), scoring, group)
 
         value, pull = jax.vjp(attend_to, q, kept, sinks)
         return value, *pull(cotangent)
@@ -151,8 +151,8 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
     hops = collective_traffic(jax.make_jaxpr(mapped)(*arrays, sinks)).by("collective")[("ppermute",)].count
 
     def alone(q, kept, sinks):
-        places = {"queries": arrays[2], "keys": arrays[2]}
-        return attend(q, *kept, **places, scale=scale, window=window, sinks=sinks, implementation="reference").result
+        at = {"queries": arrays[2], "keys": arrays[2]}
+        return attend(q, *kept, **at, scale=scale, window=window, sinks=sinks, implementation="reference").result
 
     value, pull = jax.vjp(alone, *arrays[:2], sinks)
     return found, (value, *pull(arrays[3])), hops

@@ -12,12 +12,12 @@ from moezoo.nn.positions import Context
 from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Unscaled
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import Place
+from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 
 BATCH, SEQ, EMBED, HEADS, LORA, NOPE, ROPE, VALUE = 2, 6, 7, 3, 5, 4, 2, 3
 POSITIONS = np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1))
-PLACE = Place(jnp.asarray(POSITIONS), jnp.ones_like(jnp.asarray(POSITIONS)))
+AT = Coordinates(jnp.asarray(POSITIONS), jnp.ones_like(jnp.asarray(POSITIONS)))
 
 
 class Sharper(Unscaled):
@@ -63,11 +63,11 @@ def test_equals_a_loop(q_lora):
 
     @jax.jit
     def both(layer, x):
-        whole = layer(x, Context(PLACE, PLACE), Execution())
+        whole = layer(x, Context(AT, AT), Execution())
         # A stack of one layer, whose last slot is empty.
         slots = jax.tree.map(lambda a: a.at[:, -1].set(0)[None], whole.kept)
-        last = Place(*(a[:, -1:] for a in PLACE))
-        past = Past(Slots(SEQ, slots), jnp.int32(0), jnp.int32(SEQ - 1), PLACE)
+        last = Coordinates(*(a[:, -1:] for a in AT))
+        past = Past(Slots(SEQ, slots), jnp.int32(0), jnp.int32(SEQ - 1), AT)
         return whole.y, layer(x[:, -1:], Context(last, last), Execution(), past).y
 
     whole, last = both(layer, x)
@@ -78,7 +78,7 @@ def test_equals_a_loop(q_lora):
 
 
 def test_the_factor_on_queries_is_rounded_once_and_finite_at_padding():
-    place = Place(jnp.array([[-1, 0, 7, 8, 40]]), jnp.array([[0, 1, 1, 1, 1]]))
-    scaled = QueryScale(0.1, 8)(jnp.full((1, 5, 1, 1), 3, jnp.bfloat16), Context(place, place))
+    at = Coordinates(jnp.array([[-1, 0, 7, 8, 40]]), jnp.array([[0, 1, 1, 1, 1]]))
+    scaled = QueryScale(0.1, 8)(jnp.full((1, 5, 1, 1), 3, jnp.bfloat16), Context(at, at))
     wanted = [3 + 0.3 * np.log(1 + periods) for periods in (0, 0, 0, 1, 5)]
     np.testing.assert_array_equal(scaled.ravel(), np.asarray(wanted, jnp.bfloat16))

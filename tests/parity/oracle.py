@@ -165,7 +165,7 @@ class TapedParameters:
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """For each token of a row, the number of its document and its position in that document."""
 
     segments: np.ndarray
@@ -202,7 +202,7 @@ class Family(abc.ABC):
     losses: Losses
 
     @abc.abstractmethod
-    def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+    def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Return one row [tokens, D] after all layers, and the routing of each layer with experts."""
 
     def after_step(self, load: np.ndarray) -> "Family":
@@ -282,7 +282,7 @@ def _row(p: TapedParameters, row: dict[str, np.ndarray], family: Family) -> tupl
     real = row["segments"] > 0
     tokens, labels, segments, positions = (row[k][real] for k in ("tokens", "labels", "segments", "positions"))
     x = stack([p("embedding", int(token)) for token in tokens])
-    x, routing = family.layers(p, x, Place(segments, positions))
+    x, routing = family.layers(p, x, Coordinates(segments, positions))
     # Tied embeddings: one table, whose gradient is the sum of both uses.
     unembedding = p("unembedding") if "unembedding" in p.whole else p("embedding").T
     nats = as_value(0)

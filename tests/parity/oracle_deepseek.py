@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import oracle
 from oracle import (
+    Coordinates,
     Family,
     Losses,
     Parameters,
-    Place,
     Routing,
     TapedParameters,
     attend,
@@ -57,11 +57,11 @@ class DeepSeek(Family):
     losses: Losses
     query_scale: tuple[float, int] = (0.0, 1)  # beta and length of the factor on queries
 
-    def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+    def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Run the layers with an MLP, then those with experts."""
         routing = []
         for layer in range(p.shape("out")[0]):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
+            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), at)
             h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
             if layer < self.dense_layers:
                 x = x + swiglu(h, p("dense_gate", layer), p("dense_up", layer), p("dense_down", layer))
@@ -80,7 +80,7 @@ class DeepSeek(Family):
         """Raise the bias of experts below the mean load and lower it for those above (V3, section 2.1.2)."""
         return replace(self, bias=moved(self.bias, load, self.bias_rate))
 
-    def _attention(self, p: TapedParameters, layer: int, x: Value, place: Place) -> Value:
+    def _attention(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
         """Return the attention of one row, computed head by head.
 
         The keys and values of all heads are projections of one latent. All heads share one rotated key.
@@ -88,7 +88,7 @@ class DeepSeek(Family):
         latent_size = p.shape("kv_norm")[1]
         down = x @ p("kv_down", layer)
         latent = norm(down[:, :latent_size], p("kv_norm", layer), _LATENT_EPS)
-        shared_key = self.rope.rotate(down[:, latent_size:], place.positions)
+        shared_key = self.rope.rotate(down[:, latent_size:], at.positions)
         if "query" in p.whole:
             source, to_query = x, "query"
         else:
@@ -96,13 +96,13 @@ class DeepSeek(Family):
         heads, size = p.shape(to_query)[2:]
         factor = self.rope.attention_factor(self.rope.mscale_all) ** 2 / math.sqrt(size)
         beta, length = self.query_scale
-        growth = np.array([1 + beta * math.log(1 + int(position) // length) for position in place.positions])
-        visible, result = place.visible, as_value(0)
+        growth = np.array([1 + beta * math.log(1 + int(position) // length) for position in at.positions])
+        visible, result = at.visible, as_value(0)
         for head in range(heads):
             q = source @ p(to_query, layer, slice(None), head)
             key = latent @ p("key_up", layer, slice(None), head)
             v = latent @ p("value_up", layer, slice(None), head)
-            rotated = self.rope.rotate(q[:, self.nope_dim :], place.positions)
+            rotated = self.rope.rotate(q[:, self.nope_dim :], at.positions)
             scores = (q[:, : self.nope_dim] @ key.T + rotated @ shared_key.T) * growth[:, None]
             result = result + attend(scores * factor, visible, v) @ p("out", layer, head)
         return result

@@ -18,10 +18,10 @@ import numpy as np
 import oracle
 from oracle import (
     Activation,
+    Coordinates,
     Family,
     Losses,
     Parameters,
-    Place,
     Routing,
     TapedParameters,
     attend,
@@ -92,11 +92,11 @@ class Grouped(Family):
     bias: np.ndarray | None = None  # the choice bias [layer with experts, expert]
     bias_rate: float = 0.0
 
-    def layers(self, p: TapedParameters, x: Value, place: Place) -> tuple[Value, list[Routing]]:
+    def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Run each layer: attention, then experts or an MLP."""
         routing = []
         for layer, sparse in enumerate(self.sparse):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), place)
+            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), at)
             h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
             if sparse:
                 i = len(routing)
@@ -121,10 +121,10 @@ class Grouped(Family):
         """Move the choice bias."""
         return self if self.bias is None else replace(self, bias=moved(self.bias, load, self.bias_rate))
 
-    def _attention(self, p: TapedParameters, layer: int, x: Value, place: Place) -> Value:
+    def _attention(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
         """Return the attention of one row, computed head by head. Groups of query heads share a key and a value."""
         queries, keys, values = (self._heads(p, name, layer, x) for name in ("query", "key", "value"))
-        visible, positions = place.visible, place.positions
+        visible, positions = at.visible, at.positions
         if self.window is not None and layer not in self.full:
             visible &= positions[:, None] - positions[None, :] < self.window
         result = as_value(0)
