@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.convert import show
+from moezoo.convert import convert, show
 from moezoo.errors import UserError, nearest
+from moezoo.host import check_name
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED, TEXT, TIED, Place, find_place, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
@@ -44,6 +46,12 @@ class Source(NamedTuple):
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
         for tensor in tensors(model, self.family.hub):
             yield dataclasses.replace(tensor, name=self.place.to_folder(tensor.name))
+
+
+def folder_argument(folder: str | Path, argument: str = "folder") -> Path:
+    """Return the folder that the user named as an argument. Raises `UserError` for what is no path."""
+    path = Path(os.path.expanduser(convert(str, folder, argument)))
+    return check_name(path, show(f"{argument}={folder}"))
 
 
 def open_folder(folder: Path) -> Source:
