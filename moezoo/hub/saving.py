@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from moezoo.convert import Range, convert, show
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, carry
@@ -88,9 +90,7 @@ def save_pretrained(
 def save_like(model: Any, folder: Path, like: Path, values: Values, max_shard_size: int | str | None) -> Carried:
     """Write a model, whose arrays may be shapes, as a copy of the folder `like`. Raises as `save_pretrained` does."""
     if max_shard_size is not None:
-        raise UserError(
-            f"max_shard_size={show(max_shard_size)}: the files are those of like={like}; leave one out"
-        )
+        raise UserError(f"max_shard_size={show(max_shard_size)}: the files are those of like={like}; leave one out")
 
     def begin() -> Source:
         source = open_folder(like)
@@ -165,13 +165,11 @@ def _check_same(arrays: Mapping[str, Any], arguments: Mapping[str, Any]) -> None
     """Raise `UserError` on all processes unless they save the same model: otherwise they would wait for each other."""
     if not distributed.several():
         return
-    import jax
-
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
     facts = {key: str(value) for key, value in arguments.items()}
-    for path, leaf in leaves:
-        where = "on each process" if is_here(leaf) else str(leaf.sharding)
-        facts[jax.tree_util.keystr(path)] = f"{leaf.dtype}{list(leaf.shape)} {where}"
+    for name, parameter in arrays.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
+            where = "on each process" if is_here(leaf) else f"split as {leaf.sharding.spec}"
+            facts[name + jax.tree_util.keystr(path)] = f"{leaf.dtype}{list(leaf.shape)} {where}"
     distributed.check_same(facts, "save_pretrained: the processes differ", "call it with the same in all of them")
 
 

@@ -1,5 +1,6 @@
 """Writing the files of a folder: each header first, then one tensor after the other, by all processes together."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,13 +156,13 @@ def _write_group(
     else:
         ordered = sorted(itertools.chain.from_iterable(places), key=lambda place: _key(place, values))
         mine, rows = group, ((place,) for place in ordered)
-    output, failure = _Output(work), None
+    failure = None
     try:
-        for file in mine:
-            output.begin(file)
-        for row in rows:
-            _write_row(row, me, output, values, seen)
-        output.close()
+        with contextlib.closing(_Output(work)) as output:
+            for file in mine:
+                output.begin(file)
+            for row in rows:
+                _write_row(row, me, output, values, seen)
     except (OSError, UserError) as error:
         failure = error
         for row in rows if distributed.several() else ():
