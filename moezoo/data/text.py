@@ -1,6 +1,7 @@
 """Data: text files and folders of them."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,9 @@ class Text(DataSettings):
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
         extra = {"skipped": describe_skipped(read.skipped)} if read.skipped else {}
         return make_source("text", split, tokenizer, vocab=tokenizer.vocab, sha256=digest(read.corpus), **extra)
+
+    def tokenizer_file(self) -> Path | None:
+        return None if self.tokenizer is None else Path(os.path.expanduser(self.tokenizer))
 
 
 class _NamedCorpus(NamedTuple):

@@ -91,6 +91,12 @@ class Tokens(DataSettings):
         extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
         return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
 
+    def tokenizer_file(self) -> Path | None:
+        if self.path is None:
+            return None
+        *_, copy = _beside(Path(os.path.expanduser(self.path)))
+        return copy if copy.is_file() else None
+
 
 def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     """Write token files from text, and return a line that describes them. Files appear complete or not at all.

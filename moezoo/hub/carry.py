@@ -22,7 +22,7 @@ from moezoo.hub.opening import Source, check_tensors
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import DTYPES, INDEX, WeightFiles, read_header
-from moezoo.hub.writing import File, Piece, Plan, Span, as_bits, make_header, own_piece, write_folder
+from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, ignore, make_header, own_piece, write_folder
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -53,32 +53,42 @@ class Carried:
     rounded: tuple[str, ...] = ()
 
 
-def carry(model: LanguageModel, folder: Path, source: Source, values: Values) -> Carried:
-    """Write `model` to `folder` as a copy of `source`. All processes call this.
+class Copying(NamedTuple):
+    """A folder to be written as a copy of another one.
 
-    Args:
-        model: the model; its arrays may be shapes.
-        folder: the new folder, which is made if it does not exist.
-        source: the folder of the same model.
-        values: the numbers of the model.
-
-    Raises:
-        UserError: `source` is of another model, or damaged, or `folder` cannot be written.
+    `files`: the weights of that one. `carried`: what the new folder has from it, without the comparison of numbers.
     """
-    planned = distributed.together(lambda: _plan(model, source, values))
-    found = _Comparison(source.files)
-    write_folder(folder, planned.plan, values, found.see)
-    return dataclasses.replace(planned.carried, **found.agree())
-
-
-class _Planned(NamedTuple):
-    """What is written, and what of it is reported, without the comparison of numbers."""
 
     plan: Plan
+    files: WeightFiles
     carried: Carried
 
+    def write(self, folder: Path, values: Values, seen: Seen = ignore) -> Carried:
+        """Write the folder, and return what it has from the other one. All processes call this.
 
-def _plan(model: LanguageModel, source: Source, values: Values) -> _Planned:
+        Args:
+            folder: the new folder, which is made if it does not exist.
+            values: the numbers of the model.
+            seen: as in `write_folder`.
+
+        Raises:
+            UserError: as `write_folder` does.
+        """
+        found = _Comparison(self.files)
+
+        def compare(name: str, value: np.ndarray) -> None:
+            found.see(name, value)
+            seen(name, value)
+
+        write_folder(folder, self.plan, values, compare)
+        return dataclasses.replace(self.carried, **found.agree())
+
+
+def plan_copy(model: LanguageModel, source: Source, values: Values) -> Copying:
+    """Return how `model`, whose arrays may be shapes, is written as a copy of `source`.
+
+    Raises `UserError` where `source` is of another model, or damaged.
+    """
     expected, unused = check_tensors(source, Blueprint(source.config).shapes)
     ours, theirs = _keys_of_both(model, source)
     own = {tensor.name: tensor for tensor in source.tensors(model)}
@@ -97,7 +107,7 @@ def _plan(model: LanguageModel, source: Source, values: Values) -> _Planned:
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
     plan = Plan([shard.file for shard in written], copies, texts)
-    return _Planned(plan, Carried(unused, tuple(files), tuple(skipped)))
+    return Copying(plan, source.files, Carried(unused, tuple(files), tuple(skipped)))
 
 
 def _keys_of_both(model: LanguageModel, source: Source) -> tuple[dict[str, Any], dict[str, Any]]:

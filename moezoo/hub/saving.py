@@ -1,10 +1,9 @@
 """Write a Hugging Face folder."""
 
-import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import jax
 
 from moezoo.convert import Range, convert, show
 from moezoo.errors import UserError
-from moezoo.hub.carry import Carried, carry
-from moezoo.hub.opening import Source, folder_argument, open_folder
+from moezoo.hub.carry import Carried, Copying, plan_copy
+from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE
@@ -76,30 +75,38 @@ def save_pretrained(
     folder, arrays = folder_argument(folder), arrays_by_path(model)
     _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size})
     values = ModelValues(arrays)
-    if like is not None:
-        carried = save_like(model, folder, folder_argument(like, "like"), values, max_shard_size)
-        _report(folder, model.config, carried, like)
-        return carried
-    distributed.together(lambda: check_target(folder))
-    plan = plan_folder(model, values, max_shard_size)
-    write_folder(folder, plan, values, lambda name, value: None)
-    _report(folder, model.config, Carried(), like)
-    return Carried()
+    carried = Carried()
+    if like is None:
+        distributed.together(lambda: check_target(folder))
+        write_folder(folder, plan_folder(model, values, max_shard_size), values)
+    else:
+        source = folder_argument(like, "like")
+
+        def plan() -> Copying:
+            copying = plan_like(model, folder, source, values, max_shard_size)
+            check_target(folder)
+            return copying
+
+        carried = distributed.together(plan).write(folder, values)
+    if distributed.is_first():
+        for text in (*carried_warnings(carried, like), *rounded_warnings(carried, like), *lost_warnings(model.config)):
+            warnings.warn(f"{folder}: {text}", stacklevel=2)
+    return carried
 
 
-def save_like(model: Any, folder: Path, like: Path, values: Values, max_shard_size: int | str | None) -> Carried:
-    """Write a model, whose arrays may be shapes, as a copy of the folder `like`. Raises as `save_pretrained` does."""
+def plan_like(
+    model: LanguageModel, folder: Path, like: Path, values: Values, max_shard_size: int | str | None
+) -> Copying:
+    """Return how a model, whose arrays may be shapes, is written to `folder` as a copy of the folder `like`.
+
+    Raises `UserError` as `save_pretrained` does.
+    """
     if max_shard_size is not None:
-        raise UserError(f"max_shard_size={show(max_shard_size)}: the files are those of like={like}; leave one out")
-
-    def begin() -> Source:
-        source = open_folder(like)
-        if folder.resolve() == source.folder.resolve():
-            raise UserError(f"folder and like are both {folder}; name another folder to write")
-        check_target(folder)
-        return source
-
-    return carry(model, folder, distributed.together(begin), values)
+        raise UserError(f"max_shard_size={show(max_shard_size)}: the files are those of {like}; leave it out")
+    source = open_folder(like)
+    if folder.resolve() == source.folder.resolve():
+        raise UserError(f"folder and like are both {folder}; name another folder to write")
+    return plan_copy(model, source, values)
 
 
 def check_target(folder: Path) -> None:
@@ -137,28 +144,25 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
     return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
 
 
-def describe_lost(config: ModelConfig) -> str:
-    """Return which settings a folder does not keep, on one line; empty if it keeps all."""
+def lost_warnings(config: ModelConfig) -> Iterator[str]:
+    """Yield which settings a folder does not keep."""
     lost = family_of(config).hub.lost(config)
     pairs = (f"model.{ours}={show(value)} (read back as {show(other)})" for ours, (value, other) in lost.items())
-    return f"transformers has no key for {', '.join(pairs)}" if lost else ""
+    if lost:
+        yield f"transformers has no key for {', '.join(pairs)}"
 
 
-def warnings_of(carried: Carried, like: Any) -> Iterable[str]:
-    """Yield what a user should know of a copy of `like`."""
+def carried_warnings(carried: Carried, like: Any) -> Iterator[str]:
+    """Yield which tensors of `like` are beside others than those that they were trained with."""
     if carried.changed and carried.tensors:
         parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items())
         yield f"the model's weights differ from those of {like}, but {'; '.join(parts)}"
+
+
+def rounded_warnings(carried: Carried, like: Any) -> Iterator[str]:
+    """Yield which tensors are those of `like` but for rounding."""
     if names := list(carried.rounded):
-        less = f"{count(names)} less precise than in {like}; load it with dtype=float32"
-        yield f"{less}: {list_names(names)}"
-
-
-def _report(folder: Path, config: ModelConfig, carried: Carried, like: Any) -> None:
-    """Warn of what the folder lacks, in the first process."""
-    if distributed.is_first():
-        for text in itertools.chain(warnings_of(carried, like), filter(None, [describe_lost(config)])):
-            warnings.warn(f"{folder}: {text}", stacklevel=3)
+        yield f"{count(names)} less precise than in {like}; dtype=float32 keeps them: {list_names(names)}"
 
 
 def _check_same(arrays: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

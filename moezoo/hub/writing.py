@@ -28,6 +28,15 @@ _BLOCK = 2**24  # bytes that are copied at a time
 _SECONDS = 3600
 
 
+# What is called with the name and the numbers of each tensor of the model, by the process that writes it.
+Seen = Callable[[str, np.ndarray], None]
+
+
+def ignore(name: str, value: np.ndarray) -> None:
+    """Do nothing."""
+    del name, value
+
+
 class Span(NamedTuple):
     """Where the bytes of a tensor begin in a file that is copied from."""
 
@@ -116,7 +125,7 @@ class _Place(NamedTuple):
     piece: Piece
 
 
-def write_folder(folder: Path, plan: Plan, values: Values, seen: Callable[[str, np.ndarray], None]) -> None:
+def write_folder(folder: Path, plan: Plan, values: Values, seen: Seen = ignore) -> None:
     """Write all files; `folder` has them when all are whole, config.json last. All processes call this.
 
     Each process writes its own files of weights, the first one all others too. The model's tensors are read in an order
@@ -126,7 +135,7 @@ def write_folder(folder: Path, plan: Plan, values: Values, seen: Callable[[str, 
         folder: the new folder, or one that exists and has none of the files.
         plan: the files.
         values: the numbers of the model's tensors.
-        seen: is called with the name and the numbers of each tensor of the model, by the process that writes it.
+        seen: sees the numbers that are written.
 
     Raises:
         UserError: on all processes, if a file cannot be written by one of them, and as `becoming` does.
@@ -142,9 +151,7 @@ def write_folder(folder: Path, plan: Plan, values: Values, seen: Callable[[str, 
         distributed.together(lambda: _write_others(work, plan, folder))
 
 
-def _write_group(
-    work: Path, group: Sequence[File], values: Values, seen: Callable[[str, np.ndarray], None]
-) -> Exception | None:
+def _write_group(work: Path, group: Sequence[File], values: Values, seen: Seen) -> Exception | None:
     """Write files, of which each process has one and a single process has all. Return what this process failed of.
 
     After a failure the process still takes part in reading, because the others would wait for it.
@@ -176,7 +183,7 @@ def _write_row(
     me: int,
     output: "_Output",
     values: Values,
-    seen: Callable[[str, np.ndarray], None],
+    seen: Seen,
 ) -> None:
     """Read the tensors that go to the files of all processes, and write that of this one. None stands for no tensor."""
     read = [_read(place, values, process) for process, place in enumerate(row)]
