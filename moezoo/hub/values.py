@@ -43,7 +43,8 @@ class ModelValues(Values):
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         parts = [self._read_part(self._arrays[path], index, process) for path, index in tensor.parts]
-        return tensor.to_file(parts) if process == jax.process_index() else None  # type: ignore[arg-type]
+        here = [part for part in parts if part is not None]
+        return tensor.to_file(here) if here else None
 
     @staticmethod
     def _read_part(parameter: Any, index: tuple[int, ...], process: int) -> np.ndarray | None:

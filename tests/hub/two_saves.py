@@ -68,7 +68,7 @@ def main(port: str, process: int, folder: Path) -> None:
         moezoo.save_pretrained(placed[name], folder / name, max_shard_size=most)
     moezoo.save_pretrained(lay_out(contained(model("tied")), mesh), folder / "contained")
     carried = moezoo.save_pretrained(placed["deepseek"], folder / "like", like=folder / "deepseek")
-    found = {"changed": carried.changed}
+    found: dict[str, Any] = {"changed": carried.changed}
 
     def failing(self: Any, place: Any, value: Any) -> None:
         raise OSError(28, "No space left on device")
