@@ -25,7 +25,7 @@ ORDER = (
     ("nn",),
     ("kernels",),
     ("parallel",),
-    ("convert",),
+    ("typed",),
     ("host",),
     ("errors", "interrupts"),
 )

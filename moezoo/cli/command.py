@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from moezoo.cli import help as help_text
 from moezoo.config import options, overrides
-from moezoo.convert import show, types_of
 from moezoo.errors import UserError, nearest
+from moezoo.typed import show, types_of
 
 VERSION = "--version"
 

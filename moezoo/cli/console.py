@@ -7,8 +7,8 @@ from typing import NoReturn
 from moezoo.cli import convert, evaluate, generate, parity, prepare_data, sharding, train
 from moezoo.cli.command import VERSION, Command, execute, print_and_exit, print_versions, refuse
 from moezoo.cli.help import table
-from moezoo.convert import show
 from moezoo.errors import UserError, nearest
+from moezoo.typed import show
 
 COMMANDS: dict[str, Command] = {
     module.COMMAND.name: module.COMMAND

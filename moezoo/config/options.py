@@ -7,8 +7,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from moezoo.convert import Range, convert, ranges_of, show, types_of
 from moezoo.errors import UserError, nearest
+from moezoo.typed import Range, convert, ranges_of, show, types_of
 
 _T = TypeVar("_T")
 

@@ -4,9 +4,9 @@ import abc
 import dataclasses
 from pathlib import Path
 
-from moezoo.convert import Count, Range, check_fields, convert
 from moezoo.data.source import Source
 from moezoo.errors import UserError, check_type
+from moezoo.typed import Count, Range, check_fields, convert
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moezoo.convert import show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, concatenate, digest, dtype_for, hold_out, select_held_out_by_name
 from moezoo.data.files import check_size, describe_skipped, find_documents, read_documents
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import NO_TOKENS, Tokenizer, document_ids, text_tokenizer
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.json_files import open_file, read_json
 from moezoo.hub.nested import TEXT, text_config
@@ -28,6 +27,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.hub import settings_of
 from moezoo.parallel import distributed
+from moezoo.typed import show
 
 # Texts, tokenizers and templates. Everything else stays: programs, weights in other formats, and what nobody knows.
 _COPIED = {".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".tiktoken", ".spm", ".vocab", ".bpe", ".yaml", ".yml"}

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from moezoo.convert import convert, show
 from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
 from moezoo.hub.json_files import read_json
@@ -25,6 +24,7 @@ from moezoo.models import ModelConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.execution import Execution
+from moezoo.typed import convert, show
 
 
 def from_pretrained(

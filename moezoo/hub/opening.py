@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.convert import convert, show
 from moezoo.errors import UserError, nearest
 from moezoo.host import check_name
 from moezoo.hub.json_files import read_json
@@ -19,6 +18,7 @@ from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
+from moezoo.typed import convert, show
 
 
 class Source(NamedTuple):

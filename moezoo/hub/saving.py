@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from moezoo.convert import Range, convert, show
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying, plan_copy
 from moezoo.hub.opening import folder_argument, open_folder
@@ -21,6 +20,7 @@ from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.fetch import is_here
+from moezoo.typed import Range, convert, show
 
 _SHARD_BYTES = 5_000_000_000
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from moezoo.convert import show
 from moezoo.models.hub import Hub
 from moezoo.models.layers import layer_places
 from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)

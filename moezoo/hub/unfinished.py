@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import moezoo.interrupts as interrupts
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
+from moezoo.typed import show
 
 _SUFFIX = ".unfinished"
 _LONGEST = 60  # characters of the name that a temporary folder has too

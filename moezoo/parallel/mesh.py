@@ -11,10 +11,10 @@ import jax
 from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from moezoo.convert import Range, check_fields, convert
 from moezoo.errors import UserError, check_type
 from moezoo.host import keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
+from moezoo.typed import Range, check_fields, convert
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 

@@ -14,7 +14,6 @@ import numpy as np
 from moezoo.config.build import blueprint_of
 from moezoo.config.compose import folder_path, from_mapping, read_run, run_folder
 from moezoo.config.own import saved_own, without_own
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.opening import open_folder
@@ -29,6 +28,7 @@ from moezoo.parallel.axes import count_parameters
 from moezoo.training.checkpoint import find, read_about
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
+from moezoo.typed import show
 
 _TITLE_WIDTH = 12
 

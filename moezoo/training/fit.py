@@ -2,10 +2,10 @@
 
 import jax
 
-from moezoo.convert import plain, show
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.axes import is_stored, parameter_table
+from moezoo.typed import plain, show
 
 
 def describe_difference(model: LanguageModel, expected: LanguageModel) -> str:

@@ -10,11 +10,11 @@ from moezoo.config.build import blueprint_of
 from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import find, read_about, restore
+from moezoo.typed import show
 
 
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.convert import Checks, Count, Range, Size, check_fields, convert, plain, set_key, show
+from moezoo.typed import Checks, Count, Range, Size, check_fields, convert, plain, set_key, show
 
 
 @dataclasses.dataclass(frozen=True)
