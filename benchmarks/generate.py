@@ -26,8 +26,8 @@ from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.generation.generate import generate, round_up
-from moezoo.hub.folders import save_pretrained
 from moezoo.hub.peer import load_peer
+from moezoo.hub.saving import save_pretrained
 from moezoo.models import build_model
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.execution import place

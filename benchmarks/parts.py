@@ -16,8 +16,8 @@ from moezoo.cli.command import Command, ConfiguredCommand, KeysCommand
 from moezoo.cli.console import choose
 from moezoo.config import overrides
 from moezoo.config.options import key, take
-from moezoo.convert import Range, show
 from moezoo.errors import UserError, nearest
+from moezoo.typed import Range, show
 
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")

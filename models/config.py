@@ -4,8 +4,8 @@ import abc
 import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
-from moezoo.convert import NotNegative, Positive, Range, Size, check_fields
 from moezoo.errors import UserError
+from moezoo.typed import NotNegative, Positive, Range, Size, check_fields
 
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
 # is planned in Python, so a number without a limit could take hours before anything is refused.

@@ -6,9 +6,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from moezoo.convert import ANY_NUMBER, Range, convert, show
 from moezoo.errors import UserError
 from moezoo.nn.yarn import Yarn
+from moezoo.typed import ANY_NUMBER, Range, convert, show
 
 REQUIRED: Any = object()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -63,7 +63,7 @@ class ConfigJson:
 
         Args:
             key: The key.
-            kind: The type, as for `moezoo.convert.convert`. Null is a value only if the type has None.
+            kind: The type, as for `moezoo.typed.convert`. Null is a value only if the type has None.
             default: The value of a missing key; without it the key is required.
             least: The smallest integer; the largest is that of int32.
 

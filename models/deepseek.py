@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.convert import Count, Positive, Size
 from moezoo.errors import UserError
 from moezoo.models.block import Block
 from moezoo.models.config import Limit, ModelConfig, check_rotary
@@ -41,6 +40,7 @@ from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
+from moezoo.typed import Count, Positive, Size
 
 # DeepSeek-V3's router, with groups for the experts of the laptop size.
 _ROUTER = Choice("sigmoid", groups=4, kept_groups=2, group_score="sum_of_top2", scale=2.5, choice_bias="learned")

@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models.config_json import YARN_KEYS, ConfigJson, read_rope
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, required, rope
 from moezoo.models.names import ATTENTION, MLP, MOE, Rows, layers, rows
 from moezoo.nn.rope import Pairs
+from moezoo.typed import show
 
 # The type alone gives the score of the router: softmax for deepseek_v2 and mistral4, sigmoid for the others.
 _ABOUT = {

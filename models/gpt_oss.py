@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.convert import Positive, Size
 from moezoo.errors import UserError
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, check_layers
@@ -33,6 +32,7 @@ from moezoo.moe.router import Choice
 from moezoo.nn.activation import ClampedSwiGLU
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
+from moezoo.typed import Positive, Size
 
 # What a query sees.
 Kind = Literal["window", "all"]

@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.convert import Count, Size
 from moezoo.errors import UserError
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, check_layers, check_rotary
@@ -42,6 +41,7 @@ from moezoo.nn.attention import Biases, NormOver
 from moezoo.nn.rope import Pairs
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
+from moezoo.typed import Count, Size
 
 
 @dataclasses.dataclass(frozen=True)

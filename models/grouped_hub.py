@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
 from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
@@ -13,6 +12,7 @@ from moezoo.models.grouped import GroupedConfig, kinds
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, head_dim, required
 from moezoo.models.names import BLOCK_SPARSE, MLP, MOE, SWIGLU, USUAL, change, rows
 from moezoo.nn.yarn import Yarn
+from moezoo.typed import show
 
 _ABOUT = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",

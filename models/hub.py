@@ -7,11 +7,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moezoo.convert import convert, types_of
 from moezoo.errors import UserError
 from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
 from moezoo.models.names import Rows
 from moezoo.nn.yarn import Yarn
+from moezoo.typed import convert, types_of
 
 # Our settings by their names, those of sections as `router.NAME`.
 Found = Mapping[str, Any]

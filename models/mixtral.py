@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.convert import Size
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
 from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, head_dim, rope
@@ -25,6 +24,7 @@ from moezoo.models.names import BLOCK_SPARSE
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
+from moezoo.typed import Size
 
 
 @dataclasses.dataclass(frozen=True)

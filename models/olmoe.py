@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.convert import Positive
 from moezoo.errors import UserError
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig
@@ -28,6 +27,7 @@ from moezoo.models.names import USUAL
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
+from moezoo.typed import Positive
 
 
 @dataclasses.dataclass(frozen=True)

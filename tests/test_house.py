@@ -26,7 +26,7 @@ ORDER = (
     ("nn",),
     ("kernels",),
     ("parallel",),
-    ("convert",),
+    ("typed",),
     ("host",),
     ("errors", "interrupts"),
 )

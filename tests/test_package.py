@@ -49,7 +49,7 @@ print("jax" in sys.modules)
 
 from moezoo.parallel.mesh import has_started
 moezoo.train
-heavy = "grain matplotlib optax orbax safetensors tensorflow tokenizers torch transformers".split()
+heavy = "grain matplotlib optax orbax safetensors tensorflow tensorstore tokenizers torch transformers".split()
 print(*sorted(set(heavy) & set(sys.modules)))
 
 moezoo.compose("mesh=ep8")

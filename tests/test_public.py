@@ -89,6 +89,7 @@ CALLS = {
     r'from_pretrained("a\0b")': r"'folder=a\x00b': no folder can have this name (embedded null byte)",
     'compose("resume=" + "x" * 300)': "resume=xxx|no folder can have this name (File name too long)",
     'save_pretrained(model, "a", 5)': "like=5: expected text",
+    'save_pretrained(model, "a", max_shard_size=2.5)': "max_shard_size=2.5: expected a whole number",
     'execution("x")': "cfg is a str, expected a TrainConfig",
     'execution(cfg, batches="x")': "batches=x: expected one of configured, any",
     "evaluate(model, {})": "cfg is a dict, expected a TrainConfig",

@@ -8,7 +8,6 @@ from moezoo.analysis.activations import ActivationRow, Spec, activations, cache_
 from moezoo.analysis.calls import CALLS, CallName
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
-from moezoo.convert import convert
 from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.collectives import MeshAxes
@@ -16,6 +15,7 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import abstract_mesh, no_context_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
+from moezoo.typed import convert
 
 # The collectives of JAX -> the operations of compiled programs.
 _OPS = {

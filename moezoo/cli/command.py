@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from moezoo.cli import help as help_text
 from moezoo.config import options, overrides
-from moezoo.convert import show, types_of
 from moezoo.errors import UserError, nearest
+from moezoo.typed import show, types_of
 
 VERSION = "--version"
 
@@ -138,18 +138,26 @@ class ConfiguredCommand(Command):
 
 @dataclasses.dataclass(frozen=True)
 class KeysCommand(Command):
-    """A command with options of its own and no configuration; `task` reads its arguments as an instance of `keys`."""
+    """A command with options of its own and no configuration; `task` reads its arguments as an instance of `keys`.
+
+    - `positions` are the keys that arguments without a key set, in this order.
+    """
 
     keys: type
+    positions: tuple[str, ...] = ()
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
         if option := next((a for a in arguments if a.startswith("-")), None):
             raise UserError(f"{show(option)}: no such option; valid: --help, and KEY=VALUE")
-        options.read(self.keys, arguments)
+        options.read(self.keys, options.name_positions(self.positions, arguments))
 
     def explain(self, arguments: Sequence[str]) -> list[str]:
         del arguments
         return help_text.own_keys(self.keys)
+
+    def call(self, arguments: Sequence[str], prog: str) -> int | None:
+        del prog
+        return self.task(options.name_positions(self.positions, arguments))
 
 
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
@@ -239,5 +247,6 @@ def _print_help(command: Command, arguments: Sequence[str], prog: str) -> None:
     examples = [f"  {prog} {example}" for example in command.examples]
     width = help_text.terminal_width()
     description = [line for part in command.description.splitlines() for line in textwrap.wrap(part, width) or [""]]
-    usage = f"usage: {prog} [KEY=VALUE ...]{' [OPTION ...]' * (getattr(command, 'switches', None) is not None)}"
+    first = "".join(f"{name.upper()} " for name in getattr(command, "positions", ()))
+    usage = f"usage: {prog} {first}[KEY=VALUE ...]{' [OPTION ...]' * (getattr(command, 'switches', None) is not None)}"
     print("\n".join([usage, "", *description, "", *command.explain(arguments), "", "Examples:", *examples]))

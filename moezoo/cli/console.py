@@ -4,14 +4,15 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from moezoo.cli import evaluate, generate, parity, prepare_data, sharding, train
+from moezoo.cli import convert, evaluate, generate, parity, prepare_data, sharding, train
 from moezoo.cli.command import VERSION, Command, execute, print_and_exit, print_versions, refuse
 from moezoo.cli.help import table
-from moezoo.convert import show
 from moezoo.errors import UserError, nearest
+from moezoo.typed import show
 
 COMMANDS: dict[str, Command] = {
-    module.COMMAND.name: module.COMMAND for module in (train, evaluate, generate, sharding, parity, prepare_data)
+    module.COMMAND.name: module.COMMAND
+    for module in (train, evaluate, generate, convert, sharding, parity, prepare_data)
 }
 
 

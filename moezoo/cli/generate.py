@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.host import check_file
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)

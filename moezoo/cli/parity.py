@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read
-from moezoo.convert import Range
+from moezoo.typed import Range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config import overrides
 from moezoo.config.options import key, take_switches
-from moezoo.convert import show
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ from moezoo.analysis.sharding import CollectiveRow, ParameterRow, Sharding
 from moezoo.config.build import blueprint_of
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
 from moezoo.models import name_of
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.traffic import Traffic
+from moezoo.typed import show
 
 _WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")

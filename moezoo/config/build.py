@@ -15,7 +15,6 @@ from moezoo.config.overrides import groups
 from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.config.splits import Batches, describe_blocking, divisors, limits_of, meshes_within, sequence_order
-from moezoo.convert import convert, show
 from moezoo.errors import UserError, check_type
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import check_tokens
@@ -25,6 +24,7 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
+from moezoo.typed import convert, show
 
 _MOST_ADVISED = 4  # meshes in one message
 _MOST_TRIED = 100  # meshes that keep the limits, tried in turn: a few milliseconds each

@@ -37,10 +37,10 @@ from moezoo.config.own import (
 )
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.settings import TAG, TrainConfig
-from moezoo.convert import Checks, complete, convert, set_key, show, to_plain
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
 from moezoo.parallel.rules import Rules
+from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
 _CHECKS = Checks(TAG, RENAMED)
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses

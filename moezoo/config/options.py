@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from moezoo.convert import Range, convert, ranges_of, show, types_of
 from moezoo.errors import UserError, nearest
+from moezoo.typed import Range, convert, ranges_of, show, types_of
 
 _T = TypeVar("_T")
 
@@ -69,6 +70,21 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
             shown, text = field.metadata["shown"], field.metadata["text"]
             raise UserError(f"{field.name} is missing; write {field.name}={shown}: {text}")
     return Taken(convert(kind, values), rest)
+
+
+def name_positions(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` as KEY=VALUE: those without a key, such as a path, have the keys `names` in this order.
+
+    Raises `UserError` where there are more of them.
+    """
+    left, found = iter(names), []
+    for argument in arguments:
+        if names and not re.match(r"[A-Za-z_]\w*=", argument):
+            if (name := next(left, None)) is None:
+                raise UserError(f"{show(argument)}: expected KEY=VALUE after {' and '.join(names)}")
+            argument = f"{name}={argument}"
+        found.append(argument)
+    return found
 
 
 def read(kind: type[_T], arguments: Sequence[str]) -> _T:

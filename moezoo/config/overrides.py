@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.other_names import check_name, suggest_axes
-from moezoo.convert import show
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_file
+from moezoo.typed import show
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
 PACKAGE = "# @package _global_\n"  # Hydra's mark of an entry that is merged into the whole configuration

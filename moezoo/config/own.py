@@ -17,13 +17,13 @@ from typing import Any
 
 from moezoo.config.overrides import PLUGS, is_own, own_path
 from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG
-from moezoo.convert import is_plain, show, types_of
 from moezoo.data import DataSettings
 from moezoo.errors import UserError, nearest
 from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
 from moezoo.optim import Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
+from moezoo.typed import is_plain, show, types_of
 
 # For each key of `PLUGS`, the key that chooses the class, and the classes by name. `execution.context_parallel` is one
 # name where it is moezoo's, and a section where it is the user's.

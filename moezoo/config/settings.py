@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from moezoo.convert import Count, Name, NotNegative, Range, Size, check_fields
 from moezoo.data import SOURCES, DataSettings
 from moezoo.errors import check_type
 from moezoo.kernels.attention import BACKENDS as ATTENTION
@@ -18,6 +17,7 @@ from moezoo.parallel.execution import DType, check_dtype
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
+from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields
 
 
 class ContextParallelName(Name):

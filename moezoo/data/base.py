@@ -2,10 +2,11 @@
 
 import abc
 import dataclasses
+from pathlib import Path
 
-from moezoo.convert import Count, Range, check_fields, convert
 from moezoo.data.source import Source
 from moezoo.errors import UserError, check_type
+from moezoo.typed import Count, Range, check_fields, convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,10 @@ class DataSettings(abc.ABC):
         Raises:
             UserError: The data are missing or damaged, or their vocabulary is larger than `vocab`.
         """
+
+    def tokenizer_file(self) -> Path | None:
+        """Return the path of the Hugging Face `tokenizer.json` that made the tokens; None without one."""
+        return None
 
 
 def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, training: bool = True) -> Source:

@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.host import check_file, check_host
+from moezoo.typed import show
 
 _GIVE = "give a text file or a folder of them"
 

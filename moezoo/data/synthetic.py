@@ -6,13 +6,13 @@ from typing import Annotated
 
 import numpy as np
 
-from moezoo.convert import Range, Size
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_index
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError
 from moezoo.host import check_host
+from moezoo.typed import Range, Size
 
 # Python draws the successors of one token after the other, and the tokens of all documents step by step: seconds.
 _MOST = 2**20

@@ -1,17 +1,18 @@
 """Data: text files and folders of them."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moezoo.convert import show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, concatenate, digest, dtype_for, hold_out, select_held_out_by_name
 from moezoo.data.files import check_size, describe_skipped, find_documents, read_documents
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import NO_TOKENS, Tokenizer, document_ids, text_tokenizer
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Text(DataSettings):
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
         extra = {"skipped": describe_skipped(read.skipped)} if read.skipped else {}
         return make_source("text", split, tokenizer, vocab=tokenizer.vocab, sha256=digest(read.corpus), **extra)
+
+    def tokenizer_file(self) -> Path | None:
+        return None if self.tokenizer is None else Path(os.path.expanduser(self.tokenizer))
 
 
 class _NamedCorpus(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
-from moezoo.convert import convert, show
 from moezoo.errors import UserError
 from moezoo.host import check_file
+from moezoo.typed import convert, show
 
 NO_TOKENS = "the tokenizer makes no token of this text; give another text or tokenizer"
 

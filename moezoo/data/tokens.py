@@ -31,7 +31,6 @@ import numpy as np
 from numpy.lib import format as npy
 
 import moezoo.interrupts as interrupts
-from moezoo.convert import convert, show
 from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Corpus, Split, hold_out, select_held_out_by_index
 from moezoo.data.files import describe_skipped, find_documents, read_documents
@@ -48,6 +47,7 @@ from moezoo.data.tokenizer import (
 )
 from moezoo.errors import UserError
 from moezoo.host import check_file
+from moezoo.typed import convert, show
 
 _MAKE = "make the files again with moezoo prepare-data"
 _OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"
@@ -90,6 +90,12 @@ class Tokens(DataSettings):
             split = Split(corpus, validation, f"data.validation={other}")
         extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
         return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
+
+    def tokenizer_file(self) -> Path | None:
+        if self.path is None:
+            return None
+        *_, copy = _beside(Path(os.path.expanduser(self.path)))
+        return copy if copy.is_file() else None
 
 
 def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:

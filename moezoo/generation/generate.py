@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.convert import Range, convert
 from moezoo.errors import UserError, check_type
 from moezoo.generation.sampling import Sampling
 from moezoo.models.arguments import as_integers, check_inside, check_key
@@ -25,6 +24,7 @@ from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.traffic import CallName
+from moezoo.typed import Range, convert
 
 
 class Advanced(NamedTuple):

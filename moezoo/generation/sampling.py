@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moezoo.convert import NotNegative, Range, Size, check_fields
 from moezoo.errors import UserError
+from moezoo.typed import NotNegative, Range, Size, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

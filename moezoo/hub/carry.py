@@ -10,28 +10,28 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.json_files import open_file, read_json
 from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
-from moezoo.hub.tensors import Tensor, arrays_by_path, read_part
+from moezoo.hub.tensors import Tensor
+from moezoo.hub.values import Values
 from moezoo.hub.weight_files import DTYPES, INDEX, WeightFiles, read_header
+from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, ignore, make_header, own_piece, write_folder
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.hub import settings_of
-from moezoo.parallel.mesh import with_auto_axes
+from moezoo.parallel import distributed
+from moezoo.typed import show
 
-_BLOCK = 2**24  # bytes that are copied at a time
 # Texts, tokenizers and templates. Everything else stays: programs, weights in other formats, and what nobody knows.
 _COPIED = {".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".tiktoken", ".spm", ".vocab", ".bpe", ".yaml", ".yml"}
 _COPIED_NAMES = ("LICENSE", "NOTICE")
-_DTYPE_NAMES = {np.dtype(kind): name for name, kind in DTYPES.items() if name != "F64"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +53,41 @@ class Carried:
     rounded: tuple[str, ...] = ()
 
 
-def carry(model: LanguageModel, folder: Path, opened: OpenFolder) -> Carried:
-    """Write `model` to `folder` as a copy of `opened`. config.json is written last.
+class Copying(NamedTuple):
+    """A folder to be written as a copy of another one.
 
-    Args:
-        model: The model.
-        folder: The new folder, which is made if it does not exist.
-        opened: The folder of the same model.
+    `files`: the weights of that one. `carried`: what the new folder has from it, without the comparison of numbers.
+    """
 
-    Raises:
-        UserError: `opened` is of another model, or damaged.
-        OSError: Something cannot be written, or exists.
+    plan: Plan
+    files: WeightFiles
+    carried: Carried
+
+    def write(self, folder: Path, values: Values, seen: Seen = ignore) -> Carried:
+        """Write the folder, and return what it has from the other one. All processes call this.
+
+        Args:
+            folder: the new folder, which is made if it does not exist.
+            values: the numbers of the model.
+            seen: as in `write_folder`.
+
+        Raises:
+            UserError: as `write_folder` does.
+        """
+        found = _Comparison(self.files)
+
+        def compare(name: str, value: np.ndarray) -> None:
+            found.see(name, value)
+            seen(name, value)
+
+        write_folder(folder, self.plan, values, compare)
+        return dataclasses.replace(self.carried, **found.agree())
+
+
+def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copying:
+    """Return how `model`, whose arrays may be shapes, is written as a copy of `opened`.
+
+    Raises `UserError` where `opened` is of another model, or damaged.
     """
     expected, unused = check_tensors(opened, Blueprint(opened.config).shapes)
     ours, theirs = _keys_of_both(model, opened)
@@ -72,19 +96,18 @@ def carry(model: LanguageModel, folder: Path, opened: OpenFolder) -> Carried:
     if opened.stores_tied:
         table, copy = opened.tables
         own[copy] = own[table]
-    config = _config_json(ours, theirs, model.embedding.weight.dtype, opened)
     shards = sorted({stored.path for stored in opened.files.tensors.values()})
     files, skipped = _other_files(opened.folder, {"config.json", INDEX, *(path.name for path in shards)})
-    arrays = arrays_by_path(with_auto_axes(model))
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [_write_shard(folder / path.name, path, own, arrays, opened.files) for path in shards]
-    for name in files:
-        _copy(opened.folder / name, folder / name)
+    written = [_plan_shard(path, own, values, opened.files) for path in shards]
+    texts = {}
     if (opened.folder / INDEX).exists():
-        _write_index(folder / INDEX, opened.folder / INDEX, written)
-    _write(folder / "config.json", config)
-    rounded = tuple(name for shard in written for name in shard.rounded)
-    return Carried(unused, tuple(files), tuple(skipped), any(shard.changed for shard in written), rounded)
+        texts[INDEX] = _index(opened.folder / INDEX, written)
+    texts["config.json"] = _config_json(ours, theirs, model.embedding.weight.dtype, opened)
+    copies = {name: opened.folder / name for name in files}
+    for path in copies.values():
+        open_file(path).close()  # refuses what is no file
+    plan = Plan([shard.file for shard in written], copies, texts)
+    return Copying(plan, opened.files, Carried(unused, tuple(files), tuple(skipped)))
 
 
 def _keys_of_both(model: LanguageModel, opened: OpenFolder) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -117,8 +140,7 @@ def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: Lan
 
 def _another(opened: OpenFolder, difference: str) -> UserError:
     return UserError(
-        f"save_pretrained: like={opened.folder} is not a folder of this model: {difference}; name the one that the "
-        "model was loaded from"
+        f"like={opened.folder} is not a folder of this model: {difference}; name the one that the model was loaded from"
     )
 
 
@@ -149,12 +171,11 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.d
         again = family.hub.write(family.hub.read(family.config, text_config(outer)))
     except UserError as error:
         raise UserError(
-            f"save_pretrained: like={opened.folder}: the model's settings do not fit its config.json ({error}); write "
-            "without like"
+            f"like={opened.folder}: the model's settings do not fit its config.json ({error}); write without like"
         ) from error
     if lost := [key for key in ours if again.get(key) != ours[key]]:
         raise UserError(
-            f"save_pretrained: like={opened.folder}: its config.json sets {lost[0]} by another key, so it cannot be "
+            f"like={opened.folder}: its config.json sets {lost[0]} by another key, so it cannot be "
             f"made {show(ours[lost[0]])}; write {lost[0]} there"
         )
     return (json.dumps(outer, indent=2, ensure_ascii=False) + "\n").encode()
@@ -176,92 +197,66 @@ def _other_files(folder: Path, apart: set[str]) -> tuple[list[str], list[str]]:
     return copied, skipped
 
 
-class _Written(NamedTuple):
-    """A written file of weights.
+class _Shard(NamedTuple):
+    """A file of weights. `retyped`: whether a tensor of the model has another dtype than in the original."""
 
-    `size`: the bytes of its tensors. `retyped`, `changed`: whether a dtype, a number of the model is another.
-    `rounded`: tensors whose numbers are the same but for rounding.
-    """
-
-    size: int
+    file: File
     retyped: bool
-    changed: bool
-    rounded: list[str]
 
 
-def _write_shard(
-    path: Path, original: Path, own: Mapping[str, Tensor], arrays: Mapping[str, Any], files: WeightFiles
-) -> _Written:
-    """Write a file with the model's own tensors and all others of the `original`, which is read piece by piece."""
+def _plan_shard(original: Path, own: Mapping[str, Tensor], values: Values, files: WeightFiles) -> _Shard:
+    """Return a file with the model's own tensors and all others of the `original`."""
     begin, metadata, entries = read_header(original)
     for name in entries:
         if name not in files.tensors or files.tensors[name].path != original:
             raise UserError(f"{original} has {show(name)}, which the index does not place there; download it again")
-    order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
-    kinds = {name: arrays[own[name].parts[0][0]].dtype for name in order if name in own}
-    data, retyped = begin, any(entries[name]["dtype"] != _DTYPE_NAMES[kind] for name, kind in kinds.items())
-    sizes = {name: end - start for name in order for start, end in [entries[name]["data_offsets"]]}
+    pieces = []
+    for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
+        start, end = entries[name]["data_offsets"]
+        if name in own:
+            pieces.append(own_piece(own[name], values.dtype(own[name]))._replace(name=name))
+        else:
+            span = Span(original, len(begin) + start)
+            pieces.append(Piece(name, entries[name]["dtype"], tuple(entries[name]["shape"]), end - start, span=span))
+    retyped = any(piece.dtype != entries[piece.name]["dtype"] for piece in pieces)
     if retyped:
-        sizes |= {name: math.prod(own[name].shape) * kind.itemsize for name, kind in kinds.items()}
         # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
-        order.sort(key=lambda name: -sizes[name] / max(1, math.prod(entries[name]["shape"])))
-        places, end = dict(metadata), 0
-        for name in order:
-            kind = _DTYPE_NAMES[kinds[name]] if name in kinds else entries[name]["dtype"]
-            places[name] = entries[name] | {"dtype": kind, "data_offsets": [end, end + sizes[name]]}
-            end += sizes[name]
-        text = json.dumps(places, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        data = len(text).to_bytes(8, "little") + text
-    changed, rounded = False, []
-    with path.open("xb") as file, open_file(original) as before:
-        file.write(data)
-        for name in order:
-            if name in own:
-                parts = [read_part(arrays[part], index) for part, index in own[name].parts]
-                value = np.ascontiguousarray(own[name].to_file(parts))
-                stored = files.read(name)
-                same = _same_bits(value, stored)
-                changed = changed or not same
-                rounded += [name] if same and not _same_bits(stored, value) else []
-                file.write(_bits(value).data)
-            else:
-                before.seek(len(begin) + entries[name]["data_offsets"][0])
-                _copy_bytes(before, file, sizes[name])
-    return _Written(sum(sizes.values()), retyped, changed, rounded)
+        pieces.sort(key=lambda piece: -piece.size / max(1, math.prod(piece.shape)))
+    return _Shard(File(original.name, make_header(pieces, metadata) if retyped else begin, pieces), retyped)
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
+class _Comparison:
+    """The numbers that are written against those of the other folder."""
+
+    def __init__(self, files: WeightFiles):
+        self._files, self._changed, self._rounded = files, False, list[str]()
+
+    def see(self, name: str, value: np.ndarray) -> None:
+        """Compare a tensor of the model."""
+        stored = self._files.read(name)
+        same = _same_bits(value, stored)
+        self._changed = self._changed or not same
+        self._rounded += [name] if same and not _same_bits(stored, value) else []
+
+    def agree(self) -> dict[str, Any]:
+        """Return what all processes together have found, as attributes of `Carried`."""
+        found = list(map(json.loads, distributed.gather_texts(json.dumps([self._changed, self._rounded]))))
+        rounded = tuple(name for _, names in found for name in names)
+        return {"changed": any(changed for changed, _ in found), "rounded": rounded}
 
 
 def _same_bits(value: np.ndarray, stored: np.ndarray) -> bool:
     """Return whether `value` is what loading makes of a stored tensor."""
     with np.errstate(over="ignore"):
-        return np.array_equal(_bits(value), _bits(np.ascontiguousarray(stored.astype(value.dtype))))
+        return np.array_equal(as_bits(value), as_bits(stored.astype(value.dtype)))
 
 
-def _write_index(path: Path, original: Path, written: Sequence[_Written]) -> None:
-    """Copy the index. Its total size is corrected if tensors have another dtype."""
+def _index(original: Path, written: Sequence[_Shard]) -> bytes:
+    """Return the text of the index. Its total size is corrected if tensors have another dtype."""
     if not any(shard.retyped for shard in written):
-        return _copy(original, path)
+        with open_file(original) as file:
+            return file.read()
     index = read_json(original)
     if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
-        index["metadata"]["total_size"] = sum(shard.size for shard in written)
-    return _write(path, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _copy(original: Path, path: Path) -> None:
-    with open_file(original) as before, path.open("xb") as file:
-        _copy_bytes(before, file, original.stat().st_size)
-
-
-def _copy_bytes(before: BinaryIO, file: BinaryIO, size: int) -> None:
-    while size > 0 and (block := before.read(min(size, _BLOCK))):
-        file.write(block)
-        size -= len(block)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:  # which never follows a link that is there already
-        file.write(data)
+        index["metadata"]["total_size"] = sum(shard.file.tensor_bytes for shard in written)
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from moezoo.convert import show
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 LARGEST = 100_000_000  # bytes of JSON; safetensors has this limit for its headers
 _DEEPEST, _MOST_DIGITS = 50, 40

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.convert import show
 from moezoo.errors import UserError, nearest
+from moezoo.host import check_name
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
+from moezoo.typed import convert, show
 
 
 class OpenFolder(NamedTuple):
@@ -44,6 +46,12 @@ class OpenFolder(NamedTuple):
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
         for tensor in tensors(model, self.family.hub):
             yield dataclasses.replace(tensor, name=self.nesting.to_folder(tensor.name))
+
+
+def folder_argument(folder: str | Path, argument: str = "folder") -> Path:
+    """Return the folder that the user named as an argument. Raises `UserError` for what is no path."""
+    path = Path(os.path.expanduser(convert(str, folder, argument)))
+    return check_name(path, show(f"{argument}={folder}"))
 
 
 def open_folder(folder: Path) -> OpenFolder:

@@ -16,12 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from moezoo.convert import show
 from moezoo.models.hub import Hub
 from moezoo.models.layers import layer_addresses
 from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
-from moezoo.parallel.stored import materialise
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +112,6 @@ def require_names(arrays: Mapping[str, Any], plan: Iterable[Tensor]) -> None:
     """Assert that every array is in a tensor: one without a name would be lost, or hold anything, without a message."""
     nameless = sorted(arrays.keys() - {path for tensor in plan for path, _ in tensor.parts})
     assert not nameless, f"the family's tables have no tensor name for {nameless[0]}"
-
-
-def read_part(parameter: Any, index: tuple[int, ...]) -> np.ndarray:
-    """Return one part of a parameter at `index` of its stacked dimensions; a container gives what it stands for."""
-    return np.asarray(materialise(jax.tree.map(lambda array: array[index], parameter), parameter.dtype))
 
 
 _MOST_NAMES = 60  # in a message; a layer of any family has fewer

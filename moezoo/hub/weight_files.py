@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.hub.json_files import LARGEST, open_file, parse_json, read_json
+from moezoo.typed import show
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _METADATA = "__metadata__"  # an entry of a header that is no tensor

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.convert import NotNegative, Positive, Size, check_fields
 from moezoo.errors import UserError
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
@@ -18,6 +17,7 @@ from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.stored import materialise
+from moezoo.typed import NotNegative, Positive, Size, check_fields
 
 
 class Routed(NamedTuple):

@@ -8,8 +8,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.convert import NotNegative, Size, check_fields
 from moezoo.nn.positions import Context
+from moezoo.typed import NotNegative, Size, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

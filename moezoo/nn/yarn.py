@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moezoo.convert import Positive, Range, Size, check_fields
 from moezoo.nn.rope import RotaryScaling, frequencies
+from moezoo.typed import Positive, Range, Size, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxtyping import PyTree
 
-from moezoo.convert import NotNegative, Positive, Range
 from moezoo.optim.base import UpdateRule, decaying
 from moezoo.optim.moments import MomentDType, check_decays, kept_in
+from moezoo.typed import NotNegative, Positive, Range
 
 if TYPE_CHECKING:
     import optax

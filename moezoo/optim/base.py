@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.convert import Count, Positive, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
+from moezoo.typed import Count, Positive, check_fields
 
 if TYPE_CHECKING:
     import optax

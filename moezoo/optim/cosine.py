@@ -6,8 +6,8 @@ from typing import Annotated
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moezoo.convert import Range
 from moezoo.optim.base import Schedule
+from moezoo.typed import Range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from moezoo.convert import Range, Size, check_fields
 from moezoo.parallel.collectives import vary_like
+from moezoo.typed import Range, Size, check_fields
 
 # A running mean keeps half of its weight for 34 steps. No step is skipped as a spike before 20 were accepted.
 _DECAY, _SEEN = 0.98, 20

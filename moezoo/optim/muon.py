@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from moezoo.convert import NotNegative, Positive, Range, show
 from moezoo.errors import UserError, nearest
 from moezoo.optim.adamw import AdamW
 from moezoo.optim.base import Group, UpdateRule, Work, short_names
@@ -27,6 +26,7 @@ from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import Placement
+from moezoo.typed import NotNegative, Positive, Range, show
 
 if TYPE_CHECKING:
     import optax

@@ -29,11 +29,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PyTree
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel.roles import Axes as Axes
 from moezoo.parallel.roles import Role as Role
 from moezoo.parallel.stored import Stored
+from moezoo.typed import show
 
 # Logical axis -> the configuration key that sets its size, for messages. Every annotation adds its axes.
 # `layer` is the number of stacked layers.

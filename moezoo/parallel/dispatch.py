@@ -26,9 +26,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moezoo.convert import Size, check_fields
 from moezoo.errors import UserError
 from moezoo.parallel.collectives import MeshAxes
+from moezoo.typed import Size, check_fields
 
 _Choice = TypeVar("_Choice", bound="DispatchChoice")
 

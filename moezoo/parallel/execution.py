@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from moezoo.convert import check_fields, convert, show
 from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
 from moezoo.parallel.collectives import (
@@ -40,6 +39,7 @@ from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
 from moezoo.parallel.stacked import InStack
 from moezoo.parallel.stored import is_matrices
+from moezoo.typed import check_fields, convert, show
 
 # The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())

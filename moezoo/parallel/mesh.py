@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import jax
 from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jaxtyping import PyTree
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from moezoo.convert import Range, check_fields, convert
 from moezoo.errors import UserError, check_type
 from moezoo.host import keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
+from moezoo.typed import Range, check_fields, convert
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -202,16 +201,3 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
             "choose a larger mesh, or write -1 for one of its axes"
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=shape.types, devices=devices[:wanted])
-
-
-def with_auto_axes(tree: PyTree) -> PyTree:
-    """Return the same arrays, not copied, on meshes of Auto axes, where any operation on split arrays is allowed."""
-
-    def leaf(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
-            return x
-        mesh: Any = x.sharding.mesh
-        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        return jax.device_put(x, NamedSharding(auto, x.sharding.spec))
-
-    return jax.tree.map(leaf, tree)

@@ -4,12 +4,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from moezoo.convert import check_fields, show
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import LOGICAL_AXES, Axes, Role
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.placement import Placement
+from moezoo.typed import check_fields, show
 
 # Inner dimensions of layers. Each pair must stay split over the same mesh axes: query heads meet their key heads, and
 # the results of routed and shared experts are summed over devices together.

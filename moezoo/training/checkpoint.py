@@ -264,7 +264,7 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
 
     _silence_orbax()
     for name, target in targets.items():
-        _check_arrays(about["arrays"].get(name, {}), _describe_arrays(target), step)
+        check_arrays(about["arrays"].get(name, {}), target, step)
     arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         try:
@@ -274,8 +274,12 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
     return {name: restored[name] for name in targets}
 
 
-def _check_arrays(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> None:
-    """Compare names, shapes and dtypes; orbax casts silently and does not report which array differs."""
+def check_arrays(saved: Mapping[str, Any], target: Any, step: int) -> None:
+    """Raise `UserError` unless `saved` has the names, shapes and dtypes of the arrays (or shapes) in `target`.
+
+    `saved` is what about.json has of a tree. Orbax casts silently and does not report which array differs.
+    """
+    wanted = _describe_arrays(target)
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the checkpoint" if name in saved else "this model"
         raise UserError(f"checkpoint at step {step}: array {name} exists only in {where}; use the run's own settings")
@@ -290,10 +294,11 @@ def _check_arrays(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int
 def _describe_arrays(tree: Any) -> dict[str, list]:
     """Return the dtype and shape of every array, by a name that is the same for modules and tuples."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_array_name(path): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
+    return {array_name(path): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
 
 
-def _array_name(path: Any) -> str:
+def array_name(path: Any) -> str:
+    """Return the name of an array in a checkpoint, from its path in a tree."""
     return "/".join(str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import moezoo.interrupts as interrupts
-from moezoo.convert import show
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 
 @contextlib.contextmanager

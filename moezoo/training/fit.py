@@ -2,10 +2,10 @@
 
 import jax
 
-from moezoo.convert import show, to_plain
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.axes import is_stored, parameter_table
+from moezoo.typed import show, to_plain
 
 
 def describe_difference(model: LanguageModel, expected: LanguageModel) -> str:

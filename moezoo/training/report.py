@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 
 from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
 from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
@@ -32,6 +31,7 @@ from moezoo.training.metrics import MetricsRow
 from moezoo.training.progress import BatchCounter, bar_on
 from moezoo.training.sample import Sample
 from moezoo.training.step import Step
+from moezoo.typed import show
 
 HELD_OUT_FILE = "held_out.txt"
 _TITLE_WIDTH, _MOST_PARTS = 12, 3

@@ -10,11 +10,11 @@ import jax
 
 from moezoo.config.compose import as_mapping, with_defaults
 from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
 from moezoo.data import Source
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone
+from moezoo.typed import show
 
 # A change of these would make the saved moments, or the position in the data, meaningless.
 _FIXED = ("model", "data", "seed", "batch_size", "seq_len", "execution.microbatches", "execution.param_dtype")

@@ -1,6 +1,8 @@
 """Load saved runs: their configuration, and the model of a checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -8,11 +10,11 @@ from moezoo.config.build import blueprint_of
 from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import find, read_about, restore
+from moezoo.typed import show
 
 
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
@@ -21,6 +23,17 @@ def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
     if cfg.distributed.is_several:
         raise UserError("distributed: only training runs in several processes; leave it out")
     return cfg
+
+
+def check_model(cfg: TrainConfig, about: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raise `UserError` unless the checkpoint, which `about` describes, was saved with the settings of `cfg.model`."""
+    before, now = about["config"]["model"], as_mapping(cfg)["model"]
+    for key in dict.fromkeys((*before, *now)):
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"model.{key}={show(now.get(key))} but {checkpoint} was saved with model.{key}="
+                f"{show(before.get(key))}; leave the setting out, or name a run of that model"
+            )
 
 
 def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainConfig]:
@@ -38,13 +51,7 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     cfg = saved_config(folder, *overrides)
     checkpoints, step = find(folder, "run_dir")
     about = read_about(checkpoints, step)
-    before, now = about["config"]["model"], as_mapping(cfg)["model"]
-    for key in dict.fromkeys((*before, *now)):
-        if before.get(key) != now.get(key):
-            raise UserError(
-                f"model.{key}={show(now.get(key))} but {checkpoints / str(step)} was saved with model.{key}="
-                f"{show(before.get(key))}; leave the setting out, or name a run of that model"
-            )
+    check_model(cfg, about, checkpoints / str(step))
     make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
     shapes = blueprint_of(cfg).shapes
     check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None)

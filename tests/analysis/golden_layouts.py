@@ -11,8 +11,8 @@ import moezoo
 from moezoo.analysis.sharding import describe
 from moezoo.cli.sharding_text import describe_run, render
 from moezoo.config.overrides import groups
-from moezoo.convert import convert
 from moezoo.parallel.traffic import CallName
+from moezoo.typed import convert
 
 FOLDER = Path(__file__).parent / "goldens"
 MODELS = ("mixtral", "deepseek")

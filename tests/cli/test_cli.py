@@ -17,8 +17,8 @@ from moezoo.cli.console import COMMANDS
 from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.config.options import key, read
 from moezoo.config.overrides import defaults, groups, read_yaml
-from moezoo.convert import Range
 from moezoo.errors import UserError
+from moezoo.typed import Range
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

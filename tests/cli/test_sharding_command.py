@@ -7,7 +7,7 @@ import pytest
 
 from moezoo.analysis.calls import CALLS
 from moezoo.cli.sharding import Switches, _replace
-from moezoo.convert import types_of
+from moezoo.typed import types_of
 
 SLICE = ("model=mixtral_8x7b", "mesh.expert=8", "batch_size=64", "seq_len=4096")
 

@@ -10,9 +10,9 @@ from refusals import refused
 import moezoo
 from moezoo.analysis.cost import communication
 from moezoo.config.build import build_execution
-from moezoo.convert import show
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import TrafficTable
+from moezoo.typed import show
 
 
 def build(*overrides):

@@ -8,8 +8,8 @@ import pytest
 from moezoo.config.compose import as_mapping, compose
 from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
 from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings, TrainConfig
-from moezoo.convert import convert
 from moezoo.parallel.mesh import AXES, MeshShape
+from moezoo.typed import convert
 
 
 def test_every_folder_is_a_group_that_is_chosen():

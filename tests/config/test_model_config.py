@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from moezoo.convert import types_of
 from moezoo.errors import UserError
 from moezoo.models import FAMILIES, DeepSeekConfig, MixtralConfig, ModelConfig
+from moezoo.typed import types_of
 
 KINDS = [pytest.param(family.config, id=name) for name, family in FAMILIES.items()]
 POSITIVE = ("vocab", "embed", "layers", "heads", "expert_mlp", "experts", "experts_per_token", "max_length")

@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 
 from moezoo.config.options import describe_keys, describe_switches, key, take, take_switches
-from moezoo.convert import Range
 from moezoo.errors import UserError
+from moezoo.typed import Range
 
 
 @dataclasses.dataclass(frozen=True)

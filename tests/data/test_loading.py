@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from moezoo.convert import Size
 from moezoo.data import SOURCES, DataSettings, PythonStdlib, Source, Synthetic, load
 from moezoo.errors import UserError
+from moezoo.typed import Size
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 

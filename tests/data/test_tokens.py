@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.convert import show
 from moezoo.data import Tokens, load, tokenize_files, train_batches
 from moezoo.data import tokens as tokens_module
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 

@@ -46,10 +46,9 @@ def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-def test_files_of_an_index(good, tmp_path, monkeypatch):
+def test_files_of_an_index(good, tmp_path):
     model, _ = good
-    monkeypatch.setattr(folders, "SHARD_BYTES", 2000)
-    moezoo.save_pretrained(model, tmp_path / "many")
+    moezoo.save_pretrained(model, tmp_path / "many", max_shard_size="2KB")
     names = sorted(p.name for p in (tmp_path / "many").iterdir())
     assert len(names) > 3
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())

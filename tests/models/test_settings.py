@@ -9,12 +9,12 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings
-from moezoo.convert import types_of
 from moezoo.generation.sampling import Sampling
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.yarn import Yarn
 from moezoo.parallel.mesh import MeshShape
+from moezoo.typed import types_of
 
 SETTINGS = [(section, kind) for section, (_, kinds) in TAG.items() for kind in kinds.values()]
 SETTINGS += [

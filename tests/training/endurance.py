@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import moezoo.interrupts as interrupts
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
-from moezoo.convert import Range
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
+from moezoo.typed import Range
 
 # A run of few seconds that prints every step, on eight devices, so a checkpoint has parts of several.
 _RUN = (

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from moezoo.convert import Size, check_fields
+from moezoo.typed import Size, check_fields
 
 
 class Distributed:

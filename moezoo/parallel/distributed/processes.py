@@ -18,10 +18,10 @@ import numpy as np
 from jax._src import distributed as internal  # the coordination service has no public name
 from jax.experimental import multihost_utils
 
-from moezoo.convert import show
 from moezoo.errors import UserError
 from moezoo.parallel import mesh
 from moezoo.parallel.distributed.base import Distributed
+from moezoo.typed import show
 
 # How long a failing process waits to see whether the others fail too.
 _LEAVING_SECONDS = 5

@@ -1,0 +1,58 @@
+"""`moezoo convert`: write the model of a run, or of a Hugging Face folder, as a new Hugging Face folder."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from moezoo.cli.command import KeysCommand
+from moezoo.config.options import key, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The command's options."""
+
+    source: str = key("the folder of a run, one of its checkpoints/STEP, or a Hugging Face folder", "SOURCE")
+    target: str = key("the Hugging Face folder to write, which must not exist yet", "TARGET")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = key(
+        "dtype of the parameters; without it, that of the source", "float32|bfloat16|float16", default=None
+    )
+    like: str | None = key(
+        "a Hugging Face folder of the same model: the target has its files and its tokenizer, and tensors that the "
+        "source lacks",
+        "FOLDER",
+        default=None,
+    )
+    max_shard_size: str | None = key(
+        "the most bytes of tensors in one file, such as 500MB; for a run, without like", "5GB", default=None
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print what will be written, and write it."""
+    from moezoo.parallel.mesh import cpu_devices, has_started
+    from moezoo.training.exporting import plan_export
+
+    keys = read(Keys, arguments)
+    if not has_started():
+        cpu_devices(1)  # nothing runs on a device
+    export = plan_export(keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size)
+    print("\n".join(export.describe()), flush=True)
+    for warning in export.write():
+        print(f"warning: {keys.target}: {warning}", file=sys.stderr)
+    print(f"{'written':<12}{keys.target}")
+
+
+COMMAND = KeysCommand(
+    "convert",
+    "write a run's model as a Hugging Face folder, or a folder in another dtype",
+    main,
+    description="Write the model of a run, of its newest checkpoint, as a Hugging Face folder, or copy a Hugging Face "
+    "folder in another dtype. No device holds the model: it is read and written tensor by tensor.\n"
+    "A copy has the tokenizer and all else that moezoo.save_pretrained copies with like=. The folder of a run has the "
+    "tokenizer of its data.",
+    keys=Keys,
+    examples=("runs/NAME FOLDER", "runs/NAME/checkpoints/500 FOLDER dtype=bfloat16", "FOLDER OTHER dtype=bfloat16"),
+    positions=("source", "target"),
+)

@@ -1,0 +1,192 @@
+"""Write a Hugging Face folder."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moezoo.errors import UserError
+from moezoo.hub.carry import Carried, Copying, plan_copy
+from moezoo.hub.opening import folder_argument, open_folder
+from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
+from moezoo.hub.values import ModelValues, Values
+from moezoo.hub.weight_files import INDEX, SINGLE
+from moezoo.hub.writing import METADATA, File, Piece, Plan, make_header, own_piece, sort_pieces, write_folder
+from moezoo.models import ModelConfig, family_of
+from moezoo.models.base import LanguageModel
+from moezoo.parallel import distributed
+from moezoo.parallel.fetch import is_here
+from moezoo.typed import Range, convert, show
+
+_SHARD_BYTES = 5_000_000_000
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def save_pretrained(
+    model: LanguageModel,
+    folder: str | Path,
+    like: str | Path | None = None,
+    *,
+    max_shard_size: int | str | None = None,
+) -> Carried:
+    """Write a folder that transformers loads: config.json and safetensors.
+
+    The arrays of the model may lie on any mesh. With several processes all of them call this, for a folder on a disk
+    that they share: each writes its own files, and one tensor at a time is in the memory of each. A container is
+    written as the array that it stands for. Several files get an index.
+
+    The files grow in a temporary folder, `.NAME.unfinished` beside a new `folder`, which then gets its name in one
+    operation. Into a folder that exists they are moved from `.unfinished` in it, config.json last; other files stay
+    there. So what a killed save leaves is never loaded, and the next one replaces it.
+
+    Settings that transformers has no key for are lost, such as the rate at which choice biases move; a warning names
+    those that differ from what `from_pretrained` will read.
+
+    With `like`, the Hugging Face folder that the model was loaded from, the new folder also gets what the model does
+    not hold. Every tensor is in the file that has it there, with the same index and metadata. Tensors that no parameter
+    has, such as those for multi-token prediction or for images, are copied to the bit in their dtype; the model's own
+    have the dtype of its arrays. config.json is that of `like`, in which settings that the model has changed are
+    replaced. Tokenizer, chat template, generation_config.json and other texts are copied as they are. Not copied are
+    code (*.py and other programs), weights in other formats, weights that no index names, hidden files and subfolders.
+    Files are copied, also where `like` has links. A warning names copied tensors if the model's own differ from those
+    of `like`, because they were trained with the latter.
+
+    Args:
+        model: any model of a registered family.
+        folder: is made if it does not exist.
+        like: a folder of a model of the same type and sizes.
+        max_shard_size: the most bytes of tensors in one file, a number or a text such as "5GB", which is the default. A
+            larger tensor has a file of its own. Leave it out with `like`, which has files of some size.
+
+    Returns:
+        What was copied from `like`, and what was not.
+
+    Raises:
+        UserError: `model` is no model. The folder already holds a model, or one of the files, cannot be written, or its
+            disk is too small. `like` is damaged, is that folder, or is a folder of another model. Processes save
+            different models. With several processes, all raise what one of them raises.
+    """
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
+    folder, arrays = folder_argument(folder), arrays_by_path(model)
+    _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size})
+    values = ModelValues(arrays)
+    carried = Carried()
+    if like is None:
+        distributed.together(lambda: check_target(folder))
+        write_folder(folder, plan_folder(model, values, max_shard_size), values)
+    else:
+        other = folder_argument(like, "like")
+
+        def plan() -> Copying:
+            copying = plan_like(model, folder, other, values, max_shard_size)
+            check_target(folder)
+            return copying
+
+        carried = distributed.together(plan).write(folder, values)
+    if distributed.is_first():
+        for text in (*carried_warnings(carried, like), *rounded_warnings(carried, like), *lost_warnings(model.config)):
+            warnings.warn(f"{folder}: {text}", stacklevel=2)
+    return carried
+
+
+def plan_like(
+    model: LanguageModel, folder: Path, like: Path, values: Values, max_shard_size: int | str | None
+) -> Copying:
+    """Return how a model, whose arrays may be shapes, is written to `folder` as a copy of the folder `like`.
+
+    Raises `UserError` as `save_pretrained` does.
+    """
+    if max_shard_size is not None:
+        raise UserError(f"max_shard_size={show(max_shard_size)}: the files are those of {like}; leave it out")
+    opened = open_folder(like)
+    if folder.resolve() == opened.folder.resolve():
+        raise UserError(f"folder and like are both {folder}; name another folder to write")
+    return plan_copy(model, opened, values)
+
+
+def check_target(folder: Path) -> None:
+    """Raise `UserError` where there is a model, or a part of one."""
+    if any((folder / name).exists() for name in ("config.json", SINGLE, INDEX)):
+        raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
+
+
+def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) -> Plan:
+    """Return the files of a model, whose arrays may be shapes. Raises `UserError` as `save_pretrained` does."""
+    most, family = _shard_bytes(max_shard_size), family_of(model.config)
+    parts = list(tensors(model, family.hub))
+    require_names(arrays_by_path(model), parts)
+    shards: list[list[Piece]] = [[]]
+    room = most
+    for piece in (own_piece(tensor, values.dtype(tensor)) for tensor in parts):
+        if piece.size > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append(piece)
+        room -= piece.size
+    last = len(shards)
+    names = [SINGLE] if last == 1 else [f"model-{i + 1:05}-of-{last:05}.safetensors" for i in range(last)]
+    ordered = list(map(sort_pieces, shards))
+    files = [File(name, make_header(shard, METADATA), shard) for name, shard in zip(names, ordered, strict=True)]
+    texts = {}
+    if last > 1:
+        where = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+        texts[INDEX] = {"metadata": {"total_size": sum(file.tensor_bytes for file in files)}, "weight_map": where}
+    config = family.hub.write(model.config)
+    config["dtype"] = str(model.embedding.weight.dtype)
+    # Without these keys, transformers' defaults make some tokens of this vocabulary special.
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    texts["config.json"] = config
+    return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
+
+
+def lost_warnings(config: ModelConfig) -> Iterator[str]:
+    """Yield which settings a folder does not keep."""
+    lost = family_of(config).hub.lost(config)
+    pairs = (f"model.{ours}={show(value)} (read back as {show(other)})" for ours, (value, other) in lost.items())
+    if lost:
+        yield f"transformers has no key for {', '.join(pairs)}"
+
+
+def carried_warnings(carried: Carried, like: Any) -> Iterator[str]:
+    """Yield which tensors of `like` are beside others than those that they were trained with."""
+    if carried.changed and carried.tensors:
+        parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items())
+        yield f"the model's weights differ from those of {like}, but {'; '.join(parts)}"
+
+
+def rounded_warnings(carried: Carried, like: Any) -> Iterator[str]:
+    """Yield which tensors are those of `like` but for rounding."""
+    if names := list(carried.rounded):
+        yield f"{count(names)} less precise than in {like}; dtype=float32 keeps them: {list_names(names)}"
+
+
+def _check_same(arrays: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raise `UserError` on all processes unless they save the same model: otherwise they would wait for each other."""
+    if not distributed.several():
+        return
+    facts = {key: str(value) for key, value in arguments.items()}
+    for name, parameter in arrays.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
+            where = "on each process" if is_here(leaf) else f"split as {leaf.sharding.spec}"
+            facts[name + jax.tree_util.keystr(path)] = f"{leaf.dtype}{list(leaf.shape)} {where}"
+    distributed.check_same(facts, "save_pretrained: the processes differ", "call it with the same in all of them")
+
+
+def _shard_bytes(size: int | str | None) -> int:
+    """Return a number of bytes. Raises `UserError` for what is none."""
+    if size is None:
+        return _SHARD_BYTES
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", size) if isinstance(size, str) else None
+    if isinstance(size, str) and not size.isdecimal():
+        number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+        if number < 1:
+            raise UserError(
+                f'max_shard_size={show(size)}: expected bytes, or a size such as "5GB" in {", ".join(_UNITS)}'
+            )
+        return number
+    return convert(int, int(size) if isinstance(size, str) else size, "max_shard_size", valid=Range(at_least=1))

@@ -1,0 +1,148 @@
+"""A folder that is written elsewhere until it is whole, so that nobody takes a part of it for a model."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import moezoo.interrupts as interrupts
+from moezoo.errors import UserError
+from moezoo.parallel import distributed
+from moezoo.typed import show
+
+_SUFFIX = ".unfinished"
+_LONGEST = 60  # characters of the name that a temporary folder has too
+# A network file system may show a new folder to other machines after some seconds.
+_SHARED_SECONDS = 10
+
+
+@contextlib.contextmanager
+def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
+    """Yield a temporary folder, whose files become those of `folder` when the block ends. All processes call this.
+
+    - If there is no `folder` yet, the temporary one is `.NAME.unfinished` beside it, and is renamed. Otherwise it is
+      `.unfinished` inside, because `folder` may be the root of another disk, and its files are moved, the last of
+      `sizes` last.
+    - If the block raises, or a signal ends the process, nothing is left. After a kill the temporary folder is left, and
+      the next call for the same `folder` replaces it.
+
+    Args:
+        folder: the folder to make, or to move the files to.
+        sizes: the name of each file and its bytes. The block must write exactly these.
+
+    Raises:
+        UserError: on all processes, if on one of them: `folder` cannot be made or has one of the files, the disk has
+            not that many bytes free, another process writes the same folder, the processes do not share the disk, or a
+            file is not whole when the block ends.
+    """
+    with contextlib.ExitStack() as held:
+
+        def begin() -> str:
+            with writing(folder):
+                return str(held.enter_context(_begun(folder, sizes)))
+
+        work = Path(distributed.first(begin))
+        distributed.together(lambda: _find(work))
+        yield work
+
+        def finish() -> None:
+            if distributed.is_first():
+                with writing(folder):
+                    _finish(work, folder, sizes)
+
+        distributed.together(finish)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise an error of the file system as a `UserError`: `folder`, or something in it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror or error}); name another folder") from error
+
+
+@contextlib.contextmanager
+def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
+    """Make and lock the empty temporary folder; remove it if the block raises or a signal ends the process."""
+    real = folder.resolve()
+    work = real / _SUFFIX if folder.is_dir() else real.with_name(f".{real.name[:_LONGEST]}{_SUFFIX}")
+    missing = [path for path in work.parents if not path.exists()]
+
+    def remove_parents() -> None:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def remove() -> None:
+        shutil.rmtree(work, ignore_errors=True)
+
+    with interrupts.undoing(remove_parents):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(None, "it is no folder")
+        work.mkdir(parents=True, exist_ok=True)
+        handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _lock(handle, folder, work)
+            with interrupts.undoing(remove):
+                for left in work.iterdir():
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                if found := [name for name in sizes if os.path.lexists(folder / name)]:
+                    raise UserError(f"{folder}: cannot be written ({show(found[0])} exists there); name another folder")
+                needed, free = sum(sizes.values()), shutil.disk_usage(work).free
+                if needed > free:
+                    raise UserError(
+                        f"{folder}: cannot be written: it needs {needed:,} bytes and the disk has {free:,} bytes free; "
+                        "name a folder on another disk"
+                    )
+                yield work
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, folder: Path, work: Path) -> None:
+    """Lock the temporary folder until its handle is closed or the process ends."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is writing it, in {work}; wait for it to end") from None
+    except OSError:
+        pass  # the file system has no locks
+
+
+def _find(work: Path) -> None:
+    """Raise `UserError` unless this process sees the folder that the first process has made."""
+    end = time.monotonic() + _SHARED_SECONDS
+    while not work.is_dir():
+        if time.monotonic() > end:
+            raise UserError(
+                f"{work.parent} is not the folder that process 0 has there, but each process writes a part of the "
+                "files; name a folder on a file system that all processes share"
+            )
+        time.sleep(0.1)
+
+
+def _finish(work: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+    """Give the files their final names, after all of them are whole."""
+    for name, size in sizes.items():
+        found = (work / name).stat().st_size if (work / name).exists() else 0
+        if found != size:
+            raise UserError(f"{folder}: {show(name)} has {found} bytes of {size}, so it is not whole; save again")
+    if not folder.is_dir():
+        os.rename(work, folder)
+        return
+    moved = list[Path]()
+
+    def remove_moved() -> None:
+        for path in moved:
+            path.unlink(missing_ok=True)
+
+    with interrupts.undoing(remove_moved):
+        for name in sizes:
+            moved.append(folder / name)
+            os.rename(work / name, moved[-1])
+        moved.clear()
+    work.rmdir()

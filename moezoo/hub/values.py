@@ -1,0 +1,74 @@
+"""The numbers of a model's tensors, read one tensor at a time from wherever they are."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moezoo.hub.opening import OpenFolder
+from moezoo.hub.tensors import Tensor, arrays_by_path
+from moezoo.models.base import LanguageModel
+from moezoo.parallel.fetch import fetch
+from moezoo.parallel.stored import Stored, materialise
+
+
+class Values(abc.ABC):
+    """The numbers of a model's tensors."""
+
+    @abc.abstractmethod
+    def dtype(self, tensor: Tensor) -> np.dtype:
+        """Return the dtype that `read` gives."""
+
+    @abc.abstractmethod
+    def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
+        """Return the tensor as a file has it on `process`, and None in the others. All must make the same calls."""
+
+    def key(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Return what a single process sorts tensors by before it reads them; equal keys keep their order."""
+        del tensor
+        return ()
+
+
+class ModelValues(Values):
+    """Those of a model, whose arrays lie on any devices. `arrays`: by their paths, as `arrays_by_path` returns them."""
+
+    def __init__(self, arrays: Mapping[str, Any]):
+        self._arrays = arrays
+
+    def dtype(self, tensor: Tensor) -> np.dtype:
+        return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
+
+    def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
+        parts = [self._read_part(self._arrays[path], index, process) for path, index in tensor.parts]
+        here = [part for part in parts if part is not None]
+        return tensor.to_file(here) if here else None
+
+    @staticmethod
+    def _read_part(parameter: Any, index: tuple[int, ...], process: int) -> np.ndarray | None:
+        """Return one part of a parameter; a container gives what it stands for."""
+        if not isinstance(parameter, Stored):
+            return fetch(parameter, index, process)
+        part = jax.tree.map(lambda array: fetch(array, index, process), parameter)
+        if process != jax.process_index():
+            return None
+        return np.asarray(materialise(jax.tree.map(jnp.asarray, part), parameter.dtype))
+
+
+class FolderValues(Values):
+    """Those of a folder, in the dtypes of `shapes`, the shapes of its model. A number too large becomes infinite."""
+
+    def __init__(self, opened: OpenFolder, shapes: LanguageModel):
+        self._files, self._arrays = opened.files, arrays_by_path(shapes)
+        self._names = {tensor.parts: tensor.name for tensor in opened.tensors(shapes)}
+
+    def dtype(self, tensor: Tensor) -> np.dtype:
+        return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
+
+    def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
+        if process != jax.process_index():
+            return None
+        with np.errstate(over="ignore"):
+            return self._files.read(self._names[tensor.parts]).astype(self.dtype(tensor))

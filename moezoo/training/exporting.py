@@ -1,0 +1,187 @@
+"""Write the model of a run, or of a Hugging Face folder, as a new Hugging Face folder, also in another dtype.
+
+No device holds the model: the arrays are read from the files part by part, and written tensor by tensor.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from moezoo.config.build import blueprint_of
+from moezoo.config.compose import folder_path, from_mapping, read_run, run_folder
+from moezoo.config.own import saved_own, without_own
+from moezoo.errors import UserError
+from moezoo.hub.carry import Carried, Copying
+from moezoo.hub.opening import open_folder
+from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
+from moezoo.hub.tensors import count, list_names
+from moezoo.hub.values import FolderValues, Values
+from moezoo.hub.writing import Plan, write_folder
+from moezoo.models import family_of
+from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
+from moezoo.parallel.axes import count_parameters
+from moezoo.training.checkpoint import find, read_about
+from moezoo.training.saved import check_model
+from moezoo.training.saved_arrays import SavedValues
+from moezoo.typed import show
+
+_TITLE_WIDTH = 12
+
+
+class _Origin(NamedTuple):
+    """Where a model is read from.
+
+    Attributes:
+        where: the folder, or the checkpoint of a run.
+        saved: the shapes of the model as it is there.
+        wanted: its shapes as they are written.
+        values: its numbers, in the dtypes of `wanted`.
+        tokenizer: the tokenizer of a run's data, if there is one.
+    """
+
+    where: Path
+    saved: LanguageModel
+    wanted: LanguageModel
+    values: Values
+    tokenizer: Path | None
+
+
+class Export(NamedTuple):
+    """A folder that is ready to be written.
+
+    `like` is the folder that it is a copy of, with the way to write it; None for a folder of the model alone.
+    """
+
+    origin: _Origin
+    target: Path
+    plan: Plan
+    like: tuple[Path, Copying] | None
+
+    def describe(self) -> list[str]:
+        """Return lines about what is read and what is written."""
+        saved, wanted = (_dtype(model) for model in (self.origin.saved, self.origin.wanted))
+        config, sizes, weights = self.origin.wanted.config, self.plan.sizes, self.plan.weights
+        total, _ = count_parameters(self.origin.wanted, config.experts_per_token)
+        others = len(sizes) - len(weights)
+        lines = [
+            ("from", f"{self.origin.where}: {family_of(config).name}, {total:,} parameters in {saved}"),
+            (
+                "to",
+                f"{self.target}: {sum(sizes.values()):,} bytes, {_counted(len(weights), 'file')} of weights in "
+                f"{wanted} and {_counted(others, 'other')}",
+            ),
+        ]
+        if self._rounds:
+            lines.append(("rounds", f"from {saved} to {wanted}, so the numbers change"))
+        if (tokenizer := self.origin.tokenizer) is not None and self.like is None:
+            gone = "" if tokenizer.is_file() else " is not there any more, so the folder has none"
+            lines.append(("tokenizer", f"{tokenizer}{gone}"))
+        if self.like is not None:
+            for use, names in self.like[1].carried.tensors.items():
+                lines.append(("copied", f"{count(names)} as in {self.like[0]}, for {use}: {list_names(names)}"))
+        return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether numbers may be none of the new dtype."""
+        return not np.can_cast(jnp.dtype(_dtype(self.origin.saved)), jnp.dtype(_dtype(self.origin.wanted)))
+
+    def write(self) -> list[str]:
+        """Write the folder, and return what a user should know of it. Raises `UserError` if it cannot be written."""
+        odd = list[str]()
+
+        def look(name: str, value: np.ndarray) -> None:
+            if not np.isfinite(value).all():
+                odd.append(name)
+
+        carried = Carried()
+        if self.like is None:
+            write_folder(self.target, self.plan, self.origin.values, look)
+        else:
+            carried = self.like[1].write(self.target, self.origin.values, look)
+        return list(self._warnings(carried, odd))
+
+    def _warnings(self, carried: Carried, odd: list[str]) -> Iterator[str]:
+        if odd:
+            yield f"tensors with NaN or infinities: {list_names(odd)}"
+        if self.like is not None:
+            yield from carried_warnings(carried, self.like[0])
+            yield from () if self._rounds else rounded_warnings(carried, self.like[0])
+        else:
+            yield from lost_warnings(self.origin.wanted.config)
+
+
+def plan_export(
+    source: str, target: str, dtype: str | None = None, like: str | None = None, max_shard_size: str | None = None
+) -> Export:
+    """Return how to write the model in `source` to `target`. Nothing is written, and no number is read.
+
+    Args:
+        source: a run's folder, of which the newest checkpoint is taken, one of its `checkpoints/STEP`, or a Hugging
+            Face folder. The latter is copied with its tokenizer and all tensors, unless `like` names another.
+        target: the folder to make.
+        dtype: the dtype of the parameters; by default as they are in `source`. Choice biases are always float32.
+        like: a folder of the same model, which has tensors or files that `source` lacks, as in `save_pretrained`.
+        max_shard_size: as in `save_pretrained`, for a run without `like`.
+
+    Raises:
+        UserError: `source` is neither, or damaged. `target` exists. Otherwise as `save_pretrained` does.
+    """
+    path, new = folder_path(source, "source"), folder_path(target, "target")
+    if os.path.lexists(new):
+        raise UserError(f"{show(target)} exists; name a new folder for the model")
+    is_run = (run_folder(path) / "config.yaml").exists()
+    if not is_run and not (path / "config.json").exists():
+        raise UserError(
+            f"{show(source)}: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json is "
+            "missing); name one of these"
+        )
+    origin = _open_run(path, dtype) if is_run else _open_folder(path, dtype)
+    base = None if is_run else path
+    if like is not None:
+        base = folder_path(like, "like")
+    if base is None:
+        plan = plan_folder(origin.wanted, origin.values, max_shard_size)
+        if origin.tokenizer is not None and origin.tokenizer.is_file():
+            plan = plan._replace(copies={"tokenizer.json": origin.tokenizer})
+        return Export(origin, new, plan, None)
+    copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
+    return Export(origin, new, copying.plan, (base, copying))
+
+
+def _open_run(path: Path, dtype: str | None) -> _Origin:
+    mapping = read_run(path, "source")
+    own = saved_own(mapping)
+    if "model" in own:
+        raise UserError(
+            f"{path}: model={show(own['model'])} is a family of your own; in Python, import it, and write "
+            "moezoo.save_pretrained(moezoo.load_run(...)[0], TO)"
+        )
+    cfg = from_mapping(without_own(mapping, own))  # a strategy or a rule of the user's own has no part in this
+    checkpoints, step = find(path, "source")
+    about, checkpoint = read_about(checkpoints, step), checkpoints / str(step)
+    check_model(cfg, about, checkpoint)
+    saved = blueprint_of(cfg).shapes
+    wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
+    values = SavedValues(checkpoint, about, saved, wanted)
+    return _Origin(checkpoint, saved, wanted, values, cfg.data.tokenizer_file())
+
+
+def _open_folder(path: Path, dtype: str | None) -> _Origin:
+    source = open_folder(path)
+    saved = Blueprint(source.config, source.files.common_dtype().name).shapes
+    wanted = saved if dtype is None else Blueprint(source.config, dtype).shapes
+    return _Origin(path, saved, wanted, FolderValues(source, wanted), None)
+
+
+def _dtype(model: LanguageModel) -> str:
+    return str(model.embedding.weight.dtype)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

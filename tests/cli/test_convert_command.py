@@ -1,0 +1,202 @@
+"""`moezoo convert`: a run or a folder becomes a folder, to the bit or rounded, and nothing is read twice."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from refusals import refused
+from safetensors.numpy import load_file, save_file
+
+import moezoo
+from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.models.blueprint import Blueprint
+from moezoo.parallel.axes import count_parameters
+from moezoo.training.checkpoint import Checkpoints
+from moezoo.training.exporting import plan_export
+from moezoo.training.saved_arrays import SavedArray
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*transformers has no key for")
+
+
+SIZES = {"vocab": 40, "embed": 16, "heads": 2, "q_lora": 8, "kv_lora": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 6}
+SIZES |= {"layers": 3, "mlp": 20, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
+SIZES |= {"router.groups": 4, "router.kept_groups": 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run's folder with one checkpoint of random numbers. Its experts are in two chunks, as of two devices."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    folder.mkdir()
+    cfg = moezoo.compose("model=deepseek", *(f"model.{key}={value}" for key, value in SIZES.items()), "mesh.expert=2")
+    (folder / "config.yaml").write_text(to_yaml(as_mapping(cfg)))
+    rng = np.random.default_rng(0)
+    shapes = Blueprint(cfg.model).shapes
+    numbers = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), shapes)
+    model = jax.device_put(numbers, moezoo.execution(cfg).shardings(shapes))
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    about = {"versions": {"moezoo": "0"}, "config": as_mapping(cfg), "loader": {}}
+    checkpoints.save(1, {"model": model, "training": {"step": np.zeros(2)}}, about)
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory) -> Path:
+    """A folder of the run's model, as `save_pretrained` writes it, in several files, with a tokenizer."""
+    path = tmp_path_factory.mktemp("hub") / "model"
+    moezoo.save_pretrained(moezoo.load_run(run)[0], path, max_shard_size=9000)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "modeling.py").write_text("raise SystemExit")
+    return path
+
+
+def read_files(folder: Path, *apart: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in apart}
+
+
+def test_a_run_becomes_a_folder(run, folder, tmp_path, console):
+    """The bytes of `save_pretrained`, of the newest checkpoint or of one that is named. Each chunk is read once."""
+    code, out, err = console("convert", str(run), "new", "max_shard_size=9000")
+    assert (code, err) == (0, "")
+    total, _ = count_parameters(moezoo.load_run(run)[0], 2)
+    files = read_files(folder, "tokenizer.json", "modeling.py")
+    size = sum(map(len, files.values()))
+    assert out.splitlines() == [
+        f"from        {run}/checkpoints/1: deepseek, {total:,} parameters in float32",
+        f"to          new: {size:,} bytes, {len(files) - 2} files of weights in float32 and 2 others",
+        "written     new",
+    ]
+    assert read_files(tmp_path / "new") == files
+    assert console("convert", f"{run}/checkpoints/1", "target=again", "max_shard_size=9000")[0] == 0
+    assert read_files(tmp_path / "again") == files
+
+
+def test_each_chunk_of_a_checkpoint_is_read_once(run, tmp_path, monkeypatch):
+    read, really_read = [], SavedArray._read_block
+
+    def reading(self: Any, start: tuple[int, ...]) -> np.ndarray:
+        read.append((self._name, start))
+        return really_read(self, start)
+
+    monkeypatch.setattr(SavedArray, "_read_block", reading)
+    export = plan_export(str(run), "new")
+    values: Any = export.origin.values
+    assert read == []
+    export.write()
+    gates = [start for name, start in read if name.endswith("experts/gate")]
+    assert sorted(gates) == [(0, 0), (0, 4)]  # of eight experts, all layers in one chunk
+    assert len(read) == len({*read})
+    assert sum(array._block is not None for array in values._saved.values()) == 1
+
+
+def test_a_folder_is_copied(folder, tmp_path, console):
+    assert console("convert", str(folder), "same")[0] == 0
+    assert read_files(tmp_path / "same") == read_files(folder, "modeling.py")
+
+
+def test_another_dtype_rounds_and_says_so(run, folder, tmp_path, console):
+    """As loading in that dtype does; from a run and from a folder."""
+    moezoo.save_pretrained(moezoo.from_pretrained(folder, dtype="bfloat16"), tmp_path / "half", max_shard_size=4500)
+    wanted = {name: x for file in (tmp_path / "half").glob("*.safetensors") for name, x in load_file(file).items()}
+    for source, target in ((run, "a"), (folder, "b")):
+        code, out, err = console("convert", str(source), target, "dtype=bfloat16")
+        assert (code, err) == (0, "")
+        assert "rounds      from float32 to bfloat16" in out
+        found = {name: x for file in Path(target).glob("*.safetensors") for name, x in load_file(file).items()}
+        assert found.keys() == wanted.keys()
+        for name, x in found.items():
+            np.testing.assert_array_equal(x, wanted[name], strict=True)
+        assert json.loads((tmp_path / target / "config.json").read_text())["dtype"] == "bfloat16"
+    code, out, _ = console("convert", "b", "wide", "dtype=float32")
+    assert "rounds" not in out
+
+
+def test_numbers_too_large_are_reported(folder, tmp_path, console):
+    shutil.copytree(folder, tmp_path / "large")
+    file = next(file for file in (tmp_path / "large").glob("*.safetensors") if "lm_head.weight" in load_file(file))
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0, 0] = 1e6
+    save_file(tensors, file, metadata={"format": "pt"})
+    _, _, err = console("convert", "large", "half", "dtype=float16")
+    assert err == "warning: half: tensors with NaN or infinities: lm_head.weight\n"
+
+
+def test_like_another_folder(run, folder, tmp_path, console):
+    """The run's numbers, in the files of the folder, with its tokenizer."""
+    assert console("convert", str(run), "new", f"like={folder}")[0] == 0
+    assert read_files(tmp_path / "new") == read_files(folder, "modeling.py")
+    config = moezoo.load_run(run)[0].config
+    shapes = Blueprint(dataclasses.replace(config, expert_mlp=14)).shapes
+    moezoo.save_pretrained(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), tmp_path / "other")
+    code, out, err = console("convert", str(run), "not", "like=other")
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        "error: like=other is not a folder of this model: it has moe_intermediate_size=14 and the model 12"
+    )
+    assert not (tmp_path / "not").exists()
+
+
+def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "words.json").write_text('{"words": 1}')
+    data = {"name": "text", "path": "text.txt", "tokenizer": str(tmp_path / "words.json")}
+    mapping = as_mapping(moezoo.saved_config(run)) | {"data": data}
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping))
+    _, out, _ = console("convert", "run", "new")
+    assert f"tokenizer   {tmp_path}/words.json\n" in out
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
+    (tmp_path / "words.json").unlink()
+    code, out, _ = console("convert", "run", "without")
+    assert code == 0
+    assert "words.json is not there any more, so the folder has none" in out
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["{run}"], "target is missing; write target=TARGET"),
+        (["{run}", "a", "b"], "b: expected KEY=VALUE after source and target"),
+        (["{run}", "a", "dtype=int8"], "dtype=int8: expected one of float32, bfloat16, float16"),
+        (["{run}", "a", "dtyp=int8"], "dtyp: there is no key 'dtyp'; did you mean 'dtype'?"),
+        (["{run}", "a", "max_shard_size=5G"], 'max_shard_size=5G: expected bytes, or a size such as "5GB"'),
+        (["{folder}", "a", "max_shard_size=5GB"], "max_shard_size=5GB: the files are those of {folder}; leave it out"),
+        (["{run}", "a", "like=b"], "b: no config.json"),
+        (["{run}", "{folder}"], "{folder} exists; name a new folder"),
+        (["{run}/checkpoints/7", "a"], "source={run}/checkpoints/7: no such checkpoint; there are 1"),
+        (["a=b/c", "a"], "a: there is no key 'a'"),
+        (["./none", "a"], "./none: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json"),
+    ],
+)
+def test_refusals(run, folder, tmp_path, console, arguments, line):
+    words = {"run": run, "folder": folder}
+    code, out, err = console("convert", *(argument.format(**words) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {line.format(**words)}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    largest = max((tmp_path / "run" / "checkpoints" / "1" / "model").rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    with refused(f"{tmp_path}/run/checkpoints/1 is damaged"):
+        plan_export(str(tmp_path / "run"), "new")
+
+
+def test_strategies_of_the_users_own_have_no_part_in_it(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    mapping = as_mapping(moezoo.saved_config(run))
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | {"dispatch": {"name": "mine.Broadcast"}}))
+    plan_export("run", "new").write()
+    assert (tmp_path / "new" / "config.json").exists()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | {"model": {"family": "mine.Family"}}))
+    with refused("run: model=mine.Family is a family of your own"):
+        plan_export("run", "other")

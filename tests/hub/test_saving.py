@@ -1,0 +1,284 @@
+"""`save_pretrained`: the same bytes from every mesh and from two processes; what is not whole yet never loads."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from refusals import refused
+from safetensors.numpy import load_file, save_file
+from tiny_models import CONFIGS
+from two_saves import SAVED, contained, lay_out, model
+
+import moezoo
+import moezoo.interrupts as interrupts
+from moezoo.hub import saving, unfinished, writing
+from moezoo.models.blueprint import Blueprint
+
+TWO_SAVES = Path(__file__).with_name("two_saves.py")
+INDEX = "model.safetensors.index.json"
+SECONDS = 300  # far above what the two processes take
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*transformers has no key for")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of each model, saved from arrays of NumPy, in which nothing is to be put together."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, (_, _, most) in SAVED.items():
+        moezoo.save_pretrained(model(name), folder / name, max_shard_size=most)
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_files_are_those_of_safetensors(whole, tmp_path, name):
+    """Header, order, alignment, padding; the index has every tensor of every file."""
+    files = sorted((whole / name).glob("*.safetensors"))
+    for file in files:
+        save_file(load_file(file), tmp_path / file.name, metadata={"format": "pt"})
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes()
+    assert (len(files) > 1) == (whole / name / INDEX).exists() == (SAVED[name][2] is not None)
+    if len(files) > 1:
+        index = json.loads((whole / name / INDEX).read_text())
+        assert index["weight_map"] == {tensor: file.name for file in files for tensor in load_file(file)}
+        sizes = [[x.nbytes for x in load_file(file).values()] for file in files]
+        assert all(sum(of_file) <= SAVED[name][2] or len(of_file) == 1 for of_file in sizes)
+
+
+class Layout(NamedTuple):
+    """How a model lies on eight devices."""
+
+    name: str
+    mesh: moezoo.MeshShape
+    rules: str = "fsdp_ep"
+
+
+LAYOUTS = (
+    Layout("mixtral", moezoo.MeshShape(fsdp=2, expert=4)),
+    Layout("deepseek", moezoo.MeshShape(expert=8)),
+    Layout("gpt_oss", moezoo.MeshShape(fsdp=8), "pure_fsdp"),
+    Layout("tied", moezoo.MeshShape(fsdp=2, expert=2, tensor=2), "tensor"),
+    Layout("deepseek", moezoo.MeshShape(data=2, fsdp=2, expert=2, axis_types="explicit")),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_eight_devices(whole, tmp_path, layout):
+    placed = lay_out(model(layout.name), layout.mesh, layout.rules)
+    moezoo.save_pretrained(placed, tmp_path / "new", max_shard_size=SAVED[layout.name][2])
+    assert read_files(tmp_path / "new") == read_files(whole / layout.name)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes with two devices each have saved, and what they have printed."""
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    run = [sys.executable, str(TWO_SAVES), port]
+    pair = [subprocess.Popen([*run, str(i), str(folder)], stdout=subprocess.PIPE, text=True) for i in (0, 1)]
+    printed = [process.communicate(timeout=SECONDS)[0] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0]
+    # The library that connects CPUs prints too.
+    return folder, [json.loads(next(line for line in text.splitlines() if line.startswith("{"))) for text in printed]
+
+
+def test_two_processes(two, whole):
+    folder, printed = two
+    for name in SAVED:
+        assert read_files(folder / name) == read_files(whole / name)
+    assert read_files(folder / "like") == read_files(whole / "deepseek")
+    assert not any(found["changed"] for found in printed)
+
+
+def test_containers_of_two_processes_stand_for_arrays(two, tmp_path):
+    moezoo.save_pretrained(contained(model("tied")), tmp_path / "one")
+    assert read_files(two[0] / "contained") == read_files(tmp_path / "one")
+
+
+def test_processes_fail_together(two):
+    folder, printed = two
+    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained"}
+    full = f"{folder}/full: cannot be written (No space left on device); name another folder"
+    assert [found["full"] for found in printed] == [f"process 1: {full}", full]
+    for found in printed:
+        assert found["other"].startswith("save_pretrained: the processes differ: embedding.weight is float32[40, 16]")
+        assert "bfloat16[40, 16]" in found["other"]
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    config = dataclasses.replace(CONFIGS["mixtral"], embed=64, expert_mlp=128)
+    numbers = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), Blueprint(config).shapes)
+    placed, peaks, write = lay_out(numbers, moezoo.MeshShape(expert=8)), [], saving.write_folder
+
+    def measured(*arguments: Any) -> None:
+        tracemalloc.start()
+        write(*arguments)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+    monkeypatch.setattr(saving, "write_folder", measured)
+    for name in ("first", "second"):  # what is computed once stays in memory
+        moezoo.save_pretrained(placed, tmp_path / name)
+    largest = max(x.nbytes for x in load_file(tmp_path / "second" / "model.safetensors").values())
+    total = sum(x.nbytes for x in jax.tree.leaves(numbers))
+    # A tensor, its transpose, and the objects of Python that describe the tensors.
+    assert peaks[1] < 2 * largest + 80_000 < total / 8
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@contextlib.contextmanager
+def killed(patch: pytest.MonkeyPatch, where: Any, name: str, at: int) -> Any:
+    """Stop at the call number `at` of a function, without any clean-up, as a process that is killed."""
+    really, calls = getattr(where, name), []
+
+    def call(*arguments: Any) -> Any:
+        if len(calls) == at:
+            raise Killed
+        calls.append(1)
+        return really(*arguments)
+
+    with patch.context() as inner:
+        inner.setattr(where, name, call)
+        inner.setattr(interrupts, "undoing", lambda undo: contextlib.nullcontext())
+        with pytest.raises(Killed):
+            yield
+
+
+@pytest.mark.parametrize(
+    ("target", "like"), [("new", None), ("new", "deepseek"), ("empty", None), ("with a file", "deepseek")]
+)
+@pytest.mark.parametrize(
+    ("where", "name", "at"),
+    [
+        (writing._Output, "begin", 2),
+        (writing._Output, "write", 0),
+        (writing._Output, "write", 40),
+        (writing, "_write_others", 0),
+        (unfinished, "_finish", 0),
+        (os, "rename", 0),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_a_killed_save_leaves_nothing_that_loads(whole, tmp_path, monkeypatch, like, target, where, name, at):
+    """And the next one replaces what it left."""
+    arguments: dict[str, Any] = {"max_shard_size": 3000} if like is None else {"like": whole / like}
+    folder = tmp_path / "model"
+    if target != "new":
+        folder.mkdir()
+    if target == "with a file":
+        (folder / "notes.txt").write_text("mine")
+    with killed(monkeypatch, where, name, at):
+        moezoo.save_pretrained(model("deepseek"), folder, **arguments)
+    with refused(f"{folder}: no config.json"):
+        moezoo.from_pretrained(folder)
+    moezoo.save_pretrained(model("deepseek"), folder, **arguments)
+    found = read_files(folder)
+    assert found.pop("notes.txt", b"mine") == b"mine"
+    assert found == read_files(whole / "deepseek")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("at", [1, 10, -1])
+def test_a_save_that_is_killed_while_it_moves_files(whole, tmp_path, monkeypatch, at):
+    """Into a folder that exists. config.json is the last one."""
+    (tmp_path / "model").mkdir()
+    with killed(monkeypatch, os, "rename", at % len(read_files(whole / "deepseek"))):
+        moezoo.save_pretrained(model("deepseek"), tmp_path / "model", max_shard_size=3000)
+    with refused(f"{tmp_path}/model: no config.json"):
+        moezoo.from_pretrained(tmp_path / "model")
+    with refused(f"{tmp_path}/model"):  # which file it is differs
+        moezoo.save_pretrained(model("deepseek"), tmp_path / "model", max_shard_size=3000)
+
+
+@pytest.mark.parametrize("target", ["new/model", "old"])
+def test_a_full_disk(tmp_path, monkeypatch, target):
+    """Where its size is known before, nothing is written; while writing, nothing is left."""
+    (tmp_path / "old").mkdir()
+    numbers, free = model("tied"), 80_000
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+        patch.setattr(writing._Output, "begin", None)
+        with refused(f"{tmp_path}/{target}: cannot be written: it needs 90,", "bytes", "80,000 bytes free", "disk"):
+            moezoo.save_pretrained(numbers, tmp_path / target)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
+
+    def write(self: Any, place: Any, value: Any) -> None:
+        if place.start > 3000:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing._Output, "write", write)
+        with refused(f"{tmp_path}/{target}: cannot be written (No space left on device)"):
+            moezoo.save_pretrained(numbers, tmp_path / target)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
+
+
+def test_a_file_that_is_not_whole_is_no_part_of_a_model(tmp_path, monkeypatch):
+    """As where the processes do not share the disk."""
+    monkeypatch.setattr(writing._Output, "write", lambda self, place, value: None)
+    with refused(f"{tmp_path}/model: model.safetensors has ", "not whole"):
+        moezoo.save_pretrained(model("mixtral"), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_saves_of_one_folder(tmp_path):
+    """The second is refused and leaves the files of the first alone; a link in place of the folder is not followed."""
+    work = tmp_path / ".model.unfinished"
+    work.mkdir()
+    (work / "x").touch()
+    handle = os.open(work, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        with refused(f"{tmp_path}/model: another process is writing it, in {work}"):
+            moezoo.save_pretrained(model("mixtral"), tmp_path / "model")
+    finally:
+        os.close(handle)
+    assert list(work.iterdir()) == [work / "x"]
+    (tmp_path / ".other.unfinished").symlink_to(work)
+    with refused(f"{tmp_path}/other: cannot be written"):
+        moezoo.save_pretrained(model("mixtral"), tmp_path / "other")
+    assert list(work.iterdir()) == [work / "x"]
+
+
+@pytest.mark.parametrize(
+    ("size", "bytes_"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("7", 7), (None, 5 * 10**9)]
+)
+def test_sizes(size, bytes_):
+    assert saving._shard_bytes(size) == bytes_
+
+
+@pytest.mark.parametrize("size", ["5G", "", "0GB", "-1", "GB", "inf", 0, -1, 2.5, True])
+def test_impossible_sizes_are_refused(tmp_path, size):
+    with refused("max_shard_size="):
+        saving._shard_bytes(size)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_files_of_another_folder_have_their_size(whole, tmp_path):
+    with refused("max_shard_size=5GB", f"{whole}/mixtral"):
+        moezoo.save_pretrained(model("mixtral"), tmp_path / "new", like=whole / "mixtral", max_shard_size="5GB")
+
+
+def test_dtypes_that_no_folder_has(tmp_path):
+    with refused("model.embed_tokens.weight is int32", "bfloat16"):
+        moezoo.save_pretrained(jax.tree.map(lambda x: x.astype(np.int32), model("mixtral")), tmp_path / "new")

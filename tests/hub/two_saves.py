@@ -1,0 +1,89 @@
+"""Models laid out over two processes and saved by both: `python two_saves.py PORT PROCESS FOLDER`."""
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tiny_models import CONFIGS
+
+import moezoo
+from moezoo.hub import writing
+from moezoo.models.blueprint import Blueprint
+from moezoo.nn.containers import store
+from moezoo.parallel import distributed
+from moezoo.parallel.distributed import Manual
+
+# A family, the dtype, and the most bytes in a file. Sizes that eight devices can store, heads and latents included.
+SAVED = {
+    "mixtral": ("mixtral", "bfloat16", None),
+    "deepseek": ("v3", "bfloat16", 3000),  # its choice biases are float32
+    "gpt_oss": ("gpt_oss layers", "float32", 6000),
+    "tied": ("qwen3 mscales, tied", "float32", None),
+}
+
+
+def model(name: str) -> Any:
+    """Return the model as NumPy arrays: the same in every process. Some numbers are negative zeros."""
+    family, dtype, _ = SAVED[name]
+    config = CONFIGS[family]
+    if name == "deepseek":
+        config = dataclasses.replace(config, kv_lora=16, q_lora=24)
+    rng = np.random.default_rng(3)
+
+    def leaf(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        numbers = rng.standard_normal(shape.shape).astype(shape.dtype)
+        numbers[rng.random(shape.shape) < 0.1] = -0.0
+        return numbers
+
+    return jax.tree.map(leaf, Blueprint(config, dtype).shapes)
+
+
+def lay_out(numbers: Any, mesh: moezoo.MeshShape, rules: str = "fsdp_ep") -> Any:
+    """Return the model on a mesh, also of several processes."""
+    execution = moezoo.Execution(moezoo.make_mesh(mesh), moezoo.compose(f"rules={rules}").rules)
+
+    def leaf(x: Any, sharding: Any) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
+    return jax.tree.map(leaf, numbers, execution.shardings(shapes))
+
+
+def contained(numbers: Any) -> Any:
+    """Return the model with its experts in containers, as NumPy arrays."""
+    return jax.tree.map(np.asarray, store(jax.tree.map(jax.numpy.asarray, numbers), lambda path: ".experts." in path))
+
+
+def main(port: str, process: int, folder: Path) -> None:
+    """Save every model, then again where this process fails, or has another model than the other."""
+    distributed.start(Manual(f"localhost:{port}", 2, process), 4)
+    mesh = moezoo.MeshShape(fsdp=2, expert=2)
+    placed = {name: lay_out(model(name), mesh) for name in SAVED}
+    for name, (_, _, most) in SAVED.items():
+        moezoo.save_pretrained(placed[name], folder / name, max_shard_size=most)
+    moezoo.save_pretrained(lay_out(contained(model("tied")), mesh), folder / "contained")
+    carried = moezoo.save_pretrained(placed["deepseek"], folder / "like", like=folder / "deepseek")
+    found: dict[str, Any] = {"changed": carried.changed}
+
+    def failing(self: Any, place: Any, value: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if process == 1:
+        writing._Output.write = failing
+    other = placed["mixtral" if process else "tied"]
+    for key, saved in (("full", placed["deepseek"]), ("other", other)):
+        try:
+            moezoo.save_pretrained(saved, folder / key, max_shard_size=3000)
+        except moezoo.UserError as error:
+            found[key] = str(error)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
