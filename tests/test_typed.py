@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.typed import Checks, Count, Range, Size, check_fields, convert, to_plain, set_key, show
+from moezoo.typed import Checks, Count, Range, Size, check_fields, convert, set_key, show, to_plain
 
 
 @dataclasses.dataclass(frozen=True)

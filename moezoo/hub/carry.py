@@ -67,12 +67,12 @@ class Copying(NamedTuple):
         """Write the folder, and return what it has from the other one. All processes call this.
 
         Args:
-            folder: the new folder, which is made if it does not exist.
-            values: the numbers of the model.
-            seen: as in `write_folder`.
+            folder: The new folder, which is made if it does not exist.
+            values: The numbers of the model.
+            seen: As in `write_folder`.
 
         Raises:
-            UserError: as `write_folder` does.
+            UserError: As `write_folder` does.
         """
         found = _Comparison(self.files)
 

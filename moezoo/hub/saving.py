@@ -56,10 +56,10 @@ def save_pretrained(
     of `like`, because they were trained with the latter.
 
     Args:
-        model: any model of a registered family.
-        folder: is made if it does not exist.
-        like: a folder of a model of the same type and sizes.
-        max_shard_size: the most bytes of tensors in one file, a number or a text such as "5GB", which is the default. A
+        model: Any model of a registered family.
+        folder: Is made if it does not exist.
+        like: A folder of a model of the same type and sizes.
+        max_shard_size: The most bytes of tensors in one file, a number or a text such as "5GB", which is the default. A
             larger tensor has a file of its own. Leave it out with `like`, which has files of some size.
 
     Returns:

@@ -30,11 +30,11 @@ def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
       the next call for the same `folder` replaces it.
 
     Args:
-        folder: the folder to make, or to move the files to.
-        sizes: the name of each file and its bytes. The block must write exactly these.
+        folder: The folder to make, or to move the files to.
+        sizes: The name of each file and its bytes. The block must write exactly these.
 
     Raises:
-        UserError: on all processes, if on one of them: `folder` cannot be made or has one of the files, the disk has
+        UserError: On all processes, if on one of them: `folder` cannot be made or has one of the files, the disk has
             not that many bytes free, another process writes the same folder, the processes do not share the disk, or a
             file is not whole when the block ends.
     """

@@ -132,13 +132,13 @@ def write_folder(folder: Path, plan: Plan, values: Values, seen: Seen = ignore) 
     that is the same in every process, and each process keeps one at a time.
 
     Args:
-        folder: the new folder, or one that exists and has none of the files.
-        plan: the files.
-        values: the numbers of the model's tensors.
-        seen: sees the numbers that are written.
+        folder: The new folder, or one that exists and has none of the files.
+        plan: The files.
+        values: The numbers of the model's tensors.
+        seen: Sees the numbers that are written.
 
     Raises:
-        UserError: on all processes, if a file cannot be written by one of them, and as `becoming` does.
+        UserError: On all processes, if a file cannot be written by one of them, and as `becoming` does.
     """
     with becoming(folder, plan.sizes) as work:
         count = distributed.count()

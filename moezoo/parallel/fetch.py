@@ -30,12 +30,12 @@ def fetch(array: Any, index: tuple[int, ...], process: int) -> np.ndarray | None
     split an indexed dimension, and one all-gather per other dimension that is split.
 
     Args:
-        array: an array of JAX or NumPy, or anything that is indexed like one.
-        index: a number for each of the leading dimensions that are indexed.
-        process: the number of the process.
+        array: An array of JAX or NumPy, or anything that is indexed like one.
+        index: A number for each of the leading dimensions that are indexed.
+        process: The number of the process.
 
     Raises:
-        UserError: the array lies on devices of other processes, and on no mesh.
+        UserError: The array lies on devices of other processes, and on no mesh.
     """
     mine = process == jax.process_index()
     if not isinstance(array, jax.Array):

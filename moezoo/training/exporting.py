@@ -37,11 +37,11 @@ class _Origin(NamedTuple):
     """Where a model is read from.
 
     Attributes:
-        where: the folder, or the checkpoint of a run.
-        saved: the shapes of the model as it is there.
-        wanted: its shapes as they are written.
-        values: its numbers, in the dtypes of `wanted`.
-        tokenizer: the tokenizer of a run's data, if there is one.
+        where: The folder, or the checkpoint of a run.
+        saved: The shapes of the model as it is there.
+        wanted: Its shapes as they are written.
+        values: Its numbers, in the dtypes of `wanted`.
+        tokenizer: The tokenizer of a run's data, if there is one.
     """
 
     where: Path
@@ -122,12 +122,12 @@ def plan_export(
     """Return how to write the model in `source` to `target`. Nothing is written, and no number is read.
 
     Args:
-        source: a run's folder, of which the newest checkpoint is taken, one of its `checkpoints/STEP`, or a Hugging
+        source: A run's folder, of which the newest checkpoint is taken, one of its `checkpoints/STEP`, or a Hugging
             Face folder. The latter is copied with its tokenizer and all tensors, unless `like` names another.
-        target: the folder to make.
-        dtype: the dtype of the parameters; by default as they are in `source`. Choice biases are always float32.
-        like: a folder of the same model, which has tensors or files that `source` lacks, as in `save_pretrained`.
-        max_shard_size: as in `save_pretrained`, for a run without `like`.
+        target: The folder to make.
+        dtype: The dtype of the parameters; by default as they are in `source`. Choice biases are always float32.
+        like: A folder of the same model, which has tensors or files that `source` lacks, as in `save_pretrained`.
+        max_shard_size: As in `save_pretrained`, for a run without `like`.
 
     Raises:
         UserError: `source` is neither, or damaged. `target` exists. Otherwise as `save_pretrained` does.

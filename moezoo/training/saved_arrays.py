@@ -21,7 +21,7 @@ class SavedArray:
     index, and keeps them until another index needs others, or `forget` is called.
 
     Attributes:
-        dtype: its dtype.
+        dtype: Its dtype.
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
