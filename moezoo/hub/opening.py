@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.convert import show
+from moezoo.convert import convert, show
 from moezoo.errors import UserError, nearest
+from moezoo.host import check_name
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
+
+_PIECE = 2**24  # bytes of two tables that are compared at a time
 
 
 class OpenFolder(NamedTuple):
@@ -44,6 +48,12 @@ class OpenFolder(NamedTuple):
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
         for tensor in tensors(model, self.family.hub):
             yield dataclasses.replace(tensor, name=self.nesting.to_folder(tensor.name))
+
+
+def folder_argument(folder: str | Path, argument: str = "folder") -> Path:
+    """Return the folder that the user named as an argument. Raises `UserError` for what is no path."""
+    path = Path(os.path.expanduser(convert(str, folder, argument)))
+    return check_name(path, show(f"{argument}={folder}"))
 
 
 def open_folder(folder: Path) -> OpenFolder:
@@ -137,7 +147,10 @@ def _without_copy(opened: OpenFolder) -> set[str]:
     table, copy = opened.tables
     for name in (table, copy):
         files.check(name, (config.vocab, config.embed))
-    if not np.array_equal(files.read(table), files.read(copy)):
+    dims, whole = (config.vocab, config.embed), [((0, config.vocab), (0, config.embed))]
+    first, second = (files.region(name, dims, whole) for name in (table, copy))
+    pairs = ((piece, dataclasses.replace(second, chosen=piece.chosen)) for piece in first.cut(_PIECE))
+    if not all(np.array_equal(files.read(table, x), files.read(copy, y)) for x, y in pairs):
         raise UserError(
             f"{opened.folder}/config.json: tie_word_embeddings=true, but {table} and {copy} differ; write false to "
             "load both, or take the second out of the files"
