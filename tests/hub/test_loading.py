@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 from collections import defaultdict
 from typing import Any
@@ -93,7 +94,7 @@ def test_every_device_holds_its_part_and_each_byte_is_read_once(tmp_path, monkey
     size = 0
     for ranges in reads.values():
         ordered = sorted(ranges, key=lambda run: run.start)
-        assert all(a.stop <= b.start for a, b in zip(ordered, ordered[1:], strict=False))
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(ordered))
         size += sum(map(len, ordered))
     tensors = {}
     for path in (tmp_path / "model").glob("*.safetensors"):
