@@ -9,7 +9,7 @@ from moezoo.config.compose import compose
 from moezoo.data.tokenizer import folder_tokenizer as tokenizer
 from moezoo.errors import UserError
 from moezoo.generation.generate import generate
-from moezoo.hub.folders import from_pretrained
+from moezoo.hub.loading import from_pretrained
 from moezoo.hub.saving import save_pretrained
 from moezoo.models import build_model
 from moezoo.parallel.execution import Execution, place

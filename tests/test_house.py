@@ -27,7 +27,7 @@ ORDER = (
     ("kernels",),
     ("parallel",),
     ("typed",),
-    ("host",),
+    ("host", "progress"),
     ("errors", "interrupts"),
 )
 LINE = {room: number for number, rooms in enumerate(ORDER) for room in rooms}

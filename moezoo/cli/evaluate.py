@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.config.build import build_execution
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
+    from moezoo.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
-    from moezoo.training.progress import BatchCounter, bar_on
     from moezoo.training.report import choice_lines
     from moezoo.training.saved import load_run
 

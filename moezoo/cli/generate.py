@@ -138,7 +138,8 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.config.build import build_execution
     from moezoo.data import load
     from moezoo.data.tokenizer import Numbers, folder_tokenizer
-    from moezoo.hub.folders import end_of_text, from_pretrained
+    from moezoo.hub.folders import end_of_text
+    from moezoo.hub.loading import from_pretrained
     from moezoo.training.saved import load_run
 
     if not (folder := request.folder):

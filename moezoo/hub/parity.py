@@ -12,7 +12,7 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub import peer
-from moezoo.hub.folders import from_pretrained
+from moezoo.hub.loading import from_pretrained
 from moezoo.hub.opening import open_folder
 from moezoo.hub.recording import ModuleRecord, Where, record_model
 from moezoo.models import family_of

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moezoo.hub.regions import Box
 from moezoo.models.hub import Hub
 from moezoo.models.layers import layer_addresses
 from moezoo.models.names import Layout
@@ -70,13 +71,44 @@ class Tensor:
         *experts, outputs, inputs = self.shape
         return np.ascontiguousarray(_transpose(whole.reshape(*experts, inputs, outputs)))
 
-    def from_file(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Split the tensor into our arrays."""
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape in a file with one dimension for each of ours, before some of them are flattened into one."""
         if self.layout == "alternating":
-            alternating = tensor.reshape(*self.shapes[0], len(self.parts))
-            return [alternating[..., part] for part in range(len(self.parts))]
-        whole = (_transpose(tensor) if self.axes.role is Role.WEIGHT else tensor).reshape(self._joined)
-        return np.split(whole, np.cumsum([shape[-1] for shape in self.shapes])[:-1], axis=-1)
+            return (*self.shapes[0], len(self.parts))
+        if self.axes.role is not Role.WEIGHT:
+            return self._joined
+        return tuple(self._joined[dim] for dim in np.argsort(self.order))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """For each dimension of a part, its number in `dims`: outputs come before inputs."""
+        own = range(len(self.shapes[0]))
+        if self.axes.role is not Role.WEIGHT or self.layout == "alternating":
+            return tuple(own)
+        first = 1 if self.layout == "of_experts" else 0
+        cut = first + len(self.axes.inputs)
+        return tuple(int(dim) for dim in np.argsort((*own[:first], *own[cut:], *own[first:cut])))
+
+    def in_file(self, part: int, box: Box) -> Box:
+        """Return where a box of a part lies in the tensor, of shape `dims`."""
+        if self.layout == "alternating":
+            return (*box, (part, part + 1))
+        before = sum(shape[-1] for shape in self.shapes[:part])
+        joined = (*box[:-1], (before + box[-1][0], before + box[-1][1])) if box else box
+        return tuple(joined[dim] for dim in np.argsort(self.order))
+
+    def in_part(self, part: int, box: Box) -> Box:
+        """Return where a box of the tensor, of shape `dims`, lies in a part: the inverse of `in_file`."""
+        ours = tuple(box[dim] for dim in self.order)
+        if self.layout == "alternating" or not ours:
+            return ours
+        before = sum(shape[-1] for shape in self.shapes[:part])
+        return (*ours[:-1], (ours[-1][0] - before, ours[-1][1] - before))
+
+    def from_file(self, numbers: np.ndarray) -> np.ndarray:
+        """Return numbers of a part, which were read as a box of `dims`, with our dimensions."""
+        return (numbers[..., 0] if self.layout == "alternating" else numbers).transpose(self.order)
 
 
 def _transpose(matrices: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import math
 import os
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,20 +12,23 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.json_files import LARGEST, open_file, parse_json, read_json
+from moezoo.hub.regions import Box, Region
 from moezoo.typed import show
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
+_STORED = DTYPES | {"F64": np.float64}
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a folder: its file, its dtype in safetensors' words, and its shape."""
+    """One tensor of a folder: its file, its dtype in safetensors' words, its shape, and where its numbers begin."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    at: int
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
@@ -45,6 +50,8 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
 class WeightFiles:
     """The tensors of a folder, in one file or in the files that an index names.
 
+    The files stay open, and nothing of them is mapped: pages of a mapped file count as memory of the process.
+
     Attributes:
         tensors: All tensors by name, as the headers of the files describe them.
 
@@ -53,7 +60,8 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._handles = folder, dict[Path, Any]()
+        self._folder, self._open = folder, dict[Path, _Open]()
+        weakref.finalize(self, _close, self._open)
         if (folder / INDEX).exists():
             places = _read_index(folder / INDEX)
             headers = {path: self._read_header(path) for path in sorted(set(places.values()))}
@@ -72,13 +80,19 @@ class WeightFiles:
         """Return the tensors of a file by name."""
         from safetensors import SafetensorError, safe_open
 
-        *_, entries = read_header(path)
+        with open_file(path) as file:
+            self._open[path] = _Open(os.dup(file.fileno()), _state(file.fileno()))
+        begin, _, entries = read_header(path)
         try:
-            self._handles[path] = safe_open(path, framework="numpy")  # checks types, sizes and places
+            with safe_open(path, framework="numpy"):  # checks types, sizes and places
+                pass
         except (SafetensorError, OSError) as error:
             reason = show(str(error).partition("\n")[0])
             raise UserError(f"{path} cannot be read ({reason}); download it again") from error
-        return {name: StoredTensor(path, about["dtype"], tuple(about["shape"])) for name, about in entries.items()}
+        return {
+            name: StoredTensor(path, about["dtype"], tuple(about["shape"]), len(begin) + about["data_offsets"][0])
+            for name, about in entries.items()
+        }
 
     def common_dtype(self) -> np.dtype:
         """Return the dtype that most stored numbers have; float32 for float64."""
@@ -92,7 +106,7 @@ class WeightFiles:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `UserError` unless the tensor has this shape, and numbers that can be read."""
-        _, dtype, found = self.tensors[name]
+        _, dtype, found, _ = self.tensors[name]
         if found != shape:
             raise UserError(
                 f"{self._folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
@@ -101,9 +115,51 @@ class WeightFiles:
         if dtype not in DTYPES:
             raise UserError(f"{self._folder}: {name} is {dtype}, expected {', '.join(DTYPES)}; convert it first")
 
-    def read(self, name: str) -> np.ndarray:
-        """Return the tensor in the dtype in which it is stored."""
-        return self._handles[self.tensors[name].path].get_tensor(name)
+    def stored_dtype(self, name: str) -> np.dtype:
+        """Return the dtype in which a tensor is stored, after `check`."""
+        return np.dtype(_STORED[self.tensors[name].dtype])
+
+    def region(self, name: str, dims: tuple[int, ...], boxes: Iterable[Box]) -> Region:
+        """Return the smallest part of a tensor, seen with the dimensions `dims`, that holds `boxes`."""
+        stored = self.tensors[name]
+        return Region.of(dims, self.stored_dtype(name), stored.at, boxes)
+
+    def read(self, name: str, region: Region | None = None) -> np.ndarray:
+        """Return a part of a tensor, or all of it, in the dtype in which it is stored.
+
+        Raises:
+            UserError: The file cannot be read, or has changed since it was opened.
+        """
+        stored = self.tensors[name]
+        if region is None:
+            region = self.region(name, stored.shape, [tuple((0, size) for size in stored.shape)])
+        file, state = self._open[stored.path]
+        try:
+            numbers = region.read(file)
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or "it has become shorter"
+            raise UserError(f"{stored.path}: {name} cannot be read ({reason}); download the file again") from error
+        if _state(file) != state:
+            raise UserError(f"{stored.path}: the file changed while {name} was read; load it when it is complete")
+        return numbers
+
+
+class _Open(NamedTuple):
+    """An open file: its descriptor, and its state when it was opened."""
+
+    file: int
+    state: tuple[int, int]
+
+
+def _state(file: int) -> tuple[int, int]:
+    """Return the size of an open file and the time of its last change."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def _close(files: dict[Path, _Open]) -> None:
+    for opened in files.values():
+        os.close(opened.file)
 
 
 def _read_index(path: Path) -> dict[str, Path]:

@@ -18,10 +18,10 @@ from moezoo.models.choice import choose_dispatch
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
+from moezoo.progress import OnBatch
 from moezoo.training.feed import Feed
 from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
-from moezoo.training.progress import OnBatch
 
 _LARGEST = 700.0  # nats; e to the power of more exceeds a float
 

@@ -26,9 +26,9 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
+from moezoo.progress import BatchCounter, bar_on
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import MetricsRow
-from moezoo.training.progress import BatchCounter, bar_on
 from moezoo.training.sample import Sample
 from moezoo.training.step import Step
 from moezoo.typed import show

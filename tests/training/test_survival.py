@@ -25,13 +25,13 @@ import moezoo
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.moe.dispatch import Ragged
+from moezoo.progress import BatchCounter
 from moezoo.training import checkpoint
 from moezoo.training.build import build_step
 from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore, steps
 from moezoo.training.files import replace_file
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics
-from moezoo.training.progress import BatchCounter
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 SECONDS = 600  # far above what any process here takes

@@ -1,0 +1,340 @@
+"""Load the model of a Hugging Face folder onto the devices that hold it.
+
+Each process reads the parts of tensors that its own devices hold, each byte once, and writes them where they stay:
+
+    tensor in a file -> boxes that devices hold -> region that covers them -> pieces of a few MB -> numbers of devices
+
+Threads read and write several pieces at the same time, so few MB are in memory besides the arrays.
+"""
+
+import collections
+import functools
+import hashlib
+import math
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from moezoo.errors import UserError, check_type
+from moezoo.host import check_host
+from moezoo.hub.loading_progress import LoadingProgress
+from moezoo.hub.opening import check_tensors, folder_argument, open_folder
+from moezoo.hub.regions import Box, Region
+from moezoo.hub.tensors import Tensor, arrays_by_path, count, list_names, require_names
+from moezoo.hub.weight_files import DTYPES, WeightFiles
+from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
+from moezoo.parallel import distributed
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.memory import check_devices
+from moezoo.typed import show
+
+_THREADS = 4
+_LARGEST_PIECE = 2**23  # bytes
+_ALIGNED = 64  # JAX takes over an array in host memory that begins at a multiple of so many bytes, without a copy.
+
+
+def from_pretrained(
+    folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | None = None
+) -> LanguageModel:
+    """Load the model from a Hugging Face folder.
+
+    Nothing is downloaded, and no code from the folder runs. Of a model for images the text model is loaded. A warning
+    names tensors that no parameter has, such as those for images, and one those that hold NaN or infinities.
+
+    The host needs little memory besides the arrays of its own devices: less than two of the largest tensors, or 100 MB.
+    If devices of several processes hold the model, all of these processes call this function, and each reads what its
+    own devices hold.
+
+    Args:
+        folder: The folder, which holds config.json and safetensors, in one file or in several with an index.
+        execution: The mesh and rules that lay out the arrays. By default every array is on one device.
+        dtype: The dtype of the parameters: float32, bfloat16 or float16. By default the one that most stored numbers
+            have, with float32 for float64. Choice biases are always float32.
+
+    Raises:
+        UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
+            wrong shape, is cut short, or is in a file outside the folder. Embeddings are tied, but the folder has two
+            that differ. A file changes while it is read. `dtype` is another one. The arrays exceed the memory of this
+            machine or of its devices. With several processes, one of them raised.
+    """
+    if execution is not None:
+        check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
+    where, target = folder_argument(folder), None if dtype is None else _parameter_dtype(dtype)
+    mesh = None if execution is None else execution.mesh
+    if isinstance(mesh, AbstractMesh):
+        raise UserError(
+            "execution: its mesh has no devices; take one from moezoo.execution(cfg), on a machine with them"
+        )
+    load = functools.partial(_load, where, execution, target)
+    if mesh is not None and mesh.is_multi_process:
+        loaded = distributed.together(load)
+        facts = {"the tensors of the folder": loaded.digest}
+        distributed.check_same(facts, f"the processes have different folders {where}", "copy one to all of them")
+    else:
+        loaded = load()
+    for note in loaded.notes:
+        warnings.warn(f"{where}: {note}", stacklevel=2)
+    return loaded.model
+
+
+class _Loaded(NamedTuple):
+    """A loaded model, what the user should know about it, and a hash of the names, dtypes and shapes of the tensors."""
+
+    model: LanguageModel
+    notes: Sequence[str]
+    digest: str
+
+
+def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> _Loaded:
+    opened = open_folder(folder)
+    files = opened.files
+    dtype = dtype or files.common_dtype()
+    shapes = Blueprint(opened.config, str(dtype)).shapes
+    tensors, unused = check_tensors(opened, shapes)
+    require_names(arrays_by_path(shapes), tensors)
+    notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
+    mesh = None if execution is None else execution.mesh
+    one: Any = SingleDeviceSharding(jax.devices()[0]) if mesh is None else None
+    shardings = (
+        jax.tree.map(lambda _: one, shapes) if execution is None or mesh is None else execution.shardings(shapes)
+    )
+    arrays = {
+        path: _Arriving(shape, sharding)
+        for (path, shape), sharding in zip(arrays_by_path(shapes).items(), jax.tree.leaves(shardings), strict=True)
+    }
+    what, advice = f"{folder}: the model in {dtype.name}", "load it on a machine with more memory"
+    if all(array.is_on_host for array in arrays.values()):
+        check_host(what, sum(array.size for array in arrays.values()), advice)
+    else:
+        check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
+    for array in arrays.values():
+        array.begin()
+    tensors.sort(key=lambda tensor: (files.tensors[tensor.name].path, files.tensors[tensor.name].at))
+    odd = _read(tensors, arrays, files, folder)
+    if odd:
+        notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
+    leaves = [array.finish() for array in arrays.values()]
+    facts = sorted((name, stored.dtype, stored.shape) for name, stored in files.tensors.items())
+    digest = hashlib.sha256(repr((opened.config, facts)).encode()).hexdigest()
+    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, digest)
+
+
+def _read(tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles, folder: Path) -> list[str]:
+    """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
+    largest = max(math.prod(t.shape) * files.stored_dtype(t.name).itemsize for t in tensors)
+    most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
+    odd: dict[str, None] = {}
+    waiting = collections.deque[tuple[_Piece, Future[bool]]]()
+    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, files, tensors) as progress:
+
+        def finish() -> None:
+            piece, future = waiting.popleft()
+            if not future.result():
+                odd[piece.tensor.name] = None
+            progress.add(piece.tensor.name, piece.region.size)
+
+        try:
+            for piece in _pieces(tensors, arrays, files, most):
+                waiting.append((piece, pool.submit(_read_piece, piece, arrays, files)))
+                while len(waiting) > 2 * _THREADS:
+                    finish()
+            while waiting:
+                finish()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return list(odd)
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor that is read at once."""
+
+    tensor: Tensor
+    region: Region
+
+
+class _Target(NamedTuple):
+    """Numbers of devices that a part of a tensor belongs to.
+
+    Attributes:
+        part: The number of the part.
+        index: The index of the part's layer and expert among these numbers.
+        box: The box of the part that these devices hold.
+        numbers: The numbers.
+    """
+
+    part: int
+    index: tuple[int, ...]
+    box: Box
+    numbers: "_Numbers"
+
+
+def _targets(tensor: Tensor, arrays: Mapping[str, "_Arriving"]) -> Iterator[_Target]:
+    """Yield what this process's devices hold of a tensor."""
+    for part, (path, index) in enumerate(tensor.parts):
+        for box, numbers in arrays[path].boxes.items():
+            if all(start <= i < end for i, (start, end) in zip(index, box, strict=False)):
+                own = tuple(i - start for i, (start, _) in zip(index, box, strict=False))
+                yield _Target(part, own, box[len(index) :], numbers)
+
+
+def _pieces(
+    tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles, most: int
+) -> Iterator[_Piece]:
+    for tensor in tensors:
+        boxes = [tensor.in_file(target.part, target.box) for target in _targets(tensor, arrays)]
+        if boxes:
+            for region in files.region(tensor.name, tensor.dims, boxes).cut(most):
+                yield _Piece(tensor, region)
+
+
+def _read_piece(piece: _Piece, arrays: Mapping[str, "_Arriving"], files: WeightFiles) -> bool:
+    """Read a piece and write it to all devices that hold parts of it; return whether its numbers are finite."""
+    tensor, region = piece
+    numbers = files.read(tensor.name, region)
+    finite = _are_finite(numbers)
+    for part, index, box, target in _targets(tensor, arrays):
+        if found := region.find(tensor.in_file(part, box)):
+            inside, where = found
+            ours = tensor.in_part(part, inside)
+            at = (*index, *(start - first for (start, _), (first, _) in zip(ours, box, strict=True)))
+            with np.errstate(over="ignore"):  # What a dtype cannot hold becomes infinite, which is reported.
+                finite &= target.write(tensor.from_file(numbers[where]), at)
+    return finite
+
+
+def _are_finite(numbers: np.ndarray) -> bool:
+    if numbers.dtype.name == "bfloat16":  # NumPy has no fast loop for it.
+        return bool(((numbers.view(np.uint16) & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(numbers).all())
+
+
+class _Numbers(Protocol):
+    """The numbers of one box of an array, for all devices of this process that hold it."""
+
+    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
+        """Write `values`, which have the last dimensions of the box, at these indices; return whether they fit.
+
+        Values that are finite and too large for the dtype do not fit. Threads may write different parts at once.
+        """
+        ...
+
+    def finish(self) -> list[jax.Array]:
+        """Return an array for each device."""
+        ...
+
+
+class _OnHost:
+    """Numbers for CPU devices, which take over the memory that they are written to. No program may donate it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[jax.Device]):
+        raw = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNED, np.uint8)
+        start = -raw.ctypes.data % _ALIGNED
+        self._numbers = raw[start : len(raw) - _ALIGNED + start].view(dtype).reshape(shape)
+        self._devices = devices
+
+    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
+        """Write into the memory."""
+        inner = len(at) - values.ndim
+        where = (*at[:inner], *(slice(i, i + n) for i, n in zip(at[inner:], values.shape, strict=True)))
+        target = self._numbers[where]
+        # XLA transposes several times as fast as NumPy. JAX has no float64.
+        has_order = values.flags.c_contiguous or values.dtype == np.float64
+        target[...] = values if has_order else np.asarray(jax.device_put(values, self._devices[0]))
+        return np.can_cast(values.dtype, target.dtype) or _are_finite(target)
+
+    def finish(self) -> list[jax.Array]:
+        """Give the memory to the devices, which share it: nothing writes to it any more."""
+        return [jax.device_put(self._numbers, device) for device in self._devices]
+
+
+class _OnDevices:
+    """Numbers on other devices: each piece is sent, and put into an array by a program that donates it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[jax.Device]):
+        self._dtype, self._lock = dtype, threading.Lock()
+        empty = functools.partial(jnp.empty, shape, dtype)
+        self._arrays = [jax.jit(empty, out_shardings=SingleDeviceSharding(device))() for device in devices]
+
+    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
+        """Send the piece and wait for it, so that few are in memory."""
+        piece = np.ascontiguousarray(values.astype(self._dtype, copy=False))
+        whole = piece.reshape((1,) * (len(at) - piece.ndim) + piece.shape)
+        with self._lock:
+            for i, array in enumerate(self._arrays):
+                self._arrays[i] = _put(array, jax.device_put(whole, array.sharding), [np.int32(n) for n in at])
+            jax.block_until_ready(self._arrays)
+        return np.can_cast(values.dtype, piece.dtype) or _are_finite(piece)
+
+    def finish(self) -> list[jax.Array]:
+        """Return the arrays."""
+        return self._arrays
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(array: jax.Array, piece: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    return lax.dynamic_update_slice(array, piece, at)
+
+
+class _Arriving:
+    """An array of the model while its numbers are read.
+
+    Attributes:
+        boxes: The boxes that devices of this process hold, and their numbers; of several devices that hold the same
+            box, it is here once. Empty before `begin`.
+    """
+
+    def __init__(self, shape: jax.ShapeDtypeStruct, sharding: Sharding):
+        self._shape, self._sharding, self.boxes = shape, sharding, dict[Box, _Numbers]()
+        self._devices: dict[Box, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
+            cut = zip(index or (), shape.shape, strict=True)
+            self._devices.setdefault(tuple(part.indices(size)[:2] for part, size in cut), []).append(device)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its devices are CPUs."""
+        return all(device.platform == "cpu" for device in self._sharding.device_set)
+
+    @property
+    def size_per_device(self) -> int:
+        """The bytes that a device holds."""
+        return math.prod(self._sharding.shard_shape(self._shape.shape)) * self._shape.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """The bytes that CPU devices of this process hold together; those that hold the same box share its memory."""
+        return self.size_per_device * len(self._devices)
+
+    def begin(self) -> None:
+        """Make room for the numbers."""
+        kind = _OnHost if self.is_on_host else _OnDevices
+        shape = self._sharding.shard_shape(self._shape.shape)
+        self.boxes = {box: kind(shape, self._shape.dtype, devices) for box, devices in self._devices.items()}
+
+    def finish(self) -> jax.Array:
+        """Return the array."""
+        parts = [array for numbers in self.boxes.values() for array in numbers.finish()]
+        return jax.make_array_from_single_device_arrays(self._shape.shape, self._sharding, parts)
+
+
+def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of parameters that the user asked for. Raises `UserError` unless a model can have it."""
+    valid = sorted({np.dtype(kind).name for kind in DTYPES.values()})
+    try:
+        name = jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = show(dtype)[:80]
+    if name not in valid:
+        raise UserError(f"dtype={name}: expected one of {', '.join(valid)}")
+    return jnp.dtype(name)
