@@ -221,8 +221,7 @@ def report(rows: Sequence[Row], by: str) -> Report:
         columns += [Column("prompt", "ms_prompt", ".1f"), Column("first s", "first_seconds", ".2f")]
         columns += [Column("MB read", "read_bytes", ".0f", 1e6), Column("floor", "ms_floor", ".2f")]
         columns.append(Column("ratio", "ratio", ".2f"))
-    same = lambda row: row["same_rows"] if row["same_rows"] is None else f"{row['same_rows']} of {row['rows']}"  # noqa: E731
-    columns.append(Column("same", same, ">"))
+    columns.append(Column("same", "same_rows", "d"))
     unknown = any(row["ms_per_token"] is None for row in rows)
     note = "empty: not measured, the call is too short or noise exceeds its difference to a shorter one" * unknown
     tables = [

@@ -59,7 +59,7 @@ def _row(settings: str, done: Running, first: Running, on_mesh: Running) -> Row:
         "speed_on_mesh": _speed(done, on_mesh),
         "received_by_axes": received,
         "step_flops": model_flops(cfg) / cfg.mesh.devices,
-        "orthogonal_flops": done.step.update_work.flops,
+        "orthogonal_flops": sum(each.flops for each in done.step.update_work),
         "orthogonal_bytes": table.within("optimizer/orthogonalise").bytes,
     }
 

@@ -48,6 +48,9 @@ MODELS = {"narrow": NARROW, **GENERATED}
 CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
 
 _POSITIVE = Range(at_least=1)
+# Keys that name what is compared, and what an entry of theirs may set: with other words, results would not compare.
+_COMPARED = ("mesh", "dispatch", "layout")
+_LAYOUT = ("mesh", "rules", "dispatch", "optimizer", "execution.context_parallel", "execution.sequence_order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Keys:
 
     json: bool = key("print only the rows, as JSON", default=False)
     out: str | None = key("a new folder for the rows and the picture, by default one in runs/", "FOLDER", default=None)
+
+    def __post_init__(self):
+        for name, entry in [(each, entry) for each in _COMPARED for entry in getattr(self, each, ())]:
+            for word in (setting.partition("=")[0] for setting in entry.split() if "=" in setting):
+                if not f"{word}.".startswith(tuple(f"{part}." for part in _LAYOUT)):
+                    own = f"a layout sets only {', '.join(_LAYOUT)}"
+                    raise UserError(f"{name}={show(entry)}: {word} must be the same for all; {own}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,19 +112,9 @@ class Turns:
         self._names = [name for name, _ in entries]
         self._configs = [compose(*overrides, *settings) for _, overrides in entries]
         start(max(cfg.mesh.devices for cfg in self._configs))
-        first = self._configs[0]
-        for name, cfg in zip(self._names, self._configs, strict=True):
+        for cfg in self._configs:
             build_execution(cfg)
-            same = {key: getattr(cfg, key) == getattr(first, key) for key in ("batch_size", "seq_len", "seed", "data")}
-            # How sequences are split is part of a layout.
-            own = {key: getattr(cfg.execution, key) for key in ("context_parallel", "sequence_order")}
-            but = "execution, except context_parallel and sequence_order,"
-            same |= {
-                "model": cfg.model == first.model,
-                but: cfg.execution == dataclasses.replace(first.execution, **own),
-            }
-            if different := [key for key, is_same in same.items() if not is_same]:
-                raise UserError(f"{name}: {different[0]} must be the same for all; set it once, outside of the quotes")
+        first = self._configs[0]
         self._source = load(first.data, seq_len=first.seq_len, seed=first.seed, vocab=first.model.vocab)
 
     def train(self, updates: int) -> list[Running]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from moezoo.errors import UserError
 from moezoo.models.block import Block, LayerOutput
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.cache import Cache
@@ -147,7 +148,16 @@ def run_layers(
     | reading one more token | `cache` | in `kept`, what later tokens need of it (`Cache.append`) |
 
     Naive equivalent: `for block in blocks: x = block(x, context, execution).x`.
+
+    Raises `UserError` where devices share sequences and a mixer does not support it.
     """
+    for mixer in (block.attention for stack in stacks for block in stack.blocks):
+        if execution.sequence_axes and not mixer.splits_sequences:
+            axes, kind = ", ".join(execution.sequence_axes), type(mixer).__name__
+            raise UserError(
+                f"rules {execution.rules.name} split sequences over mesh axes {axes} and mixer {kind} needs whole ones; "
+                "use a mesh on which these have one device, or other rules"
+            )
     learns = cache is None and collect is None
 
     def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:

@@ -105,6 +105,8 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     found = _describe_value(value) if choices is None else show(value)
     if inner is float and isinstance(value, str) and value.lstrip("+-").lower() in (".inf", ".nan"):  # as YAML has them
         found = "no finite number"
+    if inner is int and isinstance(value, float) and value.is_integer() and _INT32.holds(abs(value)):  # typed as 1e3
+        found += f"; write {int(value)}"
     typed = checks is not NO_CHECKS and inner is str and isinstance(value, int | float)
     quote = "; quotes inside quotes make it text: '\"...\"'" * typed
     raise UserError(f"{key}={show(value)}: expected {_describe_type(kind)}, found {found}{quote}")

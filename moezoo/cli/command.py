@@ -178,10 +178,10 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
         refuse(error)
     from moezoo.parallel import distributed
 
+    # To the end of the process, as are filters that a task sets: Python also warns of what it collects at exit.
+    warnings.showwarning = _print_warning
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _print_warning
-            code = (_print_help(command, arguments, prog) if asked else command.call(arguments, prog)) or 0
+        code = (_print_help(command, arguments, prog) if asked else command.call(arguments, prog)) or 0
         sys.stdout.flush()
     except UserError as error:
         print(f"{distributed.name()}error: {error}{_typed_choices(str(error), arguments)}", file=sys.stderr)

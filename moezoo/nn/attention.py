@@ -5,7 +5,7 @@ Naive equivalent: softmax(scale q k^T) v over the keys of the same document that
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -60,6 +60,7 @@ class Attention(Mixer):
     | `window` | the tokens that a query sees, itself included |
     """
 
+    splits_sequences: ClassVar[bool] = True
     query: Weight[Array, "embed -> heads head_dim"]
     key: Weight[Array, "embed -> kv_heads head_dim"]
     value: Weight[Array, "embed -> kv_heads head_dim"]

@@ -1,7 +1,7 @@
 """The contracts of the two parts of a block: the mixer, which is attention, and the feed-forward part."""
 
 import abc
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
@@ -38,7 +38,13 @@ class Mixer(eqx.Module):
     where they meet weights that are split by heads, and returns its partial result. The caller sums.
 
     A mixer owns what it keeps of the past: the loop over layers, the cache and generation only carry its `state`.
+
+    Attributes:
+        splits_sequences: Whether it runs where devices share sequences (`execution.sequence_group`). There it gets this
+            device's tokens, and exchanges what the others need of them. By default it is refused there.
     """
+
+    splits_sequences: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(

@@ -11,7 +11,7 @@ share heads have the same latents and the same shared key. B batch, S sequence.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -76,6 +76,7 @@ def expand(
 class LatentAttention(Mixer):
     """Attention whose keys and values come from one latent per token and one rotated key per token."""
 
+    splits_sequences: ClassVar[bool] = True
     query: Weight[Array, "embed -> heads head_dim"] | None
     query_down: Weight[Array, "embed -> q_lora_out"] | None
     query_norm: RMSNorm | None

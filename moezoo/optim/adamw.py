@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from jaxtyping import PyTree
 
@@ -20,6 +20,7 @@ class AdamW(UpdateRule):
     Both moments are kept in `moment_dtype`; updates are computed in float32.
     """
 
+    how: ClassVar[str] = "each number moves by its mean gradient, divided by its usual size"
     learning_rate: float = 2e-3
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,18 @@ if TYPE_CHECKING:
     import optax
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What an update computes on each device.
-
-    Attributes:
-        flops: The FLOPs of its matrix products.
-        lines: Which parameters it has, for the summary of a run; more than one if it treats them differently.
-    """
-
-    flops: int = 0
-    lines: tuple[str, ...] = ()
-
-
 class UpdateRule(abc.ABC):
     """How gradients become updates.
 
     Attributes:
         learning_rate: The peak rate.
         clip_norm: Gradients with a larger global norm are scaled down to this norm; None for no limit.
+        how: What it does to a gradient, in words, for the summary of a run in which several rules update a model.
     """
 
     learning_rate: Positive
     clip_norm: Positive | None
+    how: ClassVar[str] = ""
 
     def __post_init__(self):
         check_fields("optimizer", self)
@@ -62,8 +51,8 @@ class UpdateRule(abc.ABC):
         group = Group("all", self)
         return jax.tree.map(lambda _: group, placements)
 
-    def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return the FLOPs of the matrix products of one update, and its lines. By default there are none.
+    def flops(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> int:
+        """Return the FLOPs of the matrix products of one update on each device. By default there are none.
 
         Args:
             placements: As in `transform`.
@@ -71,7 +60,7 @@ class UpdateRule(abc.ABC):
             ways: A function that returns the number of devices along mesh axes.
         """
         del placements, parameters, ways
-        return Work()
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +69,21 @@ class Group:
 
     name: str
     rule: UpdateRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a group's part of an update is.
+
+    Attributes:
+        group: The group.
+        paths: Its parameters.
+        flops: The FLOPs of its matrix products on each device.
+    """
+
+    group: Group
+    paths: tuple[str, ...]
+    flops: int
 
 
 def short_names(paths: Iterable[str]) -> str:

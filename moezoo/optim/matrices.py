@@ -213,43 +213,20 @@ def _axis_size(axes: MeshAxes) -> int:
     return lax.axis_size(axes) if axes else 1
 
 
-class Route(NamedTuple):
-    """How the matrices of one kind, in one layer of a stack or outside of stacks, become whole.
-
-    Attributes:
-        paths: The arrays.
-        kind: What the matrices have in common.
-        stages: How they become whole.
-        matrices: How many matrices a device orthogonalises, zeros included.
-        times: The number of layers.
-    """
-
-    paths: list[str]
-    kind: Kind
-    stages: list[Stage]
-    matrices: int
-    times: int
-
-    @property
-    def flops(self) -> int:
-        """The FLOPs of the products on each device."""
-        return self.times * self.matrices * newton_schulz.flops(self.kind.rows, self.kind.columns)
-
-
-def routes(placements: PyTree, parameters: PyTree, per_head: bool, ways: Ways) -> Iterator[Route]:
-    """Return how the matrices of `orthogonalised` become whole, for whole arrays or their shapes."""
-    parts, structure = jax.tree_util.tree_flatten_with_path(placements, is_leaf=_is_stack)
-    for (start, part), arrays in zip(parts, structure.flatten_up_to(parameters), strict=True):
-        leaves, inside = jax.tree_util.tree_flatten_with_path(part)
-        views: dict[str, View] = {}
-        for (path, placement), x in zip(leaves, inside.flatten_up_to(arrays), strict=True):
+def orthogonal_flops(placements: PyTree, parameters: PyTree, per_head: bool, ways: Ways) -> Iterator[int]:
+    """Return the FLOPs of `orthogonalised` on each device, kind by kind, for whole arrays or their shapes."""
+    parts, structure = jax.tree.flatten(placements, is_leaf=_is_stack)
+    for part, arrays in zip(parts, structure.flatten_up_to(parameters), strict=True):
+        leaves, inside = jax.tree.flatten(part)
+        views: dict[int, View] = {}
+        for number, (placement, x) in enumerate(zip(leaves, inside.flatten_up_to(arrays), strict=True)):
             if x is not None:
                 local = [size // ways(over) for size, over in zip(x.shape, placement.stored, strict=True)]
-                name = jax.tree_util.keystr((*start, *path))
-                views[name] = view(placement, local[1:] if _is_stack(part) else local, per_head, ways)
-        for kind, names in _by_kind(views).items():
-            route, count = stages(kind, sum(views[name].shape[0] for name in names), ways)
-            yield Route(names, kind, route, count, part.count if _is_stack(part) else 1)
+                views[number] = view(placement, local[1:] if _is_stack(part) else local, per_head, ways)
+        for kind, members in _by_kind(views).items():
+            _, count = stages(kind, sum(views[each].shape[0] for each in members), ways)
+            times = part.count if _is_stack(part) else 1
+            yield times * count * newton_schulz.flops(kind.rows, kind.columns)
 
 
 def _is_stack(x: Any) -> bool:

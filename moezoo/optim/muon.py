@@ -12,7 +12,7 @@ of AdamW, so both parts take the same rate and decay (Liu et al., 2025, arXiv:25
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError, nearest
 from moezoo.optim.adamw import AdamW
-from moezoo.optim.base import Group, UpdateRule, Work, short_names
-from moezoo.optim.matrices import Route, orthogonalised, routes
+from moezoo.optim.base import Group, UpdateRule
+from moezoo.optim.matrices import orthogonal_flops, orthogonalised
 from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
@@ -52,6 +52,7 @@ class Muon(UpdateRule):
     - `beta1`, `beta2`, `epsilon`: of AdamW.
     """
 
+    how: ClassVar[str] = "each matrix moves by its momentum, made orthogonal so that no direction outweighs the others"
     learning_rate: float = 3e-3
     momentum: Annotated[float, Range(at_least=0, below=1)] = 0.95
     weight_decay: NotNegative = 0.1
@@ -113,26 +114,13 @@ class Muon(UpdateRule):
 
         return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  (optax's names differ)
 
-    def work(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return what orthogonalising takes; a line for each way in which matrices become whole, with their names."""
-        found = list(routes(placements, parameters, self.per_head, ways))
-        return Work(sum(route.flops for route in found), tuple(_lines(found)))
+    def flops(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> int:
+        """Return the FLOPs of orthogonalising."""
+        return sum(orthogonal_flops(placements, parameters, self.per_head, ways))
 
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _lines(found: list[Route]) -> list[str]:
-    paths: dict[str, list[str]] = {}
-    for route in found:
-        ways = [f"{_WORDS[stage.collective]} over {' '.join(stage.axes)}" for stage in route.stages]
-        words = ", then ".join(ways) if ways else "matrices whole on each device, nothing moves"
-        paths.setdefault(words, []).extend(route.paths)
-    return [f"{words}: {short_names(names)}" for words, names in paths.items()]
-
-
-_WORDS = {"all_gather": "whole matrices by one gather each", "all_to_all": "whole matrices by all-to-alls"}
 
 
 def _matching(key: str, patterns: tuple[str, ...], paths: list[str]) -> set[str]:

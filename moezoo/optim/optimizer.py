@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.optim.base import Group, Schedule, UpdateRule, Work, short_names
+from moezoo.optim.base import Group, Schedule, UpdateRule, Work
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import EVERYWHERE
 
@@ -65,20 +65,15 @@ class Optimizer:
             for group, transform in self._transforms.items()
         }
 
-    def work(self, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> Work:
-        """Return the matrix products of an update; arguments as `UpdateRule.work`.
-
-        Its lines name the parameters of each group.
-        """
-        flops, lines = 0, []
+    def work(self, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> tuple[Work, ...]:
+        """Return what each group with parameters does in an update; arguments as `UpdateRule.flops`."""
+        found = []
         for group in self._transforms:
             part = self._part(group, parameters)
-            found = group.rule.work(self._part(group, self._placements), part, ways)
-            paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(part)]
-            own = found.lines or ((short_names(paths),) if paths else ())
-            flops += found.flops
-            lines += [f"{group.name}: {line}" for line in own]
-        return Work(flops, tuple(lines))
+            if paths := [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(part)]:
+                flops = group.rule.flops(self._part(group, self._placements), part, ways)
+                found.append(Work(group, tuple(paths), flops))
+        return tuple(found)
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the learning rate of update number `step` (from 0)."""

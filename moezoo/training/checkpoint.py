@@ -18,6 +18,7 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -314,6 +315,9 @@ def _hash_files(folder: Path) -> dict[str, str]:
 def _silence_orbax() -> None:
     """Stop orbax from logging every save and every error at length; this module reports errors in one line."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # After a failed write, orbax closes its event loop and leaves writes that have not begun. Python warns of them when
+    # they are collected, which may be at exit.
+    warnings.filterwarnings("ignore", r"coroutine 'async_serialize_from_host\b.*never awaited", RuntimeWarning)
     if getattr(sys.unraisablehook, "quiet", False):
         return
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in logging.Formatter().format(record))

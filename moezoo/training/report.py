@@ -19,6 +19,7 @@ from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
 from moezoo.models.choice import Compared, compare_strategies
 from moezoo.optim import Work
+from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Stack, count_parameters
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
@@ -170,15 +171,17 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
     ]
 
 
-def optimizer_lines(work: Work, traffic: TrafficTable) -> list[str]:
-    """List what updates which parameters, and what orthogonalising takes, where several rules do."""
-    if len(work.lines) == 1:
+def optimizer_lines(update: Sequence[Work], traffic: TrafficTable) -> list[str]:
+    """Describe what updates which parameters, how, and what it takes, where several rules do."""
+    if len(update) == 1:
         return []
-    received = traffic.within("optimizer/orthogonalise").bytes
-    return [
-        *work.lines,
-        f"orthogonalising takes {work.flops / 1e9:.3g} GFLOP and receives {_bytes(received)} per device and step",
-    ]
+    received = _bytes(traffic.within("optimizer").bytes)
+    lines = []
+    for each in update:
+        takes = f"; {each.flops / 1e9:.3g} GFLOP of work, {received} received per device and step" * bool(each.flops)
+        how = f" ({each.group.rule.how}{takes})" * bool(each.group.rule.how)
+        lines.append(f"{each.group.name} updates {short_names(each.paths)}{how}")
+    return lines
 
 
 def summarize(

@@ -204,8 +204,8 @@ class Step:
         }
 
     @property
-    def update_work(self) -> Work:
-        """The matrix products of an update on each device."""
+    def update_work(self) -> tuple[Work, ...]:
+        """What each group of parameters does in an update."""
         return self.optimizer.work(eqx.filter(self.arguments[0].model, self.trained), self._execution.ways)
 
     def begin(self, model: LanguageModel) -> State:

@@ -262,6 +262,7 @@ def test_profile(capsys):
         ("attention kv_heads=0", "kv_heads=0 must be at least 1"),
         ("attention tokens=0", "tokens=0 must be at least 1"),
         ("attention tokens=128 tokens=many", "tokens=many: expected a whole number such as 4, found text"),
+        ("attention tokens=1e3", "expected a whole number such as 4, found a decimal number; write 1000"),
         ("attention window=0", "window=0 must be at least 1"),
         ("attention shape=L1", "shape: there is no key 'shape'"),
         ("generate call=1x2", "call=1x2: must be three numbers more than 0, such as 1x32x64"),
@@ -286,7 +287,7 @@ def test_profile(capsys):
         ("strategies mesh=ep8 model.experts=6", "mesh.expert=8 splits experts 8 ways but"),
         (
             "strategies mesh=single dispatch=ring 'dispatch=gather batch_size=16'",
-            "gather batch_size=16 on single: batch_size must be the same for all; set it once, outside of the quotes",
+            "dispatch=gather batch_size=16: batch_size must be the same for all; a layout sets only mesh, rules,",
         ),
         ("strategies mesh=single model.vocab=64", "data=python_stdlib has 256 byte values but"),
         ("strategies optimizer=sgdd", "optimizer=sgdd: no such optimizer; did you mean 'sgd'?"),
@@ -301,8 +302,10 @@ def test_profile(capsys):
         ("layouts rules=ep_as_cp", "rules=ep_as_cp: holds for all that is compared; name it in layout="),
         (
             "layouts layout=mesh=ep8 'layout=mesh=fsdp8 execution.dtype=bfloat16'",
-            "execution, except context_parallel and sequence_order, must be the same for all",
+            "layout=mesh=fsdp8 execution.dtype=bfloat16: execution.dtype must be the same for all; a layout sets only",
         ),
+        ("layouts layout=steps=3", "layout=steps=3: steps must be the same for all; a layout sets only mesh, rules,"),
+        ("generate layout=steps=3", "layout=steps=3: steps must be the same for all"),
     ],
 )
 def test_mistakes_get_one_line(capsys, arguments, line):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jaxtyping import Array
+from refusals import refused
 
 import moezoo
 from moezoo.generation import generate as generation
@@ -27,6 +28,7 @@ from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
+from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.context_parallel import Coordinates
 
 F32 = jnp.dtype("float32")
@@ -57,6 +59,7 @@ class Memory(State):
 class Fading(Mixer):
     """y = out(h), with h = 3/4 h + value(x) along the tokens of a document."""
 
+    splits_sequences = True
     value: Weight[Array, "embed -> heads head_dim"]
     out: Weight[Array, "heads head_dim -> embed"]
 
@@ -75,6 +78,8 @@ class Fading(Mixer):
     def __call__(self, x, context, execution, past=None):
         """Sum over all tokens, or add one to the vector of the past."""
         v = project(execution.inner_group("heads").enter(x), self.value)
+        group = execution.sequence_group
+        v = gather_tokens(v, group.axes, 1, tokens=group.token_axes)
         left = self.prepare(context) if context.prepared is None else context.prepared
         h = jnp.einsum("bts,bsnh->btnh", left, v)
         if past is not None:
@@ -139,6 +144,18 @@ def test_tokens_are_those_without_a_cache(rules):
         execution = moezoo.Execution(mesh, moezoo.compose(f"rules={rules}").rules, STRATEGIES["ring"]())
     found = moezoo.generate(hybrid(), IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
     np.testing.assert_array_equal(found, naive())
+
+
+def test_a_split_sequence(monkeypatch):
+    """The mixer gathers the tokens of its sequence; one that does not say so is refused."""
+    mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=2, context=4))
+    execution = moezoo.Execution(mesh, moezoo.compose("rules=fsdp_ep").rules)
+    ids = np.pad(IDS, ((0, 0), (0, 3)))
+    found = moezoo.place(hybrid(), execution)(ids, execution=execution).logits
+    np.testing.assert_allclose(found, hybrid()(ids).logits, atol=2e-5)
+    monkeypatch.setattr(Fading, "splits_sequences", False)
+    with refused("rules fsdp_ep split sequences over mesh axes context", "mixer Fading needs whole ones"):
+        hybrid()(ids[:, :4], execution=execution)
 
 
 def test_what_is_kept():

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -45,7 +46,7 @@ def run(printed):
 def summary_of(lines):
     """The lines before the first step; they fit on a screen, next to the parts of an optimiser that has several."""
     summary = lines[: next(i for i, line in enumerate(lines) if line.startswith("step "))]
-    parts = [line for line in summary if "muon: " in line or "adamw: " in line or "orthogonalising" in line]
+    parts = [line for line in summary if "muon updates " in line or "adamw updates " in line]
     others = [line for line in summary if line not in parts]
     assert len(others) <= 22
     assert max(map(len, others)) <= 100
@@ -227,7 +228,10 @@ def test_deepseek_learns_and_resumes_to_the_bit(tiny_deepseek, tmp_path):
     settings = ("optimizer=muon", "steps=12", "eval_every=0", "checkpoint_every=9", f"run_dir={tmp_path}/a")
     with steps_only():
         run, lines = train_and_print(*tiny_deepseek, *settings)
-    summary_of(lines)
+    first, second = (line[12:] for line in summary_of(lines) if " updates " in line)
+    assert re.fullmatch(r"adamw updates embedding, .*\.router, .* \(each number moves by [^;]+\)", first)
+    takes = r"; \S+ GFLOP of work, \S+ kB received per device and step\)"
+    assert re.fullmatch(r"muon updates attention.*experts\.{gate, up, down}.* \(each matrix .*" + takes, second)
     assert run.history[-1]["val_loss"] < run.history[0]["loss"] - 0.1
     assert_same_models(moezoo.load_run(run.folder)[0], run.model)
     assert np.asarray(run.model.stacks[1].blocks[0].feed_forward.router.choice_bias).any()  # type: ignore[attr-defined]
