@@ -20,7 +20,7 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log, points, r
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
-from moezoo.kernels.attention import attend, chunked
+from moezoo.kernels.attention import Operands, attend, chunked
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.parallel.mesh import start
 
@@ -94,8 +94,8 @@ def _operands(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Co
 
 def _program(who: Any, name: Any, sizes: Any) -> Any:
     def call(q: Any, k: Any, v: Any, at: Coordinates) -> Any:
-        options: Any = {"scale": sizes.head_dim**-0.5, "window": sizes.window, "implementation": who}
-        return attend(q, k, v, queries=at, keys=at, **options).result
+        operands = Operands(q, k, v, at, at, sizes.window)
+        return attend(operands, sizes.head_dim**-0.5, implementation=who).result
 
     return passes_of(call)[name]
 

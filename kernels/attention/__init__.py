@@ -9,6 +9,7 @@ from moezoo.kernels.attention.api import register as register
 from moezoo.kernels.attention.base import FLOOR as FLOOR
 from moezoo.kernels.attention.base import Attended as Attended
 from moezoo.kernels.attention.base import Backend as Backend
+from moezoo.kernels.attention.base import Operands as Operands
 from moezoo.kernels.attention.base import Softmax as Softmax
 from moezoo.kernels.attention.partial import join as join
 from moezoo.kernels.attention.partial import join_softmax as join_softmax

@@ -12,12 +12,10 @@ from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
     Backend,
-    Coordinates,
-    Keys,
-    Queries,
+    Operands,
     Results,
+    Scale,
     Softmax,
-    Values,
 )
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
@@ -57,32 +55,28 @@ def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ..
     return _choose(KernelOrder(names, target), queries, keys, kv_heads)[0][1]
 
 
+def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
+    return _choose(implementation, operands.q.shape[1], *operands.k.shape[1:3])
+
+
 def _choose(implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int) -> ChosenBackends:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
     return choose("attention", runs_on, implementation, lambda target: _own_order(target, queries, keys, kv_heads))
 
 
 def attend(
-    q: Float[Array, "batch queries kv_heads group head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    operands: Operands,
+    scale: Scale,
     *,
-    queries: Coordinates,
-    keys: Coordinates,
-    scale: float | Float[Array, ""],
-    window: int | None,
     sinks: Float[Array, "kv_heads group"] | None = None,
     implementation: str | KernelOrder | None = None,
 ) -> Attended:
     """Average values by the softmax of scores, for each query over the keys that it sees.
 
-    A query sees a key of its own document (equal segments) at its own position or up to `window` - 1 positions before.
-    The order of tokens in the arrays does not matter. Scores `scale` q . k and their softmax are float32.
-
-    Differentiable by both results, in reverse mode and first order, in q, k, v, `scale` and `sinks`. To combine results
-    over different keys, call `join`; give sinks to one of them at most. Inside `shard_map` both results vary wherever
-    q, k, v or coordinates do, and no collective runs in the forward pass; the gradient of an operand that does not vary
-    over an axis is summed over it (psum).
+    Scores `scale` q . k and their softmax are float32. Differentiable by both results, in reverse mode and first order,
+    in q, k, v, `scale` and `sinks`. To combine results over different keys, call `join`; give sinks to one of them at
+    most. Inside `shard_map` both results vary wherever an operand does, and no collective runs in the forward pass; the
+    gradient of an operand that does not vary over an axis is summed over it (psum).
 
     | backend | how | memory for scores |
     |---|---|---|
@@ -91,13 +85,8 @@ def attend(
     | `chunked` | an online softmax over blocks; the default on CPUs, except for small work | one pair of blocks |
 
     Args:
-        q: Queries; `group` query heads share one key head.
-        k: Keys. Keys that a query does not see must still be finite, and so must their products with it.
-        v: Values, as finite as keys.
-        queries: The coordinates of queries.
-        keys: The coordinates of keys.
-        scale: The factor of scores, a number or a float32 scalar.
-        window: The number of positions that a query sees, its own included; None for all up to its own.
+        operands: Queries, keys, values, their coordinates, and the window.
+        scale: The factor of scores.
         sinks: An extra score per query head, for a value of zero. The log-sum-exp includes it.
         implementation: A backend's name, or the order that `Execution.kernel` gives; None for the default.
 
@@ -108,69 +97,47 @@ def attend(
     Raises:
         UserError: The backend does not exist or does not run here.
     """
-    chosen = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
+    chosen = _choose_for(operands, implementation)
 
-    def backend(name: str) -> Callable[..., Attended]:
-        return lambda *operands: BACKENDS[name].attend(*operands, scale=scale, window=window)
+    def backend(name: str) -> Callable[[Operands], Attended]:
+        return lambda operands: BACKENDS[name].attend(operands, scale)
 
-    operands = (q, k, v, queries, keys)
+    per_query, v = operands.q.shape[:4], operands.v
     alike = jax.tree.leaves(operands)
-    if 0 in (*q.shape[:4], k.shape[1]):
-        empty = jnp.zeros((*q.shape[:4], v.shape[3]), v.dtype), jnp.full(q.shape[:4], NOTHING, jnp.float32)
+    if 0 in (*per_query, v.shape[1]):
+        empty = jnp.zeros((*per_query, v.shape[3]), v.dtype), jnp.full(per_query, NOTHING, jnp.float32)
         attended = Attended(*(vary_like(x, *alike) for x in empty))
     else:
         # Backends must vary alike. The transpose of the cast sums the gradients of a replicated operand.
-        attended = run(chosen, backend, *jax.tree.map(lambda x: vary_like(x, *alike), operands))
+        attended = run(chosen, backend, jax.tree.map(lambda x: vary_like(x, *alike), operands))
     return attended if sinks is None else add_sinks(attended, sinks)
 
 
-def attend_part(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    queries: Coordinates,
-    keys: Coordinates,
-    window: int | None,
-    implementation: str | KernelOrder | None = None,
-) -> Softmax:
+def attend_part(operands: Operands, implementation: str | KernelOrder | None = None) -> Softmax:
     """Attend to a part of the keys, for a caller that has a gradient rule of its own and joins the parts.
 
     Scores are q . k: the caller has scaled the queries. All arrays vary over the same mesh axes, and no dimension is
-    empty. `moezoo.kernels.attention.partial.join_softmax` joins parts; other arguments are those of `attend`.
+    empty. `moezoo.kernels.attention.partial.join_softmax` joins parts; the arguments are those of `attend`.
     """
-    return _run_part(lambda b: b.part, (q, k, v, queries, keys), window, implementation)
+    return _run_part(lambda b: b.part, implementation, operands)
 
 
 def part_gradients(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    whole: Softmax,
-    back: Results,
-    *,
-    queries: Coordinates,
-    keys: Coordinates,
-    window: int | None,
-    implementation: str | KernelOrder | None = None,
+    operands: Operands, whole: Softmax, back: Results, implementation: str | KernelOrder | None = None
 ) -> tuple[Array, Array, Array]:
     """Return the gradients by q, k and v that go through a part of the keys, in the dtypes of q, k and v.
 
     `whole` is the softmax over all parts, and `back` the gradient by its result, in the dtype of the values; other
     arguments are those of `attend_part`.
     """
-    return _run_part(lambda b: b.part_gradients, (q, k, v, queries, keys, whole, back), window, implementation)
+    return _run_part(lambda b: b.part_gradients, implementation, operands, whole, back)
 
 
 def _run_part(
-    function_of: Callable[[Backend], Any], operands: tuple, window: int | None, implementation: str | KernelOrder | None
+    function_of: Callable[[Backend], Any], implementation: str | KernelOrder | None, operands: Operands, *others: Any
 ) -> Any:
-    q, k = operands[:2]
-    chosen = _choose(implementation, q.shape[1], k.shape[1], k.shape[2])
-
     def backend(name: str) -> Callable[..., Any]:
         # A backend that has no parts is one for few queries, where the naive one does.
-        function = function_of(BACKENDS[name]) or function_of(BACKENDS["reference"])
-        return lambda *operands: function(*operands, window=window)
+        return function_of(BACKENDS[name]) or function_of(BACKENDS["reference"])
 
-    return run(chosen, backend, *operands)
+    return run(_choose_for(operands, implementation), backend, operands, *others)

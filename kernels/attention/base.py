@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
+import equinox as eqx
 from jaxtyping import Array, Bool, Float
 
 from moezoo.parallel.context_parallel import Coordinates as Coordinates
@@ -18,6 +19,33 @@ Keys = Float[Array, "batch keys kv_heads head_dim"]
 Values = Float[Array, "batch keys kv_heads value_dim"]
 Results = Float[Array, "batch queries kv_heads group value_dim"]
 PerQuery = Float[Array, "batch queries kv_heads group"]
+# The factor of scores q . k: a number, or a float32 scalar.
+Scale = float | Float[Array, ""]
+
+
+class Operands(eqx.Module):
+    """What attention reads: queries, and the keys and values of which each query sees some.
+
+    A query sees a key of its own document (equal segments) at its own position or up to `window` - 1 positions before.
+    The order of tokens in the arrays means nothing.
+
+    Attributes:
+        q: The queries, in the dtype that layers compute in; `group` query heads share a key head.
+        k: The keys, in the dtype of `q`. Those that a query does not see must still be finite, and so must their
+            products with it.
+        v: The values, in the dtype of `q` and as finite as keys; `value_dim` may differ from `head_dim`.
+        queries: The coordinates of queries, int32 [batch, queries] each.
+        keys: The coordinates of keys, int32 [batch, keys] each.
+        window: The number of positions that a query sees, its own included; None for all up to its own. A part of the
+            tree's structure, not a leaf.
+    """
+
+    q: Queries
+    k: Keys
+    v: Values
+    queries: Coordinates
+    keys: Coordinates
+    window: int | None = eqx.field(static=True)
 
 
 class Attended(NamedTuple):
@@ -35,20 +63,10 @@ class Attended(NamedTuple):
 class Attend(Protocol):
     """Compute `moezoo.kernels.attention.attend` without sinks; differentiable in q, k, v and `scale` by both results.
 
-    All arrays except `scale` vary over the same mesh axes. `attend` calls it only with at least one query and one key.
+    All operands vary over the same mesh axes. `attend` calls it only with at least one query and one key.
     """
 
-    def __call__(
-        self,
-        q: Queries,
-        k: Keys,
-        v: Values,
-        queries: Coordinates,
-        keys: Coordinates,
-        *,
-        scale: float | Float[Array, ""],
-        window: int | None,
-    ) -> Attended: ...
+    def __call__(self, operands: Operands, scale: Scale) -> Attended: ...
 
 
 class Softmax(NamedTuple):
@@ -68,9 +86,7 @@ class Softmax(NamedTuple):
 class AttendPart(Protocol):
     """Attend to a part of the keys, without a gradient of its own. The queries have been scaled."""
 
-    def __call__(
-        self, q: Queries, k: Keys, v: Values, queries: Coordinates, keys: Coordinates, *, window: int | None
-    ) -> Softmax: ...
+    def __call__(self, operands: Operands) -> Softmax: ...
 
 
 class PartGradients(Protocol):
@@ -79,18 +95,7 @@ class PartGradients(Protocol):
     `whole` is the softmax over all keys, and `back` the gradient by its result, in the dtype of the values.
     """
 
-    def __call__(
-        self,
-        q: Queries,
-        k: Keys,
-        v: Values,
-        queries: Coordinates,
-        keys: Coordinates,
-        whole: Softmax,
-        back: Results,
-        *,
-        window: int | None,
-    ) -> tuple[Array, Array, Array]: ...
+    def __call__(self, operands: Operands, whole: Softmax, back: Results) -> tuple[Array, Array, Array]: ...
 
 
 class Backend(NamedTuple):

@@ -11,10 +11,11 @@ On a CPU a product inside a loop is one call of a fast matrix product. Three cho
 - The pairs to visit are listed before the loops, which run over these only.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -27,11 +28,10 @@ from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
     Coordinates,
-    Keys,
-    Queries,
+    Operands,
     Results,
+    Scale,
     Softmax,
-    Values,
     sees,
 )
 from moezoo.kernels.once import traced_once
@@ -67,59 +67,42 @@ def suits(queries: int, keys: int) -> bool:
     return queries >= 16 and queries * keys >= 64 * 64
 
 
-def attend(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    queries: Coordinates,
-    keys: Coordinates,
-    *,
-    scale: float | Float[Array, ""],
-    window: int | None,
-) -> Attended:
+def attend(operands: Operands, scale: Scale) -> Attended:
     """Attend row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
-    return _attend(window, (q.astype(jnp.float32) * scale).astype(q.dtype), k, v, queries, keys)
+    q = operands.q
+    return _attend(dataclasses.replace(operands, q=(q.astype(jnp.float32) * scale).astype(q.dtype)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(window, q, k, v, queries, keys):
-    return traced_once(_forward, (BLOCKS, _SHORT), (window,), q, k, v, queries, keys)[0]
+@jax.custom_vjp
+def _attend(operands: Operands) -> Attended:
+    return _attend_forward(operands)[0]
 
 
-def _forward(window, q, k, v, queries, keys):
+def _forward(operands: Operands) -> tuple[Attended, Any]:
     # Named where the backward pass uses them: if a policy saves them, no loop runs twice.
-    softmax = _softmax(window, q, k, v, queries, keys)
-    result, highest, total = (checkpoint_name(x, ATTENTION) for x in softmax)
+    result, highest, total = (checkpoint_name(x, ATTENTION) for x in _softmax(operands))
     logsumexp = jnp.where(highest > FLOOR, highest + jnp.log(total), NOTHING)[..., 0]
     # Keep two numbers, not the log-sum-exp: for large scores it is too rounded to give weights that sum to one.
-    return Attended(result, logsumexp), (q, k, v, queries, keys, result, highest, total)
+    return Attended(result, logsumexp), (operands, result, highest, total)
 
 
-def part(q: Queries, k: Keys, v: Values, queries: Coordinates, keys: Coordinates, *, window: int | None) -> Softmax:
+def part(operands: Operands) -> Softmax:
     """Attend to a part of the keys, block after block."""
-    result, highest, total = traced_once(_softmax, (BLOCKS, _SHORT), (window,), q, k, v, queries, keys)
+    result, highest, total = traced_once(_softmax, (BLOCKS, _SHORT), (), operands)
     return Softmax(result, highest[..., 0], total[..., 0])
 
 
-def part_gradients(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    queries: Coordinates,
-    keys: Coordinates,
-    whole: Softmax,
-    back: Results,
-    *,
-    window: int | None,
-) -> tuple[Array, Array, Array]:
+def part_gradients(operands: Operands, whole: Softmax, back: Results) -> tuple[Array, Array, Array]:
     """Return the gradients that go through a part of the keys, block after block."""
-    residuals = (q, k, v, queries, keys, whole.result, whole.highest[..., None], whole.total[..., None])
+    residuals = (operands, whole.result, whole.highest[..., None], whole.total[..., None])
     cotangent = Attended(back, jnp.zeros_like(whole.total))
-    return traced_once(_backward, (BLOCKS, _SHORT), (window,), residuals, cotangent)[:3]
+    return traced_once(_backward, (BLOCKS, _SHORT), (), residuals, cotangent)
 
 
-def _softmax(window, q, k, v, queries, keys):
-    past, steps = _plan((q,), k, v, queries, keys, window)
+def _softmax(operands: Operands) -> tuple[Array, ...]:
+    """Return the result, the largest score and the total of each query, [batch, queries, kv_heads, group, dim or 1]."""
+    v, window = operands.v, operands.window
+    past, steps = _plan((operands.q,), operands)
 
     def step(_: None, x: _Step) -> tuple[None, tuple[Block, Block, Block]]:
         (q,) = x.parts
@@ -139,13 +122,15 @@ def _softmax(window, q, k, v, queries, keys):
         return None, ((sums / total).astype(v.dtype), highest, total)
 
     _, parts = lax.scan(step, None, steps)
-    return tuple(_join(x, q) for x in parts)
+    return tuple(_join(x, operands.q) for x in parts)
 
 
-def _backward(window, residuals, cotangent):
-    q, k, v, queries, keys, result, highest, total = residuals
+def _backward(residuals: Any, cotangent: Attended) -> tuple[Array, Array, Array]:
+    """Return the gradients by q, k and v."""
+    operands, result, highest, total = residuals
+    q, window = operands.q, operands.window
     parts = q, result, cotangent.result, cotangent.logsumexp[..., None], highest, 1 / total
-    past, steps = _plan(parts, k, v, queries, keys, window)
+    past, steps = _plan(parts, operands)
 
     def step(carry: tuple[Array, Array], x: _Step) -> tuple[tuple[Array, Array], Block]:
         q, result, back, through_logsumexp, highest, share = x.parts
@@ -173,31 +158,48 @@ def _backward(window, residuals, cotangent):
     back, by_q = lax.scan(step, (start[0], start[1]), steps)
     by_k, by_v = (
         _join(by.swapaxes(2, 3), x[:, :, :, None])[:, :, :, 0].astype(x.dtype)
-        for by, x in zip(back, (k, v), strict=True)
+        for by, x in zip(back, (operands.k, operands.v), strict=True)
     )
-    return _join(by_q, q), by_k, by_v, None, None
+    return _join(by_q, q), by_k, by_v
 
 
-_attend.defvjp(
-    lambda window, *operands: traced_once(_forward, (BLOCKS, _SHORT), (window,), *operands),
-    lambda window, *operands: traced_once(_backward, (BLOCKS, _SHORT), (window,), *operands),
-)
+def _attend_forward(operands: Operands) -> tuple[Attended, Any]:
+    return traced_once(_forward, (BLOCKS, _SHORT), (), operands)
 
 
-def _plan(
-    parts: tuple[Array, ...], k: Array, v: Array, queries: Coordinates, keys: Coordinates, window: int | None
-) -> tuple[_Keys, _Step]:
-    """Return all blocks of keys, and one step for each block of queries; `parts` are arrays of queries."""
-    at, key_at = _cut_coordinates(queries, keys)
-    visible = _visible(at, key_at, window)
-    order = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
-    order = order + order.shape[2] * lax.broadcasted_iota(jnp.int32, order.shape, 0)
+def _attend_backward(residuals: Any, cotangent: Attended) -> tuple[Operands]:
+    gradients = traced_once(_backward, (BLOCKS, _SHORT), (), residuals, cotangent)
+    return (eqx.tree_at(lambda x: (x.q, x.k, x.v, x.queries, x.keys), residuals[0], (*gradients, None, None)),)
 
-    def flat(x: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
 
-    past = _Keys(_cut(k[:, :, :, None]), _cut(v[:, :, :, None]), flat(key_at))
-    return past, _Step(tuple(map(_cut, parts)), *flat((at, order, visible.sum(-1, dtype=jnp.int32))))
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _plan(parts: tuple[Array, ...], operands: Operands) -> tuple[_Keys, _Step]:
+    """Return all blocks of keys, and one step for each block of queries; `parts` are arrays of queries.
+
+    One dimension holds the blocks of all rows of the batch, so one loop runs over the blocks of queries of every row.
+    """
+    at, key_at = _cut_coordinates(operands.queries, operands.keys)
+    visible = _visible(at, key_at, operands.window)
+    order = _order_visits(visible)
+    keys = _Keys(_cut(operands.k[:, :, :, None]), _cut(operands.v[:, :, :, None]), _join_rows(key_at))
+    return keys, _Step(tuple(map(_cut, parts)), *_join_rows((at, order, visible.sum(-1, dtype=jnp.int32))))
+
+
+def _order_visits(visible: Bool[Array, "batch queries keys"]) -> Int[Array, "batch queries keys"]:
+    """Return for each block of queries the blocks of keys of its row: the visible ones in their order, then the others.
+
+    So a loop over the first ones visits what is visible and nothing else. Blocks are numbered as `_join_rows` lays them
+    out: those of row r begin at r times the number of blocks in a row.
+    """
+    in_row = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
+    return in_row + in_row.shape[2] * lax.broadcasted_iota(jnp.int32, in_row.shape, 0)
+
+
+def _join_rows(tree: PyTree) -> PyTree:
+    """Make one dimension of [batch, blocks], the first two of each array."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
 def count_pairs(queries: Coordinates, keys: Coordinates, window: int | None) -> tuple[int, int, int]:
@@ -239,8 +241,8 @@ def _visible(queries: Coordinates, keys: Coordinates, window: int | None) -> Boo
     """Return which blocks of queries must visit which blocks of keys; coordinates are [batch, blocks, tokens].
 
     Tokens are ordered by segment, then position, and a query sees keys from the first of its window up to itself. If
-    both are in that order, as packed documents are, exactly the pairs with something visible are visited. Any other
-    order costs visits in vain.
+    both are in that order, as packed documents are, exactly the pairs with something visible are visited. In any other
+    order pairs without are visited too, which changes no result.
     """
     first, last = (jax.tree.map(lambda x: x[:, :, None], coordinates) for coordinates in _bounds(queries))
     first_key, last_key = (jax.tree.map(lambda x: x[:, None], coordinates) for coordinates in _bounds(keys))

@@ -8,9 +8,8 @@ transposed. The zeros cost as many times the operations as there are key heads, 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float
 
-from moezoo.kernels.attention.base import NOTHING, Attended, Coordinates, Keys, Queries, Values, sees
+from moezoo.kernels.attention.base import NOTHING, Attended, Operands, Scale, sees
 
 # With more key heads, products with zeros take longer than a transposition.
 _MOST_HEADS = 16
@@ -21,17 +20,9 @@ def suits(queries: int, kv_heads: int) -> bool:
     return queries == 1 and kv_heads <= _MOST_HEADS
 
 
-def attend(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    queries: Coordinates,
-    keys: Coordinates,
-    *,
-    scale: float | Float[Array, ""],
-    window: int | None,
-) -> Attended:
+def attend(operands: Operands, scale: Scale) -> Attended:
     """Attend with any number of queries; made for one."""
+    q, k, v = operands.q, operands.k, operands.v
     heads, group = q.shape[2:4]
     own = jnp.eye(heads, dtype=q.dtype)
     spread = rearrange(q, "b q k g h -> b k h q g")[:, :, :, :, None] * own.reshape(1, heads, 1, 1, heads, 1)
@@ -39,7 +30,7 @@ def attend(
     flat_keys, flat_values = (rearrange(x, "b s k h -> b s (k h)") for x in (k, v))
     scores = jnp.einsum("bsi,bij->bsj", flat_keys, spread, preferred_element_type=jnp.float32) * scale
     scores = rearrange(scores, "b s (q n) -> b q n s", q=q.shape[1])
-    seen = sees(queries, keys, window)
+    seen = sees(operands.queries, operands.keys, operands.window)
     masked = jnp.where(seen[:, :, None], scores, NOTHING)
     weights = jax.nn.softmax(masked)
     sums = jnp.einsum("bqns,bsi->bqni", weights.astype(v.dtype), flat_values)

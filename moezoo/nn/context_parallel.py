@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, PyTree
 
-from moezoo.kernels.attention import attend
+from moezoo.kernels.attention import Operands, attend
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Expand, Scoring, SequenceGroup
@@ -41,5 +41,5 @@ def context_parallel(execution: Execution) -> ContextParallel:
 
 def attend_whole(q: Array, k: Array, v: Array, at: BothCoordinates, scoring: Scoring) -> Array:
     """Attend to keys and values that are all on this device."""
-    scale, window, sinks, order = scoring
-    return attend(q, k, v, **at._asdict(), scale=scale, window=window, sinks=sinks, implementation=order).result
+    operands = Operands(q, k, v, at.queries, at.keys, scoring.window)
+    return attend(operands, scoring.scale, sinks=scoring.sinks, implementation=scoring.order).result

@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
-from moezoo.kernels.attention import FLOOR, Softmax, attend_part, join_softmax, part_gradients
+from moezoo.kernels.attention import FLOOR, Operands, Softmax, attend_part, join_softmax, part_gradients
 from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.context_parallel import (
     BothCoordinates,
@@ -94,7 +94,7 @@ def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
 
     def part(kept: PyTree, hop: Any) -> Softmax:
         keys, values = options.expand(eqx.combine(inputs.learned, inputs.rest), kept)
-        return attend_part(inputs.q, keys, values, **_coordinates(options, inputs, hop))
+        return attend_part(_operands(options, inputs, keys, values, hop), options.order)
 
     def step(carry: tuple[PyTree, Softmax], hop: Any) -> tuple[tuple[PyTree, Softmax], None]:
         kept, before = carry
@@ -123,7 +123,8 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
         (keys, values), pull = jax.vjp(
             lambda learned, kept: options.expand(eqx.combine(learned, inputs.rest), kept), inputs.learned, kept
         )
-        by_q, *by_pair = part_gradients(inputs.q, keys, values, whole, back, **_coordinates(options, inputs, hop))
+        operands = _operands(options, inputs, keys, values, hop)
+        by_q, *by_pair = part_gradients(operands, whole, back, options.order)
         if jax.tree.leaves(inputs.learned):  # then `expand` has products, and theirs follow those of attention
             sent, (by_q, by_pair) = lax.optimization_barrier((sent, (by_q, by_pair)))
         else:  # without the others, which a compiler may add to what arrives before they are rounded to their dtype
@@ -159,15 +160,14 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
 _attend.defvjp(_forward, _backward)
 
 
-def _coordinates(options: _Options, inputs: _Inputs, hop: Any) -> dict[str, Any]:
-    """Return the options of a kernel for the keys that have made `hop` hops: those of the device so far back."""
+def _operands(options: _Options, inputs: _Inputs, k: Array, v: Array, hop: Any) -> Operands:
+    """Return a kernel's operands for keys that have made `hop` hops, which are those of the device so far back."""
     group, keys = options.group, inputs.coordinates.keys
     if group.axes:
         tokens = keys.position.shape[1] // group.size
         start = (lax.axis_index(group.axes) - hop) % group.size * tokens
         keys = Coordinates(*(lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in keys))
-    coordinates = {"queries": inputs.coordinates.queries, "keys": keys}
-    return {**coordinates, "window": options.window, "implementation": options.order}
+    return Operands(inputs.q, k, v, inputs.coordinates.queries, keys, options.window)
 
 
 def _count_hops(group: SequenceGroup, tokens: int, window: int | None) -> int:

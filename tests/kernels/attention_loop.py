@@ -23,7 +23,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
 
 
-class Operands(NamedTuple):
+class Inputs(NamedTuple):
     """The operands that `attend` is differentiated by."""
 
     q: Any
@@ -50,7 +50,7 @@ def random_operands(case, seed=0, batch=BATCH):
         for shape in (*shapes, (case.queries, *heads, VALUE_DIM))
     )
     to_total = jnp.asarray(rng.standard_normal((batch, case.queries, *heads)), jnp.float32)
-    return Operands(q, k, v, jnp.float32(0.7)), Attended(back, to_total)
+    return Inputs(q, k, v, jnp.float32(0.7)), Attended(back, to_total)
 
 
 def sees(queries, keys, window):
@@ -91,7 +91,7 @@ def loop(window, operands, queries, keys, cotangent):
         by_k[b, mine, head] += scale * np.outer(by_score, q[at])
         by_v[b, mine, head] += np.outer(weights, back[at])
         by_scale += by_score @ products
-    return Value(result, total), Operands(by_q, by_k, by_v, by_scale, by_sinks)
+    return Value(result, total), Inputs(by_q, by_k, by_v, by_scale, by_sinks)
 
 
 def check(results, wanted, dtype="float32"):

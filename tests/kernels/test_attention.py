@@ -15,7 +15,7 @@ from attention_loop import (
     KV_HEADS,
     VALUE_DIM,
     Case,
-    Operands,
+    Inputs,
     check,
     draw_coordinates,
     loop,
@@ -36,6 +36,7 @@ from moezoo.kernels.attention import (
     BACKENDS,
     FLOOR,
     Attended,
+    Operands,
     Softmax,
     attend,
     attend_part,
@@ -66,8 +67,7 @@ def value_and_gradients(implementation, window, operands, queries, keys, cotange
 
     def run(operands):
         *qkv, scale, sinks = operands
-        options: Any = {"window": window, "implementation": implementation}
-        return attend(*qkv, queries=queries, keys=keys, scale=scale, sinks=sinks, **options)
+        return attend(Operands(*qkv, queries, keys, window), scale, sinks=sinks, implementation=implementation)
 
     value, pull = jax.vjp(run, operands)
     return value, *pull(cotangent)
@@ -174,7 +174,7 @@ def test_empty_operands(implementation, sizes):
     q = jnp.ones((batch, queries, kv_heads, group, HEAD_DIM))
     k, v = (jnp.ones((batch, keys, kv_heads, dim)) for dim in (HEAD_DIM, VALUE_DIM))
     cotangent = Attended(jnp.ones((*q.shape[:4], VALUE_DIM)), jnp.ones(q.shape[:4]))
-    operands = Operands(q, k, v, jnp.float32(1))
+    operands = Inputs(q, k, v, jnp.float32(1))
     value, gradients = value_and_gradients(implementation, None, operands, at, key_at, cotangent)
     assert (value.result.shape, value.logsumexp.shape) == (cotangent.result.shape, cotangent.logsumexp.shape)
     assert (np.asarray(value.logsumexp) == np.float32(NOTHING)).all()
@@ -191,8 +191,8 @@ def test_sinks_and_parts(implementation):
     def part(operands, which):
         k, v = (x[:, which] for x in operands[1:3])
         at, sinks = Coordinates(*(x[:, which] for x in keys)), operands.sinks if which.start is None else None
-        options: Any = {"window": case.window, "implementation": implementation}
-        return attend(operands.q, k, v, queries=queries, keys=at, scale=operands.scale, sinks=sinks, **options)
+        given = Operands(operands.q, k, v, queries, at, case.window)
+        return attend(given, operands.scale, sinks=sinks, implementation=implementation)
 
     def whole(operands):
         return part(operands, slice(None))
@@ -214,8 +214,8 @@ def test_weights_of_large_scores_sum_to_one(implementation):
     tokens = 40
     at = Coordinates(jnp.arange(tokens, dtype=jnp.int32)[None], jnp.ones((1, tokens), jnp.int32))
     q, k, v = (jnp.ones((1, tokens, *heads, 1)) for heads in ((1, 1), (1,), (1,)))
-    run = functools.partial(attend, queries=at, keys=at, window=None, implementation=implementation)
-    by_v = jax.jit(jax.grad(lambda v, scale: run(q, k, v, scale=scale).result[:, -1].sum()))
+    run = functools.partial(attend, implementation=implementation)
+    by_v = jax.jit(jax.grad(lambda v, scale: run(Operands(q, k, v, at, at, None), scale).result[:, -1].sum()))
     for scale in (1e4, 1e7):
         assert float(by_v(v, jnp.float32(scale)).sum()) == pytest.approx(1, rel=1e-5)
 
@@ -224,7 +224,7 @@ def test_backends_of_several_platforms_vary_alike():
     """Without a target every platform's backend is traced. Both results vary over the axis that only values do."""
     at = Coordinates(jnp.arange(80, dtype=jnp.int32)[None], jnp.ones((1, 80), jnp.int32))
     q, k, v = jnp.ones((1, 80, 1, 1, 2)), jnp.ones((1, 80, 1, 2)), jnp.ones((2, 80, 1, 2))
-    run = lambda q, k, v: tuple(attend(q, k, v, queries=at, keys=at, scale=1.0, window=None))  # noqa: E731
+    run = lambda q, k, v: tuple(attend(Operands(q, k, v, at, at, None), 1.0))  # noqa: E731
     split, whole = PartitionSpec("a"), PartitionSpec()
     mapped = jax.shard_map(run, mesh=auto_mesh(a=2), in_specs=(whole, whole, split), out_specs=(split, split))
     assert [x.shape[0] for x in jax.eval_shape(mapped, q, k, v)] == [2, 2]
@@ -285,10 +285,9 @@ def test_on_a_mesh(implementation, over):
 
     def local(q, k, v, queries, keys, cotangent):
         q, k, v, queries, keys, cotangent = jax.tree.map(lambda x: x[0, 0], (q, k, v, queries, keys, cotangent))
-        options: Any = {"scale": 0.7, "window": 3, "implementation": implementation}
 
         def run(*qkv):
-            result, total = attend(*qkv, queries=queries, keys=keys, **options)
+            result, total = attend(Operands(*qkv, queries, keys, 3), 0.7, implementation=implementation)
             assert set(jax.typeof(result).mat.varying) == set(anywhere)
             assert set(jax.typeof(total).mat.varying) >= set("".join(over[:2] + over[3:]))
             return Attended(result, vary_like(total, result))
@@ -310,7 +309,7 @@ def test_on_a_mesh(implementation, over):
     for device in np.ndindex(jax.tree.leaves(given[-1])[0].shape[:2]):
         here = lambda x, device=device: x[tuple(np.minimum(device, np.subtract(x.shape[:2], 1)))]  # noqa: E731
         q, k, v, queries, keys, cotangent = jax.tree.map(here, tuple(given))
-        value, gradients = loop(3, Operands(q, k, v, 0.7), queries, keys, cotangent)
+        value, gradients = loop(3, Inputs(q, k, v, 0.7), queries, keys, cotangent)
         for want, part in zip(wanted, (*value, *gradients[:3]), strict=True):
             want[tuple(np.minimum(device, np.subtract(want.shape[:2], 1)))] += part
     check(results, wanted)
@@ -320,10 +319,9 @@ def test_rematerialised_in_a_scan_over_layers(implementation):
     """The gradients are the same. If a policy saves the kernel's results, `chunked` runs no loop twice."""
     case = Case(9, 9, 4)
     (operands, _), (queries, keys) = random_operands(case), packed(case)
-    options: Any = {"queries": queries, "keys": keys, "window": None, "implementation": implementation}
 
     def layer(q, k):
-        result, total = attend(q, k, k, scale=0.5, **options)
+        result, total = attend(Operands(q, k, k, queries, keys, None), 0.5, implementation=implementation)
         return result * jnp.tanh(total)[..., None], None
 
     def loss(layer, q, k):
@@ -381,12 +379,12 @@ def compiled_parts(implementation: Any, case: Case, first: int) -> Any:
     """Compile attention to the `first` keys and to the rest, joined, and the gradients that go through each."""
 
     def run(q, k, v, queries, keys, back):
-        options = {"queries": queries, "window": case.window, "implementation": implementation}
-        parts = [tuple(x[:, rows] for x in (k, v, *keys)) for rows in (slice(first), slice(first, None))]
+        cuts = [[x[:, rows] for x in (k, v, *keys)] for rows in (slice(first), slice(first, None))]
+        parts = [Operands(q, k_, v_, queries, Coordinates(*at), case.window) for k_, v_, *at in cuts]
         whole = Softmax(jnp.zeros(back.shape), jnp.full(q.shape[:-1], FLOOR), jnp.ones(q.shape[:-1]))
-        for k_, v_, *at in parts:
-            whole = join_softmax(whole, attend_part(q, k_, v_, keys=Coordinates(*at), **options))
-        by_part = [part_gradients(q, k_, v_, whole, back, keys=Coordinates(*at), **options) for k_, v_, *at in parts]
+        for operands in parts:
+            whole = join_softmax(whole, attend_part(operands, implementation))
+        by_part = [part_gradients(operands, whole, back, implementation) for operands in parts]
         by_q, by_k, by_v = zip(*by_part, strict=True)
         return whole, (sum(x.astype(jnp.float32) for x in by_q), *(jnp.concatenate(x, 1) for x in (by_k, by_v)))
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from moezoo.kernels.attention import attend, join
+from moezoo.kernels.attention import Operands, attend, join
 from moezoo.nn.attention import Attention
 from moezoo.nn.context_parallel import GatherKept, context_parallel
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
@@ -49,11 +49,11 @@ class PassAround(ContextParallel):
 
     def attend(self, q, kept, weights, expand, coordinates, scoring, group):
         around = [(i, (i + 1) % group.size) for i in range(group.size)]
-        options = {"scale": scoring.scale, "window": scoring.window, "implementation": scoring.order}
         travelling, parts = (kept, coordinates.keys), []
         for _ in range(group.size):
             keys, values = expand(weights, travelling[0])
-            parts.append(attend(q, keys, values, queries=coordinates.queries, keys=travelling[1], **options))
+            operands = Operands(q, keys, values, coordinates.queries, travelling[1], scoring.window)
+            parts.append(attend(operands, scoring.scale, implementation=scoring.order))
             travelling = jax.tree.map(lambda x: lax.ppermute(x, group.axes, around), travelling)
         return functools.reduce(join, parts).result
 
@@ -151,8 +151,8 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
     hops = collective_traffic(jax.make_jaxpr(mapped)(*arrays, sinks)).by("collective")[("ppermute",)].count
 
     def alone(q, kept, sinks):
-        at = {"queries": arrays[2], "keys": arrays[2]}
-        return attend(q, *kept, **at, scale=scale, window=window, sinks=sinks, implementation="reference").result
+        operands = Operands(q, *kept, arrays[2], arrays[2], window)
+        return attend(operands, scale, sinks=sinks, implementation="reference").result
 
     value, pull = jax.vjp(alone, *arrays[:2], sinks)
     return found, (value, *pull(arrays[3])), hops
