@@ -69,14 +69,16 @@ class BlockFP8(FewBits):
             weight: [*stacked, *inputs, *outputs].
             axes: The axes of the weight's field.
             size: The size of a block along outputs and inputs, each with its dimensions joined.
-            scales: float32 numbers, largest value / 448; or the power of two just above, as E8M0 codes.
+            scales: float32 numbers, the largest value of a block times 1 / 448; or the least power of two that is not
+                below, as E8M0 codes.
         """
         largest, per_piece = block_maxima(weight, axes, size)
         if scales == "e8m0":
             scale = per_piece(e8m0(largest, 8, LARGEST / 2**8))
             quotient = times_scale(weight.astype(jnp.float32), inverse_e8m0(scale))
         else:
-            scale = largest / LARGEST
+            # Not a division, which XLA would turn into this product in some programs.
+            scale = largest * np.float32(1 / LARGEST)
             scale = per_piece(jnp.where(scale == 0, 1, scale))
             quotient = weight.astype(jnp.float32) / spread(scale, weight.shape)
         values = jnp.clip(quotient, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)

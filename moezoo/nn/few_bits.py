@@ -216,7 +216,8 @@ def as_float32(scale: np.ndarray) -> np.ndarray:
     """
     if scale.dtype.itemsize == 1:
         codes = scale.view(np.uint8).astype(np.int32)
-        return np.where(codes == E8M0_NAN, np.float32(np.nan), np.ldexp(np.float32(1), codes - E8M0_BIAS))
+        powers = np.ldexp(np.float32(1), np.minimum(codes, E8M0_NAN - 1) - E8M0_BIAS)
+        return np.where(codes == E8M0_NAN, np.float32(np.nan), powers)
     return scale.astype(np.float32)
 
 
@@ -248,7 +249,7 @@ def e8m0(largest: Float32[Array, "..."], exponent: int, above: float) -> UInt8[A
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     fraction = (bits & 0x7FFFFF).astype(jnp.float32) / 2**23
-    code = jnp.clip((bits >> 23) - exponent + (1 + fraction > above), 0, E8M0_NAN - 1)
+    code = jnp.clip((bits >> 23) - exponent + (1 + fraction > above).astype(jnp.int32), 0, E8M0_NAN - 1)
     code = jnp.where(largest == 0, E8M0_BIAS, code)
     return jnp.where(jnp.isfinite(largest), code, E8M0_NAN).astype(jnp.uint8)
 
