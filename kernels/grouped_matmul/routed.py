@@ -196,9 +196,9 @@ def _run_backward(activation, residuals, cotangent):
             a, b = pull((gate * by_inner).astype(inner.dtype))
             back = (gate * back.astype(jnp.float32)).astype(back.dtype)
             biases = (x.astype(jnp.float32).sum(0) for x in (a, b))
-            pairs = zip(sums, ((x, a), (x, b), (inner, back)), strict=False)
-            products = (None if s is None else dot(*pair, 0, 0) for s, pair in pairs)
-            pairs = zip(sums, (*products, *biases), strict=True)
+            factors = zip(sums[:3], ((x, a), (x, b), (inner, back)), strict=True)
+            parts: list[Any] = [None if s is None else dot(*pair, 0, 0) for s, pair in factors]
+            pairs = zip(sums, (*parts, *biases), strict=True)
             sums = [s if s is None else put_matrix(s, group, part, not begins) for s, part in pairs]
             by_x = dot(a, mine.gate, 1, 1) + dot(b, mine.up, 1, 1)
             sums = ExpertWeights(*sums)  # pyright: ignore[reportArgumentType] containers
@@ -207,7 +207,8 @@ def _run_backward(activation, residuals, cotangent):
         return step
 
     zeros = _Zeros(plan, begin=3)
-    trained = ExpertWeights(*(None if isinstance(w, Widened) else w for w in weights))  # pyright: ignore[reportArgumentType] containers
+    arrays: Any = (None if isinstance(w, Widened) else w for w in weights)
+    trained = ExpertWeights(*arrays)
     carry = (
         zeros.rows(tokens.shape[1], dtype=tokens.dtype),
         zeros.rows(dtype=jnp.float32),

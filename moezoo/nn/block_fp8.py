@@ -81,5 +81,6 @@ class BlockFP8(FewBits):
             scale = largest * np.float32(1 / LARGEST)
             scale = per_piece(jnp.where(scale == 0, 1, scale))
             quotient = weight.astype(jnp.float32) / spread(scale, weight.shape)
-        values = jnp.clip(quotient, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
-        return cls(lax.bitcast_convert_type(values, jnp.uint8), scale, len(axes.outputs), np.dtype(weight.dtype))
+        numbers = jnp.clip(quotient, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        values = lax.bitcast_convert_type(numbers, jnp.uint8)
+        return cls(values=values, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(weight.dtype))

@@ -1,10 +1,10 @@
 """What containers of few bits have in common: numbers of 4 or 8 bits, and scales that blocks of them share.
 
 A *block* is a rectangle of a matrix whose numbers have one scale. Formats of files cut a matrix [outputs, inputs] into
-blocks. A device, or one of several arrays that a file has in one tensor, may begin or end inside a block. So a container
-has one scale per *piece*: pieces are equal in size along each dimension, and none reaches into two blocks. A piece is
-often a whole block; where it is less, scales are repeated. Scales then have the logical axes of the numbers, are split
-and gathered like them, and a layout that divides the number of pieces needs nothing else.
+blocks. A device, or one of several arrays that a file has in one tensor, may begin or end inside a block. So a
+container has one scale per *piece*: pieces are equal in size along each dimension, and none reaches into two blocks. A
+piece is often a whole block; where it is less, scales are repeated. Scales then have the logical axes of the numbers,
+are split and gathered like them, and a layout that divides the number of pieces needs nothing else.
 
 With pieces of m by n numbers, a scale of s bytes costs s / (m n) bytes per number: 4 / (128 x 128) for whole blocks of
 FP8. Of 7,168 rows on 512 devices each has 14, so pieces are 2 by 128 and the scales cost 1.6% of the numbers.
@@ -14,12 +14,11 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -112,7 +111,8 @@ class Encoding(abc.ABC):
         self.check_items(items, (rows.stop - rows.start, held.stop - held.start))
         first = columns.start - held.start * self.PER_ITEM
         numbers = self.numbers(self.codes(items)[:, first : first + columns.stop - columns.start])
-        blocks = (np.arange(span.start, span.stop) // size for span, size in zip((rows, columns), self.block, strict=True))
+        spans = zip((rows, columns), self.block, strict=True)
+        blocks = (np.arange(span.start, span.stop) // size for span, size in spans)
         scale = as_float32(self.scale)[np.ix_(*blocks)]
         with np.errstate(over="ignore", invalid="ignore"):
             return (numbers * scale).astype(dtype)
@@ -206,7 +206,7 @@ class FewBits(Frozen):
         scale = _per_piece(held, _first_of_pieces(of_columns), _first_of_pieces(of_rows))
         if cls.PER_BYTE == 2:
             values = pack(values, split - 1, encoding.name)
-        return cls(values, scale, len(axes.outputs), np.dtype(dtype))
+        return cls(values=values, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(dtype))
 
 
 def as_float32(scale: np.ndarray) -> np.ndarray:
@@ -225,12 +225,12 @@ def times_scale(numbers: Float32[Array, "..."], scale: Array) -> Float32[Array, 
     """Return each number times the scale of its piece, E8M0 codes or floating-point numbers, in float32."""
     if scale.dtype != jnp.uint8:
         return numbers * spread(scale.astype(jnp.float32), numbers.shape)
-    for factor in power_of_two(scale):
+    for factor in _factors(scale):
         numbers = numbers * spread(factor, numbers.shape)
     return numbers
 
 
-def power_of_two(codes: UInt8[Array, "..."]) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
+def _factors(codes: UInt8[Array, "..."]) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
     """Return two factors whose product is the power of two that an E8M0 code stands for.
 
     XLA takes subnormal numbers for zero on some processors, and 2^-127 is one. The factors are about the root.
@@ -286,10 +286,15 @@ def _per_piece(scale: Any, of_columns: np.ndarray, of_rows: np.ndarray) -> Any:
     return chosen.reshape(*scale.shape[:-2], *of_columns.shape, *of_rows.shape)
 
 
-def block_maxima(
-    weight: Float[Array, "..."], axes: Axes, block: tuple[int, int]
-) -> tuple[Float32[Array, "... outputs inputs"], Callable[[Array], Array]]:
-    """Return the largest absolute value of each block, and a function from an array of blocks to one of pieces.
+class BlockMaxima(NamedTuple):
+    """The largest absolute value of each block of a weight, and a function from an array of blocks to one of pieces."""
+
+    largest: Float32[Array, "... outputs inputs"]
+    per_piece: Callable[[Array], Array]
+
+
+def block_maxima(weight: Float[Array, "..."], axes: Axes, block: tuple[int, int]) -> BlockMaxima:
+    """Return the largest absolute value of each block.
 
     Blocks are those of a file that holds each matrix as [outputs, inputs], with the dimensions of each joined.
 
@@ -308,7 +313,7 @@ def block_maxima(
         _first_of_pieces(np.arange(math.prod(dims)).reshape(dims) // size)
         for dims, size in ((inputs, block[1]), (outputs, block[0]))
     )
-    return x.max((-3, -1)), lambda blocks: _per_piece(blocks, of_columns, of_rows)
+    return BlockMaxima(x.max((-3, -1)), lambda blocks: _per_piece(blocks, of_columns, of_rows))
 
 
 def pack(codes: Any, dim: int, name: str) -> Any:
@@ -350,4 +355,5 @@ def cut_pieces(model: Any, execution: Execution) -> Any:
 
 def _check_dtype(what: str, found: np.dtype, expected: Sequence[Any]) -> None:
     if found not in (allowed := [np.dtype(kind) for kind in expected]):
-        raise UserError(f"{what} {found}, expected {' or '.join(kind.name for kind in allowed)}; its format is another one")
+        names = " or ".join(kind.name for kind in allowed)
+        raise UserError(f"{what} {found}, expected {names}; its format is another one")

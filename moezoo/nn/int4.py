@@ -52,7 +52,7 @@ class Int4Encoding(Encoding):
 
 
 class PackedInt4(FewBits):
-    """A weight as integers from -8 to 7, two in a byte, and one scale per group along the inputs, or per piece of it."""
+    """A weight as integers from -8 to 7, two in a byte, and one scale per group of inputs, or per piece of a group."""
 
     PER_BYTE: ClassVar[int] = 2
 

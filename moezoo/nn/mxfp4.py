@@ -89,4 +89,5 @@ class MXFP4(FewBits):
         code += sum((x >= middle).astype(jnp.uint8) for middle in from_)
         code += jnp.signbit(weight).astype(jnp.uint8) << 3
         outputs = len(axes.outputs)
-        return cls(pack(code, weight.ndim - outputs - 1, "MXFP4"), scale, outputs, np.dtype(weight.dtype))
+        values = pack(code, weight.ndim - outputs - 1, "MXFP4")
+        return cls(values=values, scale=scale, outputs=outputs, dtype=np.dtype(weight.dtype))

@@ -376,7 +376,7 @@ class Execution:
             if isinstance(axes, Axes) and axes.role is Role.WEIGHT and stays(x, axes):
                 return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
             if isinstance(x, Frozen) and all(jax.tree.leaves(jax.tree.map(stays, x, axes))):
-                return FrozenInStack(stack=x, layer=index)
+                return FrozenInStack(stack=x, layer=index, dtype=x.dtype)
             sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
             return jax.tree.map(self._whole, sliced, axes)
 

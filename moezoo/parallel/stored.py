@@ -102,11 +102,7 @@ class FrozenInStack(Frozen):
 
     stack: Frozen
     layer: Int[Array, ""]
-
-    @property
-    def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dtype of the array that the container stands for."""
-        return self.stack.dtype
+    dtype: np.dtype = eqx.field(static=True)
 
     def axes(self, declared: Axes) -> Mapping[str, Axes]:
         """Return nothing: there is no layout left to declare."""

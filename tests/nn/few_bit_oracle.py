@@ -44,7 +44,7 @@ def int4_number(items: Any, o: int, i: int) -> float:
     return float((int(items[o, i // 8]) & 0xFFFFFFFF) >> 4 * (i % 8) & 15) - 8
 
 
-def widen(number: Any, items: Any, scale: Any, shape: tuple[int, int], block: tuple[int, int], dtype: Any) -> np.ndarray:
+def widen(number: Any, items: Any, scale: Any, shape: Any, block: Any, dtype: Any) -> np.ndarray:
     """Return the matrix [outputs, inputs], each number times the scale of its block, rounded to float32 and `dtype`."""
     result = np.zeros(shape, np.float32)
     for o in range(shape[0]):

@@ -188,8 +188,10 @@ BAD = {
     "words": (lambda: Int4Encoding("a", (1, 36), np.ones((1, 2), BF16)), "a has 36 inputs, .* multiple of 8"),
     "no block": (lambda: FP8Encoding("a", (1, 1), np.ones((1, 1), np.float32), (0, 128)), "a: blocks of .*0.*128"),
     "numbers": (
-        lambda: formats()["int4"].encoding.widen(np.zeros((3, 2), np.int32), slice(0, 3), slice(0, 9), np.float32)
-        is formats()["int4"].encoding.widen(np.zeros((3, 3), np.int32), slice(0, 3), slice(0, 9), np.float32),
+        lambda: (
+            formats()["int4"].encoding.widen(np.zeros((3, 2), np.int32), slice(0, 3), slice(0, 9), np.float32)
+            is formats()["int4"].encoding.widen(np.zeros((3, 3), np.int32), slice(0, 3), slice(0, 9), np.float32)
+        ),
         r"w: the stored numbers have shape .*3.*3.*, expected .*3.*2",
     ),
     "dtype of numbers": (

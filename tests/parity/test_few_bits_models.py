@@ -22,6 +22,7 @@ from moezoo.nn.mxfp4 import MXFP4
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.axes import Axes, is_stored
 from moezoo.parallel.traces import equations
+from moezoo.training.fit import check_model
 from moezoo.training.step import Step
 
 # Ten embedding dimensions a device of eight: groups of 32 and blocks of 24 are cut. Widths of 24 on two devices, too.
@@ -34,7 +35,8 @@ def int4(weight: Any, axes: Axes) -> PackedInt4:
     layers, experts, inputs, outputs = weight.shape
     codes = jax.random.bits(jax.random.key(7), (layers, experts, inputs // 2, outputs), jnp.uint8)
     scale = jax.random.uniform(jax.random.key(8), (layers, experts, inputs // 16, outputs), jnp.float32, 0.02, 0.1)
-    return PackedInt4(codes, scale.astype(jnp.bfloat16), len(axes.outputs), np.dtype(weight.dtype))
+    scale = scale.astype(jnp.bfloat16)
+    return PackedInt4(values=codes, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(weight.dtype))
 
 
 FP8 = functools.partial(BlockFP8.rounded, size=(20, 24))
@@ -160,7 +162,9 @@ def gathered_bytes(jaxpr: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for equation, times, *_ in equations(jaxpr):
         if equation.primitive.name.startswith("all_gather"):
-            given, got = equation.invars[0].aval, equation.outvars[0].aval
+            given: Any = equation.invars[0].aval
+            got: Any = equation.outvars[0].aval
+            assert times is not None
             size = times * (got.size - given.size) * given.dtype.itemsize
             found[str(given.dtype)] = found.get(str(given.dtype), 0) + size
     return found
@@ -170,7 +174,6 @@ def test_what_travels_has_few_bits():
     """By hand, on fsdp 2 x expert 4: each device receives half of its experts, twice with `remat=full`."""
     case = replace(STEPS[0], microbatches=1)
     only = {"experts.gate": 1 / 2, "experts.up": 1.0, "experts.down": 1 / 2}  # bytes per number
-
 
     def make() -> Any:
         model = build_model(config("deepseek", **_SIZES), key=jax.random.key(3))
@@ -203,7 +206,8 @@ def test_no_stack_of_experts_is_widened(remat, strategy):
     def stacks(model: Any) -> set[tuple[int, ...]]:
         shapes = set()
         for equation, *_ in equations(trace(case, model).jaxpr):
-            for x in (v.aval for v in equation.outvars):
+            results: Any = [v.aval for v in equation.outvars]
+            for x in results:
                 is_float = jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.floating)
                 if is_float and {48, 80} <= set(x.shape) and x.size >= groups * 48 * 80:
                     shapes.add(x.shape)
@@ -239,6 +243,8 @@ def test_a_layout_that_cuts_a_piece_is_refused():
         moezoo.place(stored_model(), execution)
     assert "\n" not in str(e.value)
     cut: Any = cut_pieces(stored_model(), execution)
+    with pytest.raises(moezoo.UserError, match=r"has parts of shapes .* in the model, .* in the step; make both with"):
+        check_model(stored_model(), cut)
     for one, other in zip(*(jax.tree.leaves(m, is_leaf=is_stored) for m in (stored_model(), cut)), strict=True):
         if isinstance(one, FewBits):
             np.testing.assert_array_equal(one.whole(jnp.float32), other.whole(jnp.float32))
