@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.kernels import ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
-from moezoo.parallel.stored import Stored, by_matrix, materialise
+from moezoo.parallel.stored import Frozen, Stored, Widened, by_matrix, materialise
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
@@ -49,9 +50,11 @@ def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
     return _choose(KernelOrder(names, target))[0][1]
 
 
-def _choose(implementation: str | KernelOrder | None) -> ChosenBackends:
+def _choose(implementation: str | KernelOrder | None, *weights: Any) -> ChosenBackends:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
-    return choose("grouped_matmul", runs_on, implementation, _own_order)
+    # The other backends need the stack of all matrices, of which a `Frozen` holds a half or a fourth of the bytes.
+    by_one = any(isinstance(w, Frozen) for w in weights)
+    return choose("grouped_matmul", runs_on, implementation, (lambda _: ("blocked",)) if by_one else _own_order)
 
 
 def _is_open(implementation: str | KernelOrder | None) -> bool:
@@ -81,7 +84,8 @@ def grouped_matmul(
     Args:
         rows: The rows of group 0, then of group 1, and so on. Rows beyond the last group may hold anything, NaN
             included.
-        weights: One matrix per group, or a container that stands for them; in the dtype of `rows`.
+        weights: One matrix per group, or a container that stands for them; in the dtype of `rows`. For a `Frozen`,
+            `blocked` is the default everywhere, because the other backends make the whole stack.
         group_sizes: The rows per group, integers, 0 included. Their sum is at most the number of rows.
         implementation: A backend's name, or the order that `Execution.kernel` gives. None for the default of the
             platform that the program is compiled for.
@@ -93,14 +97,14 @@ def grouped_matmul(
     Raises:
         UserError: The backend does not exist or does not run here, or the numbers of sizes and matrices differ.
     """
-    chosen = _choose(implementation)
+    chosen = _choose(implementation, weights)
     if weights.shape[0] != group_sizes.shape[0] or not weights.shape[0]:
         raise UserError(
             f"grouped_matmul: {group_sizes.shape[0]} group sizes for {weights.shape[0]} matrices; give one for each, "
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
-    weights = weights if isinstance(weights, InStack) else materialise(weights, rows.dtype)
+    weights = (by_matrix if isinstance(weights, InStack | Frozen) else materialise)(weights, rows.dtype)
     operands = (rows, weights, group_sizes)
     alike = jax.tree.leaves(operands)
     # A gradient must vary exactly as its operand. All are made to vary alike first; the transpose of that cast is the
@@ -144,7 +148,7 @@ def gated(
     Raises:
         UserError: As for `grouped_matmul`.
     """
-    chosen = _choose(implementation)
+    chosen = _choose(implementation, gate, up)
     composed = functools.partial(_gated, activation=activation)
     if not any(BACKENDS[name].gated for _, name in chosen):
         return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
@@ -195,7 +199,7 @@ def routed_mlp(
     Raises:
         UserError: As for `grouped_matmul`.
     """
-    chosen = _choose(implementation)
+    chosen = _choose(implementation, gate, up, down)
     composed = functools.partial(_routed_mlp, activation=activation)
     # On accelerators these rows take the composed path too; no backend there has a `routed_mlp`.
     are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in (gate, up, down))
@@ -239,21 +243,22 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(chosen, rows, weights, group_sizes):
-    def multiply(name: str) -> Callable[..., Array]:
-        one = BACKENDS[name]
-        return lambda rows, weights, sizes: one.multiply(
-            rows, weights if one.in_stack else materialise(weights, rows.dtype), sizes, 1
-        )
+    return run(chosen, functools.partial(_multiply, 1), rows, weights, group_sizes)
 
-    return run(chosen, multiply, rows, weights, group_sizes)
+
+def _multiply(contract: Literal[1, 2], name: str) -> Callable[..., Array]:
+    one = BACKENDS[name]
+    return lambda rows, weights, sizes: one.multiply(
+        rows, weights if one.in_stack else materialise(weights, rows.dtype), sizes, contract
+    )
 
 
 def _backward(chosen, residuals, cotangent):
     rows, weights, group_sizes = residuals
-    multiply = lambda name: functools.partial(BACKENDS[name].multiply, contract=2)  # noqa: E731
     outer = lambda name: functools.partial(BACKENDS[name].outer, dtype=weights.dtype)  # noqa: E731
-    by_rows = run(chosen, multiply, cotangent, weights, group_sizes)
-    return by_rows, run(chosen, outer, rows, cotangent, group_sizes), None
+    by_rows = run(chosen, functools.partial(_multiply, 2), cotangent, weights, group_sizes)
+    by_weights = None if isinstance(weights, Widened) else run(chosen, outer, rows, cotangent, group_sizes)
+    return by_rows, by_weights, None
 
 
 _product.defvjp(lambda chosen, *operands: (_product(chosen, *operands), operands), _backward)

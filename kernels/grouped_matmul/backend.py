@@ -92,7 +92,7 @@ class Backend(NamedTuple):
         gated: A kernel for `gated`; None to compose it of products.
         runs_on: Whether the backend can be traced and run for a target.
         routed_mlp: A kernel for `routed_mlp`; None to compose it of permutations, `gated` and a product.
-        in_stack: Whether `multiply` takes an `InStack` too, and copies only the matrices that it uses.
+        in_stack: Whether `multiply` takes `Matrices` too, and copies or makes only those that it uses.
     """
 
     multiply: Multiply

@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.stacked import InStack
-from moezoo.parallel.stored import matrix_of
+from moezoo.parallel.stored import Matrices, matrix_of
 
 BLOCKS = (256, 128, 32)
 
@@ -87,7 +86,7 @@ def dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: i
 
 
 def multiply(
-    rows: Float[Array, "rows a"], weights: GroupMatrices | InStack, group_sizes: GroupSizes, contract: Literal[1, 2]
+    rows: Float[Array, "rows a"], weights: GroupMatrices | Matrices, group_sizes: GroupSizes, contract: Literal[1, 2]
 ) -> Float[Array, "rows b"]:
     """Multiply group after group, skipping those without rows."""
 

@@ -39,7 +39,7 @@ from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
-from moezoo.parallel.stored import is_matrices, matrix_of
+from moezoo.parallel.stored import Widened, is_matrices, matrix_of
 
 SIZES = (512, 288, 192, 144, 80, 40)
 
@@ -196,8 +196,9 @@ def _run_backward(activation, residuals, cotangent):
             a, b = pull((gate * by_inner).astype(inner.dtype))
             back = (gate * back.astype(jnp.float32)).astype(back.dtype)
             biases = (x.astype(jnp.float32).sum(0) for x in (a, b))
-            parts = (dot(x, a, 0, 0), dot(x, b, 0, 0), dot(inner, back, 0, 0), *biases)
-            pairs = zip(sums, parts, strict=True)
+            factors = zip(sums[:3], ((x, a), (x, b), (inner, back)), strict=True)
+            parts: list[Any] = [None if s is None else dot(*pair, 0, 0) for s, pair in factors]
+            pairs = zip(sums, (*parts, *biases), strict=True)
             sums = [s if s is None else put_matrix(s, group, part, not begins) for s, part in pairs]
             by_x = dot(a, mine.gate, 1, 1) + dot(b, mine.up, 1, 1)
             sums = ExpertWeights(*sums)  # pyright: ignore[reportArgumentType] containers
@@ -206,15 +207,17 @@ def _run_backward(activation, residuals, cotangent):
         return step
 
     zeros = _Zeros(plan, begin=3)
+    arrays: Any = (None if isinstance(w, Widened) else w for w in weights)
+    trained = ExpertWeights(*arrays)
     carry = (
         zeros.rows(tokens.shape[1], dtype=tokens.dtype),
         zeros.rows(dtype=jnp.float32),
-        jax.tree.map(lambda w: zeros.array(w.shape, jnp.float32), weights),
+        jax.tree.map(lambda w: zeros.array(w.shape, jnp.float32), trained),
     )
     by_rows, by_gates, sums = _over_groups(plan, weights, step_of, carry)
     row = _row_of(plan, by_rows)
     by_gates = jnp.take(by_gates, row, mode="fill", fill_value=0).astype(gates.dtype)
-    return sum_rows(by_rows, row, None), by_gates, None, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
+    return sum_rows(by_rows, row, None), by_gates, None, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, trained)
 
 
 routed_mlp.defvjp(

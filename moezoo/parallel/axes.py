@@ -209,17 +209,19 @@ def trainable_mask(module: PyTree, trained: Callable[[str], bool] | None = None)
             all arrays except buffers and the parts of containers.
 
     Raises:
-        UserError: `trained` selects no array, a buffer, or an array of integers, or returns something else than a bool.
+        UserError: `trained` selects no array, a buffer, a frozen part, or an array of integers, or returns something
+            else than a bool.
     """
 
     def leaf(path: Any, x: Any, axes: Axes) -> bool:
         if trained is None:
-            return axes.role not in (Role.BUFFER, Role.PART)
+            return axes.role not in (Role.BUFFER, Role.PART, Role.FROZEN)
         name = jax.tree_util.keystr(path)
         if not isinstance(chosen := trained(name), bool):
             raise UserError(f"trained({name!r}) returns {show(chosen)}, expected True or False")
-        if chosen and (axes.role is Role.BUFFER or not jnp.issubdtype(x.dtype, jnp.floating)):
-            what = "a buffer" if axes.role is Role.BUFFER else str(x.dtype)
+        never = axes.role in (Role.BUFFER, Role.FROZEN)
+        if chosen and (never or not jnp.issubdtype(x.dtype, jnp.floating)):
+            what = f"a {axes.role.value}" if never else str(x.dtype)
             raise UserError(f"trained chooses {name}, which is {what}; choose only floating-point parameters")
         return chosen
 

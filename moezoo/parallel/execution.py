@@ -38,7 +38,7 @@ from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
 from moezoo.parallel.stacked import InStack
-from moezoo.parallel.stored import is_matrices
+from moezoo.parallel.stored import Frozen, FrozenInStack, is_matrices
 from moezoo.typed import check_fields, convert, show
 
 # The rules of a model that runs without a mesh.
@@ -350,7 +350,7 @@ class Execution:
 
     def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
         placement = self._placement_of_part(axes, x)
-        dtype = x.dtype if axes.role is Role.PART else self.dtype
+        dtype = x.dtype if axes.role in (Role.PART, Role.FROZEN) else self.dtype
         if axes.role is Role.BUFFER:
             dtype = jnp.promote_types(x.dtype, jnp.float32)
         with jax.named_scope("weights"):
@@ -364,15 +364,19 @@ class Execution:
     def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
         """Return layer `index` of stacked blocks, for a forward pass without gradients.
 
-        Each array is as `gather_weights` returns it, except that a weight that is not gathered is an `InStack`. The
-        arrays of a container are sliced, since its methods expect arrays.
+        Each array is as `gather_weights` returns it, except that a weight that is not gathered is an `InStack`, or a
+        `FrozenInStack`. The arrays of other containers are sliced, since their methods expect arrays.
         """
 
+        def stays(x: jax.Array, axes: Axes) -> bool:
+            placement = self._placement_of_part(axes, x)
+            return not any(placement.gathered + placement.taken)
+
         def field(x: Any, axes: Any) -> Any:
-            if isinstance(axes, Axes) and axes.role is Role.WEIGHT:
-                placement = self._placement_of_part(axes, x)
-                if not any(placement.gathered + placement.taken):
-                    return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
+            if isinstance(axes, Axes) and axes.role is Role.WEIGHT and stays(x, axes):
+                return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
+            if isinstance(x, Frozen) and all(jax.tree.leaves(jax.tree.map(stays, x, axes))):
+                return FrozenInStack(stack=x, layer=index, dtype=x.dtype)
             sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
             return jax.tree.map(self._gather_weight, sliced, axes)
 

@@ -13,6 +13,7 @@ class Role(enum.Enum):
     | scale, bias, embedding | yes | yes | no | yes |
     | buffer | only to float32, from less | never | no | no |
     | part of a container | no | on request | no | as the container's array |
+    | frozen part | no | never | no | as the container's array |
     """
 
     WEIGHT = "weight"
@@ -21,6 +22,7 @@ class Role(enum.Enum):
     EMBEDDING = "embedding"
     BUFFER = "buffer"
     PART = "part"
+    FROZEN = "frozen part"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,6 +184,12 @@ class Rules:
             ways = math.prod(sizes[axis] for axis in mesh_axes)
             if size % ways:
                 mesh = " ".join(f"mesh.{a}={sizes[a]}" for a in mesh_axes)
+                if placement.axes.role is Role.FROZEN:
+                    raise UserError(
+                        f"{mesh} splits '{logical}' {ways} ways but {name} has {size} entries along it; give blocks "
+                        "smaller pieces with moezoo.nn.few_bits.cut_pieces(model, execution), or choose a mesh whose "
+                        f"{' x '.join(mesh_axes)} divides {size}"
+                    )
                 shares = " or is a multiple of it" * bool(logical == "kv_heads" and self.kept(logical, sizes))
                 raise UserError(
                     f"{mesh} splits '{logical}' {ways} ways but {LOGICAL_AXES[logical]}={size} ({name}); "

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -36,7 +37,8 @@ class Stored(eqx.Module):
         """Return field name -> the axes of what the field holds, an array or a container.
 
         Args:
-            declared: The axes that the field holding this container declares. Give arrays the role `Role.PART`.
+            declared: The axes that the field holding this container declares. Give arrays the role `Role.PART`, or
+                `Role.FROZEN` in a `Frozen`.
         """
 
     @property
@@ -84,13 +86,83 @@ class Matrices(Stored):
         """Return the matrix of a group, in `dtype`."""
 
 
+class Frozen(Stored):
+    """The base class of containers whose arrays are never trained: all have the role `Role.FROZEN`.
+
+    Kernels read a stack of them matrix by matrix, so the whole stack is never made.
+    """
+
+    def matrix(self, group: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
+        """Return one matrix of a stack [groups, inputs, outputs]."""
+        return _at(self, group).materialise(dtype)
+
+
+class FrozenInStack(Frozen):
+    """What layer `layer` of stacked layers has in a `Frozen`. A matrix of it is read where all layers are."""
+
+    stack: Frozen
+    layer: Int[Array, ""]
+    dtype: np.dtype = eqx.field(static=True)
+
+    def axes(self, declared: Axes) -> Mapping[str, Axes]:
+        """Return nothing: there is no layout left to declare."""
+        del declared
+        return {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one layer."""
+        return self.stack.shape[1:]
+
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the array of the layer."""
+        return _at(self.stack, self.layer).materialise(dtype)
+
+    def matrix(self, group: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
+        """Return one matrix of the layer."""
+        return _at(self.stack, self.layer, group).materialise(dtype)
+
+
+class Widened(Matrices):
+    """A stack [groups, inputs, outputs] in a `Frozen`, of which each matrix is made when it is read."""
+
+    stored: Frozen
+    dtype: np.dtype = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[groups, inputs, outputs]."""
+        return self.stored.shape
+
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the stack."""
+        return self.stored.materialise(dtype)
+
+    def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
+        """Return the matrix of a group."""
+        return self.stored.matrix(group, self.dtype)
+
+
+def _at(stored: Frozen, *index: Int[Array, ""]) -> Frozen:
+    """Return the container of one entry of the first dimensions, in one slice of each array."""
+
+    def one(x: Array) -> Array:
+        start = (*index, *(0,) * (x.ndim - len(index)))
+        part = lax.dynamic_slice(x, start, (1,) * len(index) + x.shape[len(index) :], allow_negative_indices=False)
+        return part.reshape(x.shape[len(index) :])
+
+    return jax.tree.map(one, stored)
+
+
 def is_matrices(x: Any) -> bool:
     """Return whether `x` is a `Matrices`."""
     return isinstance(x, Matrices)
 
 
 def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Array | Matrices:
-    """Return what `matrix_of` reads: `weights` itself, or the array that another container stands for."""
+    """Return what `matrix_of` reads: `Matrices`, or the array that another container stands for."""
+    if isinstance(weights, Frozen):
+        return Widened(stored=weights, dtype=np.dtype(dtype))
     return weights if isinstance(weights, Matrices) else materialise(weights, dtype)
 
 

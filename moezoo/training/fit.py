@@ -46,6 +46,12 @@ def check_model(model: LanguageModel, expected: LanguageModel) -> None:
             raise UserError(
                 f"{name} is {here} in the model, {there} in the step; make both with the same blueprint.change"
             )
+        here, there = ([part.shape for part in jax.tree.leaves(each)] for each in (ours, theirs))
+        if here != there:  # the arrays that containers stand for are equal in shape
+            raise UserError(
+                f"{name} has parts of shapes {show(here)} in the model, {show(there)} in the step; make both with the "
+                "same blueprint.change"
+            )
         if ours.dtype != theirs.dtype:
             dtype = expected.embedding.weight.dtype  # that of choice biases is always float32
             other = f", or make the step with execution.param_dtype={ours.dtype}" * (ours.dtype != dtype)

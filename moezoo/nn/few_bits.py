@@ -1,0 +1,359 @@
+"""What containers of few bits have in common: numbers of 4 or 8 bits, and scales that blocks of them share.
+
+A *block* is a rectangle of a matrix whose numbers have one scale. Formats of files cut a matrix [outputs, inputs] into
+blocks. A device, or one of several arrays that a file has in one tensor, may begin or end inside a block. So a
+container has one scale per *piece*: pieces are equal in size along each dimension, and none reaches into two blocks. A
+piece is often a whole block; where it is less, scales are repeated. Scales then have the logical axes of the numbers,
+are split and gathered like them, and a layout that divides the number of pieces needs nothing else.
+
+With pieces of m by n numbers, a scale of s bytes costs s / (m n) bytes per number: 4 / (128 x 128) for whole blocks of
+FP8. Of 7,168 rows on 512 devices each has 14, so pieces are 2 by 128 and the scales cost 1.6% of the numbers.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, UInt8
+
+from moezoo.errors import UserError
+from moezoo.parallel.axes import axes_of
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.roles import Axes, Role
+from moezoo.parallel.stored import Frozen
+from moezoo.typed import show
+
+# The code of an E8M0 scale is its exponent plus this; 255 is NaN (OCP Microscaling Formats 1.0, section 5.4.1).
+E8M0_BIAS, E8M0_NAN = 127, 255
+
+# From an array with the dimensions [outputs, inputs] of a file to one [*inputs, *outputs] of a model. It may transpose,
+# reshape and slice, and does the same whatever the array holds.
+Move = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoding(abc.ABC):
+    """How a file holds one matrix [outputs, inputs]; its numbers are read by boxes of whole numbers.
+
+    Attributes:
+        name: The name of the tensor, for messages.
+        shape: Outputs and inputs.
+        scale: One scale per block, as the file holds them: [outputs / block, inputs / block], each rounded up.
+
+    Raises:
+        UserError: The scales have a shape or a dtype that the format does not have.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    scale: np.ndarray
+
+    # The numbers in one stored item along the inputs, and the dtypes that files have for the items and for the scales.
+    PER_ITEM: ClassVar[int]
+    ITEMS: ClassVar[tuple[Any, ...]]
+    SCALES: ClassVar[tuple[Any, ...]]
+
+    def __post_init__(self):
+        (rows, columns), sizes = self.shape, self.block
+        if min(sizes) < 1:
+            raise UserError(f"{self.name}: blocks of {show(sizes)} numbers, expected sizes of at least 1")
+        if columns % self.PER_ITEM:
+            raise UserError(
+                f"{self.name} has {columns} inputs, expected a multiple of {self.PER_ITEM}, the numbers in one "
+                f"{np.dtype(self.ITEMS[0]).name}; the folder's format is another one"
+            )
+        expected = (math.ceil(rows / sizes[0]), math.ceil(columns / sizes[1]))
+        if self.scale.shape != expected:
+            raise UserError(
+                f"{self.name} has scales {show(self.scale.shape)}, expected {show(expected)}: one for each block of "
+                f"{sizes[0]} x {sizes[1]} of {rows} x {columns} numbers; give the size of blocks that its folder states"
+            )
+        _check_dtype(f"{self.name}: the scales are", self.scale.dtype, self.SCALES)
+
+    @property
+    @abc.abstractmethod
+    def block(self) -> tuple[int, int]:
+        """The size of a block along outputs and inputs."""
+
+    @abc.abstractmethod
+    def codes(self, items: np.ndarray) -> np.ndarray:
+        """Return the bits of each number as uint8 [rows, columns], from stored items [rows, columns / PER_ITEM]."""
+
+    @abc.abstractmethod
+    def numbers(self, codes: np.ndarray) -> np.ndarray:
+        """Return what the codes stand for without scales, in float32."""
+
+    def items(self, columns: slice) -> slice:
+        """Return which items of a stored row hold the numbers of these columns."""
+        return slice(columns.start // self.PER_ITEM, math.ceil(columns.stop / self.PER_ITEM))
+
+    def widen(self, items: np.ndarray, rows: slice, columns: slice, dtype: DTypeLike) -> np.ndarray:
+        """Return a box of the matrix: each number times the scale of its block, in float32, rounded once to `dtype`.
+
+        Args:
+            items: What the file holds of the box: these rows, and the items `self.items(columns)` of each.
+            rows: The box's outputs, with start and stop.
+            columns: The box's inputs, with start and stop.
+            dtype: The dtype of the result, such as float32 or bfloat16.
+
+        Raises:
+            UserError: `items` has another shape or dtype.
+        """
+        held = self.items(columns)
+        self.check_items(items, (rows.stop - rows.start, held.stop - held.start))
+        first = columns.start - held.start * self.PER_ITEM
+        numbers = self.numbers(self.codes(items)[:, first : first + columns.stop - columns.start])
+        spans = zip((rows, columns), self.block, strict=True)
+        blocks = (np.arange(span.start, span.stop) // size for span, size in spans)
+        scale = as_float32(self.scale)[np.ix_(*blocks)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return (numbers * scale).astype(dtype)
+
+    def check_items(self, items: np.ndarray, expected: tuple[int, int]) -> None:
+        """Raise `UserError` unless stored items have the `expected` shape and a dtype of the format."""
+        if items.shape != expected:
+            raise UserError(
+                f"{self.name}: the stored numbers have shape {show(items.shape)}, expected {show(expected)} for this "
+                f"part of {self.shape[0]} x {self.shape[1]} numbers; the file and its scales do not belong together"
+            )
+        _check_dtype(f"{self.name}: the stored numbers are", items.dtype, self.ITEMS)
+
+
+class FewBits(Frozen):
+    """A weight as numbers of few bits and one scale per piece of a block.
+
+    Attributes:
+        values: The numbers. 8-bit ones as uint8 [*stacked, *inputs, *outputs], which no backend widens to send it;
+            4-bit ones as uint8 with two neighbours along the last input dimension in one byte, the first one in the low
+            bits.
+        scale: The same dimensions. Along dimension i, `shape[i] / scale.shape[i]` neighbours have the same scale.
+        outputs: The number of output dimensions.
+        dtype: The dtype of the array that the container stands for.
+    """
+
+    values: UInt8[Array | np.ndarray, "..."]
+    scale: Array | np.ndarray
+    outputs: int = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+
+    # The numbers in a byte.
+    PER_BYTE: ClassVar[int] = 1
+
+    @abc.abstractmethod
+    def _numbers(self, codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
+        """Return what codes stand for without scales."""
+
+    def axes(self, declared: Axes) -> Mapping[str, Axes]:
+        """Return the declared axes for both arrays."""
+        part = Axes(Role.FROZEN, declared.stacked, declared.inputs, declared.outputs)
+        return {"values": part, "scale": part}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that the container stands for."""
+        sizes = list(self.values.shape)
+        sizes[self._packed] *= self.PER_BYTE
+        return tuple(sizes)
+
+    @property
+    def _packed(self) -> int:
+        """The dimension along which bytes hold several numbers: the last input dimension."""
+        return self.values.ndim - self.outputs - 1
+
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return each number times its scale, in float32, rounded once to `dtype`."""
+        codes = jnp.asarray(self.values)
+        if self.PER_BYTE == 2:
+            codes = jnp.stack([codes & 15, codes >> 4], axis=self._packed + 1).reshape(self.shape)
+        return times_scale(self._numbers(codes), jnp.asarray(self.scale)).astype(dtype)
+
+    @classmethod
+    def from_file(cls, encoding: Encoding, items: np.ndarray, axes: Axes, move: Move, dtype: DTypeLike) -> "FewBits":
+        """Return a container of NumPy arrays for one matrix of a file, or for the part of it that one array has.
+
+        Stack containers of equal shapes for layers and experts: `jax.tree.map(lambda *x: jnp.stack(x), *containers)`.
+        The numbers keep the bits that they have in the file.
+
+        Args:
+            encoding: How the file holds the matrix.
+            items: All items that the file holds of it, [outputs, inputs / PER_ITEM].
+            axes: The axes of the weight's field, without stacked ones.
+            move: From the matrix to the array that the container stands for, such as `lambda x: x[0::2].T` for the even
+                outputs. Outputs remain outputs, in increasing order.
+            dtype: The dtype of the array that the container stands for.
+
+        Raises:
+            UserError: As `Encoding.widen`, or the array has an odd number of neighbours where a byte holds two.
+        """
+        rows, columns = encoding.shape
+        encoding.check_items(items, (rows, columns // encoding.PER_ITEM))
+        values = np.ascontiguousarray(move(encoding.codes(items)))
+        # Which block each output and each input is in; views, so that no array of the size of the matrix is made.
+        of_rows, of_columns = (np.arange(n) // size for n, size in zip(encoding.shape, encoding.block, strict=True))
+        split = values.ndim - len(axes.outputs)
+        by_row, by_column = (move(np.broadcast_to(x, encoding.shape)) for x in (of_rows[:, None], of_columns[None]))
+        of_rows, of_columns = by_row[(0,) * split], by_column[(..., *(0,) * len(axes.outputs))]
+        assert (of_rows == by_row[(-1,) * split]).all(), f"{encoding.name}: move does not keep outputs and inputs apart"
+        held = encoding.scale.view(np.uint8) if encoding.scale.dtype.itemsize == 1 else encoding.scale
+        scale = _per_piece(held, _first_of_pieces(of_columns), _first_of_pieces(of_rows))
+        if cls.PER_BYTE == 2:
+            values = pack(values, split - 1, encoding.name)
+        return cls(values=values, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(dtype))
+
+
+def as_float32(scale: np.ndarray) -> np.ndarray:
+    """Return scales in float32: the powers of two that E8M0 codes stand for (uint8 or float8_e8m0fnu), or the numbers.
+
+    Code 0 is 2^-127, which float32 has as a subnormal number; code 255 is NaN.
+    """
+    if scale.dtype.itemsize == 1:
+        codes = scale.view(np.uint8).astype(np.int32)
+        powers = np.ldexp(np.float32(1), np.minimum(codes, E8M0_NAN - 1) - E8M0_BIAS)
+        return np.where(codes == E8M0_NAN, np.float32(np.nan), powers)
+    return scale.astype(np.float32)
+
+
+def times_scale(numbers: Float32[Array, "..."], scale: Array) -> Float32[Array, "..."]:
+    """Return each number times the scale of its piece, E8M0 codes or floating-point numbers, in float32."""
+    if scale.dtype != jnp.uint8:
+        return numbers * spread(scale.astype(jnp.float32), numbers.shape)
+    for factor in _factors(scale):
+        numbers = numbers * spread(factor, numbers.shape)
+    return numbers
+
+
+def _factors(codes: UInt8[Array, "..."]) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
+    """Return two factors whose product is the power of two that an E8M0 code stands for.
+
+    XLA takes subnormal numbers for zero on some processors, and 2^-127 is one. The factors are about the root.
+    """
+    wide = codes.astype(jnp.int32)
+    first = wide // 2
+    exponents = (first + 64, wide - first + 63)  # biased: 2^(first - 63) and 2^(code - first - 64)
+    one, other = (lax.bitcast_convert_type(exponent << 23, jnp.float32) for exponent in exponents)
+    return jnp.where(codes == E8M0_NAN, jnp.float32(jnp.nan), one), other
+
+
+def e8m0(largest: Float32[Array, "..."], exponent: int, above: float) -> UInt8[Array, "..."]:
+    """Return the code of 2^(floor(log2(largest)) - exponent), or of twice that where largest > above * 2^floor(...).
+
+    It is kept between 0 and 254. The code for 0 is that of 1, and for what is not finite that of NaN.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    fraction = (bits & 0x7FFFFF).astype(jnp.float32) / 2**23
+    code = jnp.clip((bits >> 23) - exponent + (1 + fraction > above).astype(jnp.int32), 0, E8M0_NAN - 1)
+    code = jnp.where(largest == 0, E8M0_BIAS, code)
+    return jnp.where(jnp.isfinite(largest), code, E8M0_NAN).astype(jnp.uint8)
+
+
+def inverse_e8m0(codes: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
+    """Return the codes of the reciprocals; that of NaN is itself."""
+    return 2 * E8M0_BIAS - codes  # 254 - 255 is 255 in 8 bits
+
+
+def spread(scale: Array, shape: Sequence[int]) -> Array:
+    """Repeat each scale for the numbers of its piece."""
+    pairs = [(pieces, size // pieces) for pieces, size in zip(scale.shape, shape, strict=True)]
+    scale = scale.reshape([n for pieces, _ in pairs for n in (pieces, 1)])
+    return jnp.broadcast_to(scale, [n for pair in pairs for n in pair]).reshape(shape)
+
+
+def _first_of_pieces(blocks: np.ndarray) -> np.ndarray:
+    """Return the block of each piece, given that of each input (or output), [*dims].
+
+    Along all dimensions but the last, which a mesh may split down to one (heads), a piece has one number.
+    """
+    size = blocks.shape[-1]
+    for length in range(size, 0, -1):
+        if size % length == 0:
+            pieces = blocks.reshape(*blocks.shape[:-1], size // length, length)
+            if (pieces == pieces[..., :1]).all():
+                return pieces[..., 0]
+    raise AssertionError("a piece of one number is in one block")
+
+
+def _per_piece(scale: Any, of_columns: np.ndarray, of_rows: np.ndarray) -> Any:
+    """Return the scales of pieces [*inputs, *outputs] from those of blocks [..., outputs, inputs]."""
+    chosen = scale[..., of_rows.reshape(-1)[:, None], of_columns.reshape(-1)[None]].swapaxes(-1, -2)
+    return chosen.reshape(*scale.shape[:-2], *of_columns.shape, *of_rows.shape)
+
+
+class BlockMaxima(NamedTuple):
+    """The largest absolute value of each block of a weight, and a function from an array of blocks to one of pieces."""
+
+    largest: Float32[Array, "... outputs inputs"]
+    per_piece: Callable[[Array], Array]
+
+
+def block_maxima(weight: Float[Array, "..."], axes: Axes, block: tuple[int, int]) -> BlockMaxima:
+    """Return the largest absolute value of each block.
+
+    Blocks are those of a file that holds each matrix as [outputs, inputs], with the dimensions of each joined.
+
+    Args:
+        weight: [*stacked, *inputs, *outputs].
+        axes: The axes of the weight's field.
+        block: The size of a block along outputs and inputs; the last ones may be smaller.
+    """
+    first, last = len(axes.stacked), len(axes.stacked) + len(axes.inputs)
+    stacked, inputs, outputs = weight.shape[:first], weight.shape[first:last], weight.shape[last:]
+    x = jnp.abs(weight.astype(jnp.float32)).reshape(*stacked, math.prod(inputs), math.prod(outputs)).swapaxes(-1, -2)
+    sizes = [min(size, length) for size, length in zip(block, x.shape[-2:], strict=True)]
+    x = jnp.pad(x, [*((0, 0) for _ in stacked), *((0, -n % size) for n, size in zip(x.shape[-2:], sizes, strict=True))])
+    x = x.reshape(*stacked, x.shape[-2] // sizes[0], sizes[0], x.shape[-1] // sizes[1], sizes[1])
+    of_columns, of_rows = (
+        _first_of_pieces(np.arange(math.prod(dims)).reshape(dims) // size)
+        for dims, size in ((inputs, block[1]), (outputs, block[0]))
+    )
+    return BlockMaxima(x.max((-3, -1)), lambda blocks: _per_piece(blocks, of_columns, of_rows))
+
+
+def pack(codes: Any, dim: int, name: str) -> Any:
+    """Put each two 4-bit neighbours along a dimension into one byte, the first one into the low bits."""
+    if codes.shape[dim] % 2:
+        raise UserError(
+            f"{name}: {codes.shape[dim]} numbers along the last input dimension, expected an even number, because a "
+            "byte holds two; keep this weight in bfloat16"
+        )
+    low, high = (codes[(slice(None),) * dim + (slice(start, None, 2),)] for start in (0, 1))
+    return low | (high << 4)
+
+
+def unpack(items: np.ndarray) -> np.ndarray:
+    """Return the 4-bit numbers [rows, 2 x bytes] of bytes [rows, bytes], those in the low bits first."""
+    return np.stack([items & 15, items >> 4], axis=-1).reshape(items.shape[0], -1)
+
+
+def cut_pieces(model: Any, execution: Execution) -> Any:
+    """Return `model` with smaller pieces in its `FewBits` where the layout of `execution` would cut a piece.
+
+    Scales are repeated, so no number changes. The result fits every layout that divides its number of pieces.
+    For shapes instead of arrays, use `jax.eval_shape`.
+    """
+
+    def cut(x: Any, axes: Any) -> Any:
+        if not isinstance(x, FewBits):
+            return x
+        scale, sizes = x.scale, x.shape
+        for dim, mesh_axes in enumerate(execution.placement(axes.scale, scale.shape).stored):
+            pieces, ways = scale.shape[dim], execution.ways(mesh_axes)
+            if pieces % ways and sizes[dim] % ways == 0:
+                length = math.gcd(sizes[dim] // pieces, sizes[dim] // ways)
+                scale = jnp.repeat(scale, sizes[dim] // length // pieces, axis=dim)
+        return eqx.tree_at(lambda container: container.scale, x, scale)
+
+    return jax.tree.map(cut, model, axes_of(model), is_leaf=lambda x: isinstance(x, FewBits))
+
+
+def _check_dtype(what: str, found: np.dtype, expected: Sequence[Any]) -> None:
+    if found not in (allowed := [np.dtype(kind) for kind in expected]):
+        names = " or ".join(kind.name for kind in allowed)
+        raise UserError(f"{what} {found}, expected {names}; its format is another one")

@@ -1,0 +1,317 @@
+"""Formats of few bits against loops over their numbers: what files hold, containers made from it, and rounding."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import few_bit_oracle as oracle
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moezoo import UserError
+from moezoo.nn.block_fp8 import BlockFP8, FP8Encoding
+from moezoo.nn.containers import store
+from moezoo.nn.few_bits import FewBits, as_float32
+from moezoo.nn.int4 import Int4Encoding, PackedInt4
+from moezoo.nn.linear import project
+from moezoo.nn.mlp import MLP
+from moezoo.nn.mxfp4 import MXFP4, MXFP4Encoding
+from moezoo.parallel.axes import Axes, Role, count_parameters, parameter_table, trainable_mask
+
+BF16 = ml_dtypes.bfloat16
+
+
+class Format(NamedTuple):
+    """A matrix as a file of one format holds it, and what its numbers are by the oracle."""
+
+    encoding: Any
+    container: type[FewBits]
+    items: np.ndarray
+    number: Any
+
+    def by_hand(self, dtype: Any) -> np.ndarray:
+        e = self.encoding
+        scale = e.scale.view(np.uint8) if e.scale.dtype == ml_dtypes.float8_e8m0fnu else e.scale
+        return oracle.widen(self.number, self.items, scale, e.shape, e.block, dtype)
+
+
+@functools.cache
+def formats() -> dict[str, Format]:
+    """Return random matrices of 28 outputs and 72 inputs. No last block is whole."""
+    rng, (outputs, inputs) = np.random.default_rng(0), (28, 72)
+    bytes_ = rng.integers(0, 256, (outputs, inputs), np.uint8)
+    bytes_ -= (bytes_ & 127) == 127  # no NaN
+    halves = rng.integers(0, 256, (outputs, inputs // 2), np.uint8)
+    words = rng.integers(-(2**31), 2**31, (outputs, inputs // 8), np.int32)
+
+    def blocks(rows: int, columns: int) -> tuple[int, int]:
+        return math.ceil(outputs / rows), math.ceil(inputs / columns)
+
+    numbers = (rng.standard_normal(blocks(12, 16)) * 10.0 ** rng.integers(-6, 3, blocks(12, 16))).astype(np.float32)
+    codes = rng.integers(100, 150, blocks(8, 20), np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    of_groups = rng.integers(100, 150, blocks(1, 32), np.uint8)
+    shape = (outputs, inputs)
+    return {
+        "fp8": Format(FP8Encoding("w", shape, numbers, (12, 16)), BlockFP8, bytes_, oracle.fp8_number),
+        "fp8 e8m0": Format(FP8Encoding("w", shape, codes, (8, 20)), BlockFP8, bytes_, oracle.fp8_number),
+        "mxfp4": Format(MXFP4Encoding("w", shape, of_groups), MXFP4, halves, oracle.fp4_number),
+        "int4": Format(
+            Int4Encoding("w", shape, rng.standard_normal(blocks(1, 32)).astype(BF16)),
+            PackedInt4,
+            words,
+            oracle.int4_number,
+        ),
+    }
+
+
+NAMES = ("fp8", "fp8 e8m0", "mxfp4", "int4")
+FLAT = Axes(Role.WEIGHT, (), ("embed",), ("mlp",))
+HEADS = Axes(Role.WEIGHT, (), ("embed",), ("heads", "head_dim"))
+FROM_HEADS = Axes(Role.WEIGHT, (), ("heads", "head_dim"), ("embed",))
+# What one of our arrays has of a tensor [28, 72]: all of it; one of two that alternate; heads whose ends are within
+# blocks; each head's last outputs, as of DeepSeek's `kv_b_proj`; inputs by heads.
+MOVES = {
+    "transposed": (FLAT, lambda x: x.T),
+    "alternating": (FLAT, lambda x: x[1::2].T),
+    "heads": (HEADS, lambda x: x.T.reshape(72, 4, 7)),
+    "parts of heads": (HEADS, lambda x: x.reshape(2, 14, 72)[:, 4:].transpose(2, 0, 1)),
+    "inputs": (FROM_HEADS, lambda x: x.T.reshape(4, 18, 28)),
+}
+
+
+def bits(x: Any) -> np.ndarray:
+    """Return the bits of float32 or bfloat16, so that -0 is not 0."""
+    x = np.asarray(x)
+    return x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+
+
+widened = jax.jit(lambda container: (container.materialise(jnp.float32), container.materialise(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_boxes(name, dtype):
+    """Any box of a stored matrix, read with the items that hold it, is equal to the bit to the loop's."""
+    f = formats()[name]
+    wanted = f.by_hand(dtype)
+
+    def span(size: int) -> st.SearchStrategy[slice]:
+        return st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(lambda p: slice(p[0], min(sum(p), size)))
+
+    @given(span(28), span(72))
+    def check(rows: slice, columns: slice) -> None:
+        items = f.items[rows, f.encoding.items(columns)]
+        found = f.encoding.widen(items, rows, columns, dtype)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(bits(found), bits(wanted[rows, columns]))
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("move", MOVES)
+def test_containers_from_files(name, move):
+    """Their arrays are equal to the bit to the moved ones of the loop, in bfloat16 and in float32."""
+    f, (axes, moved) = formats()[name], MOVES[move]
+    container = f.container.from_file(f.encoding, f.items, axes, moved, jnp.bfloat16)
+    assert container.shape == moved(f.by_hand(np.float32)).shape
+    assert container.dtype == BF16
+    for found, dtype in zip(widened(container), (np.float32, BF16), strict=True):
+        np.testing.assert_array_equal(bits(found), bits(np.ascontiguousarray(moved(f.by_hand(dtype)))))
+    if move == "transposed":
+        # At rest a number has as many bits as in the file, and pieces are as large as dimensions and blocks allow.
+        assert container.values.nbytes == f.items.nbytes
+        pieces = (72 // math.gcd(f.encoding.block[1], 72), 28 // math.gcd(f.encoding.block[0], 28))
+        assert container.scale.shape == pieces
+
+
+def test_all_codes_of_fp8():
+    items = np.arange(256, dtype=np.uint8).reshape(2, 128)
+    encoding = FP8Encoding("w", (2, 128), np.ones((1, 1), np.float32))
+    wanted = np.array([[oracle.e4m3(int(byte)) for byte in row] for row in items], np.float32)
+    assert np.isnan(wanted).sum() == 2
+    np.testing.assert_array_equal(encoding.widen(items, slice(0, 2), slice(0, 128), np.float32), wanted)
+    typed = items.view(ml_dtypes.float8_e4m3fn)
+    found, _ = widened(BlockFP8.from_file(encoding, typed, FLAT, lambda x: x.T, jnp.float32))
+    np.testing.assert_array_equal(found, wanted.T)
+    finite = ~np.isnan(wanted.T)
+    np.testing.assert_array_equal(bits(found)[finite], bits(np.ascontiguousarray(wanted.T))[finite])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, ml_dtypes.float8_e8m0fnu])
+def test_all_scales_and_numbers_of_mxfp4(kind):
+    """Row s has the scale of code s. A compiled program may take a result below 2^-126, the least normal, for zero."""
+    items = np.tile((np.arange(0, 16, 2) | np.arange(1, 16, 2) << 4).astype(np.uint8), (256, 2))
+    encoding = MXFP4Encoding("w", (256, 32), np.arange(256, dtype=np.uint8)[:, None].view(kind))
+    with np.errstate(over="ignore"):  # 6 * 2^127 is infinity
+        wanted = oracle.widen(
+            oracle.fp4_number, items, np.arange(256, dtype=np.uint8)[:, None], (256, 32), (1, 32), np.float32
+        )
+    assert np.isnan(wanted[255]).all()
+    assert not np.isnan(wanted[:255]).any()
+    assert wanted[0, 1] == 2.0**-128
+    for dtype in (np.float32, BF16):
+        found = encoding.widen(items, slice(0, 256), slice(0, 32), dtype)
+        np.testing.assert_array_equal(found.astype(np.float32), wanted)
+        np.testing.assert_array_equal(bits(found)[:255], bits(wanted.astype(dtype))[:255])
+    container = MXFP4.from_file(encoding, items, FLAT, lambda x: x.T, jnp.float32)
+    for found in widened(container):
+        found, tiny = np.asarray(found, np.float32).T, np.abs(wanted) < 2.0**-126
+        np.testing.assert_array_equal(found[~tiny], wanted[~tiny])
+        assert ((found[tiny] == wanted[tiny]) | (found[tiny] == 0)).all()
+
+
+def test_all_scales_of_fp8():
+    """A result is exact where it is normal, also if its scale is not: 2^-127."""
+    codes = np.arange(256, dtype=np.uint8)[:, None]
+    wanted = np.array([oracle.power(int(code)) for code in codes[:, 0]], np.float32)
+    np.testing.assert_array_equal(as_float32(codes)[:, 0], wanted)
+    encoding = FP8Encoding("w", (256, 1), codes, (1, 1))
+    items = np.full((256, 1), 0x40, np.uint8)  # 2
+    found, _ = widened(BlockFP8.from_file(encoding, items, FLAT, lambda x: x.T, jnp.float32))
+    np.testing.assert_array_equal(found[0], [*(2 * wanted[:254].astype(np.float64)), np.inf, np.nan])
+
+
+BAD = {
+    "scales": (
+        lambda: FP8Encoding("a.weight", (300, 128), np.ones((2, 1), np.float32)),
+        r"a.weight has scales .*2.*1.*, expected .*3.*1",
+    ),
+    "transposed scales": (lambda: MXFP4Encoding("a", (64, 32), np.ones((1, 64), np.uint8)), r"a has scales .*64.*1"),
+    "dtype of scales": (lambda: MXFP4Encoding("a", (1, 32), np.ones((1, 1), np.float32)), "the scales are float32"),
+    "odd inputs": (lambda: MXFP4Encoding("a", (1, 33), np.ones((1, 2), np.uint8)), "a has 33 inputs, .* multiple of 2"),
+    "words": (lambda: Int4Encoding("a", (1, 36), np.ones((1, 2), BF16)), "a has 36 inputs, .* multiple of 8"),
+    "no block": (lambda: FP8Encoding("a", (1, 1), np.ones((1, 1), np.float32), (0, 128)), "a: blocks of .*0.*128"),
+    "numbers": (
+        lambda: (
+            formats()["int4"].encoding.widen(np.zeros((3, 2), np.int32), slice(0, 3), slice(0, 9), np.float32)
+            is formats()["int4"].encoding.widen(np.zeros((3, 3), np.int32), slice(0, 3), slice(0, 9), np.float32)
+        ),
+        r"w: the stored numbers have shape .*3.*3.*, expected .*3.*2",
+    ),
+    "dtype of numbers": (
+        lambda: formats()["fp8"].encoding.widen(np.zeros((1, 1), np.int8), slice(0, 1), slice(0, 1), np.float32),
+        "w: the stored numbers are int8, expected float8_e4m3fn or uint8",
+    ),
+    "odd neighbours": (
+        lambda: MXFP4.from_file(
+            formats()["mxfp4"].encoding, formats()["mxfp4"].items, FLAT, lambda x: x[:, :71].T, np.float32
+        ),
+        "w: 71 numbers along the last input dimension, expected an even number",
+    ),
+    "rounded odd": (lambda: MXFP4.rounded(jnp.ones((3, 2)), FLAT), "MXFP4: 3 numbers .* expected an even number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refusals_are_one_line(case):
+    make, message = BAD[case]
+    with pytest.raises(UserError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+STACKED = Axes(Role.WEIGHT, ("layer", "expert"), ("expert_embed",), ("expert_mlp",))
+
+
+def hard_weight() -> np.ndarray:
+    """Return [2, 2, 40, 28] of very different magnitude, with a block of zeros, in which all formats round."""
+    rng = np.random.default_rng(0)
+    weight = (rng.standard_normal((2, 2, 40, 28)) * 10.0 ** rng.uniform(-4, 2, (2, 2, 40, 28))).astype(np.float32)
+    weight[0, 1, :32, :12] = 0
+    return weight
+
+
+def check_blocks(weight: np.ndarray, found: np.ndarray, block: tuple[int, int], wanted: Any) -> None:
+    """Compare each block [inputs, outputs] of each matrix with `wanted(block)`; the sizes are of outputs and inputs."""
+    for index in np.ndindex(weight.shape[:-2]):
+        for i in range(0, weight.shape[-2], block[1]):
+            for o in range(0, weight.shape[-1], block[0]):
+                at = (*index, slice(i, i + block[1]), slice(o, o + block[0]))
+                np.testing.assert_array_equal(bits(np.ascontiguousarray(found[at])), bits(wanted(weight[at])))
+
+
+E4M3 = [oracle.e4m3(byte) for byte in range(127)]
+
+
+@pytest.mark.parametrize("scales", ["float32", "e8m0"])
+def test_rounding_to_fp8(scales):
+    """Each number is the nearest multiple of its block's scale that e4m3 has, ties to the even code."""
+    weight = hard_weight()
+    make = jax.jit(functools.partial(BlockFP8.rounded, size=(12, 16), scales=scales), static_argnums=1)
+    stored = make(jnp.asarray(weight), STACKED)
+    found = np.asarray(stored.materialise(jnp.float32))
+
+    def block(x: np.ndarray) -> np.ndarray:
+        largest = float(np.abs(x).max())
+        if scales == "e8m0":
+            scale = 2.0 ** math.ceil(math.log2(largest / 448)) if largest else 1.0
+        else:
+            scale = float(np.float32(largest) * np.float32(1 / 448)) if largest else 1.0
+        result = np.zeros_like(x)
+        for at, number in np.ndenumerate(x):
+            code = oracle.nearest(min(float(np.float32(abs(float(number)) / scale)), 448.0), E4M3)
+            result[at] = np.float32(math.copysign(code, float(number))) * np.float32(scale)
+            # The bound of docs/numbers.md; the last factor allows for the roundings of quotient and product.
+            assert abs(float(result[at]) - float(number)) <= max(abs(number) / 16, scale / 1024) * (1 + 1e-5)
+        return result
+
+    check_blocks(weight, found, (12, 16), block)
+    assert stored.scale.dtype == (jnp.uint8 if scales == "e8m0" else jnp.float32)
+    again = make(jnp.asarray(found), STACKED)
+    if scales == "e8m0":  # with float32 scales, the quotient of the largest number by 448 may round
+        np.testing.assert_array_equal(again.materialise(jnp.float32), found)
+
+
+def test_rounding_to_mxfp4():
+    """A group's scale is 2^(floor(log2(largest)) - 2); numbers above 6 times it become 6."""
+    weight = hard_weight()
+    make = jax.jit(MXFP4.rounded, static_argnums=1)
+    found = np.asarray(make(jnp.asarray(weight), STACKED).materialise(jnp.float32))
+
+    def block(x: np.ndarray) -> np.ndarray:
+        largest = float(np.abs(x).max())
+        scale = 2.0 ** (math.floor(math.log2(largest)) - 2) if largest else 1.0
+        result = np.zeros_like(x)
+        for at, number in np.ndenumerate(x):
+            code = oracle.nearest(min(abs(float(number)) / scale, 6.0), oracle.FP4[:8])
+            result[at] = math.copysign(code * scale, float(number))
+            assert abs(float(result[at]) - float(number)) <= max(abs(float(number)), scale) / 4
+        return result
+
+    check_blocks(weight, found, (1, 32), block)
+    np.testing.assert_array_equal(make(jnp.asarray(found), STACKED).materialise(jnp.float32), found)
+    # Ties: 1.25 lies between the codes 2 and 3, 1.75 between 3 and 4, and so on. The scale is 1.
+    ties = np.array([4, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -5, 7.9], np.float32)
+    rounded = MXFP4.rounded(jnp.asarray(ties)[:, None], FLAT).materialise(jnp.float32)
+    np.testing.assert_array_equal(rounded[:, 0], [4, 0, 1, 1, 2, 2, 4, 4, -0.0, -1, -4, 6])
+
+
+@pytest.mark.parametrize("make", [BlockFP8.rounded, functools.partial(BlockFP8.rounded, scales="e8m0"), MXFP4.rounded])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite_stays_visible(make, bad):
+    """Its whole block is NaN; others are not."""
+    weight = np.full((256, 2), 0.3, np.float32)
+    weight[1, 1] = bad
+    whole = np.asarray(make(jnp.asarray(weight), FLAT).materialise(jnp.float32))
+    length = 32 if make == MXFP4.rounded else 128
+    assert np.isnan(whole[:length, 1]).all()
+    np.testing.assert_allclose(whole[length:], 0.3, rtol=0.25)
+
+
+def test_axes_training_and_products():
+    """Both arrays have the weight's axes; no filter trains them; a product is that of the widened array."""
+    mlp = MLP(8, 6, out_std=1.0, dtype=jnp.dtype("float32"), key=jax.random.key(0))
+    stored: Any = store(mlp, lambda path: path != ".up", functools.partial(BlockFP8.rounded, size=(4, 4)))
+    assert parameter_table(stored) == parameter_table(mlp)
+    assert count_parameters(stored, 1) == count_parameters(mlp, 1)
+    assert jax.tree.leaves(trainable_mask(stored)) == [False, False, True, False, False]
+    with pytest.raises(UserError, match=r"trained chooses .gate.scale, which is a frozen part; choose only"):
+        trainable_mask(stored, lambda path: path == ".gate.scale")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8)), jnp.float32)
+    np.testing.assert_array_equal(project(x, stored.gate), project(x, stored.gate.materialise(jnp.float32)))
