@@ -1,7 +1,7 @@
 """The configuration of a run as frozen dataclasses; `moezoo.config.compose` fills them from the groups of `conf/`."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from moezoo.data import SOURCES, DataSettings
 from moezoo.errors import check_type
@@ -13,8 +13,9 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SCHEDULES, UPDATE_RULES, GuardSettings, Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
-from moezoo.parallel.execution import DType, check_dtype
+from moezoo.parallel.execution import DType, RoutingChoice, check_dtype
 from moezoo.parallel.mesh import MeshShape
+from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields
@@ -45,27 +46,25 @@ class ExecutionSettings:
     - `dtype`: dtype in which layers compute; weights are cast to it before they are gathered.
     - `param_dtype`: dtype of stored parameters.
     - `reduce_dtype`: dtype in which gradients are summed over devices.
-    - `remat`: what a layer keeps for its backward pass: `full` its input, `offload` its input in host memory, `dots`
-      also the results of matrix products, `none` everything except gathered weights.
     - `microbatches`: number of micro-steps per step; their gradients are summed.
     - `context_parallel`: how queries meet keys of other devices where the rules split the sequence: a name, or a value.
     - `sequence_order`: the order of tokens there, as in `moezoo.parallel.sequence_order`; with None, `balanced`, except
       where every layer has a window.
     - `grouped_matmul`, `attention`: backends of these kernels in the order in which they are tried; with None, the
       target and the sizes decide.
-    - `routing`: `learned` by the router; `random` or `balanced`, to measure speed.
+    - `remat`, `routing`: what a layer keeps for its backward pass, and who chooses experts, as in `Execution`.
     """
 
     dtype: DType = "float32"
     param_dtype: DType = "float32"
     reduce_dtype: DType = "float32"
-    remat: Literal["full", "offload", "dots", "none"] = "full"
+    remat: Remat = "full"
     microbatches: Size = 1
     context_parallel: ContextParallelName | ContextParallel = "gather"  # pyright: ignore[reportAssignmentType] a name is text
     sequence_order: SequenceOrder | None = None
     grouped_matmul: tuple[GroupedMatmulName, ...] | None = None
     attention: tuple[AttentionName, ...] | None = None
-    routing: Literal["learned", "random", "balanced"] = "learned"
+    routing: RoutingChoice = "learned"
 
     def __post_init__(self):
         for name in ("dtype", "param_dtype", "reduce_dtype"):

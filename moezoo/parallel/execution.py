@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -20,11 +19,6 @@ from jaxtyping import PyTree
 from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
 from moezoo.parallel.collectives import (
-    ATTENTION,
-    EXPERT_BIAS,
-    GATHERED_WEIGHT,
-    GROUPED_MATMUL,
-    LAYER_INPUT,
     InnerGroup,
     gather_weight,
     vary,
@@ -35,6 +29,7 @@ from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
 from moezoo.parallel.placement import Placement
+from moezoo.parallel.remat import REMAT, Remat, rematerialise
 from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
 from moezoo.parallel.stacked import InStack
@@ -46,7 +41,6 @@ UNSPLIT = Rules("unsplit", {}, {}, (), ())
 
 DType = Literal["float32", "bfloat16"]
 StoredDType = Literal["float32", "bfloat16", "float16"]
-Remat = Literal["full", "offload", "dots", "none"]
 RoutingChoice = Literal["learned", "random", "balanced"]
 
 
@@ -242,7 +236,7 @@ class Execution:
     @property
     def keep(self) -> Keep:
         """What kernels that can do either keep for the backward pass: products only where `remat` would save them."""
-        return "inputs" if self.remat in ("full", "offload") else "products"
+        return REMAT[self.remat].kernels_keep
 
     @property
     def strategy(self) -> Dispatch | None:
@@ -391,28 +385,8 @@ class Execution:
         return jax.tree.map(lambda x: vary(x, self.token_axes) if eqx.is_array(x) else x, module)
 
     def checkpoint(self, layer: Any) -> Any:
-        """Wrap `layer`, whose first argument is its input, in rematerialisation with the policy of `remat`."""
-        policy = {
-            "full": checkpoint_policies.nothing_saveable,
-            # XLA's CPU backend has one memory; offloaded values stay in place there.
-            "offload": checkpoint_policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[],
-                names_which_can_be_offloaded=[LAYER_INPUT],
-                offload_src="device",
-                offload_dst="pinned_host",
-            ),
-            "dots": checkpoint_policies.save_from_both_policies(
-                checkpoint_policies.checkpoint_dots,
-                checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_MATMUL, EXPERT_BIAS),
-            ),
-            "none": _everything_but_gathered_weights,
-        }[self.remat]
-
-        def named(x: Any, *rest: Any) -> Any:
-            # Inside the rematerialised function; outside it, the input would also stay in the device's memory.
-            return layer(checkpoint_name(x, LAYER_INPUT), *rest)
-
-        return jax.checkpoint(named if self.remat == "offload" else layer, policy=policy)
+        """Wrap `layer`, whose first argument is its input, in the rematerialisation of `remat`."""
+        return rematerialise(layer, self.remat)
 
 
 def check_dtype(key: str, value: Any, choices: Any = DType) -> jnp.dtype:
@@ -436,14 +410,3 @@ def place(model: PyTree, execution: Execution) -> PyTree:
         # Moved to a device instead of a sharding, an array of explicit axes would keep their type.
         return jax.device_put(model, SingleDeviceSharding(jax.devices()[0]))
     return jax.device_put(model, execution.shardings(model))
-
-
-def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Save everything except gathered weights, named or not.
-
-    An unnamed gathered weight is the result of an all-gather, or of a function with its own gradient around one.
-    Gathered tokens and results of kernels come from the same primitives; they are saved under their own names.
-    """
-    if primitive.name == "name":
-        return params["name"] != GATHERED_WEIGHT
-    return primitive.name not in ("all_gather", "all_gather_invariant", "custom_vjp_call")

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,8 +28,24 @@ from moezoo.training.step import Metrics, State, Step, check_shardings
 _LOAD_ROWS = 10
 # Saves by the clock are at least this many times as far apart as a save takes, so they cost at most 5% of the time.
 _LEAST_RATIO = 20
-# What processes agree on before a step: 0 for nothing, this for a save, otherwise the number of a signal (2 or more).
-_SAVE = 1
+
+
+class _Asked(NamedTuple):
+    """What is asked of the run between two steps.
+
+    Attributes:
+        signal: The number of a signal that ends it; 0 for none.
+        save: Whether a checkpoint is due by the clock.
+    """
+
+    signal: int = 0
+    save: bool = False
+
+    def agree(self) -> "_Asked":
+        """Return what all processes do: the signal of any of them, or else the save. All must call it at this point."""
+        # One number per process: 0 for nothing, 1 for a save, and signals, which are SIGINT (2) and SIGTERM (15).
+        number = distributed.largest(self.signal or int(self.save))
+        return _Asked(save=True) if number == 1 else _Asked(signal=number)
 
 
 class _Interrupted(Exception):  # noqa: N818  (it is not an error)
@@ -71,10 +88,10 @@ class Loop:
         self._saved_at = self._clock()
         with signals.awaiting(), report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
             for number in range(start + 1, cfg.steps + 1):
-                asked = distributed.largest(signals.number or (_SAVE if self._is_save_due() else 0))
-                if asked > _SAVE:
-                    self._stop(number - 1, state, asked)
-                due |= asked == _SAVE
+                asked = _Asked(signals.number, self._is_save_due()).agree()
+                if asked.signal:
+                    self._stop(number - 1, state, asked.signal)
+                due |= asked.save
                 began = time.perf_counter()
                 micro = [next(batches) for _ in range(cfg.execution.microbatches)]
                 batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))

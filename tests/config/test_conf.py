@@ -2,13 +2,17 @@ import dataclasses
 import functools
 import itertools
 import operator
+import re
+from typing import get_args
 
 import pytest
 
 from moezoo.config.compose import as_mapping, compose
 from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
 from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings, TrainConfig
+from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.mesh import AXES, MeshShape
+from moezoo.parallel.remat import Remat
 from moezoo.typed import convert
 
 
@@ -51,6 +55,14 @@ def test_train_yaml_agrees_with_the_settings():
     assert set(mapping["guard"]) == {field.name for field in dataclasses.fields(GuardSettings)}
     assert convert(GuardSettings, mapping["guard"], "guard") == GuardSettings()
     assert set(top_keys()) == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize(("key", "words"), [("remat", get_args(Remat)), ("routing", get_args(RoutingChoice))])
+def test_the_help_of_a_key_names_its_words(key, words):
+    """The help prints the comments of `train.yaml`, and the value of a key before its comment."""
+    line = re.search(rf"^  {key}: .*$", (CONF / "train.yaml").read_text(), re.MULTILINE)
+    assert line
+    assert set(words) <= set(re.findall(r"\w+", line[0]))
 
 
 def test_every_entry_of_every_group_composes():
