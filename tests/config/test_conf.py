@@ -9,6 +9,8 @@ from moezoo.config.compose import as_mapping, compose
 from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
 from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings, TrainConfig
 from moezoo.convert import convert
+from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.parallel.mesh import AXES, MeshShape
 
 
@@ -51,6 +53,13 @@ def test_train_yaml_agrees_with_the_settings():
     assert set(mapping["guard"]) == {field.name for field in dataclasses.fields(GuardSettings)}
     assert convert(GuardSettings, mapping["guard"], "guard") == GuardSettings()
     assert set(top_keys()) == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_the_comments_of_train_yaml_list_all_backends():
+    lines = (CONF / "train.yaml").read_text().splitlines()
+    for key, backends in (("attention", ATTENTION), ("grouped_matmul", GROUPED_MATMUL)):
+        (line,) = (line for line in lines if line.startswith(f"  {key}: null"))
+        assert [name for name in backends if name not in line] == []
 
 
 def test_every_entry_of_every_group_composes():
