@@ -161,8 +161,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     if VERSION in arguments:
         print_versions()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _FAILING:
-        # As stderr; a task must not fail when it prints its result. Only a command may change stdout, so functions that a
-        # program calls, such as `moezoo.train`, escape their own lines (`report.print_lines`).
+        # As stderr; a task must not fail when it prints its result. Only a command may change stdout, so what a program
+        # calls, such as `moezoo.train`, escapes its own lines (`report.print_lines`).
         sys.stdout.reconfigure(errors="backslashreplace")
     asked = "--help" in arguments or "-h" in arguments
     try:
