@@ -5,7 +5,7 @@ import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.typed import NotNegative, Positive, Range, Size, check_fields
+from moezoo.typed import NotNegative, Positive, Range, Size, check_fields, show, to_plain, types_of
 
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
 # is planned in Python, so a number without a limit could take hours before anything is refused.
@@ -148,6 +148,14 @@ class GroupedAttentionConfig(ModelConfig):
                 f"choose a multiple of {self.kv_heads}, because every key-value head serves the same number of heads"
             )
         check_rotary(self, "head_dim")
+
+
+def differing_settings(ours: ModelConfig, whose: str, theirs: ModelConfig) -> str:
+    """Return the settings in which the configuration of `whose`, such as "the model", is not that of cfg, or ""."""
+    if type(ours) is not type(theirs):
+        return f"{whose} has a {type(ours).__name__}, cfg.model is a {type(theirs).__name__}"
+    values = ((name, to_plain(getattr(ours, name)), to_plain(getattr(theirs, name))) for name in types_of(type(ours)))
+    return "; ".join(f"model.{k}={show(x)} in {whose}, {show(y)} in cfg" for k, x, y in values if x != y)
 
 
 def check_rotary(config: ModelConfig, name: str) -> None:

@@ -79,6 +79,7 @@ _V2: Settings = {
     "router.kept_groups": Key("topk_group", None, null=None),
     "router.gates": fixed({"router.gates": "scores"}, norm_topk_prob=False),
     "rope_pairs": fixed(rope_interleave=True),
+    "loss": fixed({"load_balance": 0.003}),  # of both released models, by their paper
     "method": Part(
         _read_method, lambda c: {"topk_method": "group_limited_greedy" if c.router.groups > 1 else "greedy"}
     ),

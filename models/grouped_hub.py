@@ -210,6 +210,7 @@ _TYPES = {
             "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
             "norm_over": Key("use_qk_norm", False, words=("nothing", "head")),
             "attention_bias": Key("attention_bias", False, words=("none", "inputs")),
+            "loss": fixed({"load_balance": 0.0001, "load_balance_over": "sequence"}),  # of all released, by their paper
         }
         | _first(1),
         _further(share=0.5) | {"mtp": fixed(num_nextn_predict_layers=0)},

@@ -155,8 +155,8 @@ def run_layers(
         if execution.sequence_axes and not mixer.splits_sequences:
             axes, kind = ", ".join(execution.sequence_axes), type(mixer).__name__
             raise UserError(
-                f"rules {execution.rules.name} split sequences over mesh axes {axes} and mixer {kind} needs whole "
-                "ones; use a mesh on which these have one device, or other rules"
+                f"rules {execution.rules.name} split sequences over mesh axes {axes}, mixer {kind} needs whole ones; "
+                "use a mesh on which these have one device, or other rules"
             )
     learns = cache is None and collect is None
 

@@ -169,7 +169,9 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     if VERSION in arguments:
         print_versions()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _FAILING:
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr; a task must not fail when it prints its result
+        # As stderr; a task must not fail when it prints its result. Only a command may change stdout, so what a program
+        # calls, such as `moezoo.train`, escapes its own lines (`report.print_lines`).
+        sys.stdout.reconfigure(errors="backslashreplace")
     asked = "--help" in arguments or "-h" in arguments
     try:
         if not asked:

@@ -19,6 +19,7 @@ from moezoo.errors import UserError, check_type
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
+from moezoo.models.config import differing_settings
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
@@ -42,8 +43,8 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
         return own
     remedy = "write dataclasses.replace(blueprint_of(cfg), trained=...)"
     check_type("blueprint", given, Blueprint, remedy)
-    if given.config != own.config:
-        raise UserError(f"blueprint: its configuration differs from cfg.model; {remedy}")
+    if differing := differing_settings(given.config, "the blueprint", own.config):
+        raise UserError(f"blueprint: {differing}; {remedy}")
     if given.dtype != own.dtype:
         raise UserError(f"blueprint: dtype is {given.dtype}, but execution.param_dtype={own.dtype}; {remedy}")
     return given

@@ -113,11 +113,12 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
         tolerance: The largest relative difference that counts as agreement.
 
     Raises:
-        UserError: PyTorch or transformers is not installed, or one of the two libraries cannot load the folder, or
-            `tokens` is more than `config.longest` of the model.
+        UserError: The folder is missing or damaged, PyTorch or transformers is not installed, one of the two libraries
+            cannot load the folder, or `tokens` is more than `config.longest` of the model.
     """
-    peer.require_peers()
     folder = Path(folder).expanduser()
+    nesting = open_folder(folder).nesting
+    peer.require_peers()
     model = from_pretrained(folder, dtype=jnp.float32)
     if tokens > (limit := model.config.longest).tokens:
         raise UserError(f"tokens={tokens} exceeds {limit}; compare at most {limit.tokens}")
@@ -125,7 +126,6 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     theirs_by_ours = pair_modules(model)
     ours = record_model(model, ids)
     names = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}
-    nesting = open_folder(folder).nesting
     theirs = peer.record_modules(peer.load_peer(folder), ids, set(names.values()))
     rows = tuple(
         _compare_module(nesting.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])

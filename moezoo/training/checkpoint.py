@@ -34,8 +34,9 @@ from moezoo.parallel import distributed
 # moezoo continues its own runs.
 FORMAT = 2
 _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
-# Orbax gives up a save after this time, and a process ends if it still waits for others later.
-_SAVE_SECONDS, _LATER_SECONDS = 1200, 60
+# Orbax gives up a save after some minutes, in which a file system may stall, and the time that its bytes take on a slow
+# disk, including the checksums, which one process reads. A process ends if it still waits for others later.
+_STALL_SECONDS, _BYTES_PER_SECOND, _LATER_SECONDS = 300, 50_000_000, 60
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
 
 
@@ -46,13 +47,14 @@ class Checkpoints:
     `seconds` is how long the last complete save took.
     """
 
-    def __init__(self, folder: Path, count: int):
-        """Use `folder`, and keep the newest `count` checkpoints in it."""
+    def __init__(self, folder: Path, count: int, size: int):
+        """Use `folder`, and keep the newest `count` checkpoints in it; all arrays of one have `size` bytes together."""
         import orbax.checkpoint as ocp
 
         _silence_orbax()
         self.folder, self._count = folder.absolute(), count
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=_SAVE_SECONDS)
+        self._most_seconds = _STALL_SECONDS + size // _BYTES_PER_SECOND
+        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=self._most_seconds)
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
         self._last: int | None = None
@@ -109,8 +111,8 @@ class Checkpoints:
 
     def _bounded(self) -> AbstractContextManager[None]:
         """Bound a wait for the other processes, which may be stuck or have failed in the save."""
-        late = f"the processes did not finish it within {_SAVE_SECONDS} s"
-        return distributed.within(_SAVE_SECONDS + _LATER_SECONDS, self._describe_failure(late))
+        late = f"the processes did not finish it within {self._most_seconds} s"
+        return distributed.within(self._most_seconds + _LATER_SECONDS, self._describe_failure(late))
 
     def _join(self) -> None:
         if self._finishing is not None:

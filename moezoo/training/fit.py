@@ -4,8 +4,9 @@ import jax
 
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
+from moezoo.models.config import differing_settings
 from moezoo.parallel.axes import is_stored, parameter_table
-from moezoo.typed import show, to_plain
+from moezoo.typed import show
 
 
 def describe_difference(model: LanguageModel, expected: LanguageModel) -> str:
@@ -13,12 +14,8 @@ def describe_difference(model: LanguageModel, expected: LanguageModel) -> str:
 
     Both may be shapes. Dtypes are not compared, and a container counts as the array that it stands for.
     """
-    ours, theirs = model.config, expected.config
-    if type(ours) is not type(theirs):
-        return f"the model has a {type(ours).__name__}, cfg.model is a {type(theirs).__name__}"
-    ours, theirs = to_plain(ours), to_plain(theirs)
-    if keys := [key for key in ours if ours[key] != theirs[key]]:
-        return "; ".join(f"model.{key}={show(ours[key])} in the model, {show(theirs[key])} in cfg" for key in keys)
+    if settings := differing_settings(model.config, "the model", expected.config):
+        return settings
     ours, theirs = ({path: shape for path, _, shape in parameter_table(each)} for each in (model, expected))
     for path in dict.fromkeys((*theirs, *ours)):
         if ours.get(path) != theirs.get(path):

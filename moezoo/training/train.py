@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from moezoo.config.build import build_execution
@@ -126,7 +127,8 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
         source, seq_len=cfg.seq_len, batch_size=micro, seed=cfg.seed, rows=feed.rows, start=prepared.batches_read
     )
     with writing_to("run_dir", folder):
-        checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep)
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep, size)
     loop = Loop(cfg, execution, step, source, log, checkpoints, feed)
     with Signals() as signals:
         try:

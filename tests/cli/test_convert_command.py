@@ -39,7 +39,7 @@ def run(tmp_path_factory) -> Path:
     shapes = Blueprint(cfg.model).shapes
     numbers = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), shapes)
     model = jax.device_put(numbers, moezoo.execution(cfg).shardings(shapes))
-    checkpoints = Checkpoints(folder / "checkpoints", count=1)
+    checkpoints = Checkpoints(folder / "checkpoints", count=1, size=0)
     about = {"versions": {"moezoo": "0"}, "config": as_mapping(cfg), "loader": {}}
     checkpoints.save(1, {"model": model, "training": {"step": np.zeros(2)}}, about)
     checkpoints.close()

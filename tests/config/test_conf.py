@@ -10,6 +10,8 @@ import pytest
 from moezoo.config.compose import as_mapping, compose
 from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
 from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings, TrainConfig
+from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.mesh import AXES, MeshShape
 from moezoo.parallel.remat import Remat
@@ -63,6 +65,13 @@ def test_the_help_of_a_key_names_its_words(key, words):
     line = re.search(rf"^  {key}: .*$", (CONF / "train.yaml").read_text(), re.MULTILINE)
     assert line
     assert set(words) <= set(re.findall(r"\w+", line[0]))
+
+
+def test_the_comments_of_train_yaml_list_all_backends():
+    lines = (CONF / "train.yaml").read_text().splitlines()
+    for key, backends in (("attention", ATTENTION), ("grouped_matmul", GROUPED_MATMUL)):
+        (line,) = (line for line in lines if line.startswith(f"  {key}: null"))
+        assert [name for name in backends if name not in line] == []
 
 
 def test_every_entry_of_every_group_composes():

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from moezoo.config.compose import as_mapping, compose, compose_onto
-from moezoo.config.overrides import CONF, read_yaml
-from moezoo.models import FAMILIES
+from moezoo.config.overrides import CONF, groups, read_yaml
+from moezoo.models import FAMILIES, family_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Auto
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
@@ -96,6 +96,13 @@ def test_a_preset_lists_every_number_and_computes_in_bfloat16(name):
     # A comment says how much room the token-moving strategies have for each row in use.
     ratio = f"{cfg.model.experts / cfg.model.experts_per_token:.3g}"
     assert f"up to {ratio} times the rows in use" in (CONF / "model" / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", groups()["model"])
+def test_a_folder_keeps_every_setting_of_a_preset(name):
+    """So `save_pretrained` has nothing to warn of."""
+    config = configuration(name).model
+    assert family_of(config).hub.lost(config) == {}
 
 
 def test_the_dtype_of_a_preset_can_be_set():

@@ -1,6 +1,7 @@
 """Reading and writing folders: what a good one keeps, and one line for each kind of damage."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from typing import Any
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 import moezoo
 from moezoo.hub import folders
+from moezoo.hub.parity import compare
 from moezoo.hub.tensors import Tensor
 from moezoo.models import DeepSeek, DeepSeekConfig, MixtralConfig
 from moezoo.models.grouped import GroupedConfig
@@ -44,6 +47,15 @@ def damaged(good, tmp_path):
 
 def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_parity_names_a_bad_folder_before_packages_that_are_missing(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with refused(str(tmp_path), "config.json"):
+        compare(tmp_path)
 
 
 def test_files_of_an_index(good, tmp_path):

@@ -36,6 +36,8 @@ def of_type(model_type: str, **changes: Any) -> GroupedConfig:
     router = {"ernie4_5_moe": Choice(choice_bias="learned", least_sum=0.4)}.get(model_type, SIGMOID)
     mlp = SMALL["expert_mlp"] if model_type == "minimax_m2" else 20  # no layer of that type has an MLP
     sizes: dict[str, Any] = {"mlp": mlp, "mlp_layers": (), "layers": 2, "model_type": model_type, "router": router}
+    if model_type == "glm4_moe":
+        sizes |= {"load_balance": 0.0001, "load_balance_over": "sequence"}
     return qwen3(**{**sizes, **changes})
 
 
@@ -59,7 +61,7 @@ def deepseek_v3(**changes: Any) -> DeepSeekConfig:
 
 def deepseek_v2(**changes: Any) -> DeepSeekConfig:
     """Return a tiny DeepSeek-V2; transformers needs an even offset to the rotated part of the latent."""
-    return deepseek_v3(**{"kv_lora": 4, "router": Choice(gates="scores"), **changes})
+    return deepseek_v3(**{"kv_lora": 4, "router": Choice(gates="scores"), "load_balance": 0.003, **changes})
 
 
 def mistral4(**changes: Any) -> DeepSeekConfig:

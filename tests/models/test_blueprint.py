@@ -68,7 +68,7 @@ def test_that_of_a_configuration():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"config": dataclasses.replace(TINY, vocab=16)}, "blueprint: its configuration differs from cfg.model"),
+        ({"config": dataclasses.replace(TINY, vocab=16)}, "blueprint: model.vocab=16 in the blueprint, "),
         ({"dtype": "bfloat16"}, "blueprint: dtype is bfloat16, but execution.param_dtype=float32"),
     ],
 )

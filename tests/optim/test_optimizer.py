@@ -139,7 +139,7 @@ def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(star
     assert step.traced is not None
 
     state = jax.device_put(jax.tree.map(lambda x: x + 1, state), step.state_shardings.optimizer)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     about = {"config": {}, "loader": {}, "versions": {"moezoo": "0"}}
     checkpoints.save(1, {"training": state}, about)
     checkpoints.wait()

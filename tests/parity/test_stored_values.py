@@ -378,7 +378,7 @@ def save(run: CompiledStep, folder: Any, step: int) -> None:
     """Write a checkpoint of the state."""
     about = {"versions": {"moezoo": importlib.metadata.version("moezoo")}, "config": {}, "loader": {}}
     folder.mkdir(exist_ok=True)
-    checkpoints = Checkpoints(folder, count=2)
+    checkpoints = Checkpoints(folder, count=2, size=0)
     checkpoints.save(step, {"model": run.state.model, "training": run.state[1:]}, about)
     checkpoints.close()
 

@@ -22,7 +22,7 @@ SAVED = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
 
 def test_arrays_of_another_model_are_refused_by_name(tmp_path):
     """Orbax would cast, or fail without the name of the array."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     checkpoints.save(1, {"model": SAVED}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
     about = read_about(checkpoints.folder, 1)
@@ -54,7 +54,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_complete(tmp_path, monkeypatch):
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", look)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     checkpoints.save(1, {"model": SAVED}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
     ((files, sums),) = found
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_any_layout_loads_in_others(tmp_path):
     first = layouts["fsdp_ep"]
     assert {"model", "adamw", "muon", "sgd"} <= set(first)
     values = jax.tree.map(lambda x: rng.permutation(x.size).reshape(x.shape).astype(x.dtype), first)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", count=len(MESHES))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=len(MESHES), size=0)
     for number, target in enumerate(layouts.values(), start=1):
         trees = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), values, target)
         checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})

@@ -265,7 +265,7 @@ def test_a_log_that_was_removed(tmp_path):
 
 def test_a_folder_of_checkpoints_that_was_removed(tmp_path):
     """Orbax would make it again, and save a run without its other files."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     (tmp_path / "checkpoints").rmdir()
     state = {"model": {"x": np.zeros(2)}, "training": {"y": np.zeros(2)}}
     checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
@@ -295,7 +295,7 @@ def test_every_wait_of_a_save_is_bounded(tmp_path, monkeypatch):
 
     waited = []
     monkeypatch.setattr(checkpoint.distributed, "within", within)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=3 * 10**9)
     for kind, name in ((checkpoints._orbax, "save"), (checkpoints, "_join"), (checkpoint.distributed, "together")):
         waits(kind, name)
     waits(checkpoints._orbax, "close")
@@ -304,8 +304,8 @@ def test_every_wait_of_a_save_is_bounded(tmp_path, monkeypatch):
     checkpoints.wait()
     checkpoints.close()
     assert waited == [(name, 1) for name in ("save", "_join", "together", "_join", "close")]
-    bound = f"{tmp_path}/checkpoints: a checkpoint could not be written (the processes did not finish it within 1200 s)"
-    assert [(seconds, message.partition(";")[0]) for seconds, message in bounds] == [(1260, bound)] * 3
+    bound = f"{tmp_path}/checkpoints: a checkpoint could not be written (the processes did not finish it within 360 s)"
+    assert [(seconds, message.partition(";")[0]) for seconds, message in bounds] == [(420, bound)] * 3
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):

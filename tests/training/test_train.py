@@ -172,7 +172,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     for save_seconds, saved in ((0, [3, 6, 8]), (10, [4, 8])):
         seconds = property(lambda self, taken=save_seconds: taken, lambda self, value: None)
         monkeypatch.setattr(Checkpoints, "seconds", seconds, False)
-        log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), cfg.checkpoint_keep)
+        log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 2, size=0)
         minutes = map(float, itertools.count(step=60))
         loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=minutes.__next__)
         batches = train_batches(source, **sizes, seed=cfg.seed, rows=feed.rows)
@@ -184,7 +184,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
 
 def test_a_save_is_timed(tmp_path):
     """The loop spaces saves by how long the last one took."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     assert checkpoints.seconds == 0
     state = {"model": {"x": jnp.zeros(2)}, "training": {"y": jnp.zeros(2)}}
     checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
