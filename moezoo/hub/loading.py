@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -105,10 +105,11 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> 
     require_names(arrays_by_path(shapes), tensors)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh
-    one: Any = SingleDeviceSharding(jax.devices()[0]) if mesh is None else None
-    shardings = (
-        jax.tree.map(lambda _: one, shapes) if execution is None or mesh is None else execution.shardings(shapes)
-    )
+    if execution is None or mesh is None:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: here, shapes)
+    else:
+        shardings = execution.shardings(shapes)
     arrays = {
         path: _Arriving(shape, sharding)
         for (path, shape), sharding in zip(arrays_by_path(shapes).items(), jax.tree.leaves(shardings), strict=True)
@@ -237,7 +238,7 @@ class _Numbers(Protocol):
 class _OnHost:
     """Numbers for CPU devices, which take over the memory that they are written to. No program may donate it."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[jax.Device]):
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[Any]):
         raw = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNED, np.uint8)
         start = -raw.ctypes.data % _ALIGNED
         self._numbers = raw[start : len(raw) - _ALIGNED + start].view(dtype).reshape(shape)
@@ -261,7 +262,7 @@ class _OnHost:
 class _OnDevices:
     """Numbers on other devices: each piece is sent, and put into an array by a program that donates it."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[jax.Device]):
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[Any]):
         self._dtype, self._lock = dtype, threading.Lock()
         empty = functools.partial(jnp.empty, shape, dtype)
         self._arrays = [jax.jit(empty, out_shardings=SingleDeviceSharding(device))() for device in devices]
@@ -296,7 +297,7 @@ class _Arriving:
 
     def __init__(self, shape: jax.ShapeDtypeStruct, sharding: Sharding):
         self._shape, self._sharding, self.boxes = shape, sharding, dict[Box, _Numbers]()
-        self._devices: dict[Box, list[jax.Device]] = {}
+        self._devices: dict[Box, list[Any]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
             cut = zip(index or (), shape.shape, strict=True)
             self._devices.setdefault(tuple(part.indices(size)[:2] for part, size in cut), []).append(device)

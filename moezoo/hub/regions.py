@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Region:
     def read(self, file: int) -> np.ndarray:
         """Return the numbers [`read_shape`] in the open file with this descriptor. Raises `EOFError` if it is short."""
         numbers = np.empty(self.size, np.uint8)
-        left = memoryview(numbers)
+        left: Any = numbers.data
         for offset, size in self.runs():
             end = offset + size
             while offset < end:

@@ -66,8 +66,8 @@ def value_and_gradients(implementation, window, operands, queries, keys, cotange
     """Return both results, and the gradients through both by all operands."""
 
     def run(operands):
-        *qkv, scale, sinks = operands
-        return attend(Operands(*qkv, queries, keys, window), scale, sinks=sinks, implementation=implementation)
+        q, k, v, scale, sinks = operands
+        return attend(Operands(q, k, v, queries, keys, window), scale, sinks=sinks, implementation=implementation)
 
     value, pull = jax.vjp(run, operands)
     return value, *pull(cotangent)
@@ -286,8 +286,8 @@ def test_on_a_mesh(implementation, over):
     def local(q, k, v, queries, keys, cotangent):
         q, k, v, queries, keys, cotangent = jax.tree.map(lambda x: x[0, 0], (q, k, v, queries, keys, cotangent))
 
-        def run(*qkv):
-            result, total = attend(Operands(*qkv, queries, keys, 3), 0.7, implementation=implementation)
+        def run(q, k, v):
+            result, total = attend(Operands(q, k, v, queries, keys, 3), 0.7, implementation=implementation)
             assert set(jax.typeof(result).mat.varying) == set(anywhere)
             assert set(jax.typeof(total).mat.varying) >= set("".join(over[:2] + over[3:]))
             return Attended(result, vary_like(total, result))

@@ -151,7 +151,7 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
     hops = collective_traffic(jax.make_jaxpr(mapped)(*arrays, sinks)).by("collective")[("ppermute",)].count
 
     def alone(q, kept, sinks):
-        operands = Operands(q, *kept, arrays[2], arrays[2], window)
+        operands = Operands(q, kept[0], kept[1], arrays[2], arrays[2], window)
         return attend(operands, scale, sinks=sinks, implementation="reference").result
 
     value, pull = jax.vjp(alone, *arrays[:2], sinks)

@@ -9,7 +9,7 @@ import pytest
 
 import moezoo
 from moezoo.config.build import build_execution
-from moezoo.training import progress
+from moezoo import progress
 from moezoo.training.pictures import (
     draw_losses,
     draw_routing,
