@@ -162,7 +162,7 @@ def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
 
 def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     """With a clock that advances by a minute per look; slow saves are 20 times as far apart as they take."""
-    overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5", "checkpoint_keep=9")
+    overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5")
     cfg = moezoo.compose(*tiny, *overrides)
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
@@ -172,7 +172,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     for save_seconds, saved in ((0, [3, 6, 8]), (10, [4, 8])):
         seconds = property(lambda self, taken=save_seconds: taken, lambda self, value: None)
         monkeypatch.setattr(Checkpoints, "seconds", seconds, False)
-        log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 2, size=0)
+        log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 9, size=0)
         minutes = map(float, itertools.count(step=60))
         loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=minutes.__next__)
         batches = train_batches(source, **sizes, seed=cfg.seed, rows=feed.rows)
