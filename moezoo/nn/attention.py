@@ -23,7 +23,7 @@ from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import BothCoordinates, Scoring
+from moezoo.parallel.context_parallel import BothCoordinates, Scoring, SplitOperands
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -133,7 +133,8 @@ class Attention(Mixer):
         scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
         if past is None:
             attend = context_parallel(execution).attend
-            y = attend(q, kept, None, expand, context.coordinates, scoring, execution.sequence_group)
+            operands = SplitOperands(q, kept, None, expand, context.coordinates, scoring)
+            y = attend(operands, execution.sequence_group)
         else:
             k, v = past.state.with_token(kept, past)
             y = attend_whole(q, k, v, BothCoordinates(context.queries, past.keys), scoring)

@@ -3,12 +3,12 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from moezoo.kernels.attention import Operands, attend
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.collectives import gather_tokens
-from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Expand, Scoring, SequenceGroup
+from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.execution import Execution
 
 
@@ -16,17 +16,9 @@ from moezoo.parallel.execution import Execution
 class GatherKept(ContextParallel):
     """All-gather what tokens keep, and expand it to keys and values on every device. Queries stay."""
 
-    def attend(
-        self,
-        q: Array,
-        kept: PyTree,
-        weights: PyTree,
-        expand: Expand,
-        coordinates: BothCoordinates,
-        scoring: Scoring,
-        group: SequenceGroup,
-    ) -> Array:
+    def attend(self, operands: SplitOperands, group: SequenceGroup) -> Array:
         """All-gather each array of `kept`; gradients are reduce-scattered."""
+        q, kept, weights, expand, coordinates, scoring = operands
         whole = jax.tree.map(lambda x: gather_tokens(x, group.axes, 1, tokens=group.token_axes), kept)
         return attend_whole(q, *expand(weights, whole), coordinates, scoring)
 

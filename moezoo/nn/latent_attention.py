@@ -29,7 +29,7 @@ from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import BothCoordinates, Scoring
+from moezoo.parallel.context_parallel import BothCoordinates, Scoring, SplitOperands
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -133,8 +133,8 @@ class LatentAttention(Mixer):
             # With many queries, making keys and values of every head takes the fewest operations.
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
-            mine = group.enter(kept)
-            y = attend(q, mine, weights, expand, context.coordinates, scoring, execution.sequence_group)[:, :, :, 0]
+            operands = SplitOperands(q, group.enter(kept), weights, expand, context.coordinates, scoring)
+            y = attend(operands, execution.sequence_group)[:, :, :, 0]
         else:
             seen = group.enter(past.state.with_token(kept, past))
             y = self._attend_to_latents(plain, turned, seen, BothCoordinates(context.queries, past.keys), scoring)

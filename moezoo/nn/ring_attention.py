@@ -33,8 +33,8 @@ from moezoo.parallel.context_parallel import (
     ContextParallel,
     Coordinates,
     Expand,
-    Scoring,
     SequenceGroup,
+    SplitOperands,
 )
 from moezoo.parallel.kernels import KernelOrder
 
@@ -43,24 +43,15 @@ from moezoo.parallel.kernels import KernelOrder
 class RotateKept(ContextParallel):
     """Attend to the tokens of one device at a time, while those of the next are on their way."""
 
-    def attend(
-        self,
-        q: Array,
-        kept: PyTree,
-        weights: PyTree,
-        expand: Expand,
-        coordinates: BothCoordinates,
-        scoring: Scoring,
-        group: SequenceGroup,
-    ) -> Array:
+    def attend(self, operands: SplitOperands, group: SequenceGroup) -> Array:
         """Join the parts in float32, with the sinks once."""
-        scale, window, sinks, order = scoring
+        q, kept, weights, expand, coordinates, (scale, window, sinks, order) = operands
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         learned, rest = eqx.partition(weights, eqx.is_inexact_array)
-        operands = (q, kept, learned, rest, coordinates, sinks)
-        alike = jax.tree.leaves(operands)
-        operands = jax.tree.map(lambda x: vary_like(x, *alike), operands)
-        return _attend(_Options(expand, group, window, order), *operands)
+        inputs = _Inputs(q, kept, learned, rest, coordinates, sinks)
+        alike = jax.tree.leaves(inputs)
+        inputs = jax.tree.map(lambda x: vary_like(x, *alike), inputs)
+        return _attend(_Options(expand, group, window, order), inputs)
 
 
 class _Options(NamedTuple):
@@ -84,12 +75,11 @@ class _Inputs(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, *inputs: Any) -> Array:
-    return _forward(options, *inputs)[0]
+def _attend(options: _Options, inputs: _Inputs) -> Array:
+    return _forward(options, inputs)[0]
 
 
-def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
-    inputs = _Inputs(*operands)
+def _forward(options: _Options, inputs: _Inputs) -> tuple[Array, tuple[_Inputs, Softmax]]:
     hops = _count_hops(options.group, inputs.q.shape[1], options.window)
 
     def part(kept: PyTree, hop: Any) -> Softmax:
@@ -114,7 +104,7 @@ def _forward(options: _Options, *operands: Any) -> tuple[Array, Any]:
     return whole.result, (inputs, whole)
 
 
-def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array) -> tuple:
+def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array) -> tuple[_Inputs]:
     inputs, whole = residuals
     hops = _count_hops(options.group, inputs.q.shape[1], options.window)
 
@@ -154,7 +144,7 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
     by_inputs = (by_q, own, by_weights)
     like = (inputs.q, inputs.kept, inputs.learned)
     by_q, own, by_weights = jax.tree.map(lambda x, y: x.astype(y.dtype), by_inputs, like)
-    return by_q, own, by_weights, None, None, by_sinks
+    return (inputs._replace(q=by_q, kept=own, learned=by_weights, rest=None, coordinates=None, sinks=by_sinks),)
 
 
 _attend.defvjp(_forward, _backward)

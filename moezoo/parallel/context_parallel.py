@@ -1,14 +1,8 @@
 """The contract of context parallelism: how queries meet keys of tokens on other devices.
 
-Where the sequence is split over devices, attention passes three things to `ContextParallel.attend`:
-
-- its queries;
-- `kept`, what its own tokens keep for later queries: a tree of arrays [batch, tokens, ...], such as keys and values, or
-  the latents of latent attention;
-- `expand(weights, kept) -> keys, values`.
-
-Devices exchange `kept`, which may be much smaller than the keys and values made from it. Implementations are in
-`moezoo.nn.context_parallel`.
+Where the sequence is split over devices, attention passes `SplitOperands` to `ContextParallel.attend`: its queries,
+what its own tokens keep for later queries, and a function that makes keys and values of that. Devices exchange what
+tokens keep, which may be much smaller than the keys and values. Implementations are in `moezoo.nn.context_parallel`.
 """
 
 import abc
@@ -78,6 +72,28 @@ class SequenceGroup(NamedTuple):
 Expand = Callable[[PyTree, PyTree], tuple[Array, Array]]
 
 
+class SplitOperands(NamedTuple):
+    """The operands of attention on a split sequence.
+
+    Attributes:
+        q: The queries of this device's tokens, in the dtype that the layer computes in.
+        kept: What this device's tokens keep for later queries: a tree of arrays [batch, tokens, ...], such as keys and
+            values, or the latents of latent attention. Devices exchange these.
+        weights: Every parameter that `expand` uses, already gathered. They are an operand so that an implementation
+            with its own gradient can return theirs.
+        expand: A function that makes keys and values of `weights` and a `kept` of any number of tokens.
+        coordinates: The result of `ContextParallel.coordinates`.
+        scoring: The scale, window, sinks and backends.
+    """
+
+    q: Float[Array, "batch queries kv_heads group head_dim"]
+    kept: PyTree
+    weights: PyTree
+    expand: Expand
+    coordinates: BothCoordinates
+    scoring: Scoring
+
+
 @dataclasses.dataclass(frozen=True)
 class ContextParallel(abc.ABC):
     """How queries meet the keys of other devices. On a group of one device, queries meet their own keys.
@@ -101,25 +117,12 @@ class ContextParallel(abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self,
-        q: Float[Array, "batch queries kv_heads group head_dim"],
-        kept: PyTree,
-        weights: PyTree,
-        expand: Expand,
-        coordinates: BothCoordinates,
-        scoring: Scoring,
-        group: SequenceGroup,
+        self, operands: SplitOperands, group: SequenceGroup
     ) -> Float[Array, "batch queries kv_heads group value_dim"]:
         """Attend from this device's queries to the keys of the whole sequence.
 
         Args:
-            q: The queries, in the dtype that the layer computes in.
-            kept: What this device's tokens keep: arrays [batch, tokens, ...]. Devices exchange these.
-            weights: Every parameter that `expand` uses, already gathered. They are an argument so that an
-                implementation with its own gradient can return theirs.
-            expand: A function that makes keys and values of `weights` and a `kept` of any number of tokens.
-            coordinates: The result of `coordinates`.
-            scoring: The scale, window, sinks and backends.
+            operands: The queries, and what keys and values are made of.
             group: The devices that share sequences.
 
         Returns:

@@ -24,7 +24,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
-from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup
+from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.kernels import KernelOrder, target_of
 from moezoo.training.build import build_step
 
@@ -181,7 +181,7 @@ def compiled_ring(kind, kept, tokens=1024, heads=2, options=None):
     def local(q, kept, weights, at, back):
         def attend(q, kept, weights):
             way = RotateKept()
-            return way.attend(q, kept, weights, make, way.coordinates(at, group), scoring, group)
+            return way.attend(SplitOperands(q, kept, weights, make, way.coordinates(at, group), scoring), group)
 
         value, pull = jax.vjp(attend, q, kept, weights)
         return value, *pull(back)

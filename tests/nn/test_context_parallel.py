@@ -18,7 +18,7 @@ from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Coordinates, Scoring
+from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Coordinates, Scoring, SplitOperands
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.rules import Rules
@@ -47,13 +47,14 @@ class PassAround(ContextParallel):
     def coordinates(self, queries, group):
         return BothCoordinates(queries, queries)
 
-    def attend(self, q, kept, weights, expand, coordinates, scoring, group):
+    def attend(self, operands, group):
+        q, kept, weights, expand, coordinates, scoring = operands
         around = [(i, (i + 1) % group.size) for i in range(group.size)]
         travelling, parts = (kept, coordinates.keys), []
         for _ in range(group.size):
             keys, values = expand(weights, travelling[0])
-            operands = Operands(q, keys, values, coordinates.queries, travelling[1], scoring.window)
-            parts.append(attend(operands, scoring.scale, implementation=scoring.order))
+            part = Operands(q, keys, values, coordinates.queries, travelling[1], scoring.window)
+            parts.append(attend(part, scoring.scale, implementation=scoring.order))
             travelling = jax.tree.map(lambda x: lax.ppermute(x, group.axes, around), travelling)
         return functools.reduce(join, parts).result
 
@@ -134,8 +135,8 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
 
     def run(group, q, kept, at, cotangent, sinks):
         def attend_to(q, kept, sinks):
-            scoring = Scoring(scale, window, sinks)
-            return RotateKept().attend(q, kept, None, expand_pair, RotateKept().coordinates(at, group), scoring, group)
+            coordinates, scoring = RotateKept().coordinates(at, group), Scoring(scale, window, sinks)
+            return RotateKept().attend(SplitOperands(q, kept, None, expand_pair, coordinates, scoring), group)
 
         value, pull = jax.vjp(attend_to, q, kept, sinks)
         return value, *pull(cotangent)

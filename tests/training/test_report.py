@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import moezoo
-from moezoo.config.build import build_execution
 from moezoo import progress
+from moezoo.config.build import build_execution
 from moezoo.training.pictures import (
     draw_losses,
     draw_routing,
