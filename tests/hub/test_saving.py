@@ -122,6 +122,24 @@ def test_processes_fail_together(two):
         assert "bfloat16[40, 16]" in found["other"]
 
 
+def test_two_processes_load_what_each_holds(two):
+    """Numbers are compared in the processes. Their devices split every matrix, and only vectors are on all of them."""
+    folder, printed = two
+    for name in SAVED:
+        size = sum(x.nbytes for x in jax.tree.leaves(model(name)))
+        for found in printed:
+            read, held = found["loaded"][name]
+            assert held <= read <= size  # tiny rows: what lies between is read too
+        assert sum(found["loaded"][name][1] for found in printed) < 1.2 * size
+    for key, begin, end in (
+        ("two folders", f"the processes have different folders {folder}", "copy one to all of them"),
+        ("failed read", f"{folder}/mixtral/model.safetensors: ", "download the file again"),
+    ):
+        for found in printed:
+            assert found[key].removeprefix("process 1: ").startswith(begin)
+            assert found[key].endswith(end)
+
+
 def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIGS["mixtral"], embed=64, expert_mlp=128)
     numbers = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), Blueprint(config).shapes)

@@ -1,7 +1,8 @@
-"""Models laid out over two processes and saved by both: `python two_saves.py PORT PROCESS FOLDER`."""
+"""Models laid out over two processes, saved and loaded by both: `python two_saves.py PORT PROCESS FOLDER`."""
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -59,6 +60,45 @@ def contained(numbers: Any) -> Any:
     return jax.tree.map(np.asarray, store(jax.tree.map(jax.numpy.asarray, numbers), lambda path: ".experts." in path))
 
 
+def load(folder: Path, saved: Any) -> list[int]:
+    """Load a model as it is laid out here, compare it with that one, and return the bytes read and the bytes held."""
+    read, preadv = [], os.preadv
+
+    def record(*arguments: Any) -> int:
+        read.append(preadv(*arguments))
+        return read[-1]
+
+    os.preadv = record
+    mesh = saved.embedding.weight.sharding.mesh
+    model = moezoo.from_pretrained(folder, moezoo.Execution(mesh, moezoo.compose().rules))
+    os.preadv = preadv
+    held = 0
+    for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(saved), strict=True):
+        assert array.sharding == other.sharding
+        for one, two in zip(array.addressable_shards, other.addressable_shards, strict=True):
+            np.testing.assert_array_equal(one.data, two.data)
+        held += sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
+    return [sum(read), held]
+
+
+def fail_to_load(folder: Path, process: int, mesh: moezoo.MeshShape) -> dict[str, str]:
+    """Load where process 1 has another folder, and where its disk fails; return the messages."""
+    execution = moezoo.Execution(moezoo.make_mesh(mesh), moezoo.compose().rules)
+    found, preadv = {}, os.preadv
+
+    def failing(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    for key, name in (("two folders", "tied" if process else "mixtral"), ("failed read", "mixtral")):
+        os.preadv = failing if process and key == "failed read" else preadv
+        try:
+            moezoo.from_pretrained(folder / name, execution)
+        except moezoo.UserError as error:
+            found[key] = str(error)
+    os.preadv = preadv
+    return found
+
+
 def main(port: str, process: int, folder: Path) -> None:
     """Save every model, then again where this process fails, or has another model than the other."""
     distributed.start(Manual(f"localhost:{port}", 2, process), 4)
@@ -68,7 +108,8 @@ def main(port: str, process: int, folder: Path) -> None:
         moezoo.save_pretrained(placed[name], folder / name, max_shard_size=most)
     moezoo.save_pretrained(lay_out(contained(model("tied")), mesh), folder / "contained")
     carried = moezoo.save_pretrained(placed["deepseek"], folder / "like", like=folder / "deepseek")
-    found: dict[str, Any] = {"changed": carried.changed}
+    loaded = {name: load(folder / name, placed[name]) for name in SAVED}
+    found: dict[str, Any] = {"changed": carried.changed, "loaded": loaded, **fail_to_load(folder, process, mesh)}
 
     def failing(self: Any, place: Any, value: Any) -> None:
         raise OSError(28, "No space left on device")
