@@ -40,7 +40,7 @@ from moezoo.parallel.memory import check_devices
 from moezoo.typed import show
 
 _THREADS = 4
-_LARGEST_PIECE = 2**23  # bytes
+_LARGEST_PIECE = 2**22  # bytes
 _ALIGNED = 64  # JAX takes over an array in host memory that begins at a multiple of so many bytes, without a copy.
 
 
@@ -52,7 +52,7 @@ def from_pretrained(
     Nothing is downloaded, and no code from the folder runs. Of a model for images the text model is loaded. A warning
     names tensors that no parameter has, such as those for images, and one those that hold NaN or infinities.
 
-    The host needs little memory besides the arrays of its own devices: less than two of the largest tensors, or 100 MB.
+    The host needs little memory besides the arrays of its own devices: about as much as one of the largest tensors, or 150 MB.
     If devices of several processes hold the model, all of these processes call this function, and each reads what its
     own devices hold.
 
