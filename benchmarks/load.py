@@ -40,14 +40,13 @@ def run(keys: Any) -> Report:
         for layout in keys.layout:
             cfg = compose(*model, *layout.split())
             build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
-    rows: list[Row] = []
     with (
         new_folder(keys.folder, "folder"),
         tempfile.TemporaryDirectory() as temporary,
         interrupts.undoing(partial(shutil.rmtree, temporary, ignore_errors=True)),
     ):
-        for gb, model in models.items():
-            rows += _load(Path(keys.folder or temporary, f"{gb:g}"), model, keys)
+        parent = Path(keys.folder or temporary)
+        rows = [row for gb, model in models.items() for row in _load(parent / f"{gb:g}", model, keys)]
     columns = [Column("GB", "file_bytes", ".2f", 1e9), Column("layout", "layout"), Column("s", "seconds", ".2f")]
     columns += [Column("floor s", "floor_seconds", ".2f"), Column("ratio", ratio("seconds", "floor_seconds"), ".2f")]
     titles = {"rest_bytes": "arrays MB", "peak_bytes": "peak MB", "floor_peak_bytes": "floor peak MB"}
@@ -81,10 +80,9 @@ def _load(folder: Path, model: Sequence[str], keys: Any) -> Iterator[Row]:
             **written,
             "seconds": seconds[layout],
             "floor_seconds": seconds["floor"],
-            "rest_bytes": found[layout][0]["rest_bytes"],
+            **{key: found[layout][0][key] for key in ("rest_bytes", "device", "devices")},
             "peak_bytes": peaks[layout],
             "floor_peak_bytes": peaks["floor"],
-            "device": found[layout][0]["device"],
         }
 
 
@@ -96,6 +94,6 @@ def _run(what: str, folder: Path, *words: str) -> Row:
     with process, interrupts.undoing(process.kill):
         out, err = process.communicate()
     if process.returncode:
-        reason = (err.splitlines() or ["it printed nothing"])[-1].removeprefix("error: ")
-        raise UserError(f"{folder}: {what} ended with code {process.returncode}: {reason}")
+        reason = (err.splitlines() or ["nothing printed"])[-1].removeprefix("error: ")
+        raise UserError(f"{folder}: {what} ended with code {process.returncode} ({reason})")
     return json.loads(out.splitlines()[-1])

@@ -29,7 +29,7 @@ def main(what: str, folder: Path, *words: str) -> dict[str, Any]:
     cfg = compose(*words)
     if what == "floor":
         start()
-        return _measure(lambda: _floor(folder))
+        return _measure(lambda: load_floor(folder))
     if what == "load":
         execution = build_execution(cfg, batches="any")
         return _measure(lambda: from_pretrained(folder, execution))
@@ -39,7 +39,7 @@ def main(what: str, folder: Path, *words: str) -> dict[str, Any]:
     return {"file_bytes": sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))}
 
 
-def _floor(folder: Path) -> list[jax.Array]:
+def load_floor(folder: Path) -> list[jax.Array]:
     """Load the tensors as they are stored, and bring every matrix into the order in which JAX multiplies with it."""
     arrays = [array for path in sorted(folder.glob("*.safetensors")) for array in load_file(path).values()]
     return [jax.device_put(np.ascontiguousarray(array.T)) for array in arrays]
@@ -57,7 +57,8 @@ def _measure(load: Callable[[], Any]) -> dict[str, Any]:
     shards = [shard.data for array in jax.tree.leaves(loaded) for shard in array.addressable_shards]
     rest = sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
     peak = _most_memory() - empty - (rest if device.platform == "cpu" else 0)
-    return {"seconds": seconds, "rest_bytes": rest, "peak_bytes": peak, "device": device.device_kind}
+    where = {"device": device.device_kind, "devices": len({shard.device for shard in shards})}
+    return {"seconds": seconds, "rest_bytes": rest, "peak_bytes": peak, **where}
 
 
 def _most_memory() -> int:

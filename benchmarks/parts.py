@@ -199,7 +199,9 @@ class Generate(WithModels, Timed):
 class Load(Keys):
     """Keys of `load`."""
 
-    gb: tuple[float, ...] = key("about the GB of a folder", "GB", default=(0.3, 1.0, 3.0), valid=Range(above=0))
+    gb: tuple[float, ...] = key(
+        "about the GB of a folder; by default 0.3, 1 and 3", "GB", default=(0.3, 1.0, 3.0), valid=Range(above=0)
+    )
     layout: tuple[str, ...] = key("a layout; by default one device", '"KEY=VALUE ..."', default=("mesh=single",))
     samples: int = key("loads of each", default=3, valid=_POSITIVE)
     folder: str | None = key("a new folder that keeps the models, by default none", "FOLDER", default=None)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from benchmarks import generate, kernels, timing
+from benchmarks.one_load import load_floor
 from benchmarks.parts import LAYOUTS, NARROW, PARTS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.steps import Turns, model_flops, overrides
@@ -198,7 +200,7 @@ def test_load(capsys):
     assert "peak MB" in out
     assert "load 1/1 of kept/0.1: floor" in err
     (row,) = json.loads(Path("s/rows.json").read_text())
-    assert row["layout"] == "rules=ep_as_dp mesh.data=2 mesh.expert=4"
+    assert (row["layout"], row["devices"]) == ("rules=ep_as_dp mesh.data=2 mesh.expert=4", 8)
     file = Path("kept/0.1/model.safetensors")
     assert row["file_bytes"] == file.stat().st_size == pytest.approx(1e8, rel=0.05)
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
@@ -209,6 +211,15 @@ def test_load(capsys):
     assert 0 <= row["peak_bytes"] < 0.5e8 < row["floor_peak_bytes"]
     code, _, err = bench(capsys, "load", *options[:-1])
     assert (code, err) == (2, "error: folder=kept is not empty; name a new folder\n")
+
+
+def test_the_floor_of_loading(tmp_path):
+    """It reads every file, and transposes matrices in memory."""
+    stored = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
+    for name, values in stored.items():
+        save_file({name: values}, tmp_path / f"{name}.safetensors")
+    for found, values in zip(load_floor(tmp_path), stored.values(), strict=True):
+        np.testing.assert_array_equal(found, values.T)
 
 
 def test_compiled_steps(capsys):
