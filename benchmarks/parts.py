@@ -196,6 +196,18 @@ class Generate(WithModels, Timed):
 
 
 @dataclasses.dataclass(frozen=True)
+class Load(Keys):
+    """Keys of `load`."""
+
+    gb: tuple[float, ...] = key(
+        "about the GB of a folder; by default 0.3, 1 and 3", "GB", default=(0.3, 1.0, 3.0), valid=Range(above=0)
+    )
+    layout: tuple[str, ...] = key("a layout; by default one device", '"KEY=VALUE ..."', default=("mesh=single",))
+    samples: int = key("loads of each", default=3, valid=_POSITIVE)
+    folder: str | None = key("a new folder that keeps the models, by default none", "FOLDER", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention(Typed, Timed):
     """Keys of `attention`."""
 
@@ -233,7 +245,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
     taken = take(kind, arguments)
     keys: Any = taken.options
     with results.new_folder(keys.out):
-        from benchmarks import attention, compiled, generate, kernels, layouts, profile, strategies, train_step
+        from benchmarks import attention, compiled, generate, kernels, layouts, load, profile, strategies, train_step
 
         runs = {
             "grouped_matmul": lambda: kernels.run(part, keys),
@@ -244,6 +256,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "strategies": lambda: strategies.run(keys, taken.rest),
             "layouts": lambda: layouts.run(keys, taken.rest),
             "generate": lambda: generate.run(keys),
+            "load": lambda: load.run(keys),
             "compile": lambda: compiled.run(keys),
         }
         results.show(part, runs[part](), keys.json, keys.out)
@@ -257,7 +270,8 @@ def _configure(kind: type[Keys], *arguments: str) -> Any:
 
 def _part(name: str, kind: type[Keys], summary: str, *examples: str) -> Command:
     task: Any = partial(_run, name, kind)
-    description = f"Measure {summary}, alternately in one process.\nA key with several values is given once for each. "
+    where = ", each time in a process of its own" if name == "load" else " in one process"
+    description = f"Measure {summary}, alternately{where}.\nA key with several values is given once for each. "
     description += "docs/benchmarks.md defines every number."
     if name not in ("profile", "strategies", "layouts"):
         return KeysCommand(name, summary, task, description, kind, examples)
@@ -285,6 +299,7 @@ _PARTS = (
         "absent=h200 absent=v5p tokens=2048 head_dim=128 value_dim=128",
     ),
     _part("generate", Generate, "generation next to transformers, or under several layouts", "call=8x32x64", _SERVED),
+    _part("load", Load, "loading a Hugging Face folder: time and memory", "gb=1 layout=mesh=single layout=mesh=ep8"),
     _part(
         "compile",
         Compile,

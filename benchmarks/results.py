@@ -119,14 +119,14 @@ def log(text: str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: str | None) -> Iterator[None]:
-    """Make the folder that results are written to; it is removed again if there are none."""
+def new_folder(out: str | None, key: str = "out") -> Iterator[None]:
+    """Make the folder that the key `key` names, if it does; it is removed again if nothing is written there."""
     with contextlib.ExitStack() as held:
         if out is not None:
-            with writing_to("out", out):
+            with writing_to(key, out):
                 held.enter_context(making(Path(out)))
                 if any(Path(out).iterdir()):
-                    raise UserError(f"out={out} is not empty; name a new folder")
+                    raise UserError(f"{key}={out} is not empty; name a new folder")
         yield
 
 

@@ -2,13 +2,16 @@
 
 import json
 import shlex
+import struct
 from itertools import count, product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from benchmarks import generate, kernels, timing
+from benchmarks.one_load import load_floor
 from benchmarks.parts import LAYOUTS, NARROW, PARTS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.steps import Turns, model_flops, overrides
@@ -189,6 +192,36 @@ def test_generate_under_layouts(capsys, monkeypatch):
     assert [samples / noisy[0][1] for _, samples in noisy] == [1, 2, 4]
 
 
+def test_load(capsys):
+    """What several devices hold counts once. The floor has every array twice for a moment; `moezoo` has few MB more."""
+    options = ["gb=0.1", "layout=rules=ep_as_dp mesh.data=2 mesh.expert=4", "samples=1", "folder=kept", "out=s"]
+    code, out, err = bench(capsys, "load", *options)
+    assert code == 0
+    assert "peak MB" in out
+    assert "load 1/1 of kept/0.1: floor" in err
+    (row,) = json.loads(Path("s/rows.json").read_text())
+    assert (row["layout"], row["devices"]) == ("rules=ep_as_dp mesh.data=2 mesh.expert=4", 8)
+    file = Path("kept/0.1/model.safetensors")
+    assert row["file_bytes"] == file.stat().st_size == pytest.approx(1e8, rel=0.05)
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    assert row["rest_bytes"] == row["file_bytes"] - 8 - length
+    assert 0 < row["seconds"] < 60
+    assert 0 < row["floor_seconds"] < 60
+    assert f"{row['seconds'] / row['floor_seconds']:.2f}" in out
+    assert 0 <= row["peak_bytes"] < 0.5e8 < row["floor_peak_bytes"]
+    code, _, err = bench(capsys, "load", *options[:-1])
+    assert (code, err) == (2, "error: folder=kept is not empty; name a new folder\n")
+
+
+def test_the_floor_of_loading(tmp_path):
+    """It reads every file, and transposes matrices in memory."""
+    stored = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
+    for name, values in stored.items():
+        save_file({name: values}, tmp_path / f"{name}.safetensors")
+    for found, values in zip(load_floor(tmp_path), stored.values(), strict=True):
+        np.testing.assert_array_equal(found, values.T)
+
+
 def test_compiled_steps(capsys):
     """A whole step, compiled for this machine: its bytes are those of the formula."""
     words = f"{SMALL} mesh.context=2 execution.context_parallel=ring optimizer=sgd"
@@ -275,6 +308,10 @@ def test_profile(capsys):
         ("generate 'model= '", "model=' ': must be a model, such as mixtral"),
         ("generate 'model=mixtral_115m mesh=ep8'", "mesh=ep8 does not belong to the model"),
         ("generate 'model=mixtral_115m model.embd=3'", "model.embd"),
+        ("load gb=0", "gb=0 must be above 0"),
+        ("load gb=1e6", "gb=1e+06: the floor, with every array twice, needs at least 1,862,645.1 GiB of memory, and"),
+        ("load layout=mesh.expert=3", "mesh.expert=3 splits experts 3 ways but model.experts=8"),
+        ("load layout=model.layers=3", "layout=model.layers=3: model.layers must be the same for all; a layout sets"),
         ("compile shape=L1 step=model=mixtral", "shape= is for kernels and step= for training steps; leave one of"),
         ("compile absent=cpu", "absent=cpu: only whole steps are compiled for it; name them with step="),
         ("compile absent=v5q", "absent device v5q: not known; did you mean"),
