@@ -134,7 +134,7 @@ class ConfigJson:
                     raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
                 raise UserError(
                     f"{shown}: moezoo reads no weights of few bits; load another version of the model, without {key}, "
-                    "or convert this one to bfloat16 first (docs/start.md shows how)"
+                    "or convert this one to bfloat16 first (docs/folders.md shows how)"
                 )
 
     def _label(self, key: str) -> str:
