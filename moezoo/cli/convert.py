@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
 
 COMMAND = KeysCommand(
     "convert",
-    "write a run's model as a Hugging Face folder, or a folder in another dtype",
+    "write a run or a folder as a new Hugging Face folder",
     main,
     description="Write the model of a run, of its newest checkpoint, as a Hugging Face folder, or copy a Hugging Face "
     "folder in another dtype. No device holds the model: it is read and written tensor by tensor.\n"
