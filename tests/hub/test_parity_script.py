@@ -136,7 +136,7 @@ PLANTED: dict[str, tuple[str, Any, str]] = {
     ),
     "an expert": (
         "mixtral",
-        change_part(lambda m: mixtral_block(m).feed_forward.experts.down, lambda x: x.at[1, 3].multiply(1.01)),
+        change_part(lambda m: mixtral_block(m).feed_forward.experts.down, lambda x: x.at[1, 2].multiply(1.01)),
         "model.layers.1.block_sparse_moe.experts",
     ),
     "last norm": ("mixtral", change_part(lambda m: m.unembedding.norm.scale, lambda x: x * 1.01), "model.norm"),
