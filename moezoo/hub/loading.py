@@ -99,9 +99,9 @@ class _Loaded(NamedTuple):
 def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> _Loaded:
     opened = open_folder(folder)
     files = opened.files
-    dtype = dtype or files.common_dtype()
+    tensors, unused = check_tensors(opened, Blueprint(opened.config).shapes)
+    dtype = dtype or files.common_dtype(tensor.name for tensor in tensors)
     shapes = Blueprint(opened.config, str(dtype)).shapes
-    tensors, unused = check_tensors(opened, shapes)
     require_names(arrays_by_path(shapes), tensors)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh

@@ -64,6 +64,9 @@ class WeightFiles:
         weakref.finalize(self, _close, self._open)
         if (folder / INDEX).exists():
             places = _read_index(folder / INDEX)
+            if (folder / SINGLE).exists() and folder / SINGLE not in places.values():
+                both = f"{SINGLE} and {INDEX}, which does not name it"
+                raise UserError(f"{folder} has {both}; libraries differ in which they read, so take one out")
             headers = {path: self._read_header(path) for path in sorted(set(places.values()))}
             if lost := [name for name, path in places.items() if name not in headers[path]]:
                 path, name = places[lost[0]], show(lost[0])
@@ -94,15 +97,12 @@ class WeightFiles:
             for name, about in entries.items()
         }
 
-    def common_dtype(self) -> np.dtype:
-        """Return the dtype that most stored numbers have; float32 for float64."""
+    def common_dtype(self, names: Iterable[str]) -> np.dtype:
+        """Return the dtype that most numbers of these tensors have, after `check`; float32 for float64."""
         sizes: dict[str, int] = {}
-        for tensor in self.tensors.values():
+        for tensor in map(self.tensors.__getitem__, names):
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
-        most = max(sizes, key=lambda kind: sizes[kind])
-        if most not in DTYPES:
-            raise UserError(f"{self._folder} stores {most}, expected one of {', '.join(DTYPES)}; convert it first")
-        return np.dtype(DTYPES[most])
+        return np.dtype(DTYPES[max(sizes, key=lambda kind: sizes[kind])])
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `UserError` unless the tensor has this shape, and numbers that can be read."""

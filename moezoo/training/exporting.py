@@ -16,7 +16,7 @@ from moezoo.config.compose import folder_path, from_mapping, read_run, run_folde
 from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.opening import open_folder
+from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import count, list_names
 from moezoo.hub.values import FolderValues, Values
@@ -174,7 +174,8 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
-    saved = Blueprint(source.config, source.files.common_dtype().name).shapes
+    tensors, _ = check_tensors(source, Blueprint(source.config).shapes)
+    saved = Blueprint(source.config, source.files.common_dtype(tensor.name for tensor in tensors).name).shapes
     wanted = saved if dtype is None else Blueprint(source.config, dtype).shapes
     return _Origin(path, saved, wanted, FolderValues(source, wanted), None)
 

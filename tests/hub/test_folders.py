@@ -69,6 +69,14 @@ def test_files_of_an_index(good, tmp_path):
     assert equal(moezoo.from_pretrained(tmp_path / "many"), model)
 
 
+def test_two_sets_of_weights_are_refused(good, tmp_path):
+    """transformers reads the single file, others the index."""
+    moezoo.save_pretrained(good[0], tmp_path / "m", max_shard_size="2KB")
+    shutil.copy(good[1] / "model.safetensors", tmp_path / "m")
+    with refused(str(tmp_path / "m"), "model.safetensors and model.safetensors.index.json", "take one out"):
+        moezoo.from_pretrained(tmp_path / "m")
+
+
 @pytest.mark.parametrize("shapes", [((3,),), ((2, 3),), ((2, 3), (2, 4))], ids=str)
 def test_a_bias_is_stored_flattened(shapes):
     """If the file joins parts, the numbers of a head are adjacent, as in the weight."""
@@ -120,7 +128,8 @@ def test_layers_of_multi_token_prediction_are_reported(tmp_path):
     model = moezoo.build_model(DEEPSEEK, key=jax.random.key(0))
     moezoo.save_pretrained(model, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
-    save_file(load_file(file) | {"model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)}, file)
+    other = np.ones((300, 300), ml_dtypes.bfloat16)  # more numbers than the model has, and yet not its dtype
+    save_file(load_file(file) | {"model.layers.2.eh_proj.weight": other}, file)
     with pytest.warns(
         UserWarning, match=r"1 tensor is not loaded, for multi-token prediction: model\.layers\.2\.eh_proj"
     ):
