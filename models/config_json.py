@@ -22,7 +22,7 @@ WITHOUT_EFFECT = frozenset(
     unsloth_version
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
     return_dict output_hidden_states output_attentions output_router_logits use_cache attn_implementation torchscript
-    use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward
+    use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward quantization_config
     id2label label2id num_labels problem_type finetuning_task task_specific_params
     temperature top_k top_p typical_p do_sample num_beams num_beam_groups diversity_penalty num_return_sequences
     max_length min_length early_stopping length_penalty repetition_penalty encoder_repetition_penalty
@@ -40,7 +40,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "pretraining_tp": (1,),
-    "quantization_config": (),  # the only key that has none
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
@@ -130,12 +129,7 @@ class ConfigJson:
                 )
             if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[key]):
                 valid = " or ".join(map(show, only[key]))
-                if valid:
-                    raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
-                raise UserError(
-                    f"{shown}: moezoo reads no weights of few bits; load another version of the model, without {key}, "
-                    "or convert this one to bfloat16 first (docs/folders.md shows how)"
-                )
+                raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
 
     def _label(self, key: str) -> str:
         return f"config.json: {self._table}{key}"

@@ -92,7 +92,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
     expected, unused = check_tensors(opened, Blueprint(opened.config).shapes)
     ours, theirs = _keys_of_both(model, opened)
     own = {tensor.name: tensor for tensor in opened.tensors(model)}
-    _check_equal(own, {tensor.name: tensor for tensor in expected}, model, opened)
+    _check_equal(own, {holding.tensor.name: holding.tensor for holding in expected}, model, opened)
     if opened.stores_tied:
         table, copy = opened.tables
         own[copy] = own[table]

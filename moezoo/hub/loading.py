@@ -10,13 +10,14 @@ Threads read and write several pieces at the same time, so few MB are in memory 
 import collections
 import functools
 import hashlib
+import itertools
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,16 @@ from jax.typing import DTypeLike
 
 from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
+from moezoo.hub.holdings import FewBits, Holding, Kept, Piece, Target, are_finite, common_dtype
+from moezoo.hub.kept import keep
 from moezoo.hub.loading_progress import LoadingProgress
 from moezoo.hub.opening import check_tensors, folder_argument, open_folder
-from moezoo.hub.regions import Box, Region
-from moezoo.hub.tensors import Tensor, arrays_by_path, count, list_names, require_names
-from moezoo.hub.weight_files import DTYPES, WeightFiles
+from moezoo.hub.regions import Box
+from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
+from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
@@ -45,7 +49,7 @@ _ALIGNED = 64  # JAX takes over an array in host memory that begins at a multipl
 
 
 def from_pretrained(
-    folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | None = None
+    folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | Literal["stored"] | None = None
 ) -> LanguageModel:
     """Load the model from a Hugging Face folder.
 
@@ -60,7 +64,9 @@ def from_pretrained(
         folder: The folder, which holds config.json and safetensors, in one file or in several with an index.
         execution: The mesh and rules that lay out the arrays. By default every array is on one device.
         dtype: The dtype of the parameters: float32, bfloat16 or float16. By default the one that most stored numbers
-            have, with float32 for float64. Choice biases are always float32.
+            have, with float32 for float64 and bfloat16 for numbers of few bits, which are widened. Choice biases are
+            always float32. `stored` keeps weights of few bits as they are, in containers (`moezoo.nn.few_bits`); all
+            others have the dtype that most of them are stored in.
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
@@ -96,23 +102,30 @@ class _Loaded(NamedTuple):
     digest: str
 
 
-def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> _Loaded:
+def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["stored"] | None) -> _Loaded:
     opened = open_folder(folder)
-    files = opened.files
-    tensors, unused = check_tensors(opened, Blueprint(opened.config).shapes)
-    dtype = dtype or files.common_dtype(tensor.name for tensor in tensors)
+    holdings, unused = check_tensors(opened, Blueprint(opened.config).shapes)
+    if dtype == "stored":
+        numbers = [holding for holding in holdings if not isinstance(holding, FewBits)]
+        dtype = common_dtype(numbers or holdings)
+        holdings = [Kept(opened.files, h.few) if isinstance(h, FewBits) else h for h in holdings]
+    dtype = dtype or common_dtype(holdings)
     shapes = Blueprint(opened.config, str(dtype)).shapes
-    require_names(arrays_by_path(shapes), tensors)
+    require_names(arrays_by_path(shapes), [holding.tensor for holding in holdings])
+    shapes = keep(shapes, holdings)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh
     if execution is None or mesh is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: here, shapes)
     else:
+        shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), shapes)
         shardings = execution.shardings(shapes)
     arrays = {
-        path: _Arriving(shape, sharding)
-        for (path, shape), sharding in zip(arrays_by_path(shapes).items(), jax.tree.leaves(shardings), strict=True)
+        jax.tree_util.keystr(path).lstrip("."): _Arriving(shape, sharding)
+        for (path, shape), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True
+        )
     }
     what, advice = f"{folder}: the model in {dtype.name}", "load it on a machine with more memory"
     if all(array.is_on_host for array in arrays.values()):
@@ -121,33 +134,33 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> 
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
     for array in arrays.values():
         array.begin()
-    tensors.sort(key=lambda tensor: (files.tensors[tensor.name].path, files.tensors[tensor.name].at))
-    odd = _read(tensors, arrays, files, folder)
+    odd = _read(sorted(holdings, key=lambda holding: holding.begins), arrays, folder)
     if odd:
         notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
     leaves = [array.finish() for array in arrays.values()]
-    facts = sorted((name, stored.dtype, stored.shape) for name, stored in files.tensors.items())
+    facts = sorted((name, stored.dtype, stored.shape) for name, stored in opened.files.tensors.items())
     digest = hashlib.sha256(repr((opened.config, facts)).encode()).hexdigest()
     return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, digest)
 
 
-def _read(tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles, folder: Path) -> list[str]:
+def _read(holdings: Sequence[Holding], arrays: Mapping[str, "_Arriving"], folder: Path) -> list[str]:
     """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
-    largest = max(math.prod(t.shape) * files.stored_dtype(t.name).itemsize for t in tensors)
+    largest = max(holding.size for holding in holdings)
     most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
     odd: dict[str, None] = {}
-    waiting = collections.deque[tuple[_Piece, Future[bool]]]()
-    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, files, tensors) as progress:
+    waiting = collections.deque[tuple[Piece, Future[bool]]]()
+    sizes = [holding.size for holding in holdings]
+    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, sizes) as progress:
 
         def finish() -> None:
             piece, future = waiting.popleft()
             if not future.result():
-                odd[piece.tensor.name] = None
-            progress.add(piece.tensor.name, piece.region.size)
+                odd[piece.name] = None
+            progress.add(piece.name, piece.size)
 
         try:
-            for piece in _pieces(tensors, arrays, files, most):
-                waiting.append((piece, pool.submit(_read_piece, piece, arrays, files)))
+            for piece in itertools.chain.from_iterable(holding.pieces(arrays, most) for holding in holdings):
+                waiting.append((piece, pool.submit(piece.read)))
                 while len(waiting) > 2 * _THREADS:
                     finish()
             while waiting:
@@ -157,78 +170,8 @@ def _read(tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: W
     return list(odd)
 
 
-class _Piece(NamedTuple):
-    """A part of a tensor that is read at once."""
-
-    tensor: Tensor
-    region: Region
-
-
-class _Target(NamedTuple):
-    """Numbers of devices that a part of a tensor belongs to.
-
-    Attributes:
-        part: The number of the part.
-        index: The index of the part's layer and expert among these numbers.
-        box: The box of the part that these devices hold.
-        numbers: The numbers.
-    """
-
-    part: int
-    index: tuple[int, ...]
-    box: Box
-    numbers: "_Numbers"
-
-
-def _targets(tensor: Tensor, arrays: Mapping[str, "_Arriving"]) -> Iterator[_Target]:
-    """Yield what this process's devices hold of a tensor."""
-    for part, (path, index) in enumerate(tensor.parts):
-        for box, numbers in arrays[path].boxes.items():
-            if all(start <= i < end for i, (start, end) in zip(index, box, strict=False)):
-                own = tuple(i - start for i, (start, _) in zip(index, box, strict=False))
-                yield _Target(part, own, box[len(index) :], numbers)
-
-
-def _pieces(
-    tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles, most: int
-) -> Iterator[_Piece]:
-    for tensor in tensors:
-        boxes = [tensor.in_file(target.part, target.box) for target in _targets(tensor, arrays)]
-        if boxes:
-            for region in files.region(tensor.name, tensor.dims, boxes).cut(most):
-                yield _Piece(tensor, region)
-
-
-def _read_piece(piece: _Piece, arrays: Mapping[str, "_Arriving"], files: WeightFiles) -> bool:
-    """Read a piece and write it to all devices that hold parts of it; return whether its numbers are finite."""
-    tensor, region = piece
-    numbers = files.read(tensor.name, region)
-    finite = _are_finite(numbers)
-    for part, index, box, target in _targets(tensor, arrays):
-        if found := region.find(tensor.in_file(part, box)):
-            inside, where = found
-            ours = tensor.in_part(part, inside)
-            at = (*index, *(start - first for (start, _), (first, _) in zip(ours, box, strict=True)))
-            with np.errstate(over="ignore"):  # What a dtype cannot hold becomes infinite, which is reported.
-                finite &= target.write(tensor.from_file(numbers[where]), at)
-    return finite
-
-
-def _are_finite(numbers: np.ndarray) -> bool:
-    if numbers.dtype.name == "bfloat16":  # NumPy has no fast loop for it.
-        return bool(((numbers.view(np.uint16) & 0x7F80) != 0x7F80).all())
-    return bool(np.isfinite(numbers).all())
-
-
-class _Numbers(Protocol):
+class _Numbers(Target, Protocol):
     """The numbers of one box of an array, for all devices of this process that hold it."""
-
-    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
-        """Write `values`, which have the last dimensions of the box, at these indices; return whether they fit.
-
-        Values that are finite and too large for the dtype do not fit. Threads may write different parts at once.
-        """
-        ...
 
     def finish(self) -> list[jax.Array]:
         """Return an array for each device."""
@@ -252,7 +195,7 @@ class _OnHost:
         # XLA transposes several times as fast as NumPy. JAX has no float64.
         has_order = values.flags.c_contiguous or values.dtype == np.float64
         target[...] = values if has_order else np.asarray(jax.device_put(values, self._devices[0]))
-        return np.can_cast(values.dtype, target.dtype) or _are_finite(target)
+        return np.can_cast(values.dtype, target.dtype) or are_finite(target)
 
     def finish(self) -> list[jax.Array]:
         """Give the memory to the devices, which share it: nothing writes to it any more."""
@@ -275,7 +218,7 @@ class _OnDevices:
             for i, array in enumerate(self._arrays):
                 self._arrays[i] = _put(array, jax.device_put(whole, array.sharding), [np.int32(n) for n in at])
             jax.block_until_ready(self._arrays)
-        return np.can_cast(values.dtype, piece.dtype) or _are_finite(piece)
+        return np.can_cast(values.dtype, piece.dtype) or are_finite(piece)
 
     def finish(self) -> list[jax.Array]:
         """Return the arrays."""
@@ -297,6 +240,7 @@ class _Arriving:
 
     def __init__(self, shape: jax.ShapeDtypeStruct, sharding: Sharding):
         self._shape, self._sharding, self.boxes = shape, sharding, dict[Box, _Numbers]()
+        self.shape = shape.shape
         self._devices: dict[Box, list[Any]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
             cut = zip(index or (), shape.shape, strict=True)
@@ -329,9 +273,11 @@ class _Arriving:
         return jax.make_array_from_single_device_arrays(self._shape.shape, self._sharding, parts)
 
 
-def _parameter_dtype(dtype: DTypeLike) -> np.dtype:
+def _parameter_dtype(dtype: DTypeLike) -> np.dtype | Literal["stored"]:
     """Return the dtype of parameters that the user asked for. Raises `UserError` unless a model can have it."""
-    valid = sorted({np.dtype(kind).name for kind in DTYPES.values()})
+    if isinstance(dtype, str) and dtype == "stored":
+        return "stored"
+    valid = sorted({np.dtype(kind).name for kind in DTYPES.values()} | {"stored"})
     try:
         name = jnp.dtype(dtype).name
     except (TypeError, ValueError):

@@ -1,7 +1,6 @@
 """How far loading is: a bar on a terminal, elsewhere one line at the end. A load of few bytes shows neither."""
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -9,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moezoo.hub.tensors import Tensor
-from moezoo.hub.weight_files import WeightFiles
 from moezoo.parallel import distributed
 from moezoo.progress import bar_on
 
@@ -22,13 +19,12 @@ class LoadingProgress:
 
     Args:
         folder: The folder that is loaded.
-        files: Its files.
-        tensors: The tensors that are read, perhaps in part.
+        sizes: The bytes of each tensor that is read, perhaps in part.
     """
 
-    def __init__(self, folder: Path, files: WeightFiles, tensors: Sequence[Tensor]):
-        self._folder, self._tensors, self._done, self._seen = folder, len(tensors), 0, set[str]()
-        self._total = sum(math.prod(t.shape) * files.stored_dtype(t.name).itemsize for t in tensors)
+    def __init__(self, folder: Path, sizes: Sequence[int]):
+        self._folder, self._tensors, self._done, self._seen = folder, len(sizes), 0, set[str]()
+        self._total = sum(sizes)
         self._shows, self._held = self._total >= _LEAST and distributed.is_first(), contextlib.ExitStack()
         self._bar: Any = None
 

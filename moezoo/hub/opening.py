@@ -12,6 +12,8 @@ import numpy as np
 
 from moezoo.errors import UserError, nearest
 from moezoo.host import check_name
+from moezoo.hub.few_bits import ACTIVATION_SCALES, Quantization, find_few_bits, read_quantization
+from moezoo.hub.holdings import Holding, Numbers, Widened
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
@@ -30,6 +32,7 @@ class OpenFolder(NamedTuple):
     mapping: Mapping[str, Any]
     family: Family
     config: ModelConfig
+    quantization: Quantization
     files: WeightFiles
     nesting: Nesting
 
@@ -69,6 +72,7 @@ def open_folder(folder: Path) -> OpenFolder:
     keys = family.hub.keys(text["model_type"])
     try:
         config = family.hub.read(family.config, text)
+        stated = [read_quantization(table) for table in (mapping, *([] if text is mapping else [text]))]
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
         words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
@@ -77,22 +81,33 @@ def open_folder(folder: Path) -> OpenFolder:
         raise UserError(f"{folder}/config.json: {table}{words}") from error
     files = WeightFiles(folder)
     nesting = Nesting() if text is mapping else find_nesting(mapping, files.tensors, folder)
-    opened = OpenFolder(folder, mapping, family, config, files, nesting)
+    quantization = next((one for one in stated if one.format), Quantization())
+    opened = OpenFolder(folder, mapping, family, config, quantization, files, nesting)
     _check_counts(opened, keys)
     return opened
 
 
-def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:
-    """Return the tensors of a model of these shapes in a folder, and the other tensors of the folder by purpose.
+def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:
+    """Return how a folder holds the tensors of a model of these shapes, and its other tensors by purpose.
 
     Raises `UserError` where the folder lacks one, or has another that is not known.
     """
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
-    expected = list(itertools.islice(opened.tensors(shapes), len(opened.files.tensors) + 100_000))
-    unused = _check_names(opened, {tensor.name for tensor in expected})
-    for tensor in expected:
-        opened.files.check(tensor.name, tensor.shape)
-    return expected, unused
+    expected = itertools.islice(opened.tensors(shapes), len(opened.files.tensors) + 100_000)
+    holdings = [_holding(opened, tensor) for tensor in expected]
+    unused = _check_names(opened, {name for holding in holdings for name in holding.names})
+    for holding in holdings:
+        holding.check()
+    return holdings, unused
+
+
+def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
+    """Return how the folder holds a tensor; one that it does not have counts as one in numbers."""
+    try:
+        few = find_few_bits(tensor, opened.files.tensors, opened.quantization)
+    except UserError as error:
+        raise UserError(f"{opened.folder}: {error}") from error
+    return Numbers(opened.files, tensor) if few is None else Widened(opened.files, few)
 
 
 def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
@@ -129,6 +144,7 @@ def _check_names(opened: OpenFolder, expected: set[str]) -> dict[str, list[str]]
     found, folder = _without_copy(opened), opened.folder
     left = found - expected
     over = opened.nesting.find_unused(opened.family.hub, left, expected)
+    over |= {name: "products in FP8" for name in left if name.endswith(ACTIVATION_SCALES)}
     if missing := sorted(expected - found):
         raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
     if left := sorted(left - set(over)):

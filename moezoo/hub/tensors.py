@@ -11,7 +11,7 @@ The family's file has rows of names. Shapes follow from our annotations, which n
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,15 +33,16 @@ class Tensor:
         parts: For each part, the path of our array and the index of its layer and expert, if it has them. Parts are
             joined along the last dimension.
         axes: The axes of one part, without the indexed dimensions.
-        shapes: The shape of each part. In the layouts `of_experts` and `alternating` a part is that of all experts.
-        layout: The layout of its row.
+        shapes: The shape of each part. In all layouts but `plain` and `row` a part is that of all experts.
+        layout: The layout of its row, or `alternating_outputs`, which weights of few bits have instead of
+            `alternating`: [experts, outputs, inputs], in which outputs of the parts alternate.
     """
 
     name: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     axes: Axes
     shapes: tuple[tuple[int, ...], ...]
-    layout: Layout = "plain"
+    layout: Layout | Literal["alternating_outputs"] = "plain"
 
     @property
     def _joined(self) -> tuple[int, ...]:
@@ -57,62 +58,71 @@ class Tensor:
             return (math.prod(self._joined),)
         if self.axes.role is not Role.WEIGHT:
             return (1,) * (self.layout == "row") + self._joined
-        first = 1 if self.layout == "of_experts" else 0
-        cut = first + len(self.axes.inputs)
+        first, cut = self.split
         return (*self._joined[:first], math.prod(self._joined[cut:]), math.prod(self._joined[first:cut]))
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Where inputs and outputs of a weight begin among its dimensions."""
+        first = 0 if self.layout in ("plain", "row") else 1
+        return first, first + len(self.axes.inputs)
+
+    @property
+    def _alternates_at(self) -> int | None:
+        """The dimension of `dims` whose index is the number of the part; None where parts do not alternate."""
+        first, cut = self.split
+        ends = {"alternating": len(self.shapes[0]), "alternating_outputs": first + len(self.shapes[0]) - cut}
+        return ends.get(self.layout)
 
     def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join our arrays into the tensor."""
-        if self.layout == "alternating":
-            return np.stack(parts, axis=-1).reshape(self.shape)
-        whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        if self.axes.role is not Role.WEIGHT:
-            return whole.reshape(self.shape)
-        *experts, outputs, inputs = self.shape
-        return np.ascontiguousarray(_transpose(whole.reshape(*experts, inputs, outputs)))
+        at = self._alternates_at
+        whole = np.concatenate(parts, axis=-1) if at is None and len(parts) > 1 else parts[0]
+        if at is not None:
+            whole = np.stack([part.transpose(np.argsort(self.order)) for part in parts], axis=at)
+        elif self.axes.role is Role.WEIGHT:
+            whole = whole.transpose(np.argsort(self.order))
+        return np.ascontiguousarray(whole).reshape(self.shape)
 
     @property
     def dims(self) -> tuple[int, ...]:
         """The shape in a file with one dimension for each of ours, before some of them are flattened into one."""
-        if self.layout == "alternating":
-            return (*self.shapes[0], len(self.parts))
-        if self.axes.role is not Role.WEIGHT:
-            return self._joined
+        if (at := self._alternates_at) is not None:
+            one = [self.shapes[0][dim] for dim in np.argsort(self.order)]
+            return (*one[:at], len(self.parts), *one[at:])
         return tuple(self._joined[dim] for dim in np.argsort(self.order))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """For each dimension of a part, its number in `dims`: outputs come before inputs."""
+        """For each dimension of a part, its number in `dims`, parts not counted: outputs come before inputs."""
         own = range(len(self.shapes[0]))
         if self.axes.role is not Role.WEIGHT or self.layout == "alternating":
             return tuple(own)
-        first = 1 if self.layout == "of_experts" else 0
-        cut = first + len(self.axes.inputs)
+        first, cut = self.split
         return tuple(int(dim) for dim in np.argsort((*own[:first], *own[cut:], *own[first:cut])))
 
     def in_file(self, part: int, box: Box) -> Box:
         """Return where a box of a part lies in the tensor, of shape `dims`."""
-        if self.layout == "alternating":
-            return (*box, (part, part + 1))
-        before = sum(shape[-1] for shape in self.shapes[:part])
-        joined = (*box[:-1], (before + box[-1][0], before + box[-1][1])) if box else box
-        return tuple(joined[dim] for dim in np.argsort(self.order))
+        at, before = self._alternates_at, sum(shape[-1] for shape in self.shapes[:part])
+        if at is None and box:
+            box = (*box[:-1], (before + box[-1][0], before + box[-1][1]))
+        moved = tuple(box[dim] for dim in np.argsort(self.order))
+        return moved if at is None else (*moved[:at], (part, part + 1), *moved[at:])
 
     def in_part(self, part: int, box: Box) -> Box:
         """Return where a box of the tensor, of shape `dims`, lies in a part: the inverse of `in_file`."""
+        if (at := self._alternates_at) is not None:
+            box = (*box[:at], *box[at + 1 :])
         ours = tuple(box[dim] for dim in self.order)
-        if self.layout == "alternating" or not ours:
+        if at is not None or not ours:
             return ours
         before = sum(shape[-1] for shape in self.shapes[:part])
         return (*ours[:-1], (ours[-1][0] - before, ours[-1][1] - before))
 
     def from_file(self, numbers: np.ndarray) -> np.ndarray:
         """Return numbers of a part, which were read as a box of `dims`, with our dimensions."""
-        return (numbers[..., 0] if self.layout == "alternating" else numbers).transpose(self.order)
-
-
-def _transpose(matrices: np.ndarray) -> np.ndarray:
-    return matrices.swapaxes(-1, -2)
+        at = self._alternates_at
+        return (numbers if at is None else numbers.squeeze(at)).transpose(self.order)
 
 
 def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:

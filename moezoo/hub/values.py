@@ -1,14 +1,14 @@
 """The numbers of a model's tensors, read one tensor at a time from wherever they are."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moezoo.hub.opening import OpenFolder
+from moezoo.hub.holdings import Holding
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.fetch import fetch
@@ -60,9 +60,9 @@ class ModelValues(Values):
 class FolderValues(Values):
     """Those of a folder, in the dtypes of `shapes`, the shapes of its model. A number too large becomes infinite."""
 
-    def __init__(self, opened: OpenFolder, shapes: LanguageModel):
-        self._files, self._arrays = opened.files, arrays_by_path(shapes)
-        self._names = {tensor.parts: tensor.name for tensor in opened.tensors(shapes)}
+    def __init__(self, holdings: Iterable[Holding], shapes: LanguageModel):
+        self._arrays = arrays_by_path(shapes)
+        self._holdings = {holding.tensor.parts: holding for holding in holdings}
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
@@ -70,5 +70,4 @@ class FolderValues(Values):
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         if process != jax.process_index():
             return None
-        with np.errstate(over="ignore"):
-            return self._files.read(self._names[tensor.parts]).astype(self.dtype(tensor))
+        return self._holdings[tensor.parts].read(self.dtype(tensor))

@@ -1,9 +1,8 @@
 """The safetensors files of a Hugging Face folder. Headers are checked before any tensor is read."""
 
-import math
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
-_STORED = DTYPES | {"F64": np.float64}
+# What numbers of few bits and their scales are read as (`moezoo.hub.few_bits`).
+_BITS = {"F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "U8": np.uint8, "I32": np.int32}
+_STORED = DTYPES | {"F64": np.float64} | _BITS
 
 
 class StoredTensor(NamedTuple):
@@ -97,32 +98,28 @@ class WeightFiles:
             for name, about in entries.items()
         }
 
-    def common_dtype(self, names: Iterable[str]) -> np.dtype:
-        """Return the dtype that most numbers of these tensors have, after `check`; float32 for float64."""
-        sizes: dict[str, int] = {}
-        for tensor in map(self.tensors.__getitem__, names):
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
-        return np.dtype(DTYPES[max(sizes, key=lambda kind: sizes[kind])])
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `UserError` unless the tensor has this shape, and numbers that can be read."""
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = DTYPES) -> None:
+        """Raise `UserError` unless the tensor has this shape, and one of these dtypes in safetensors' words."""
         _, dtype, found, _ = self.tensors[name]
         if found != shape:
             raise UserError(
                 f"{self._folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
                 "the two files belong to different models"
             )
-        if dtype not in DTYPES:
-            raise UserError(f"{self._folder}: {name} is {dtype}, expected {', '.join(DTYPES)}; convert it first")
+        if dtype not in kinds:
+            raise UserError(f"{self._folder}: {name} is {dtype}, expected {', '.join(kinds)}; convert it first")
 
     def stored_dtype(self, name: str) -> np.dtype:
         """Return the dtype in which a tensor is stored, after `check`."""
         return np.dtype(_STORED[self.tensors[name].dtype])
 
-    def region(self, name: str, dims: tuple[int, ...], boxes: Iterable[Box]) -> Region:
-        """Return the smallest part of a tensor, seen with the dimensions `dims`, that holds `boxes`."""
+    def region(self, name: str, dims: tuple[int, ...], boxes: Iterable[Box], dtype: np.dtype | None = None) -> Region:
+        """Return the smallest part of a tensor, seen with the dimensions `dims`, that holds `boxes`.
+
+        `dtype` is that of the items, by default the stored one.
+        """
         stored = self.tensors[name]
-        return Region.of(dims, self.stored_dtype(name), stored.at, boxes)
+        return Region.of(dims, dtype or self.stored_dtype(name), stored.at, boxes)
 
     def read(self, name: str, region: Region | None = None) -> np.ndarray:
         """Return a part of a tensor, or all of it, in the dtype in which it is stored.

@@ -21,8 +21,8 @@ class FP8Encoding(Encoding):
     """A tensor `weight` of e4m3 [outputs, inputs] with a tensor `weight_scale_inv`, which despite its name multiplies.
 
     weight[o, i] = e4m3[o, i] * scale[o // b, i // b'], in float32 and rounded once, with blocks of b x b'. The last
-    block along a dimension may be smaller. Scales are float32, or E8M0 codes (`scale_fmt: ue8m0`). This is
-    `weight_dequant` of DeepSeek-V3's `kernel.py`, and what transformers does where blocks are whole.
+    block along a dimension may be smaller. Scales are float32, bfloat16 (Qwen3), or E8M0 codes (`scale_fmt: ue8m0`).
+    This is `weight_dequant` of DeepSeek-V3's `kernel.py`, and what transformers does where blocks are whole.
 
     Attributes:
         size: The size of a block along outputs and inputs, `weight_block_size` of a configuration.
@@ -32,7 +32,7 @@ class FP8Encoding(Encoding):
 
     PER_ITEM: ClassVar[int] = 1
     ITEMS: ClassVar[tuple[Any, ...]] = (ml_dtypes.float8_e4m3fn, np.uint8)
-    SCALES: ClassVar[tuple[Any, ...]] = (np.float32, ml_dtypes.float8_e8m0fnu, np.uint8)
+    SCALES: ClassVar[tuple[Any, ...]] = (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu, np.uint8)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -49,7 +49,7 @@ class FP8Encoding(Encoding):
 
 
 class BlockFP8(FewBits):
-    """A weight as e4m3 numbers and one scale per block, or per piece of one: float32 numbers or E8M0 codes (uint8)."""
+    """A weight as e4m3 numbers and one scale per block, or per piece of one: numbers or E8M0 codes (uint8)."""
 
     def _numbers(self, codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -83,4 +83,4 @@ class BlockFP8(FewBits):
             quotient = weight.astype(jnp.float32) / spread(scale, weight.shape)
         numbers = jnp.clip(quotient, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
         values = lax.bitcast_convert_type(numbers, jnp.uint8)
-        return cls(values=values, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(weight.dtype))
+        return cls(values=values, scale=scale, outputs=len(axes.outputs), block=size, dtype=np.dtype(weight.dtype))

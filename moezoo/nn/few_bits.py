@@ -34,10 +34,6 @@ from moezoo.typed import show
 # The code of an E8M0 scale is its exponent plus this; 255 is NaN (OCP Microscaling Formats 1.0, section 5.4.1).
 E8M0_BIAS, E8M0_NAN = 127, 255
 
-# From an array with the dimensions [outputs, inputs] of a file to one [*inputs, *outputs] of a model. It may transpose,
-# reshape and slice, and does the same whatever the array holds.
-Move = Callable[[np.ndarray], np.ndarray]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Encoding(abc.ABC):
@@ -91,31 +87,24 @@ class Encoding(abc.ABC):
     def numbers(self, codes: np.ndarray) -> np.ndarray:
         """Return what the codes stand for without scales, in float32."""
 
-    def items(self, columns: slice) -> slice:
-        """Return which items of a stored row hold the numbers of these columns."""
-        return slice(columns.start // self.PER_ITEM, math.ceil(columns.stop / self.PER_ITEM))
-
-    def widen(self, items: np.ndarray, rows: slice, columns: slice, dtype: DTypeLike) -> np.ndarray:
-        """Return a box of the matrix: each number times the scale of its block, in float32, rounded once to `dtype`.
+    def widen(self, items: np.ndarray, rows: np.ndarray, columns: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+        """Return numbers of the matrix: each times the scale of its block, in float32, rounded once to `dtype`.
 
         Args:
-            items: What the file holds of the box: these rows, and the items `self.items(columns)` of each.
-            rows: The box's outputs, with start and stop.
-            columns: The box's inputs, with start and stop.
+            items: What the file holds of these rows and columns, [rows, columns / PER_ITEM].
+            rows: The outputs of the matrix that are wanted.
+            columns: The inputs that are wanted: all those of the items.
             dtype: The dtype of the result, such as float32 or bfloat16.
 
         Raises:
             UserError: `items` has another shape or dtype.
         """
-        held = self.items(columns)
-        self.check_items(items, (rows.stop - rows.start, held.stop - held.start))
-        first = columns.start - held.start * self.PER_ITEM
-        numbers = self.numbers(self.codes(items)[:, first : first + columns.stop - columns.start])
-        spans = zip((rows, columns), self.block, strict=True)
-        blocks = (np.arange(span.start, span.stop) // size for span, size in spans)
-        scale = as_float32(self.scale)[np.ix_(*blocks)]
+        self.check_items(items, (len(rows), len(columns) // self.PER_ITEM))
+        numbers = self.numbers(self.codes(items))
+        of_rows, of_columns = rows // self.block[0], columns // self.block[1]
         with np.errstate(over="ignore", invalid="ignore"):
-            return (numbers * scale).astype(dtype)
+            numbers *= as_float32(self.scale[of_rows])[:, of_columns]
+            return numbers.astype(dtype, copy=False)
 
     def check_items(self, items: np.ndarray, expected: tuple[int, int]) -> None:
         """Raise `UserError` unless stored items have the `expected` shape and a dtype of the format."""
@@ -136,12 +125,14 @@ class FewBits(Frozen):
             bits.
         scale: The same dimensions. Along dimension i, `shape[i] / scale.shape[i]` neighbours have the same scale.
         outputs: The number of output dimensions.
+        block: The size of a block along outputs and inputs, each with its dimensions joined, in a file.
         dtype: The dtype of the array that the container stands for.
     """
 
     values: UInt8[Array | np.ndarray, "..."]
     scale: Array | np.ndarray
     outputs: int = eqx.field(static=True)
+    block: tuple[int, int] = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
 
     # The numbers in a byte.
@@ -174,39 +165,6 @@ class FewBits(Frozen):
         if self.PER_BYTE == 2:
             codes = jnp.stack([codes & 15, codes >> 4], axis=self._packed + 1).reshape(self.shape)
         return times_scale(self._numbers(codes), jnp.asarray(self.scale)).astype(dtype)
-
-    @classmethod
-    def from_file(cls, encoding: Encoding, items: np.ndarray, axes: Axes, move: Move, dtype: DTypeLike) -> "FewBits":
-        """Return a container of NumPy arrays for one matrix of a file, or for the part of it that one array has.
-
-        Stack containers of equal shapes for layers and experts: `jax.tree.map(lambda *x: jnp.stack(x), *containers)`.
-        The numbers keep the bits that they have in the file.
-
-        Args:
-            encoding: How the file holds the matrix.
-            items: All items that the file holds of it, [outputs, inputs / PER_ITEM].
-            axes: The axes of the weight's field, without stacked ones.
-            move: From the matrix to the array that the container stands for, such as `lambda x: x[0::2].T` for the even
-                outputs. Outputs remain outputs, in increasing order.
-            dtype: The dtype of the array that the container stands for.
-
-        Raises:
-            UserError: As `Encoding.widen`, or the array has an odd number of neighbours where a byte holds two.
-        """
-        rows, columns = encoding.shape
-        encoding.check_items(items, (rows, columns // encoding.PER_ITEM))
-        values = np.ascontiguousarray(move(encoding.codes(items)))
-        # Which block each output and each input is in; views, so that no array of the size of the matrix is made.
-        of_rows, of_columns = (np.arange(n) // size for n, size in zip(encoding.shape, encoding.block, strict=True))
-        split = values.ndim - len(axes.outputs)
-        by_row, by_column = (move(np.broadcast_to(x, encoding.shape)) for x in (of_rows[:, None], of_columns[None]))
-        of_rows, of_columns = by_row[(0,) * split], by_column[(..., *(0,) * len(axes.outputs))]
-        assert (of_rows == by_row[(-1,) * split]).all(), f"{encoding.name}: move does not keep outputs and inputs apart"
-        held = encoding.scale.view(np.uint8) if encoding.scale.dtype.itemsize == 1 else encoding.scale
-        scale = _per_piece(held, _first_of_pieces(of_columns), _first_of_pieces(of_rows))
-        if cls.PER_BYTE == 2:
-            values = pack(values, split - 1, encoding.name)
-        return cls(values=values, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(dtype))
 
 
 def as_float32(scale: np.ndarray) -> np.ndarray:
@@ -266,7 +224,7 @@ def spread(scale: Array, shape: Sequence[int]) -> Array:
     return jnp.broadcast_to(scale, [n for pair in pairs for n in pair]).reshape(shape)
 
 
-def _first_of_pieces(blocks: np.ndarray) -> np.ndarray:
+def first_of_pieces(blocks: np.ndarray) -> np.ndarray:
     """Return the block of each piece, given that of each input (or output), [*dims].
 
     Along all dimensions but the last, which a mesh may split down to one (heads), a piece has one number.
@@ -310,7 +268,7 @@ def block_maxima(weight: Float[Array, "..."], axes: Axes, block: tuple[int, int]
     x = jnp.pad(x, [*((0, 0) for _ in stacked), *((0, -n % size) for n, size in zip(x.shape[-2:], sizes, strict=True))])
     x = x.reshape(*stacked, x.shape[-2] // sizes[0], sizes[0], x.shape[-1] // sizes[1], sizes[1])
     of_columns, of_rows = (
-        _first_of_pieces(np.arange(math.prod(dims)).reshape(dims) // size)
+        first_of_pieces(np.arange(math.prod(dims)).reshape(dims) // size)
         for dims, size in ((inputs, block[1]), (outputs, block[0]))
     )
     return BlockMaxima(x.max((-3, -1)), lambda blocks: _per_piece(blocks, of_columns, of_rows))

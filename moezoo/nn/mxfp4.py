@@ -90,4 +90,4 @@ class MXFP4(FewBits):
         code += jnp.signbit(weight).astype(jnp.uint8) << 3
         outputs = len(axes.outputs)
         values = pack(code, weight.ndim - outputs - 1, "MXFP4")
-        return cls(values=values, scale=scale, outputs=outputs, dtype=np.dtype(weight.dtype))
+        return cls(values=values, scale=scale, outputs=outputs, block=(1, GROUP), dtype=np.dtype(weight.dtype))

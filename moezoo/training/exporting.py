@@ -16,6 +16,7 @@ from moezoo.config.compose import folder_path, from_mapping, read_run, run_folde
 from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
+from moezoo.hub.holdings import common_dtype
 from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import count, list_names
@@ -174,10 +175,10 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
-    tensors, _ = check_tensors(source, Blueprint(source.config).shapes)
-    saved = Blueprint(source.config, source.files.common_dtype(tensor.name for tensor in tensors).name).shapes
+    holdings, _ = check_tensors(source, Blueprint(source.config).shapes)
+    saved = Blueprint(source.config, common_dtype(holdings).name).shapes
     wanted = saved if dtype is None else Blueprint(source.config, dtype).shapes
-    return _Origin(path, saved, wanted, FolderValues(source, wanted), None)
+    return _Origin(path, saved, wanted, FolderValues(holdings, wanted), None)
 
 
 def _dtype(model: LanguageModel) -> str:

@@ -1,0 +1,380 @@
+"""How a folder holds the tensors of a model, and which pieces of its files fill the arrays of devices.
+
+A holding is one tensor of the model: in numbers (`Numbers`), or in few bits that are widened (`Widened`) or kept in a
+container (`Kept`). Its pieces can be read at the same time, each by one thread.
+"""
+
+import abc
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from moezoo.errors import UserError
+from moezoo.hub.few_bits import FewBitTensor
+from moezoo.hub.regions import Box, Interval, Region
+from moezoo.hub.tensors import Tensor
+from moezoo.hub.weight_files import DTYPES, WeightFiles
+from moezoo.nn.few_bits import as_float32
+
+
+class Target(Protocol):
+    """The numbers of one box of an array, for all devices of this process that hold it."""
+
+    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
+        """Write `values`, which have the last dimensions of the box, at these indices; return whether they fit.
+
+        Values that are finite and too large for the dtype do not fit. Threads may write different parts at once.
+        """
+        ...
+
+
+class Boxes(Protocol):
+    """An array: the boxes of it that devices of this process hold."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        ...
+
+    @property
+    def boxes(self) -> Mapping[Box, Target]:
+        """Each box once, and where its numbers go."""
+        ...
+
+
+class Piece(NamedTuple):
+    """A part of a tensor: the bytes that are read, and a function that reads them and writes them to devices.
+
+    The function returns whether all numbers are finite and fit.
+    """
+
+    name: str
+    size: int
+    read: Callable[[], bool]
+
+
+class _Place(NamedTuple):
+    """Where a part of a tensor goes.
+
+    Attributes:
+        part: The number of the part.
+        index: The index of the part's layer and expert among the numbers of `target`.
+        box: The box of the part that the target holds.
+        target: The numbers of devices.
+    """
+
+    part: int
+    index: tuple[int, ...]
+    box: Box
+    target: Target
+
+
+def _places(tensor: Tensor, arrays: Mapping[str, Boxes]) -> list[_Place]:
+    """Return what this process's devices hold of a tensor."""
+    found = []
+    for part, (path, index) in enumerate(tensor.parts):
+        for box, target in arrays[path].boxes.items():
+            if all(start <= i < end for i, (start, end) in zip(index, box, strict=False)):
+                own = tuple(i - start for i, (start, _) in zip(index, box, strict=False))
+                found.append(_Place(part, own, box[len(index) :], target))
+    return found
+
+
+def _write(tensor: Tensor, region: Region, numbers: np.ndarray, places: Iterable[_Place]) -> bool:
+    """Write what a region of a tensor holds to all places; return whether the numbers fit."""
+    fit = True
+    for part, index, box, target in places:
+        if found := region.find(tensor.in_file(part, box)):
+            inside, where = found
+            ours = tensor.in_part(part, inside)
+            at = (*index, *(start - first for (start, _), (first, _) in zip(ours, box, strict=True)))
+            with np.errstate(over="ignore"):  # What a dtype cannot hold becomes infinite, which is reported.
+                fit &= target.write(tensor.from_file(numbers[where]), at)
+    return fit
+
+
+class Holding(abc.ABC):
+    """One tensor of the model in a folder.
+
+    Attributes:
+        tensor: The tensor in numbers, by its name in the folder.
+    """
+
+    def __init__(self, files: WeightFiles, tensor: Tensor):
+        self._files, self.tensor = files, tensor
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The tensors of the folder that have it, the one with most bytes first."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """The dtype that an array of it has by default."""
+
+    @property
+    def size(self) -> int:
+        """The bytes of its numbers and scales."""
+        return sum(math.prod(self._files.tensors[n].shape) * self._files.stored_dtype(n).itemsize for n in self.names[:2])
+
+    @property
+    def begins(self) -> tuple[Any, int]:
+        """The file of its first tensor, and where it begins there."""
+        stored = self._files.tensors[self.names[0]]
+        return stored.path, stored.at
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise `UserError` unless the files have it in the right shapes and dtypes."""
+
+    def pieces(self, arrays: Mapping[str, Boxes], most: int) -> Iterator[Piece]:
+        """Yield pieces of about `most` bytes; together they are what `arrays`, by their paths, hold of the tensor."""
+        return self._pieces(_places(self.tensor, arrays), most)
+
+    @abc.abstractmethod
+    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]: ...
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """Return the tensor in numbers as files have it. A number too large for `dtype` becomes infinite."""
+        parts = [_Whole(shape, dtype) for shape in self.tensor.shapes]
+        places = [_Place(i, (), tuple((0, n) for n in part.numbers.shape), part) for i, part in enumerate(parts)]
+        for piece in self._pieces(places, 2**22):
+            piece.read()
+        return self.tensor.to_file([part.numbers for part in parts])
+
+
+class _Whole:
+    """A part in the host's memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype):
+        self.numbers = np.empty(shape, dtype)
+
+    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
+        """Write values at these indices."""
+        self.numbers[tuple(slice(i, i + n) for i, n in zip(at, values.shape, strict=True))] = values
+        return True
+
+
+class Numbers(Holding):
+    """A tensor in numbers."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.tensor.name,)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the tensor, or float32 for float64."""
+        return np.dtype(DTYPES[self._files.tensors[self.tensor.name].dtype])
+
+    def check(self) -> None:
+        self._files.check(self.tensor.name, self.tensor.shape)
+
+    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
+        boxes = [self.tensor.in_file(place.part, place.box) for place in places]
+        regions = self._files.region(self.tensor.name, self.tensor.dims, boxes).cut(most) if boxes else ()
+        for region in regions:
+            yield Piece(self.tensor.name, region.size, functools.partial(self._read_piece, region, places))
+
+    def _read_piece(self, region: Region, places: Sequence[_Place]) -> bool:
+        numbers = self._files.read(self.tensor.name, region)
+        return are_finite(numbers) & _write(self.tensor, region, numbers, places)
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return self._files.read(self.tensor.name).astype(dtype, copy=False)
+
+
+class FewBits(Holding):
+    """A weight in few bits. Subclasses differ in what they make of it."""
+
+    def __init__(self, files: WeightFiles, few: FewBitTensor):
+        super().__init__(files, few.tensor)
+        self.few = few
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.few.values, self.few.scale, *self.few.others)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """bfloat16, in which such models compute."""
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """The dtype in which the files have scales; uint8 for E8M0 codes."""
+        return self._files.stored_dtype(self.few.scale)
+
+    def check(self) -> None:
+        few, found = self.few, self._files.tensors[self.few.scale]
+        self._files.check(few.scale, found.shape, few.format.scale_kinds)
+        one = np.broadcast_to(np.zeros((), self.scale_dtype), few.scale_shape[-2:])
+        few.encoding(one)  # refuses numbers of inputs that the format cannot have
+        self._files.check(few.values, few.values_shape, (few.format.kind,))
+        if few.has_blocks or math.prod(found.shape) != 1:
+            self._files.check(few.scale, few.scale_shape, few.format.scale_kinds)
+
+
+class Widened(FewBits):
+    """A weight in few bits that becomes numbers while it is read."""
+
+    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
+        if not places:
+            return
+        few, dims = self.few, self.tensor.dims
+        boxes = [self.tensor.in_file(place.part, place.box) for place in places]
+        inputs = len(self.tensor.axes.inputs)
+        # Items hold neighbours along the last input dimension, or along all of them.
+        whole = dims[-1] % few.format.per_item != 0
+        per, first = few.format.per_item, len(dims) - inputs
+        items = (*dims[:first], math.prod(dims[first:]) // per) if whole else (*dims[:-1], dims[-1] // per)
+
+        def in_items(box: Box) -> Box:
+            last = (0, items[-1]) if whole else (box[-1][0] // per, math.ceil(box[-1][1] / per))
+            return (*(box[:first] if whole else box[:-1]), last)
+
+        def in_numbers(region: Region) -> Region:
+            last = tuple((start * per, end * per) for start, end in region.chosen[-1])
+            ends = [((0, n),) for n in dims[first:]] if whole else [last]
+            chosen = (*region.chosen[: first if whole else -1], *ends)
+            return Region(dims, np.dtype(np.float32), 0, chosen, 0)
+
+        scales = _Scales(self._files, few, [_blocks(few, box) for box in boxes])
+        region = self._files.region(few.values, items, map(in_items, boxes))
+        for part in region.cut(max(most // 8, 2**16)):  # a byte becomes up to two numbers of four bytes, three times
+            read = functools.partial(self._read_piece, part, in_numbers(part), places, scales)
+            yield Piece(self.tensor.name, part.size, read)
+
+    def _read_piece(self, region: Region, wide: Region, places: Sequence[_Place], scales: "_Scales") -> bool:
+        grid = scales.read()
+        experts, rows, columns = _indices(self.few, wide.chosen)
+        items = self._files.read(self.few.values, region).reshape(len(experts), len(rows), -1)
+        numbers = np.empty((len(experts), len(rows), len(columns)), np.float32)
+        for i, expert in enumerate(experts):
+            numbers[i] = self.few.encoding(grid[expert]).widen(items[i], rows, columns, np.float32)
+        return are_finite(numbers) & _write(self.tensor, wide, numbers.reshape(wide.read_shape), places)
+
+
+class Kept(FewBits):
+    """A weight in few bits that is read into a container (`moezoo.nn.few_bits`)."""
+
+    def pieces(self, arrays: Mapping[str, Boxes], most: int) -> Iterator[Piece]:
+        few = self.few
+        numbers = few.kept_values
+        places = _places(numbers, arrays)
+        if not places:
+            return
+        boxes = [numbers.in_file(place.part, place.box) for place in places]
+        for region in self._files.region(few.values, numbers.dims, boxes, np.dtype(np.uint8)).cut(most):
+            yield Piece(self.tensor.name, region.size, functools.partial(self._read_values, region, places))
+        scale = few.kept_scale
+        shapes = [arrays[path].shape[len(index) :] for path, index in scale.parts]
+        found = [
+            (place, few.piece_blocks(place.part, shapes[place.part], place.box)) for place in _places(scale, arrays)
+        ]
+        boxes = [
+            (*place.box[: len(few.lead)], *((int(x.min()), int(x.max()) + 1) for x in blocks))
+            for place, blocks in found
+        ]
+        scales = _Scales(self._files, few, boxes)
+        yield Piece(self.tensor.name, scales.size, functools.partial(self._read_scales, scales, found))
+
+    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
+        return Widened(self._files, self.few)._pieces(places, most)
+
+    def _read_values(self, region: Region, places: Sequence[_Place]) -> bool:
+        items = self._files.read(self.few.values, region)
+        _write(self.few.kept_values, region, items, places)
+        return self.few.format.are_finite(items)
+
+    def _read_scales(self, scales: "_Scales", found: Sequence[tuple[_Place, tuple[np.ndarray, np.ndarray]]]) -> bool:
+        grid, lead = scales.read(), len(self.few.lead)
+        for (_, index, box, target), (of_rows, of_columns) in found:
+            some = grid[slice(*box[0])] if lead else grid[0]
+            values = some[..., of_rows.reshape(-1)[:, None], of_columns.reshape(-1)].swapaxes(-1, -2)
+            values = np.ascontiguousarray(values).reshape(*some.shape[:lead], *of_columns.shape, *of_rows.shape)
+            target.write(values, (*index, *(0 for _ in box)))
+        return True
+
+
+class _Scales:
+    """The scales of a weight that its pieces need, read once, by the first piece that asks.
+
+    `boxes`: which experts, blocks along outputs and blocks along inputs.
+    """
+
+    def __init__(self, files: WeightFiles, few: FewBitTensor, boxes: Iterable[Box]):
+        self._files, self._few, self._lock, self._grid = files, few, threading.Lock(), np.zeros(())
+        self._region = files.region(few.scale, few.scale_shape, boxes)
+
+    @property
+    def size(self) -> int:
+        """The bytes that are read."""
+        return self._region.size
+
+    def read(self) -> np.ndarray:
+        """Return scales [experts or 1, blocks along outputs, blocks along inputs]; those that were not read are zero.
+
+        Raises `UserError` for scales that are not finite.
+        """
+        with self._lock:
+            if not self._grid.ndim:
+                found = self._files.read(self._few.scale, self._region)
+                with np.errstate(over="ignore"):
+                    finite = np.isfinite(as_float32(found)).all()
+                if not finite:
+                    path = self._files.tensors[self._few.scale].path
+                    raise UserError(f"{path}: {self._few.scale} has NaN or infinite scales; download the file again")
+                grid = np.zeros(self._few.scale_shape, found.dtype)
+                grid[np.ix_(*map(_numbers_of, self._region.chosen))] = found
+                self._grid = grid if self._few.lead else grid[None]
+            return self._grid
+
+
+def _numbers_of(intervals: Iterable[Interval]) -> np.ndarray:
+    return np.concatenate([np.arange(*interval) for interval in intervals])
+
+
+def _indices(few: FewBitTensor, chosen: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the experts, the outputs and the inputs of a matrix that intervals of `dims` choose."""
+    lead, dims = len(few.lead), few.tensor.dims
+    cut = len(dims) - len(few.tensor.axes.inputs)
+    found = []
+    for first, last in ((lead, cut), (cut, len(dims))):
+        numbers = np.arange(math.prod(dims[first:last])).reshape(dims[first:last])
+        found.append(numbers[np.ix_(*map(_numbers_of, chosen[first:last]))].reshape(-1))
+    return _numbers_of(chosen[0]) if lead else np.zeros(1, int), *found
+
+
+def _blocks(few: FewBitTensor, box: Box) -> Box:
+    """Return the blocks that a box of `dims` touches."""
+    lead, dims = len(few.lead), few.tensor.dims
+    cut = len(dims) - len(few.tensor.axes.inputs)
+    found = list(box[:lead])
+    for first, last, size in ((lead, cut, few.block[0]), (cut, len(dims), few.block[1])):
+        ends = [(start, end - 1) for start, end in box[first:last]]
+        low, high = (int(np.ravel_multi_index(index, dims[first:last])) for index in zip(*ends, strict=True))
+        found.append((low // size, high // size + 1))
+    return tuple(found)
+
+
+def are_finite(numbers: np.ndarray) -> bool:
+    """Return whether all numbers are finite."""
+    if numbers.dtype.name == "bfloat16":  # NumPy has no fast loop for it.
+        return bool(((numbers.view(np.uint16) & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(numbers).all())
+
+
+def common_dtype(holdings: Iterable[Holding]) -> np.dtype:
+    """Return the dtype that most numbers have by default."""
+    sizes: dict[np.dtype, int] = {}
+    for holding in holdings:
+        sizes[holding.dtype] = sizes.get(holding.dtype, 0) + math.prod(holding.tensor.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype])

@@ -1,0 +1,150 @@
+"""Folders with weights of few bits, written by hand from random numbers, and read by hand. No code of moezoo's hub."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
+BF16 = ml_dtypes.bfloat16
+
+
+class Written(NamedTuple):
+    """A folder with few bits: its tensors, and the weights that they stand for in float32, by name."""
+
+    tensors: dict[str, np.ndarray]
+    wide: dict[str, np.ndarray]
+
+
+def _ceil(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def fp8(rng: np.random.Generator, shape: tuple[int, ...], block: tuple[int, int], scales: Any) -> tuple[Any, Any, Any]:
+    """Return e4m3 bytes, scales of blocks, and the numbers, of a weight [..., outputs, inputs]."""
+    *lead, rows, columns = shape
+    codes = rng.integers(0, 256, shape, np.uint8)
+    codes[codes & 127 == 127] = 0x38
+    grid = (*lead, _ceil(rows, block[0]), _ceil(columns, block[1]))
+    if scales == np.uint8:
+        scale = rng.integers(112, 120, grid, np.uint8)
+        wide = np.ldexp(np.float32(1), scale.astype(int) - 127)
+        scale = scale.view(ml_dtypes.float8_e8m0fnu)
+    else:
+        scale = (rng.uniform(0.5, 2, grid) / 4096).astype(scales)
+        wide = scale.astype(np.float32)
+    values = codes.view(ml_dtypes.float8_e4m3fn)
+    spread = np.repeat(np.repeat(wide, block[0], -2)[..., :rows, :], block[1], -1)[..., :columns]
+    return values, scale, values.astype(np.float32) * spread.astype(np.float32)
+
+
+def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """Return blocks [..., outputs, inputs / 32, 16], scales [..., outputs, inputs / 32] and the numbers."""
+    *lead, columns = shape
+    codes = rng.integers(0, 16, shape, np.uint8)
+    scale = rng.integers(114, 120, (*lead, columns // 32), np.uint8)
+    wide = FP4[codes] * np.repeat(np.ldexp(np.float32(1), scale.astype(int) - 127), 32, -1)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(*lead, columns // 32, 16)
+    return blocks, scale, wide
+
+
+def int4(rng: np.random.Generator, shape: tuple[int, int], group: int) -> tuple[Any, Any, Any]:
+    """Return words [outputs, inputs / 8], scales [outputs, inputs / group] and the numbers."""
+    rows, columns = shape
+    codes = rng.integers(0, 16, shape).astype(np.uint32)
+    words = sum(codes[:, i::8] << np.uint32(4 * i) for i in range(8)).astype(np.uint32).view(np.int32)
+    scale = (rng.uniform(0.5, 2, (rows, columns // group)) / 128).astype(BF16)
+    return words, scale, (codes.astype(np.float32) - 8) * np.repeat(scale.astype(np.float32), group, -1)
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    """Return all tensors of a folder."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    return found
+
+
+Encode = Callable[[np.random.Generator, str, np.ndarray], Mapping[str, np.ndarray] | None]
+
+
+def encode_fp8(block: tuple[int, int] | None, scales: Any = np.float32, ending: str = "_scale_inv") -> Encode:
+    """Return a function that gives a weight in FP8; without a block, one scale for each matrix."""
+
+    def encode(rng: np.random.Generator, name: str, weight: np.ndarray) -> Any:
+        values, scale, wide = fp8(rng, weight.shape, block or weight.shape[-2:], scales)
+        beside = name.removesuffix(".weight") + ending if ending.startswith(".") else name + ending
+        return {name: values, beside: scale if block else scale.reshape(())}, wide
+
+    return encode
+
+
+def encode_mxfp4(rng: np.random.Generator, name: str, weight: np.ndarray) -> Any:
+    """Give experts [experts, inputs, outputs] in MXFP4 [experts, outputs, inputs]."""
+    blocks, scale, wide = mxfp4(rng, weight.swapaxes(-1, -2).shape)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scale}, np.ascontiguousarray(wide.swapaxes(-1, -2))
+
+
+def encode_int4(group: int = 32) -> Encode:
+    """Return a function that gives a weight in packed integers."""
+
+    def encode(rng: np.random.Generator, name: str, weight: np.ndarray) -> Any:
+        words, scale, wide = int4(rng, weight.shape, group)
+        shape = np.array(weight.shape, np.int64)
+        return {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": shape}, wide
+
+    return encode
+
+
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+MXFP4_CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+
+
+def int4_config(group: int = 32) -> dict[str, Any]:
+    """Return the table of compressed-tensors."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "group_size": group,
+        "strategy": "group",
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def write_few_bits(plain: Path, folder: Path, chooses: Callable[[str], bool], encode: Encode, config: Any) -> Written:
+    """Write a copy of a folder in which the chosen weights have few bits: random ones."""
+    folder.mkdir()
+    rng, tensors, wide = np.random.default_rng(0), {}, {}
+    for name, weight in tensors_of(plain).items():
+        if chooses(name):
+            stored, wide[name] = encode(rng, name, weight)
+            tensors |= stored
+        else:
+            tensors[name] = wide[name] = weight
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    mapping = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(mapping))
+    return Written(tensors, wide)
