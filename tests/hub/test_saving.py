@@ -278,6 +278,48 @@ def test_two_saves_of_one_folder(tmp_path):
     assert list(work.iterdir()) == [work / "x"]
 
 
+@pytest.mark.parametrize("target", ["absent", "empty"])
+def test_a_folder_that_another_save_fills_meanwhile_stays_as_it_is(tmp_path, monkeypatch, target):
+    """The second one begins while the first one writes, in a folder that somebody makes, or without locks."""
+    folder, write, second = tmp_path / "model", writing._write_others, []
+    if target == "empty":
+        folder.mkdir()
+
+    def meanwhile(*arguments: Any) -> None:
+        write(*arguments)
+        if not second:
+            second.append(True)
+            folder.mkdir(exist_ok=True)
+            if target == "absent":
+                moezoo.save_pretrained(model("tied"), folder)
+            else:  # files that were copied there
+                (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(writing, "_write_others", meanwhile)
+    with refused(f"{folder}: cannot be written ("):
+        moezoo.save_pretrained(model("mixtral"), folder)
+    names = {"config.json", "model.safetensors"} if target == "absent" else {"config.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert list(tmp_path.iterdir()) == [folder]
+    if target == "absent":
+        assert type(moezoo.from_pretrained(folder).config).__name__ == "GroupedConfig"
+
+
+def test_a_folder_that_was_renamed_is_not_taken_for_the_temporary_one(tmp_path, monkeypatch):
+    """Between the moments in which a second save opens and locks the temporary folder, the first one has ended."""
+    lock = fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        (tmp_path / ".model.unfinished").rename(tmp_path / "model")
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with refused(f"{tmp_path}/model: another process is writing it"):
+        moezoo.save_pretrained(model("mixtral"), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+    assert list((tmp_path / "model").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("size", "bytes_"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("7", 7), (None, 5 * 10**9)]
 )
