@@ -79,7 +79,7 @@ def save_pretrained(
     folder, arrays = folder_argument(folder), distributed.together(lambda: _own_arrays(model))
     _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size})
     values = ModelValues(arrays)
-    carried = Carried()
+    carried, rounded = Carried(), list[str]()
     if like is None:
         distributed.together(lambda: check_target(folder))
         write_folder(folder, plan_folder(model, values, max_shard_size), values)
@@ -91,9 +91,11 @@ def save_pretrained(
             check_target(folder)
             return copying
 
-        carried = distributed.together(plan).write(folder, values)
+        copying = distributed.together(plan)
+        carried = copying.write(folder, values)
+        rounded += rounded_warnings(copying, carried, like)
     if distributed.is_first():
-        for text in (*carried_warnings(carried, like), *rounded_warnings(carried, like), *lost_warnings(model.config)):
+        for text in (*carried_warnings(carried, like), *rounded, *lost_warnings(model.config)):
             warnings.warn(f"{folder}: {text}", stacklevel=2)
     return carried
 
@@ -163,9 +165,15 @@ def carried_warnings(carried: Carried, like: Any) -> Iterator[str]:
         yield f"the model's weights differ from those of {like}, but {'; '.join(parts)}"
 
 
-def rounded_warnings(carried: Carried, like: Any) -> Iterator[str]:
+def rounded_warnings(copying: Copying, carried: Carried, like: Any) -> Iterator[str]:
     """Yield which tensors are those of `like` but for rounding."""
-    if names := list(carried.rounded):
+    wide = [name for name in carried.rounded if copying.files.stored_dtype(name) == np.float64]
+    if wide:
+        yield (
+            f"{count(wide)} less precise than in {like}, which has float64; no model is more precise than float32: "
+            f"{list_names(wide)}"
+        )
+    if names := [name for name in carried.rounded if name not in wide]:
         yield f"{count(names)} less precise than in {like}; dtype=float32 keeps them: {list_names(names)}"
 
 
