@@ -1,7 +1,9 @@
-"""What this machine has: memory, and files to read. Nothing here imports JAX or NumPy."""
+"""What this machine has: memory, files to read, and locks of folders. Nothing here imports JAX or NumPy."""
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import stat
 import sys
@@ -103,3 +105,25 @@ def check_file(path: Path, shown: str, advice: str) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{shown} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file; {advice}")
     return found.st_size
+
+
+@contextlib.contextmanager
+def locking(folder: Path, refusal: str) -> Iterator[None]:
+    """Lock a folder against other processes while the block runs; the end of this process unlocks it too.
+
+    A link in its place is not followed. Raises `UserError` with `refusal` if another process has locked the folder, or
+    has renamed or removed it meanwhile.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        # A file system without locks raises another error.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(refusal) from None
+        if not (folder.exists() and os.path.samestat(os.fstat(handle), os.lstat(folder))):
+            raise UserError(refusal)
+        yield
+    finally:
+        os.close(handle)

@@ -20,7 +20,7 @@ from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values
-from moezoo.hub.weight_files import DTYPES, INDEX, WeightFiles, read_header
+from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
 from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, ignore, make_header, own_piece, write_folder
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
@@ -102,7 +102,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
     texts = {}
     if (opened.folder / INDEX).exists():
         texts[INDEX] = _index(opened.folder / INDEX, written)
-    texts["config.json"] = _config_json(ours, theirs, model.embedding.weight.dtype, opened)
+    texts["config.json"] = _config_json(ours, theirs, _common_dtypes(own, values, opened.files), opened)
     copies = {name: opened.folder / name for name in files}
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
@@ -148,7 +148,19 @@ def _another(opened: OpenFolder, difference: str) -> UserError:
 _OLDER_ROPE = ("rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
-def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.dtype, opened: OpenFolder) -> bytes:
+class _Dtypes(NamedTuple):
+    """The dtype that most numbers of the model have where they are written, and in the original."""
+
+    written: np.dtype
+    original: np.dtype
+
+
+def _common_dtypes(own: Mapping[str, Tensor], values: Values, files: WeightFiles) -> _Dtypes:
+    sizes = [(values.dtype(tensor), files.stored_dtype(name), math.prod(tensor.shape)) for name, tensor in own.items()]
+    return _Dtypes(common_dtype((new, size) for new, _, size in sizes), common_dtype((old, n) for _, old, n in sizes))
+
+
+def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtypes: _Dtypes, opened: OpenFolder) -> bytes:
     """Return the text of config.json: that of the folder, in which keys with another value in `ours` are replaced.
 
     Raises `UserError` where the folder has another key for such a setting, which moezoo reads and does not write.
@@ -161,9 +173,8 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtype: np.d
     for key in theirs.keys() - ours.keys() | (set(_OLDER_ROPE) if "rope_parameters" in changed else set()):
         inner.pop(key, None)
     inner |= changed
-    stored = opened.files.tensors[opened.tables[0]]
-    for table in (outer, inner) if np.dtype(DTYPES[stored.dtype]) != dtype else ():
-        table |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in table}
+    for table in (outer, inner) if dtypes.written != dtypes.original else ():
+        table |= {key: dtypes.written.name for key in ("dtype", "torch_dtype") if key in table}
     if outer == opened.mapping:
         with open_file(opened.folder / "config.json") as file:
             return file.read()

@@ -18,7 +18,7 @@ from moezoo.errors import UserError
 from moezoo.hub.few_bits import FewBitTensor
 from moezoo.hub.regions import Box, Interval, Region
 from moezoo.hub.tensors import Tensor
-from moezoo.hub.weight_files import DTYPES, WeightFiles
+from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.nn.few_bits import as_float32
 
 
@@ -119,9 +119,16 @@ class Holding(abc.ABC):
         """The dtype that an array of it has by default."""
 
     @property
+    def stored_dtype(self) -> np.dtype:
+        """The dtype that its numbers have in the files, or `dtype` where they have few bits."""
+        return self.dtype
+
+    @property
     def size(self) -> int:
         """The bytes of its numbers and scales."""
-        return sum(math.prod(self._files.tensors[n].shape) * self._files.stored_dtype(n).itemsize for n in self.names[:2])
+        return sum(
+            math.prod(self._files.tensors[n].shape) * self._files.stored_dtype(n).itemsize for n in self.names[:2]
+        )
 
     @property
     def begins(self) -> tuple[Any, int]:
@@ -172,6 +179,10 @@ class Numbers(Holding):
     def dtype(self) -> np.dtype:
         """That of the tensor, or float32 for float64."""
         return np.dtype(DTYPES[self._files.tensors[self.tensor.name].dtype])
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        return self._files.stored_dtype(self.tensor.name)
 
     def check(self) -> None:
         self._files.check(self.tensor.name, self.tensor.shape)
@@ -372,9 +383,6 @@ def are_finite(numbers: np.ndarray) -> bool:
     return bool(np.isfinite(numbers).all())
 
 
-def common_dtype(holdings: Iterable[Holding]) -> np.dtype:
+def most_common_dtype(holdings: Iterable[Holding]) -> np.dtype:
     """Return the dtype that most numbers have by default."""
-    sizes: dict[np.dtype, int] = {}
-    for holding in holdings:
-        sizes[holding.dtype] = sizes.get(holding.dtype, 0) + math.prod(holding.tensor.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    return common_dtype((holding.dtype, math.prod(holding.tensor.shape)) for holding in holdings)

@@ -1,6 +1,7 @@
 """Write a Hugging Face folder."""
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -8,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from moezoo.errors import UserError
+from moezoo.errors import UserError, describe_class
 from moezoo.hub.carry import Carried, Copying, plan_copy
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
-from moezoo.hub.weight_files import INDEX, SINGLE
+from moezoo.hub.weight_files import INDEX, SINGLE, common_dtype
 from moezoo.hub.writing import METADATA, File, Piece, Plan, make_header, own_piece, sort_pieces, write_folder
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.parallel import distributed
 from moezoo.parallel.fetch import is_here
 from moezoo.typed import Range, convert, show
@@ -66,16 +69,17 @@ def save_pretrained(
         What was copied from `like`, and what was not.
 
     Raises:
-        UserError: `model` is no model. The folder already holds a model, or one of the files, cannot be written, or its
+        UserError: `model` is no model, an array is deleted or traced, or has another shape than its configuration has.
+            The folder already holds a model, or one of the files, cannot be written, or its
             disk is too small. `like` is damaged, is that folder, or is a folder of another model. Processes save
             different models. With several processes, all raise what one of them raises.
     """
     if not isinstance(model, LanguageModel):
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
-    folder, arrays = folder_argument(folder), arrays_by_path(model)
+    folder, arrays = folder_argument(folder), distributed.together(lambda: _own_arrays(model))
     _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size})
     values = ModelValues(arrays)
-    carried = Carried()
+    carried, rounded = Carried(), list[str]()
     if like is None:
         distributed.together(lambda: check_target(folder))
         write_folder(folder, plan_folder(model, values, max_shard_size), values)
@@ -87,9 +91,11 @@ def save_pretrained(
             check_target(folder)
             return copying
 
-        carried = distributed.together(plan).write(folder, values)
+        copying = distributed.together(plan)
+        carried = copying.write(folder, values)
+        rounded += rounded_warnings(copying, carried, like)
     if distributed.is_first():
-        for text in (*carried_warnings(carried, like), *rounded_warnings(carried, like), *lost_warnings(model.config)):
+        for text in (*carried_warnings(carried, like), *rounded, *lost_warnings(model.config)):
             warnings.warn(f"{folder}: {text}", stacklevel=2)
     return carried
 
@@ -137,7 +143,7 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
         where = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
         texts[INDEX] = {"metadata": {"total_size": sum(file.tensor_bytes for file in files)}, "weight_map": where}
     config = family.hub.write(model.config)
-    config["dtype"] = str(model.embedding.weight.dtype)
+    config["dtype"] = common_dtype((values.dtype(tensor), math.prod(tensor.shape)) for tensor in parts).name
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     texts["config.json"] = config
@@ -159,10 +165,43 @@ def carried_warnings(carried: Carried, like: Any) -> Iterator[str]:
         yield f"the model's weights differ from those of {like}, but {'; '.join(parts)}"
 
 
-def rounded_warnings(carried: Carried, like: Any) -> Iterator[str]:
+def rounded_warnings(copying: Copying, carried: Carried, like: Any) -> Iterator[str]:
     """Yield which tensors are those of `like` but for rounding."""
-    if names := list(carried.rounded):
+    wide = [name for name in carried.rounded if copying.files.stored_dtype(name) == np.float64]
+    if wide:
+        yield (
+            f"{count(wide)} less precise than in {like}, which has float64; no model is more precise than float32: "
+            f"{list_names(wide)}"
+        )
+    if names := [name for name in carried.rounded if name not in wide]:
         yield f"{count(names)} less precise than in {like}; dtype=float32 keeps them: {list_names(names)}"
+
+
+def _own_arrays(model: LanguageModel) -> dict[str, Any]:
+    """Return the arrays of a model by path. Raises `UserError` unless all hold numbers, in the shapes of its config."""
+    found, expected = arrays_by_path(model), arrays_by_path(Blueprint(model.config).shapes)
+    for path in expected | found:
+        for array in jax.tree.leaves(found.get(path)):
+            if fault := _fault(array):
+                raise UserError(f"save_pretrained: {path} {fault}")
+        has, wants = (f"shape {list(some[path].shape)}" if path in some else "no array" for some in (found, expected))
+        if has != wants:
+            raise UserError(
+                f"save_pretrained: {path} has {has}, expected {wants} by model.config; save a model whose config "
+                "describes its arrays"
+            )
+    return found
+
+
+def _fault(array: Any) -> str | None:
+    """Return why the numbers of an array cannot be written, in words that follow its name; None if they can."""
+    if isinstance(array, jax.core.Tracer):
+        return "is traced; call it outside of jax.jit and other transformations"
+    if isinstance(array, jax.Array):
+        return "is deleted, as by a program that donates it; save before that" if array.is_deleted() else None
+    if not isinstance(array, np.ndarray):
+        return f"is {describe_class(array)}, expected an array"
+    return None if array.dtype.isnative else f"has the byte order {array.dtype.str}; convert it to this machine's"
 
 
 def _check_same(arrays: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
@@ -181,12 +220,14 @@ def _shard_bytes(size: int | str | None) -> int:
     """Return a number of bytes. Raises `UserError` for what is none."""
     if size is None:
         return _SHARD_BYTES
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", size) if isinstance(size, str) else None
-    if isinstance(size, str) and not size.isdecimal():
-        number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if isinstance(size, str):
+        # More digits are more bytes than any disk has.
+        match = re.fullmatch(rf"(\d{{1,18}}(?:\.\d{{1,18}})?) ?({'|'.join(_UNITS)})|\d{{1,18}}", size)
+        unit = match and match[2]
+        number = int(float(match[1]) * _UNITS[unit]) if match and unit else int(size) if match else 0
         if number < 1:
             raise UserError(
                 f'max_shard_size={show(size)}: expected bytes, or a size such as "5GB" in {", ".join(_UNITS)}'
             )
         return number
-    return convert(int, int(size) if isinstance(size, str) else size, "max_shard_size", valid=Range(at_least=1))
+    return convert(int, size, "max_shard_size", valid=Range(at_least=1, at_most=10**18))

@@ -1,15 +1,15 @@
 """A folder that is written elsewhere until it is whole, so that nobody takes a part of it for a model."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import moezoo.interrupts as interrupts
 from moezoo.errors import UserError
+from moezoo.host import locking
 from moezoo.parallel import distributed
 from moezoo.typed import show
 
@@ -35,8 +35,8 @@ def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
 
     Raises:
         UserError: On all processes, if on one of them: `folder` cannot be made or has one of the files, the disk has
-            not that many bytes free, another process writes the same folder, the processes do not share the disk, or a
-            file is not whole when the block ends.
+            not that many bytes free, another process writes the same folder, or has put one of the files there when the
+            block ends, the processes do not share the disk, or a file is not whole.
     """
     with contextlib.ExitStack() as held:
 
@@ -84,33 +84,24 @@ def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
         if os.path.lexists(folder) and not folder.is_dir():
             raise NotADirectoryError(None, "it is no folder")
         work.mkdir(parents=True, exist_ok=True)
-        handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            _lock(handle, folder, work)
-            with interrupts.undoing(remove):
-                for left in work.iterdir():
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-                if found := [name for name in sizes if os.path.lexists(folder / name)]:
-                    raise UserError(f"{folder}: cannot be written ({show(found[0])} exists there); name another folder")
-                needed, free = sum(sizes.values()), shutil.disk_usage(work).free
-                if needed > free:
-                    raise UserError(
-                        f"{folder}: cannot be written: it needs {needed:,} bytes and the disk has {free:,} bytes free; "
-                        "name a folder on another disk"
-                    )
-                yield work
-        finally:
-            os.close(handle)
+        busy = f"{folder}: another process is writing it, in {work}; wait for it to end"
+        with locking(work, busy), interrupts.undoing(remove):
+            for left in work.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            _check_absent(folder, sizes)
+            needed, free = sum(sizes.values()), shutil.disk_usage(work).free
+            if needed > free:
+                raise UserError(
+                    f"{folder}: cannot be written: it needs {needed:,} bytes and the disk has {free:,} bytes free; "
+                    "name a folder on another disk"
+                )
+            yield work
 
 
-def _lock(handle: int, folder: Path, work: Path) -> None:
-    """Lock the temporary folder until its handle is closed or the process ends."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{folder}: another process is writing it, in {work}; wait for it to end") from None
-    except OSError:
-        pass  # the file system has no locks
+def _check_absent(folder: Path, names: Iterable[str]) -> None:
+    """Raise `UserError` if the folder has one of the files."""
+    if found := [name for name in names if os.path.lexists(folder / name)]:
+        raise UserError(f"{folder}: cannot be written ({show(found[0])} exists there); name another folder")
 
 
 def _find(work: Path) -> None:
@@ -131,9 +122,10 @@ def _finish(work: Path, folder: Path, sizes: Mapping[str, int]) -> None:
         found = (work / name).stat().st_size if (work / name).exists() else 0
         if found != size:
             raise UserError(f"{folder}: {show(name)} has {found} bytes of {size}, so it is not whole; save again")
-    if not folder.is_dir():
-        os.rename(work, folder)
+    if work.name != _SUFFIX:
+        os.rename(work, folder)  # fails where somebody has put files into `folder` meanwhile
         return
+    _check_absent(folder, sizes)
     moved = list[Path]()
 
     def remove_moved() -> None:

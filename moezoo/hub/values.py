@@ -26,6 +26,10 @@ class Values(abc.ABC):
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         """Return the tensor as a file has it on `process`, and None in the others. All must make the same calls."""
 
+    def stored_dtype(self, tensor: Tensor) -> np.dtype:
+        """Return the dtype that the numbers have where they are read from."""
+        return self.dtype(tensor)
+
     def key(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return what a single process sorts tensors by before it reads them; equal keys keep their order."""
         del tensor
@@ -66,6 +70,9 @@ class FolderValues(Values):
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
+
+    def stored_dtype(self, tensor: Tensor) -> np.dtype:
+        return self._holdings[tensor.parts].stored_dtype
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         if process != jax.process_index():

@@ -15,6 +15,7 @@ from moezoo.hub.regions import Box, Region
 from moezoo.typed import show
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LONGEST = 255  # characters of a file's name
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
@@ -46,6 +47,14 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
     entries = parse_json(text, f"{path}: its header")
     metadata = {_METADATA: entries.pop(_METADATA)} if _METADATA in entries else {}
     return first + text, metadata, entries
+
+
+def common_dtype(counts: Iterable[tuple[np.dtype, int]]) -> np.dtype:
+    """Return the dtype that most numbers have; `counts` has a dtype and how many numbers have it, of each tensor."""
+    sizes: dict[np.dtype, int] = {}
+    for dtype, count in counts:
+        sizes[dtype] = sizes.get(dtype, 0) + count
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 class WeightFiles:
@@ -165,7 +174,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     if not isinstance(where, dict) or not where:
         raise UserError(f"{path} has no weight_map; download the folder again")
     for name, file in where.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable() or len(file) > _LONGEST:
             raise UserError(
                 f"{path} places {show(name)} in {show(file)[:80]}, outside the folder or in no file; do not trust it"
             )

@@ -3,12 +3,15 @@
 No device holds the model: the arrays are read from the files part by part, and written tensor by tensor.
 """
 
+import collections
+import dataclasses
+import functools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from moezoo.config.build import blueprint_of
@@ -16,11 +19,12 @@ from moezoo.config.compose import folder_path, from_mapping, read_run, run_folde
 from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.holdings import common_dtype
+from moezoo.hub.holdings import most_common_dtype
 from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
-from moezoo.hub.tensors import count, list_names
+from moezoo.hub.tensors import count, list_names, tensors
 from moezoo.hub.values import FolderValues, Values
+from moezoo.hub.weight_files import common_dtype
 from moezoo.hub.writing import Plan, write_folder
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
@@ -39,20 +43,26 @@ class _Origin(NamedTuple):
 
     Attributes:
         where: The folder, or the checkpoint of a run.
-        saved: The shapes of the model as it is there.
-        wanted: Its shapes as they are written.
+        wanted: The shapes of the model as they are written.
         values: Its numbers, in the dtypes of `wanted`.
         tokenizer: The tokenizer of a run's data, if there is one.
     """
 
     where: Path
-    saved: LanguageModel
     wanted: LanguageModel
     values: Values
     tokenizer: Path | None
 
 
-class Export(NamedTuple):
+class _Dtypes(NamedTuple):
+    """The dtype of numbers where they are read from, and as they are written."""
+
+    stored: np.dtype
+    written: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
     """A folder that is ready to be written.
 
     `like` is the folder that it is a copy of, with the way to write it; None for a folder of the model alone.
@@ -65,7 +75,7 @@ class Export(NamedTuple):
 
     def describe(self) -> list[str]:
         """Return lines about what is read and what is written."""
-        saved, wanted = (_dtype(model) for model in (self.origin.saved, self.origin.wanted))
+        saved, wanted = (dtype.name for dtype in self._common_dtypes)
         config, sizes, weights = self.origin.wanted.config, self.plan.sizes, self.plan.weights
         total, _ = count_parameters(self.origin.wanted, config.experts_per_token)
         others = len(sizes) - len(weights)
@@ -77,8 +87,11 @@ class Export(NamedTuple):
                 f"{wanted} and {_counted(others, 'other')}",
             ),
         ]
-        if self._rounds:
-            lines.append(("rounds", f"from {saved} to {wanted}, so the numbers change"))
+        if narrowed := collections.Counter(dtypes for dtypes, _ in self._sizes if not np.can_cast(*dtypes)):
+            some = (
+                f"{_counted(n, 'tensor')} from {before.name} to {after.name}" for (before, after), n in narrowed.items()
+            )
+            lines.append(("rounds", ", ".join(some)))
         if (tokenizer := self.origin.tokenizer) is not None and self.like is None:
             gone = "" if tokenizer.is_file() else " is not there any more, so the folder has none"
             lines.append(("tokenizer", f"{tokenizer}{gone}"))
@@ -87,10 +100,17 @@ class Export(NamedTuple):
                 lines.append(("copied", f"{count(names)} as in {self.like[0]}, for {use}: {list_names(names)}"))
         return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
 
+    @functools.cached_property
+    def _sizes(self) -> list[tuple[_Dtypes, int]]:
+        """The dtypes of each tensor of the model, and how many numbers it has."""
+        wanted, values = self.origin.wanted, self.origin.values
+        own = tensors(wanted, family_of(wanted.config).hub)
+        return [(_Dtypes(values.stored_dtype(t), values.dtype(t)), math.prod(t.shape)) for t in own]
+
     @property
-    def _rounds(self) -> bool:
-        """Whether numbers may be none of the new dtype."""
-        return not np.can_cast(jnp.dtype(_dtype(self.origin.saved)), jnp.dtype(_dtype(self.origin.wanted)))
+    def _common_dtypes(self) -> _Dtypes:
+        """Those that most numbers have."""
+        return _Dtypes(*(common_dtype((dtypes[i], n) for dtypes, n in self._sizes) for i in range(2)))
 
     def write(self) -> list[str]:
         """Write the folder, and return what a user should know of it. Raises `UserError` if it cannot be written."""
@@ -112,7 +132,8 @@ class Export(NamedTuple):
             yield f"tensors with NaN or infinities: {list_names(odd)}"
         if self.like is not None:
             yield from carried_warnings(carried, self.like[0])
-            yield from () if self._rounds else rounded_warnings(carried, self.like[0])
+            if np.can_cast(*self._common_dtypes):  # else the user has asked for it
+                yield from rounded_warnings(self.like[1], carried, self.like[0])
         else:
             yield from lost_warnings(self.origin.wanted.config)
 
@@ -170,19 +191,14 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted)
-    return _Origin(checkpoint, saved, wanted, values, cfg.data.tokenizer_file())
+    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file())
 
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
     holdings, _ = check_tensors(source, Blueprint(source.config).shapes)
-    saved = Blueprint(source.config, common_dtype(holdings).name).shapes
-    wanted = saved if dtype is None else Blueprint(source.config, dtype).shapes
-    return _Origin(path, saved, wanted, FolderValues(holdings, wanted), None)
-
-
-def _dtype(model: LanguageModel) -> str:
-    return str(model.embedding.weight.dtype)
+    wanted = Blueprint(source.config, dtype or most_common_dtype(holdings).name).shapes
+    return _Origin(path, wanted, FolderValues(holdings, wanted), None)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import fcntl
 import os
 import shutil
 import time
@@ -14,6 +13,7 @@ import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, run_folder, to_yaml
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
+from moezoo.host import locking
 from moezoo.parallel import distributed
 from moezoo.training import report
 from moezoo.training.checkpoint import remove_beyond, steps
@@ -101,7 +101,8 @@ def opened(
         def begin() -> str:
             with writing_to("run_dir", folder):
                 made = held.enter_context(making(folder, numbered=cfg.run_dir is None and resumed is None))
-                held.enter_context(_lock(made))
+                busy = f"{made}: another process is training there; wait for it to end, or stop it"
+                held.enter_context(locking(made.resolve(), busy))
                 if folder != resumed:
                     _check_free(made)  # another run may have begun there meanwhile
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
@@ -133,19 +134,3 @@ def _remove_begun(folder: Path, rows: int) -> None:
     for name in files:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / checkpoints, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lock the folder against a second run while this one lasts, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is training there; wait for it to end, or stop it") from None
-        except OSError:
-            pass  # the file system has no locks
-        yield
-    finally:
-        os.close(handle)

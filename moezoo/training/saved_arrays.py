@@ -95,6 +95,9 @@ class SavedValues(ModelValues):
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._wanted[tensor.parts[0][0]].dtype)
 
+    def stored_dtype(self, tensor: Tensor) -> np.dtype:
+        return super().dtype(tensor)
+
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         paths = {path for path, _ in tensor.parts}
         for path in self._open - paths:

@@ -1,7 +1,9 @@
 """`moezoo convert`: a run or a folder becomes a folder, to the bit or rounded, and nothing is read twice."""
 
 import dataclasses
+import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,8 @@ def test_another_dtype_rounds_and_says_so(run, folder, tmp_path, console):
     for source, target in ((run, "a"), (folder, "b")):
         code, out, err = console("convert", str(source), target, "dtype=bfloat16")
         assert (code, err) == (0, "")
-        assert "rounds      from float32 to bfloat16" in out
+        count = len(wanted) - 2  # choice biases stay as they are
+        assert f"rounds      {count} tensors from float32 to bfloat16\n" in out
         found = {name: x for file in Path(target).glob("*.safetensors") for name, x in load_file(file).items()}
         assert found.keys() == wanted.keys()
         for name, x in found.items():
@@ -115,6 +118,27 @@ def test_another_dtype_rounds_and_says_so(run, folder, tmp_path, console):
         assert json.loads((tmp_path / target / "config.json").read_text())["dtype"] == "bfloat16"
     code, out, _ = console("convert", "b", "wide", "dtype=float32")
     assert "rounds" not in out
+
+
+def test_what_is_rounded_without_a_dtype(folder, tmp_path, console):
+    """float64 becomes float32; and tensors that are wider than most."""
+    for name, kinds in (("wide", {".weight": np.float64}), ("mixed", {".weight": np.float16, "lm_head": np.float32})):
+        shutil.copytree(folder, tmp_path / name)
+        for file in (tmp_path / name).glob("*.safetensors"):
+            found = load_file(file)
+            for (part, kind), key in itertools.product(kinds.items(), found):
+                found[key] = (found[key].astype(kind) / 3).astype(kind) if part in key else found[key]
+            save_file(found, file, metadata={"format": "pt"})
+    _, out, err = console("convert", "wide", "a")
+    assert "parameters in float64\n" in out
+    assert re.search(r"^rounds      \d+ tensors from float64 to float32$", out, re.MULTILINE)
+    assert err == ""
+    _, out, err = console("convert", "mixed", "b")
+    assert "parameters in float16\n" in out
+    assert "rounds      1 tensor from float32 to float16\n" in out
+    assert err == "warning: b: 1 tensor is less precise than in mixed; dtype=float32 keeps them: lm_head.weight\n"
+    with pytest.warns(UserWarning, match=r"tensors are less precise than in \S+, which has float64; no model is more"):
+        moezoo.save_pretrained(moezoo.from_pretrained("wide"), tmp_path / "c", like="wide")
 
 
 def test_numbers_too_large_are_reported(folder, tmp_path, console):

@@ -277,6 +277,7 @@ def index(folder, **where):
         (lambda f: (f / "model.safetensors").unlink(), "only safetensors are read"),
         (lambda f: index(f, **{"lm_head.weight": "../other.safetensors"}), "outside the folder .*; do not trust it"),
         (lambda f: index(f, **{"lm_head.weight": "/etc/passwd"}), "outside the folder .*; do not trust it"),
+        (lambda f: index(f, **{"lm_head.weight": "x" * 5000}), r"in x{80}, outside the folder .*; do not trust it"),
         (
             lambda f: index(f, **{"lm_head.weight": "gone.safetensors"}),
             r"gone.safetensors cannot be read \(No such file",

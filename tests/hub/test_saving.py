@@ -12,6 +12,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -278,14 +279,59 @@ def test_two_saves_of_one_folder(tmp_path):
     assert list(work.iterdir()) == [work / "x"]
 
 
+@pytest.mark.parametrize("target", ["absent", "empty"])
+def test_a_folder_that_another_save_fills_meanwhile_stays_as_it_is(tmp_path, monkeypatch, target):
+    """The second one begins while the first one writes, in a folder that somebody makes, or without locks."""
+    folder, write, second = tmp_path / "model", writing._write_others, []
+    if target == "empty":
+        folder.mkdir()
+
+    def meanwhile(*arguments: Any) -> None:
+        write(*arguments)
+        if not second:
+            second.append(True)
+            folder.mkdir(exist_ok=True)
+            if target == "absent":
+                moezoo.save_pretrained(model("tied"), folder)
+            else:  # files that were copied there
+                (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(writing, "_write_others", meanwhile)
+    with refused(f"{folder}: cannot be written ("):
+        moezoo.save_pretrained(model("mixtral"), folder)
+    names = {"config.json", "model.safetensors"} if target == "absent" else {"config.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert list(tmp_path.iterdir()) == [folder]
+    if target == "absent":
+        assert type(moezoo.from_pretrained(folder).config).__name__ == "GroupedConfig"
+
+
+def test_a_folder_that_was_renamed_is_not_taken_for_the_temporary_one(tmp_path, monkeypatch):
+    """Between the moments in which a second save opens and locks the temporary folder, the first one has ended."""
+    lock = fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        (tmp_path / ".model.unfinished").rename(tmp_path / "model")
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with refused(f"{tmp_path}/model: another process is writing it"):
+        moezoo.save_pretrained(model("mixtral"), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+    assert list((tmp_path / "model").iterdir()) == []
+
+
 @pytest.mark.parametrize(
-    ("size", "bytes_"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("7", 7), (None, 5 * 10**9)]
+    ("size", "bytes_"),
+    [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("7", 7), (5 * 10**9, 5 * 10**9), (None, 5 * 10**9)],
 )
 def test_sizes(size, bytes_):
     assert saving._shard_bytes(size) == bytes_
 
 
-@pytest.mark.parametrize("size", ["5G", "", "0GB", "-1", "GB", "inf", 0, -1, 2.5, True])
+@pytest.mark.parametrize(
+    "size", ["5G", "", "0GB", "-1", "GB", "inf", "9" * 400 + "GB", "9" * 5000, "1.5", 0, -1, 2.5, True]
+)
 def test_impossible_sizes_are_refused(tmp_path, size):
     with refused("max_shard_size="):
         saving._shard_bytes(size)
@@ -295,6 +341,53 @@ def test_impossible_sizes_are_refused(tmp_path, size):
 def test_the_files_of_another_folder_have_their_size(whole, tmp_path):
     with refused("max_shard_size=5GB", f"{whole}/mixtral"):
         moezoo.save_pretrained(model("mixtral"), tmp_path / "new", like=whole / "mixtral", max_shard_size="5GB")
+
+
+def test_config_json_has_the_dtype_of_most_numbers(whole, tmp_path):
+    """As loading decides; alone, and in a copy of a folder of another dtype."""
+    mixed = jax.tree.map(lambda x: x.astype(np.float32), model("mixtral"))
+    mixed = eqx.tree_at(lambda m: m.embedding.weight, mixed, replace_fn=lambda x: x.astype(jax.numpy.bfloat16))
+    moezoo.save_pretrained(mixed, tmp_path / "new")
+    moezoo.save_pretrained(mixed, tmp_path / "copy", like=whole / "mixtral")
+    for name in ("new", "copy"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+        assert moezoo.from_pretrained(tmp_path / name).embedding.weight.dtype == np.float32
+
+
+def _narrow(x: Any) -> Any:
+    return x[:, :-4]
+
+
+def _deleted(x: Any) -> Any:
+    array = jax.numpy.array(x)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_narrow, "has shape [40, 12], expected shape [40, 16] by model.config; save a model whose config"),
+        (_deleted, "is deleted, as by a program that donates it; save before that"),
+        (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "is a ShapeDtypeStruct, expected an array"),
+        (lambda x: None, "has no array, expected shape [40, 16] by model.config"),
+        (lambda x: 0.5, "is a float, expected an array"),
+        (lambda x: x.astype(">f4"), "has the byte order >f4; convert it to this machine's"),
+    ],
+)
+@pytest.mark.parametrize("like", [None, "tied"])
+def test_arrays_that_cannot_be_written(whole, tmp_path, change, message, like):
+    changed = eqx.tree_at(lambda m: m.embedding.weight, model("tied"), replace_fn=change)
+    with refused(f"save_pretrained: embedding.weight {message}"):
+        moezoo.save_pretrained(changed, tmp_path / "new", like=like and whole / like)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_under_jit(tmp_path):
+    save = jax.jit(lambda numbers: moezoo.save_pretrained(numbers, tmp_path / "new"))
+    with refused("save_pretrained: embedding.weight is traced; call it outside of jax.jit"):
+        save(model("tied"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dtypes_that_no_folder_has(tmp_path):
