@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.few_bits import CONFIG, write_quantization
+from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.json_files import open_file, read_json
+from moezoo.hub.kept import Leaving, leaving, modules_in_numbers, own_pieces
 from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
-from moezoo.hub.tensors import Tensor
+from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
-from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, ignore, make_header, own_piece, write_folder
+from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, few_bit_pieces, ignore, make_header, write_folder
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -56,11 +59,16 @@ class Carried:
 class Copying(NamedTuple):
     """A folder to be written as a copy of another one.
 
-    `files`: the weights of that one. `carried`: what the new folder has from it, without the comparison of numbers.
+    Attributes:
+        plan: The files to write.
+        files: The weights of the other folder.
+        holdings: The tensors of the model there, by their names.
+        carried: What the new folder has from it, without the comparison of numbers.
     """
 
     plan: Plan
     files: WeightFiles
+    holdings: Mapping[str, Holding]
     carried: Carried
 
     def write(self, folder: Path, values: Values, seen: Seen = ignore) -> Carried:
@@ -74,7 +82,7 @@ class Copying(NamedTuple):
         Raises:
             UserError: As `write_folder` does.
         """
-        found = _Comparison(self.files)
+        found = _Comparison(self.files, self.holdings)
 
         def compare(name: str, value: np.ndarray) -> None:
             found.see(name, value)
@@ -89,25 +97,51 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
 
     Raises `UserError` where `opened` is of another model, or damaged.
     """
-    expected, unused = check_tensors(opened, Blueprint(opened.config).shapes)
+    found, unused = check_tensors(opened, Blueprint(opened.config).shapes)
+    expected = {holding.plain.name: holding for holding in found}
     ours, theirs = _keys_of_both(model, opened)
     own = {tensor.name: tensor for tensor in opened.tensors(model)}
-    _check_equal(own, {holding.tensor.name: holding.tensor for holding in expected}, model, opened)
+    _check_equal(own, {name: holding.plain for name, holding in expected.items()}, model, opened)
+    leaves = leaving(own.values(), arrays_by_path(model))
+    pieces = _pieces(own, expected, leaves, values)
     if opened.stores_tied:
         table, copy = opened.tables
-        own[copy] = own[table]
+        pieces[copy] = [piece._replace(name=copy) for piece in pieces[table]]
     shards = sorted({stored.path for stored in opened.files.tensors.values()})
     files, skipped = _other_files(opened.folder, {"config.json", INDEX, *(path.name for path in shards)})
-    written = [_plan_shard(path, own, values, opened.files) for path in shards]
+    written = [_plan_shard(path, pieces, opened.files) for path in shards]
     texts = {}
     if (opened.folder / INDEX).exists():
         texts[INDEX] = _index(opened.folder / INDEX, written)
-    texts["config.json"] = _config_json(ours, theirs, _common_dtypes(own, values, opened.files), opened)
+    dtypes, quantization = _common_dtypes(own, values, expected), opened.mapping
+    if leaves.few.keys() != {name for name, holding in expected.items() if isinstance(holding, FewBits)}:
+        quantization = {}
+        if leaves.format is not None:
+            modules = modules_in_numbers(own.values(), leaves.few)
+            quantization = {CONFIG: write_quantization(leaves.format, leaves.few.values(), modules)}
+    texts["config.json"] = _config_json(ours, theirs, dtypes, quantization, opened)
     copies = {name: opened.folder / name for name in files}
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
     plan = Plan([shard.file for shard in written], copies, texts)
-    return Copying(plan, opened.files, Carried(unused, tuple(files), tuple(skipped)))
+    return Copying(plan, opened.files, expected, Carried(unused, tuple(files), tuple(skipped)))
+
+
+def _pieces(
+    own: Mapping[str, Tensor], expected: Mapping[str, Holding], leaves: Leaving, values: Values
+) -> dict[str, list[Piece]]:
+    """Return what is written in place of each tensor of the folder that belongs to the model."""
+    found: dict[str, list[Piece]] = {}
+    for name, tensor in own.items():
+        few, holding = leaves.few.get(name), expected[name]
+        pieces = own_pieces(tensor, leaves, values)
+        if few and isinstance(holding, FewBits) and (few.format, few.block) == (holding.few.format, holding.few.block):
+            # With the names, and the words for dtypes and shapes, that the folder has.
+            pieces = few_bit_pieces(holding.few, values.dtype(holding.few.kept_scale))
+            found |= {piece.name: [holding.as_stored(piece)] for piece in pieces if piece.name in holding.names[:2]}
+        else:
+            found |= {holding.names[0]: pieces, **{gone: [] for gone in holding.names[1:]}}
+    return found
 
 
 def _keys_of_both(model: LanguageModel, opened: OpenFolder) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -155,13 +189,21 @@ class _Dtypes(NamedTuple):
     original: np.dtype
 
 
-def _common_dtypes(own: Mapping[str, Tensor], values: Values, files: WeightFiles) -> _Dtypes:
-    sizes = [(values.dtype(tensor), files.stored_dtype(name), math.prod(tensor.shape)) for name, tensor in own.items()]
+def _common_dtypes(own: Mapping[str, Tensor], values: Values, expected: Mapping[str, Holding]) -> _Dtypes:
+    sizes = [(values.dtype(t), expected[name].stored_dtype, math.prod(t.shape)) for name, t in own.items()]
     return _Dtypes(common_dtype((new, size) for new, _, size in sizes), common_dtype((old, n) for _, old, n in sizes))
 
 
-def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtypes: _Dtypes, opened: OpenFolder) -> bytes:
+def _config_json(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    dtypes: _Dtypes,
+    quantization: Mapping[str, Any],
+    opened: OpenFolder,
+) -> bytes:
     """Return the text of config.json: that of the folder, in which keys with another value in `ours` are replaced.
+
+    `quantization` has what is written of few bits: the keys of the folder, if that is the same.
 
     Raises `UserError` where the folder has another key for such a setting, which moezoo reads and does not write.
     """
@@ -173,6 +215,10 @@ def _config_json(ours: Mapping[str, Any], theirs: Mapping[str, Any], dtypes: _Dt
     for key in theirs.keys() - ours.keys() | (set(_OLDER_ROPE) if "rope_parameters" in changed else set()):
         inner.pop(key, None)
     inner |= changed
+    if quantization is not opened.mapping:
+        for table in (outer, inner):
+            table.pop(CONFIG, None)
+        outer |= quantization
     for table in (outer, inner) if dtypes.written != dtypes.original else ():
         table |= {key: dtypes.written.name for key in ("dtype", "torch_dtype") if key in table}
     if outer == opened.mapping:
@@ -215,8 +261,8 @@ class _Shard(NamedTuple):
     retyped: bool
 
 
-def _plan_shard(original: Path, own: Mapping[str, Tensor], values: Values, files: WeightFiles) -> _Shard:
-    """Return a file with the model's own tensors and all others of the `original`."""
+def _plan_shard(original: Path, own: Mapping[str, list[Piece]], files: WeightFiles) -> _Shard:
+    """Return a file with the model's `own` tensors in place of those of these names, and all others of the original."""
     begin, metadata, entries = read_header(original)
     for name in entries:
         if name not in files.tensors or files.tensors[name].path != original:
@@ -225,11 +271,11 @@ def _plan_shard(original: Path, own: Mapping[str, Tensor], values: Values, files
     for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
         start, end = entries[name]["data_offsets"]
         if name in own:
-            pieces.append(own_piece(own[name], values.dtype(own[name]))._replace(name=name))
+            pieces += own[name]
         else:
             span = Span(original, len(begin) + start)
             pieces.append(Piece(name, entries[name]["dtype"], tuple(entries[name]["shape"]), end - start, span=span))
-    retyped = any(piece.dtype != entries[piece.name]["dtype"] for piece in pieces)
+    retyped = {piece.name: piece.dtype for piece in pieces} != {name: about["dtype"] for name, about in entries.items()}
     if retyped:
         # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
         pieces.sort(key=lambda piece: -piece.size / max(1, math.prod(piece.shape)))
@@ -239,12 +285,21 @@ def _plan_shard(original: Path, own: Mapping[str, Tensor], values: Values, files
 class _Comparison:
     """The numbers that are written against those of the other folder."""
 
-    def __init__(self, files: WeightFiles):
-        self._files, self._changed, self._rounded = files, False, list[str]()
+    def __init__(self, files: WeightFiles, holdings: Mapping[str, Holding]):
+        self._files, self._holdings, self._changed, self._rounded = files, holdings, False, list[str]()
 
     def see(self, name: str, value: np.ndarray) -> None:
         """Compare a tensor of the model."""
+        holding = self._holdings.get(name)
+        if isinstance(holding, FewBits) and value.dtype != np.uint8:
+            self._changed = self._changed or not np.array_equal(as_bits(value), as_bits(holding.read(value.dtype)))
+            return
+        if name not in self._files.tensors:
+            self._changed = True
+            return
         stored = self._files.read(name)
+        if value.dtype == np.uint8:
+            stored = stored.view(np.uint8).reshape(value.shape)
         same = _same_bits(value, stored)
         self._changed = self._changed or not same
         self._rounded += [name] if same and not _same_bits(stored, value) else []
@@ -268,6 +323,8 @@ def _index(original: Path, written: Sequence[_Shard]) -> bytes:
         with open_file(original) as file:
             return file.read()
     index = read_json(original)
+    where = {piece.name: shard.file.name for shard in written for piece in shard.file.pieces}
+    index["weight_map"] = {name: where[name] for name in [*index["weight_map"], *where] if name in where}
     if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
         index["metadata"]["total_size"] = sum(shard.file.tensor_bytes for shard in written)
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -13,7 +13,7 @@ Which weights have few bits follows from these tensors. config.json names the fo
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,6 +142,27 @@ class Format(NamedTuple):
         """The numbers in one stored item."""
         return {"F8_E4M3": 1, "U8": 2, "I32": 8}[self.kind]
 
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether folders have such a tensor in this format."""
+        layouts = {"mxfp4": ("alternating",), "int4": ("plain",)}.get(self.name, ("plain", "of_experts"))
+        *_, columns = self._encoded(tensor).shape if tensor.axes.role is Role.WEIGHT else (0,)
+        fits = columns % {"mxfp4": 32}.get(self.name, self.per_item) == 0
+        return tensor.axes.role is Role.WEIGHT and tensor.layout in layouts and fits
+
+    @staticmethod
+    def _encoded(tensor: Tensor) -> Tensor:
+        """Return a tensor with outputs before inputs, as all formats have it."""
+        return dataclasses.replace(tensor, layout="alternating_outputs") if tensor.layout == "alternating" else tensor
+
+    def tensor(
+        self, tensor: Tensor, block: tuple[int, int] | None, scale: str | None = None, others: Iterable[str] = ()
+    ) -> "FewBitTensor":
+        """Return a weight in this format. `block`: None for the whole matrix. `scale`: by default the usual name."""
+        values, spellings, _ = self.names(tensor.name)
+        encoded = self._encoded(tensor)
+        *_, rows, columns = encoded.shape
+        return FewBitTensor(encoded, self, values, scale or spellings[0], tuple(others), block or (rows, columns))
+
     def names(self, name: str) -> tuple[str, list[str], list[str]]:
         """Return how the tensors of a weight are named: numbers, scales by all their spellings, and others."""
         stem = name.removesuffix(".weight")
@@ -211,6 +232,13 @@ class FewBitTensor:
     block: tuple[int, int]
 
     @property
+    def plain(self) -> Tensor:
+        """The weight as folders have it in numbers."""
+        if self.tensor.layout == "alternating_outputs":
+            return dataclasses.replace(self.tensor, layout="alternating")
+        return self.tensor
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Outputs and inputs."""
         *_, rows, columns = self.tensor.shape
@@ -234,7 +262,7 @@ class FewBitTensor:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether there are several blocks, or could be: whether the scales are an array."""
+        """Whether the scales are an array, and not one number."""
         return self.block != self.matrix
 
     def encoding(self, scale: np.ndarray) -> Encoding:
@@ -347,10 +375,27 @@ def find_few_bits(
                 f"{values} with {scales[0]} is in the format {form.name}, but config.json {stated}; the files belong "
                 "to different models"
             )
-        if tensor.layout == "alternating":
-            tensor = dataclasses.replace(tensor, layout="alternating_outputs")
-        *_, rows, columns = tensor.shape
-        block = quantization.block or (rows, columns)
-        found = tuple(other for other in others if other in tensors)
-        return FewBitTensor(tensor, form, values, scales[0], found, block)
+        found = (other for other in others if other in tensors)
+        return form.tensor(tensor, quantization.block, scales[0], found)
     return None
+
+
+def write_quantization(form: Format, few: Iterable[FewBitTensor], numbers: Iterable[str]) -> dict[str, Any]:
+    """Return the table of config.json for weights of one format, beside modules of these names in numbers."""
+    some = list(few)
+    others = sorted(numbers)
+    if form.name == "fp8":
+        block = list(some[0].block) if any(one.has_blocks for one in some) else None
+        table = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+        return table | {"modules_to_not_convert": others}
+    if form.name == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": others}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": some[0].block[1]}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": others,
+    }

@@ -102,11 +102,17 @@ class Holding(abc.ABC):
     """One tensor of the model in a folder.
 
     Attributes:
+        files: The files of the folder.
         tensor: The tensor in numbers, by its name in the folder.
     """
 
     def __init__(self, files: WeightFiles, tensor: Tensor):
-        self._files, self.tensor = files, tensor
+        self.files, self.tensor = files, tensor
+
+    @property
+    def plain(self) -> Tensor:
+        """The tensor as folders without few bits have it."""
+        return self.tensor
 
     @property
     @abc.abstractmethod
@@ -126,14 +132,12 @@ class Holding(abc.ABC):
     @property
     def size(self) -> int:
         """The bytes of its numbers and scales."""
-        return sum(
-            math.prod(self._files.tensors[n].shape) * self._files.stored_dtype(n).itemsize for n in self.names[:2]
-        )
+        return sum(math.prod(self.files.tensors[n].shape) * self.files.stored_dtype(n).itemsize for n in self.names[:2])
 
     @property
     def begins(self) -> tuple[Any, int]:
         """The file of its first tensor, and where it begins there."""
-        stored = self._files.tensors[self.names[0]]
+        stored = self.files.tensors[self.names[0]]
         return stored.path, stored.at
 
     @abc.abstractmethod
@@ -148,12 +152,12 @@ class Holding(abc.ABC):
     def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]: ...
 
     def read(self, dtype: np.dtype) -> np.ndarray:
-        """Return the tensor in numbers as files have it. A number too large for `dtype` becomes infinite."""
+        """Return `plain`. A number too large for `dtype` becomes infinite."""
         parts = [_Whole(shape, dtype) for shape in self.tensor.shapes]
         places = [_Place(i, (), tuple((0, n) for n in part.numbers.shape), part) for i, part in enumerate(parts)]
         for piece in self._pieces(places, 2**22):
             piece.read()
-        return self.tensor.to_file([part.numbers for part in parts])
+        return self.plain.to_file([part.numbers for part in parts])
 
 
 class _Whole:
@@ -178,28 +182,41 @@ class Numbers(Holding):
     @property
     def dtype(self) -> np.dtype:
         """That of the tensor, or float32 for float64."""
-        return np.dtype(DTYPES[self._files.tensors[self.tensor.name].dtype])
+        return np.dtype(DTYPES[self.files.tensors[self.tensor.name].dtype])
 
     @property
     def stored_dtype(self) -> np.dtype:
-        return self._files.stored_dtype(self.tensor.name)
+        return self.files.stored_dtype(self.tensor.name)
 
     def check(self) -> None:
-        self._files.check(self.tensor.name, self.tensor.shape)
+        self.files.check(self.tensor.name, self.tensor.shape)
 
     def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
         boxes = [self.tensor.in_file(place.part, place.box) for place in places]
-        regions = self._files.region(self.tensor.name, self.tensor.dims, boxes).cut(most) if boxes else ()
+        regions = self.files.region(self.tensor.name, self.tensor.dims, boxes).cut(most) if boxes else ()
         for region in regions:
             yield Piece(self.tensor.name, region.size, functools.partial(self._read_piece, region, places))
 
     def _read_piece(self, region: Region, places: Sequence[_Place]) -> bool:
-        numbers = self._files.read(self.tensor.name, region)
+        numbers = self.files.read(self.tensor.name, region)
         return are_finite(numbers) & _write(self.tensor, region, numbers, places)
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         with np.errstate(over="ignore"):
-            return self._files.read(self.tensor.name).astype(dtype, copy=False)
+            return self.files.read(self.tensor.name).astype(dtype, copy=False)
+
+
+class Bits(Numbers):
+    """A tensor of numbers or scales of few bits, which is read as it is."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that a container has for it."""
+        return self.files.stored_dtype(self.tensor.name)
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        del dtype
+        return self.files.read(self.tensor.name)
 
 
 class FewBits(Holding):
@@ -210,6 +227,10 @@ class FewBits(Holding):
         self.few = few
 
     @property
+    def plain(self) -> Tensor:
+        return self.few.plain
+
+    @property
     def names(self) -> tuple[str, ...]:
         return (self.few.values, self.few.scale, *self.few.others)
 
@@ -218,19 +239,25 @@ class FewBits(Holding):
         """bfloat16, in which such models compute."""
         return jnp.dtype(jnp.bfloat16)
 
+    def as_stored(self, piece: Any) -> Any:
+        """Return a piece of a new file, with the dtype and the shape that this folder states for as many bytes."""
+        stored = self.files.tensors[piece.name]
+        same = math.prod(stored.shape) * self.files.stored_dtype(piece.name).itemsize == piece.size
+        return piece._replace(dtype=stored.dtype, shape=stored.shape) if same else piece
+
     @property
     def scale_dtype(self) -> np.dtype:
         """The dtype in which the files have scales; uint8 for E8M0 codes."""
-        return self._files.stored_dtype(self.few.scale)
+        return self.files.stored_dtype(self.few.scale)
 
     def check(self) -> None:
-        few, found = self.few, self._files.tensors[self.few.scale]
-        self._files.check(few.scale, found.shape, few.format.scale_kinds)
+        few, found = self.few, self.files.tensors[self.few.scale]
+        self.files.check(few.scale, found.shape, few.format.scale_kinds)
         one = np.broadcast_to(np.zeros((), self.scale_dtype), few.scale_shape[-2:])
         few.encoding(one)  # refuses numbers of inputs that the format cannot have
-        self._files.check(few.values, few.values_shape, (few.format.kind,))
+        self.files.check(few.values, few.values_shape, (few.format.kind,))
         if few.has_blocks or math.prod(found.shape) != 1:
-            self._files.check(few.scale, few.scale_shape, few.format.scale_kinds)
+            self.files.check(few.scale, few.scale_shape, few.format.scale_kinds)
 
 
 class Widened(FewBits):
@@ -257,8 +284,8 @@ class Widened(FewBits):
             chosen = (*region.chosen[: first if whole else -1], *ends)
             return Region(dims, np.dtype(np.float32), 0, chosen, 0)
 
-        scales = _Scales(self._files, few, [_blocks(few, box) for box in boxes])
-        region = self._files.region(few.values, items, map(in_items, boxes))
+        scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
+        region = self.files.region(few.values, items, map(in_items, boxes))
         for part in region.cut(max(most // 8, 2**16)):  # a byte becomes up to two numbers of four bytes, three times
             read = functools.partial(self._read_piece, part, in_numbers(part), places, scales)
             yield Piece(self.tensor.name, part.size, read)
@@ -266,7 +293,7 @@ class Widened(FewBits):
     def _read_piece(self, region: Region, wide: Region, places: Sequence[_Place], scales: "_Scales") -> bool:
         grid = scales.read()
         experts, rows, columns = _indices(self.few, wide.chosen)
-        items = self._files.read(self.few.values, region).reshape(len(experts), len(rows), -1)
+        items = self.files.read(self.few.values, region).reshape(len(experts), len(rows), -1)
         numbers = np.empty((len(experts), len(rows), len(columns)), np.float32)
         for i, expert in enumerate(experts):
             numbers[i] = self.few.encoding(grid[expert]).widen(items[i], rows, columns, np.float32)
@@ -283,7 +310,7 @@ class Kept(FewBits):
         if not places:
             return
         boxes = [numbers.in_file(place.part, place.box) for place in places]
-        for region in self._files.region(few.values, numbers.dims, boxes, np.dtype(np.uint8)).cut(most):
+        for region in self.files.region(few.values, numbers.dims, boxes, np.dtype(np.uint8)).cut(most):
             yield Piece(self.tensor.name, region.size, functools.partial(self._read_values, region, places))
         scale = few.kept_scale
         shapes = [arrays[path].shape[len(index) :] for path, index in scale.parts]
@@ -294,14 +321,14 @@ class Kept(FewBits):
             (*place.box[: len(few.lead)], *((int(x.min()), int(x.max()) + 1) for x in blocks))
             for place, blocks in found
         ]
-        scales = _Scales(self._files, few, boxes)
+        scales = _Scales(self.files, few, boxes)
         yield Piece(self.tensor.name, scales.size, functools.partial(self._read_scales, scales, found))
 
     def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
-        return Widened(self._files, self.few)._pieces(places, most)
+        return Widened(self.files, self.few)._pieces(places, most)
 
     def _read_values(self, region: Region, places: Sequence[_Place]) -> bool:
-        items = self._files.read(self.few.values, region)
+        items = self.files.read(self.few.values, region)
         _write(self.few.kept_values, region, items, places)
         return self.few.format.are_finite(items)
 
@@ -322,7 +349,7 @@ class _Scales:
     """
 
     def __init__(self, files: WeightFiles, few: FewBitTensor, boxes: Iterable[Box]):
-        self._files, self._few, self._lock, self._grid = files, few, threading.Lock(), np.zeros(())
+        self.files, self._few, self._lock, self._grid = files, few, threading.Lock(), np.zeros(())
         self._region = files.region(few.scale, few.scale_shape, boxes)
 
     @property
@@ -337,11 +364,11 @@ class _Scales:
         """
         with self._lock:
             if not self._grid.ndim:
-                found = self._files.read(self._few.scale, self._region)
+                found = self.files.read(self._few.scale, self._region)
                 with np.errstate(over="ignore"):
                     finite = np.isfinite(as_float32(found)).all()
                 if not finite:
-                    path = self._files.tensors[self._few.scale].path
+                    path = self.files.tensors[self._few.scale].path
                     raise UserError(f"{path}: {self._few.scale} has NaN or infinite scales; download the file again")
                 grid = np.zeros(self._few.scale_shape, found.dtype)
                 grid[np.ix_(*map(_numbers_of, self._region.chosen))] = found
@@ -383,6 +410,12 @@ def are_finite(numbers: np.ndarray) -> bool:
     return bool(np.isfinite(numbers).all())
 
 
-def most_common_dtype(holdings: Iterable[Holding]) -> np.dtype:
-    """Return the dtype that most numbers have by default."""
-    return common_dtype((holding.dtype, math.prod(holding.tensor.shape)) for holding in holdings)
+def most_common_dtype(holdings: Sequence[Holding]) -> np.dtype:
+    """Return the dtype that most numbers have by default, without those that are kept in few bits."""
+    numbers = [holding for holding in holdings if not isinstance(holding, Kept)] or holdings
+    return common_dtype((holding.dtype, math.prod(holding.tensor.shape)) for holding in numbers)
+
+
+def keep_few_bits(holdings: Iterable[Holding]) -> list[Holding]:
+    """Return the holdings, with those in few bits as `Kept`."""
+    return [Kept(one.files, one.few) if isinstance(one, FewBits) else one for one in holdings]

@@ -1,6 +1,6 @@
-"""Models whose weights of few bits stay as a folder holds them: which arrays become containers."""
+"""Models whose weights of few bits stay as a folder holds them: which arrays become containers, and how they leave."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import FewBitTensor, Format
+from moezoo.hub.few_bits import FORMATS, FewBitTensor, Format
 from moezoo.hub.holdings import Holding, Kept
+from moezoo.hub.tensors import Tensor
+from moezoo.hub.values import Values
+from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import FewBits, first_of_pieces
+from moezoo.parallel.axes import Role
 
 
 class _Form(NamedTuple):
@@ -77,3 +81,59 @@ def _stacked(container: FewBits, whole: jax.ShapeDtypeStruct) -> FewBits:
     """Return the container with the leading dimensions that the whole array has besides those of a part."""
     lead = whole.shape[: len(whole.shape) - len(container.shape)]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), container)
+
+
+class Leaving(NamedTuple):
+    """How the tensors of a model are written.
+
+    Attributes:
+        few: The weights that are written in few bits, by the name that they have in numbers.
+        format: Their format; None if there are none.
+        refused: Why containers of few bits become numbers, in words that follow "weights of few bits"; None if none do.
+    """
+
+    few: Mapping[str, FewBitTensor]
+    format: Format | None = None
+    refused: str | None = None
+
+
+def leaving(tensors: Iterable[Tensor], arrays: Mapping[str, Any]) -> Leaving:
+    """Return which tensors of a model, with `arrays` by their paths, are written in few bits.
+
+    A folder has one format and one size of blocks, and all parts of a tensor are containers of it. Otherwise
+    containers are written as the arrays that they stand for.
+    """
+    found: dict[str, FewBitTensor] = {}
+    others: list[str] = []
+    for tensor in tensors:
+        parts = [arrays[path] for path, _ in tensor.parts]
+        kinds = {(type(part), part.block) if isinstance(part, FewBits) else None for part in parts}
+        kind = kinds.pop()
+        form = next((form for form in FORMATS if kind and form.container is kind[0]), None)
+        if kinds or form is None or kind is None or not form.has(tensor):
+            others += [tensor.name for part in parts if isinstance(part, FewBits)][:1]
+            continue
+        found[tensor.name] = form.tensor(tensor, kind[1])
+    formats = {few.format.name: few.format for few in found.values()}
+    one = {few.block for few in found.values()}
+    whole = all(not few.has_blocks for few in found.values())
+    if others:
+        return Leaving({}, None, f"such as {others[0]} are in a format that folders of this family do not have")
+    if len(formats) > 1:
+        return Leaving({}, None, f"are in {len(formats)} formats ({', '.join(sorted(formats))}), and a folder has one")
+    if len(one) > 1 and not whole:
+        return Leaving({}, None, f"have blocks of {len(one)} sizes, and a folder has one")
+    return Leaving(found, next(iter(formats.values()), None))
+
+
+def own_pieces(tensor: Tensor, leaves: Leaving, values: Values) -> list[Piece]:
+    """Return what a folder has of a tensor of the model: itself, or numbers of few bits and scales."""
+    if (few := leaves.few.get(tensor.name)) is None:
+        return [own_piece(tensor, values.dtype(tensor))]
+    return few_bit_pieces(few, values.dtype(few.kept_scale))
+
+
+def modules_in_numbers(tensors: Iterable[Tensor], few: Mapping[str, FewBitTensor]) -> set[str]:
+    """Return the names of transformers' modules with a matrix in numbers."""
+    names = {tensor.name for tensor in tensors if tensor.axes.role is Role.WEIGHT} - few.keys()
+    return {name.removesuffix(".weight") for name in names}

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 
 from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
-from moezoo.hub.holdings import FewBits, Holding, Kept, Piece, Target, are_finite, most_common_dtype
+from moezoo.hub.holdings import Holding, Piece, Target, are_finite, keep_few_bits, most_common_dtype
 from moezoo.hub.kept import keep
 from moezoo.hub.loading_progress import LoadingProgress
 from moezoo.hub.opening import check_tensors, folder_argument, open_folder
@@ -106,9 +106,7 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["
     opened = open_folder(folder)
     holdings, unused = check_tensors(opened, Blueprint(opened.config).shapes)
     if dtype == "stored":
-        numbers = [holding for holding in holdings if not isinstance(holding, FewBits)]
-        dtype = most_common_dtype(numbers or holdings)
-        holdings = [Kept(opened.files, h.few) if isinstance(h, FewBits) else h for h in holdings]
+        holdings, dtype = keep_few_bits(holdings), None
     dtype = dtype or most_common_dtype(holdings)
     shapes = Blueprint(opened.config, str(dtype)).shapes
     require_names(arrays_by_path(shapes), [holding.tensor for holding in holdings])

@@ -1,5 +1,6 @@
 """Write a Hugging Face folder."""
 
+import itertools
 import json
 import math
 import re
@@ -13,11 +14,13 @@ import numpy as np
 
 from moezoo.errors import UserError, describe_class
 from moezoo.hub.carry import Carried, Copying, plan_copy
+from moezoo.hub.few_bits import CONFIG, write_quantization
+from moezoo.hub.kept import leaving, modules_in_numbers, own_pieces
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE, common_dtype
-from moezoo.hub.writing import METADATA, File, Piece, Plan, make_header, own_piece, sort_pieces, write_folder
+from moezoo.hub.writing import METADATA, File, Piece, Plan, make_header, sort_pieces, write_folder
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -39,8 +42,9 @@ def save_pretrained(
     """Write a folder that transformers loads: config.json and safetensors.
 
     The arrays of the model may lie on any mesh. With several processes all of them call this, for a folder on a disk
-    that they share: each writes its own files, and one tensor at a time is in the memory of each. A container is
-    written as the array that it stands for. Several files get an index.
+    that they share: each writes its own files, and one tensor at a time is in the memory of each. Weights of few bits
+    that `from_pretrained` kept (`dtype="stored"`) are written with the bits that the folder had. Other containers are
+    written as the arrays that they stand for. Several files get an index.
 
     The files grow in a temporary folder, `.NAME.unfinished` beside a new `folder`, which then gets its name in one
     operation. Into a folder that exists they are moved from `.unfinished` in it, config.json last; other files stay
@@ -95,7 +99,12 @@ def save_pretrained(
         carried = copying.write(folder, values)
         rounded += rounded_warnings(copying, carried, like)
     if distributed.is_first():
-        for text in (*carried_warnings(carried, like), *rounded, *lost_warnings(model.config)):
+        for text in (
+            *carried_warnings(carried, like),
+            *rounded,
+            *widened_warnings(model),
+            *lost_warnings(model.config),
+        ):
             warnings.warn(f"{folder}: {text}", stacklevel=2)
     return carried
 
@@ -128,7 +137,8 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
     require_names(arrays_by_path(model), parts)
     shards: list[list[Piece]] = [[]]
     room = most
-    for piece in (own_piece(tensor, values.dtype(tensor)) for tensor in parts):
+    leaves = leaving(parts, arrays_by_path(model))
+    for piece in itertools.chain.from_iterable(own_pieces(tensor, leaves, values) for tensor in parts):
         if piece.size > room and shards[-1]:
             shards.append([])
             room = most
@@ -143,11 +153,20 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
         where = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
         texts[INDEX] = {"metadata": {"total_size": sum(file.tensor_bytes for file in files)}, "weight_map": where}
     config = family.hub.write(model.config)
+    if leaves.format is not None:
+        config[CONFIG] = write_quantization(leaves.format, leaves.few.values(), modules_in_numbers(parts, leaves.few))
     config["dtype"] = common_dtype((values.dtype(tensor), math.prod(tensor.shape)) for tensor in parts).name
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     texts["config.json"] = config
     return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
+
+
+def widened_warnings(model: LanguageModel) -> Iterator[str]:
+    """Yield why weights of few bits are written in numbers."""
+    parts = tensors(model, family_of(model.config).hub)
+    if refused := leaving(parts, arrays_by_path(model)).refused:
+        yield f"weights of few bits {refused}; they are written as the arrays that they stand for"
 
 
 def lost_warnings(config: ModelConfig) -> Iterator[str]:

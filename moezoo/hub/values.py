@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moezoo.hub.holdings import Holding
+from moezoo.hub.holdings import Bits, Holding, Kept
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.models.base import LanguageModel
+from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.fetch import fetch
 from moezoo.parallel.stored import Stored, materialise
 
@@ -40,7 +41,7 @@ class ModelValues(Values):
     """Those of a model, whose arrays lie on any devices. `arrays`: by their paths, as `arrays_by_path` returns them."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        self._arrays = arrays
+        self._arrays = {**arrays, **_inside(arrays)}
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
@@ -61,12 +62,26 @@ class ModelValues(Values):
         return np.asarray(materialise(jax.tree.map(jnp.asarray, part), parameter.dtype))
 
 
+def _inside(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of containers of few bits, by the paths that `FewBitTensor` gives them."""
+    few = {path: container for path, container in arrays.items() if isinstance(container, FewBits)}
+    return {
+        f"{path}.{name}": getattr(container, name) for path, container in few.items() for name in ("values", "scale")
+    }
+
+
 class FolderValues(Values):
     """Those of a folder, in the dtypes of `shapes`, the shapes of its model. A number too large becomes infinite."""
 
     def __init__(self, holdings: Iterable[Holding], shapes: LanguageModel):
-        self._arrays = arrays_by_path(shapes)
+        arrays = arrays_by_path(shapes)
+        self._arrays = arrays | _inside(arrays)
         self._holdings = {holding.tensor.parts: holding for holding in holdings}
+        for holding in holdings:
+            if isinstance(holding, Kept):
+                few = holding.few
+                for tensor in (few.kept_values, few.kept_scale):
+                    self._holdings[tensor.parts] = Bits(holding.files, tensor)
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)

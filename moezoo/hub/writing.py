@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.few_bits import FewBitTensor
 from moezoo.hub.json_files import open_file
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.unfinished import becoming, writing
@@ -20,7 +22,7 @@ from moezoo.parallel import distributed
 
 METADATA = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
 # In the order in which safetensors has the tensors of a file: wide numbers first, so that each tensor is aligned.
-_ORDER = ("F64", "F32", "BF16", "F16")
+_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "U8")
 _NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()} | {np.dtype(np.float64): "F64"}
 _NAMES[np.dtype(np.float32)] = "F32"  # which a model has for F64 too
 _BLOCK = 2**24  # bytes that are copied at a time
@@ -45,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor of a file: `own`, one of the model, or bytes that are copied from a `span`.
+    """A tensor of a file: `own`, one of the model, bytes that are copied from a `span`, or these `bits`.
 
     `dtype` is in safetensors' words, and `size` in bytes.
     """
@@ -56,6 +58,7 @@ class Piece(NamedTuple):
     size: int
     own: Tensor | None = None
     span: Span | None = None
+    bits: bytes = b""
 
 
 class File(NamedTuple):
@@ -94,6 +97,22 @@ def own_piece(tensor: Tensor, dtype: np.dtype) -> Piece:
         valid = ", ".join(kind.name for kind in _NAMES)
         raise UserError(f"{tensor.name} is {dtype.name}, and a folder has {valid}; convert the model's arrays first")
     return Piece(tensor.name, _NAMES[dtype], tensor.shape, int(np.prod(tensor.shape)) * dtype.itemsize, tensor)
+
+
+def few_bit_pieces(few: FewBitTensor, scale_dtype: np.dtype) -> list[Piece]:
+    """Return the tensors of a weight that is written in few bits, given the dtype of its container's scales."""
+    form = few.format
+    of_codes = "U8" if form.name == "mxfp4" else "F8_E8M0"
+    word = of_codes if scale_dtype == np.uint8 else _NAMES[scale_dtype]
+    numbers, scale = math.prod(few.tensor.shape), math.prod(few.scale_shape) * scale_dtype.itemsize
+    pieces = [
+        Piece(few.values, form.kind, few.values_shape, numbers // form.container.PER_BYTE, few.kept_values),
+        Piece(few.scale, word, few.scale_shape if few.has_blocks else (), scale, few.kept_scale),
+    ]
+    if form.name == "int4":
+        bits = np.array(few.matrix, "<i8").tobytes()
+        pieces.append(Piece(f"{few.tensor.name}_shape", "I64", (2,), len(bits), bits=bits))
+    return pieces
 
 
 def sort_pieces(pieces: Iterable[Piece]) -> list[Piece]:
@@ -232,6 +251,8 @@ class _Output:
                 _copy_bytes(before, self._file, place.piece.size)
         elif value is not None:
             self._file.write(as_bits(value).data)
+        else:
+            self._file.write(place.piece.bits)
 
     def close(self) -> None:
         """Close the file that is open."""

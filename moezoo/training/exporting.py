@@ -19,7 +19,8 @@ from moezoo.config.compose import folder_path, from_mapping, read_run, run_folde
 from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.holdings import most_common_dtype
+from moezoo.hub.holdings import keep_few_bits, most_common_dtype
+from moezoo.hub.kept import keep
 from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import count, list_names, tensors
@@ -197,7 +198,9 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
     holdings, _ = check_tensors(source, Blueprint(source.config).shapes)
-    wanted = Blueprint(source.config, dtype or most_common_dtype(holdings).name).shapes
+    if dtype is None:
+        holdings = keep_few_bits(holdings)
+    wanted = keep(Blueprint(source.config, dtype or most_common_dtype(holdings).name).shapes, holdings)
     return _Origin(path, wanted, FolderValues(holdings, wanted), None)
 
 
