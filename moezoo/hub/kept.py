@@ -97,11 +97,19 @@ class Leaving(NamedTuple):
     refused: str | None = None
 
 
-def leaving(tensors: Iterable[Tensor], arrays: Mapping[str, Any]) -> Leaving:
+def leaving(tensors: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format | None = None) -> Leaving:
     """Return which tensors of a model, with `arrays` by their paths, are written in few bits.
 
     A folder has one format and one size of blocks, and all parts of a tensor are containers of it. Otherwise
     containers are written as the arrays that they stand for.
+
+    Args:
+        tensors: All tensors of the model.
+        arrays: Its arrays and containers.
+        rounds_to: The format that weights of products in layers get, those of routers apart.
+
+    Raises:
+        UserError: No weight fits `rounds_to`, or containers have another format.
     """
     found: dict[str, FewBitTensor] = {}
     others: list[str] = []
@@ -110,20 +118,34 @@ def leaving(tensors: Iterable[Tensor], arrays: Mapping[str, Any]) -> Leaving:
         kinds = {(type(part), part.block) if isinstance(part, FewBits) else None for part in parts}
         kind = kinds.pop()
         form = next((form for form in FORMATS if kind and form.container is kind[0]), None)
-        if kinds or form is None or kind is None or not form.has(tensor):
-            others += [tensor.name for part in parts if isinstance(part, FewBits)][:1]
-            continue
-        found[tensor.name] = form.tensor(tensor, kind[1])
+        if kinds or (kind and (form is None or not form.has(tensor))):
+            others.append(tensor.name)
+        elif form and kind:
+            found[tensor.name] = form.tensor(tensor, kind[1])
+        elif rounds_to and rounds_to.rounded_block and rounds_to.has(tensor) and _is_of_products(tensor):
+            found[tensor.name] = rounds_to.tensor(tensor, rounds_to.rounded_block)
     formats = {few.format.name: few.format for few in found.values()}
-    one = {few.block for few in found.values()}
-    whole = all(not few.has_blocks for few in found.values())
+    sizes = {few.block for few in found.values()}
+    refused = None
     if others:
-        return Leaving({}, None, f"such as {others[0]} are in a format that folders of this family do not have")
-    if len(formats) > 1:
-        return Leaving({}, None, f"are in {len(formats)} formats ({', '.join(sorted(formats))}), and a folder has one")
-    if len(one) > 1 and not whole:
-        return Leaving({}, None, f"have blocks of {len(one)} sizes, and a folder has one")
-    return Leaving(found, next(iter(formats.values()), None))
+        refused = f"such as {others[0]} are in a format that folders of this family do not have"
+    elif len(formats) > 1:
+        refused = f"are in {len(formats)} formats ({', '.join(sorted(formats))}), and a folder has one"
+    elif len(sizes) > 1 and all(few.block == few.matrix for few in found.values()):
+        found = {name: few.format.tensor(few.plain, None) for name, few in found.items()}
+    elif len(sizes) > 1:
+        refused = f"have blocks of {len(sizes)} sizes, and a folder has one"
+    if rounds_to and not found:
+        raise UserError(f"format={rounds_to.name}: folders of this family have no weight that fits it; leave it out")
+    if rounds_to and refused:
+        raise UserError(f"format={rounds_to.name}: weights of few bits {refused}; load the folder with dtype=bfloat16")
+    return Leaving({}, None, refused) if refused else Leaving(found, next(iter(formats.values()), None))
+
+
+def _is_of_products(tensor: Tensor) -> bool:
+    """Return whether a weight is in a layer, and not in a router: these have few bits in released folders."""
+    path, index = tensor.parts[0]
+    return bool(index) and ".router." not in path
 
 
 def own_pieces(tensor: Tensor, leaves: Leaving, values: Values) -> list[Piece]:
