@@ -133,11 +133,12 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> 
 
 def _read(tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles, folder: Path) -> list[str]:
     """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
-    largest = max(math.prod(t.shape) * files.stored_dtype(t.name).itemsize for t in tensors)
-    most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
+    sizes = [math.prod(t.shape) * files.stored_dtype(t.name).itemsize for t in tensors]
+    most = min(max(max(sizes) // (2 * _THREADS), 2**20), _LARGEST_PIECE)
+    regions = _regions(tensors, arrays, files)
     odd: dict[str, None] = {}
     waiting = collections.deque[tuple[_Piece, Future[bool]]]()
-    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, files, tensors) as progress:
+    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, sum(sizes), regions) as progress:
 
         def finish() -> None:
             piece, future = waiting.popleft()
@@ -146,7 +147,8 @@ def _read(tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: W
             progress.add(piece.tensor.name, piece.region.size)
 
         try:
-            for piece in _pieces(tensors, arrays, files, most):
+            read = (tensor for tensor in tensors if tensor.name in regions)
+            for piece in (_Piece(tensor, part) for tensor in read for part in regions[tensor.name].cut(most)):
                 waiting.append((piece, pool.submit(_read_piece, piece, arrays, files)))
                 while len(waiting) > 2 * _THREADS:
                     finish()
@@ -189,14 +191,10 @@ def _targets(tensor: Tensor, arrays: Mapping[str, "_Arriving"]) -> Iterator[_Tar
                 yield _Target(part, own, box[len(index) :], numbers)
 
 
-def _pieces(
-    tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles, most: int
-) -> Iterator[_Piece]:
-    for tensor in tensors:
-        boxes = [tensor.in_file(target.part, target.box) for target in _targets(tensor, arrays)]
-        if boxes:
-            for region in files.region(tensor.name, tensor.dims, boxes).cut(most):
-                yield _Piece(tensor, region)
+def _regions(tensors: Sequence[Tensor], arrays: Mapping[str, "_Arriving"], files: WeightFiles) -> dict[str, Region]:
+    """Return what this process's devices hold of each tensor, by name."""
+    boxes = ((t, [t.in_file(target.part, target.box) for target in _targets(t, arrays)]) for t in tensors)
+    return {tensor.name: files.region(tensor.name, tensor.dims, held) for tensor, held in boxes if held}
 
 
 def _read_piece(piece: _Piece, arrays: Mapping[str, "_Arriving"], files: WeightFiles) -> bool:

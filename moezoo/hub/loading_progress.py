@@ -1,16 +1,14 @@
 """How far loading is: a bar on a terminal, elsewhere one line at the end. A load of few bytes shows neither."""
 
 import contextlib
-import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moezoo.hub.tensors import Tensor
-from moezoo.hub.weight_files import WeightFiles
+from moezoo.hub.regions import Region
 from moezoo.parallel import distributed
 from moezoo.progress import bar_on
 
@@ -22,20 +20,22 @@ class LoadingProgress:
 
     Args:
         folder: The folder that is loaded.
-        files: Its files.
-        tensors: The tensors that are read, perhaps in part.
+        size: The bytes of all tensors.
+        regions: What this process reads of each tensor of which it reads something.
     """
 
-    def __init__(self, folder: Path, files: WeightFiles, tensors: Sequence[Tensor]):
-        self._folder, self._tensors, self._done, self._seen = folder, len(tensors), 0, set[str]()
-        self._total = sum(math.prod(t.shape) * files.stored_dtype(t.name).itemsize for t in tensors)
-        self._shows, self._held = self._total >= _LEAST and distributed.is_first(), contextlib.ExitStack()
+    def __init__(self, folder: Path, size: int, regions: Mapping[str, Region]):
+        self._folder, self._size, self._regions = folder, size, regions
+        self._done, self._seen = 0, set[str]()
+        self._shows, self._held = size >= _LEAST and distributed.is_first(), contextlib.ExitStack()
         self._bar: Any = None
 
     def __enter__(self) -> "LoadingProgress":
         self._began = time.monotonic()
         if self._shows and (bar := self._held.enter_context(bar_on(sys.stderr))):
-            self._bar, self._task = bar, bar.add_task("", total=self._tensors, unit="tensor")
+            # In bytes, because tensors differ in size, and the time left follows from what is done.
+            total = sum(region.size for region in self._regions.values())
+            self._bar, self._task = bar, bar.add_task("", total=total / 1e6, unit="MB")
         return self
 
     def __exit__(
@@ -44,8 +44,10 @@ class LoadingProgress:
         self._held.close()
         if self._shows and self._bar is None and error is None:
             seconds = time.monotonic() - self._began
+            read = f"{self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
             print(
-                f"loaded {self._folder}: {len(self._seen)} tensors, {self._speed()}, {seconds:.1f} s", file=sys.stderr
+                f"loaded {self._folder}: {len(self._seen)} tensors, {read}, {self._speed()}, {seconds:.1f} s",
+                file=sys.stderr,
             )
 
     def add(self, name: str, size: int) -> None:
@@ -53,8 +55,8 @@ class LoadingProgress:
         self._done += size
         self._seen.add(name)
         if self._bar is not None:
-            self._bar.update(self._task, completed=len(self._seen), description=self._speed())
+            text = f"{len(self._seen)} of {len(self._regions)} tensors, {self._speed()}"
+            self._bar.update(self._task, completed=self._done / 1e6, description=text)
 
     def _speed(self) -> str:
-        seconds = max(time.monotonic() - self._began, 1e-3)
-        return f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {self._done / 1e6 / seconds:,.0f} MB/s"
+        return f"{self._done / 1e6 / max(time.monotonic() - self._began, 1e-3):,.0f} MB/s"
