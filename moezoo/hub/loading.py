@@ -28,12 +28,11 @@ from jax.typing import DTypeLike
 from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
 from moezoo.hub.loading_progress import LoadingProgress
-from moezoo.hub.opening import check_tensors, folder_argument, open_folder
+from moezoo.hub.opening import find_model, folder_argument, open_folder
 from moezoo.hub.regions import Box, Region
 from moezoo.hub.tensors import Tensor, arrays_by_path, count, list_names, require_names
 from moezoo.hub.weight_files import DTYPES, WeightFiles
 from moezoo.models.base import LanguageModel
-from moezoo.models.blueprint import Blueprint
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
@@ -99,9 +98,7 @@ class _Loaded(NamedTuple):
 def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> _Loaded:
     opened = open_folder(folder)
     files = opened.files
-    tensors, unused = check_tensors(opened, Blueprint(opened.config).shapes)
-    dtype = dtype or files.common_dtype(tensor.name for tensor in tensors)
-    shapes = Blueprint(opened.config, str(dtype)).shapes
+    shapes, tensors, unused = find_model(opened, dtype and dtype.name)
     require_names(arrays_by_path(shapes), tensors)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh
@@ -114,7 +111,10 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | None) -> 
         path: _Arriving(shape, sharding)
         for (path, shape), sharding in zip(arrays_by_path(shapes).items(), jax.tree.leaves(shardings), strict=True)
     }
-    what, advice = f"{folder}: the model in {dtype.name}", "load it on a machine with more memory"
+    what, advice = (
+        f"{folder}: the model in {shapes.embedding.weight.dtype.name}",
+        "load it on a machine with more memory",
+    )
     if all(array.is_on_host for array in arrays.values()):
         check_host(what, sum(array.size for array in arrays.values()), advice)
     else:

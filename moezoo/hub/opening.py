@@ -18,6 +18,7 @@ from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.typed import convert, show
 
 _PIECE = 2**24  # bytes of two tables that are compared at a time
@@ -80,6 +81,34 @@ def open_folder(folder: Path) -> OpenFolder:
     opened = OpenFolder(folder, mapping, family, config, files, nesting)
     _check_counts(opened, keys)
     return opened
+
+
+class Found(NamedTuple):
+    """The model of a folder.
+
+    Attributes:
+        shapes: The model with shapes in place of arrays.
+        tensors: Its tensors in the folder.
+        unused: The names of the folder's other tensors, by purpose.
+    """
+
+    shapes: LanguageModel
+    tensors: list[Tensor]
+    unused: dict[str, list[str]]
+
+
+def find_model(opened: OpenFolder, dtype: str | None) -> Found:
+    """Return the model of a folder in `dtype`, by default the one that most of its numbers have.
+
+    Raises `UserError` as `check_tensors` does.
+    """
+    files = opened.files
+    # To trace a model takes longer than all else here. So its dtype is guessed first from all tensors of the folder.
+    guess = dtype or files.common_dtype(files.tensors).name
+    shapes = Blueprint(opened.config, guess).shapes
+    tensors, unused = check_tensors(opened, shapes)
+    common = dtype or files.common_dtype(tensor.name for tensor in tensors).name
+    return Found(shapes if common == guess else Blueprint(opened.config, common).shapes, tensors, unused)
 
 
 def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Tensor], dict[str, list[str]]]:

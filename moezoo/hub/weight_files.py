@@ -107,9 +107,11 @@ class WeightFiles:
         }
 
     def common_dtype(self, names: Iterable[str]) -> np.dtype:
-        """Return the dtype that most numbers of these tensors have, after `check`; float32 for float64."""
+        """Return the dtype that most numbers of these tensors have; float32 for all that is not float16 or bfloat16."""
         found = map(self.tensors.__getitem__, names)
-        return common_dtype((np.dtype(DTYPES[tensor.dtype]), math.prod(tensor.shape)) for tensor in found)
+        return common_dtype(
+            (np.dtype(DTYPES.get(tensor.dtype, np.float32)), math.prod(tensor.shape)) for tensor in found
+        )
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `UserError` unless the tensor has this shape, and numbers that can be read."""

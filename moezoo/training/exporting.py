@@ -19,7 +19,7 @@ from moezoo.config.compose import folder_path, from_mapping, read_run, run_folde
 from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.opening import check_tensors, open_folder
+from moezoo.hub.opening import find_model, open_folder
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import count, list_names, tensors
 from moezoo.hub.values import FolderValues, Values
@@ -195,8 +195,7 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
-    found, _ = check_tensors(source, Blueprint(source.config).shapes)
-    wanted = Blueprint(source.config, dtype or source.files.common_dtype(tensor.name for tensor in found).name).shapes
+    wanted = find_model(source, dtype).shapes
     return _Origin(path, wanted, FolderValues(source, wanted), None)
 
 
