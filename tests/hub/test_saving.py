@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -250,6 +251,20 @@ def test_a_full_disk(tmp_path, monkeypatch, target):
         patch.setattr(writing._Output, "write", write)
         with refused(f"{tmp_path}/{target}: cannot be written (No space left on device)"):
             moezoo.save_pretrained(numbers, tmp_path / target)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
+
+
+@pytest.mark.parametrize("target", ["new", "old"])
+def test_a_file_that_the_system_refuses_to_extend(tmp_path, target):
+    """A failure of the system itself, in the middle of a file."""
+    (tmp_path / "old").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with refused(f"{tmp_path}/{target}: cannot be written (File too large)"):
+            moezoo.save_pretrained(model("tied"), tmp_path / target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
 
 
