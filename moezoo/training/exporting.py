@@ -20,9 +20,8 @@ from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import format_argument
-from moezoo.hub.holdings import keep_few_bits, most_common_dtype
-from moezoo.hub.kept import keep, leaving
-from moezoo.hub.opening import check_tensors, open_folder
+from moezoo.hub.kept import leaving
+from moezoo.hub.opening import find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
@@ -216,11 +215,8 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
-    holdings, _ = check_tensors(source, Blueprint(source.config).shapes)
-    if dtype is None:
-        holdings = keep_few_bits(holdings)
-    wanted = keep(Blueprint(source.config, dtype or most_common_dtype(holdings).name).shapes, holdings)
-    return _Origin(path, wanted, FolderValues(holdings, wanted), None)
+    found = find_model(source, dtype or "stored")
+    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -1,5 +1,6 @@
 """Folders are read onto meshes: numbers, bytes, memory, and files that change meanwhile."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -173,3 +174,25 @@ def test_one_line_where_there_is_no_terminal(folder, monkeypatch, capsys):
     line = capsys.readouterr().err
     assert line.startswith(f"loaded {folder}: 65 tensors, 0.00 of 0.00 GB, ")
     assert line.count("\n") == 1
+
+
+def test_the_bar_counts_bytes(folder, monkeypatch):
+    """The time that is left follows from them: half of the tensors may be a tenth of the bytes."""
+    shown: list[dict[str, Any]] = []
+
+    class Bar:
+        def add_task(self, description, **values):
+            shown.append(values)
+
+        def update(self, task, **values):
+            shown.append(values)
+
+    monkeypatch.setattr("moezoo.hub.loading_progress._LEAST", 0)
+    monkeypatch.setattr("moezoo.hub.loading_progress.bar_on", lambda stream: contextlib.nullcontext(Bar()))
+    moezoo.from_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        sizes = [file.get_tensor(name).nbytes for name in file.offset_keys()]
+    first, *updates = shown
+    assert first == {"total": sum(sizes) / 1e6, "unit": "MB"}
+    assert [each["completed"] for each in updates] == [size / 1e6 for size in itertools.accumulate(sizes)]
+    assert updates[-1]["description"].startswith(f"{len(sizes)} of {len(sizes)} tensors, ")
