@@ -252,7 +252,7 @@ def _verify_files(folder: Path) -> set[str]:
             raise UserError(f"{folder} is damaged: {name} does not belong to it")
         if found[name] != wanted[name]:
             raise UserError(f"{folder} is damaged: {name} has changed since it was written")
-    return found.keys()
+    return set(found)
 
 
 def _verify(folder: Path) -> dict[str, Any]:
