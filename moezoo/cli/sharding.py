@@ -88,7 +88,7 @@ def _notes(cfg: Any, call: Any) -> list[str]:
     blueprint = blueprint_of(cfg)
     program = CALLS[call](cfg, blueprint)
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    found = compare_strategies(blueprint.shapes.stacks, program.rows, program.length, execution, call)
+    found = compare_strategies(blueprint.shapes.stacks, program.rows, program.length, execution, call, blueprint.mask)
     return choice_lines(cfg.dispatch, {call: found}) + room_lines(found)
 
 
