@@ -121,7 +121,8 @@ class Format(NamedTuple):
         others: The same for tensors that change nothing.
         kind: The dtype of the numbers in safetensors' words.
         scale_kinds: The same for the scales.
-        rounded_block: The size of blocks that arrays are rounded in; None where they are not rounded to the format.
+        usual_block: The size of blocks that released folders have.
+        rounds: Whether arrays are rounded to the format.
         row: The shape of a row of `n` stored items.
     """
 
@@ -133,7 +134,8 @@ class Format(NamedTuple):
     others: tuple[str, ...]
     kind: str
     scale_kinds: tuple[str, ...]
-    rounded_block: tuple[int, int] | None = None
+    usual_block: tuple[int, int]
+    rounds: bool
     row: Callable[[int], tuple[int, ...]] = lambda n: (n,)
 
     def are_finite(self, items: np.ndarray) -> bool:
@@ -185,6 +187,7 @@ FORMATS = (
         "F8_E4M3",
         ("F32", "BF16", "F8_E8M0", "U8"),
         (128, 128),
+        True,
     ),
     Format(
         "mxfp4",
@@ -196,6 +199,7 @@ FORMATS = (
         "U8",
         ("U8", "F8_E8M0"),
         (1, 32),
+        True,
         lambda n: (n // 16, 16),
     ),
     Format(
@@ -207,6 +211,8 @@ FORMATS = (
         ("_shape",),
         "I32",
         ("BF16", "F16", "F32"),
+        (1, GROUP),
+        False,
     ),
 )
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")
@@ -358,7 +364,7 @@ class ScaleTensor(Tensor):
 
 def format_argument(name: str | None) -> Format | None:
     """Return the format that the user asked to round to. Raises `UserError` for another name."""
-    forms = {form.name: form for form in FORMATS if form.rounded_block}
+    forms = {form.name: form for form in FORMATS if form.rounds}
     if name is not None and name not in forms:
         raise UserError(f"format={show(name)[:80]}: expected one of {', '.join(forms)}")
     return None if name is None else forms[name]
