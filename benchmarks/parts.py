@@ -208,6 +208,15 @@ class Load(Keys):
 
 
 @dataclasses.dataclass(frozen=True)
+class FewBits(Timed):
+    """Keys of `few_bits`."""
+
+    format: tuple[Literal["fp8", "mxfp4"], ...] = key("formats; by default both", "NAME", default=("fp8", "mxfp4"))
+    prompt: int = key("tokens of the prompt", default=32, valid=_POSITIVE)
+    new: int = key("tokens that are added", default=32, valid=_POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention(Typed, Timed):
     """Keys of `attention`."""
 
@@ -245,7 +254,18 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
     taken = take(kind, arguments)
     keys: Any = taken.options
     with results.new_folder(keys.out):
-        from benchmarks import attention, compiled, generate, kernels, layouts, load, profile, strategies, train_step
+        from benchmarks import (
+            attention,
+            compiled,
+            few_bits,
+            generate,
+            kernels,
+            layouts,
+            load,
+            profile,
+            strategies,
+            train_step,
+        )
 
         runs = {
             "grouped_matmul": lambda: kernels.run(part, keys),
@@ -257,6 +277,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "layouts": lambda: layouts.run(keys, taken.rest),
             "generate": lambda: generate.run(keys),
             "load": lambda: load.run(keys),
+            "few_bits": lambda: few_bits.run(keys),
             "compile": lambda: compiled.run(keys),
         }
         results.show(part, runs[part](), keys.json, keys.out)
@@ -300,6 +321,7 @@ _PARTS = (
     ),
     _part("generate", Generate, "generation next to transformers, or under several layouts", "call=8x32x64", _SERVED),
     _part("load", Load, "loading a Hugging Face folder: time and memory", "gb=1 layout=mesh=single layout=mesh=ep8"),
+    _part("few_bits", FewBits, "weights of few bits, kept or widened: memory, loading and generation", "format=fp8"),
     _part(
         "compile",
         Compile,
