@@ -21,6 +21,8 @@ from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.nn.few_bits import as_float32
 
+_LEAST_PIECE = 2**16  # bytes of few bits that are widened at once
+
 
 class Target(Protocol):
     """The numbers of one box of an array, for all devices of this process that hold it."""
@@ -286,7 +288,7 @@ class Widened(FewBits):
 
         scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
         region = self.files.region(few.values, items, map(in_items, boxes))
-        for part in region.cut(max(most // 8, 2**16)):  # a byte becomes up to two numbers of four bytes, three times
+        for part in region.cut(max(most // 8, _LEAST_PIECE)):  # a byte becomes up to two numbers of four bytes, three times
             read = functools.partial(self._read_piece, part, in_numbers(part), places, scales)
             yield Piece(self.tensor.name, part.size, read)
 
