@@ -298,8 +298,9 @@ class _Comparison:
             self._changed = True
             return
         stored = self._files.read(name)
-        if value.dtype == np.uint8:
-            stored = stored.view(np.uint8).reshape(value.shape)
+        if value.dtype == np.uint8:  # codes, which numbers never equal
+            self._changed = self._changed or not np.array_equal(as_bits(value), as_bits(stored))
+            return
         same = _same_bits(value, stored)
         self._changed = self._changed or not same
         self._rounded += [name] if same and not _same_bits(stored, value) else []

@@ -288,7 +288,9 @@ class Widened(FewBits):
 
         scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
         region = self.files.region(few.values, items, map(in_items, boxes))
-        for part in region.cut(max(most // 8, _LEAST_PIECE)):  # a byte becomes up to two numbers of four bytes, three times
+        for part in region.cut(
+            max(most // 8, _LEAST_PIECE)
+        ):  # a byte becomes up to two numbers of four bytes, three times
             read = functools.partial(self._read_piece, part, in_numbers(part), places, scales)
             yield Piece(self.tensor.name, part.size, read)
 

@@ -1,19 +1,24 @@
 """Folders with weights of few bits: widened, kept, laid out on meshes, and written back, to the bit."""
 
+import contextlib
 import functools
 import itertools
+import json
 import os
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from few_bit_folders import CASES
+from few_bit_folders import CASES, tensors_of
 
 import moezoo
 from moezoo.hub import holdings, loading, regions
 from moezoo.parallel.axes import is_stored
+from moezoo.training.exporting import plan_export
 
 LAYOUTS: dict[str, Any] = {
     "one": None,
@@ -89,3 +94,99 @@ def test_every_device_holds_the_numbers_of_its_part(few_bits, monkeypatch, reads
         assert sum(map(is_stored, jax.tree.leaves(model, is_leaf=is_stored)))
         host, dtype = widened(host, "float32"), "float32"
     assert_equal(host, moezoo.from_pretrained(made.wide, dtype=dtype))
+
+
+def assert_tensors(folder: Path, wanted: dict[str, np.ndarray]) -> None:
+    """Compare names, dtypes, shapes and bytes of a folder's tensors."""
+    found = tensors_of(folder)
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
+        assert tensor.tobytes() == wanted[name].tobytes(), name
+
+
+def config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
+
+
+# Each folder on a mesh, and the most bytes of a file.
+SAVES = [(name, list(LAYOUTS)[(2 * i + 1) % 5], (None, 9000)[i % 2]) for i, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "layout", "most"), SAVES, ids=CASES)
+def test_a_kept_model_is_written_with_the_bits_of_its_folder(few_bits, tmp_path, name, layout, most):
+    """With `like`, its files are the same; without, its tensors. So is a folder that `convert` keeps."""
+    made = few_bits(name)
+    model = moezoo.from_pretrained(made.few, execution_of(layout), "stored")
+    assert not moezoo.save_pretrained(model, tmp_path / "like", like=made.few).changed
+    assert not plan_export(str(made.few), str(tmp_path / "converted")).write()
+    for folder in (tmp_path / "like", tmp_path / "converted"):
+        for file in ("config.json", "model.safetensors"):
+            assert (folder / file).read_bytes() == (made.few / file).read_bytes()
+    moezoo.save_pretrained(model, tmp_path / "new", max_shard_size=most)
+    assert len(list((tmp_path / "new").glob("*.safetensors"))) == 1 or most
+    # Scales of a format have one name where folders are written; readers know the others.
+    usual = {key.replace(".qscale_weight", ".weight_scale_inv"): x for key, x in made.tensors.items()}
+    if name == "fp8 codes":
+        usual = {key.replace(".scale", ".weight_scale_inv"): x for key, x in usual.items()}
+    assert_tensors(tmp_path / "new", usual)
+    moezoo.save_pretrained(model, tmp_path / "over", like=made.wide)
+    assert_tensors(tmp_path / "over", usual)
+    assert config_of(tmp_path / "over")["quantization_config"] == config_of(tmp_path / "new")["quantization_config"]
+    assert_equal(
+        moezoo.from_pretrained(tmp_path / "new", dtype="stored"),
+        jax.device_get(moezoo.from_pretrained(made.few, dtype="stored")),
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 one scale", "mxfp4", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_widened_model_is_written_in_numbers(few_bits, tmp_path, name, dtype):
+    """As the folder in numbers, by `save_pretrained` and by `convert`; nothing says that it has few bits."""
+    made = few_bits(name)
+    model = moezoo.from_pretrained(made.few, dtype=dtype)
+    moezoo.save_pretrained(model, tmp_path / "new")
+    with pytest.warns(UserWarning, match="less precise") if dtype == "bfloat16" else contextlib.nullcontext():
+        assert not moezoo.save_pretrained(model, tmp_path / "like", like=made.few).changed
+    plan_export(str(made.few), str(tmp_path / "converted"), dtype=dtype).write()
+    kinds = {key: np.float32 if "bias" in key and "e_score" in key else dtype for key in made.numbers}
+    wanted = {key: x.astype(kinds[key]) for key, x in made.numbers.items()}
+    for folder in (tmp_path / "new", tmp_path / "like", tmp_path / "converted"):
+        assert_tensors(folder, wanted)
+        assert "quantization_config" not in config_of(folder)
+    assert config_of(tmp_path / "new")["dtype"] == dtype
+
+
+def test_a_changed_model_is_written_as_it_is(few_bits, tmp_path):
+    """Other codes and other scales in the same containers; what is trained beside them has its own numbers."""
+    made = few_bits("fp8")
+    model = moezoo.from_pretrained(made.few, dtype="stored")
+    block = model.stacks[1].blocks[0]
+
+    def change(x: Any) -> Any:
+        return eqx.tree_at(lambda c: (c.values, c.scale), x, (x.values ^ 128, 2 * x.scale))
+
+    changed = eqx.tree_at(lambda m: m.stacks[1].blocks[0].attention.out, model, change(block.attention.out))
+    changed = eqx.tree_at(lambda m: m.unembedding.norm.scale, changed, model.unembedding.norm.scale + 1)
+    assert moezoo.save_pretrained(changed, tmp_path / "new", like=made.few).changed
+    found, name = tensors_of(tmp_path / "new"), "model.layers.1.self_attn.o_proj.weight"
+    assert {key for key, x in found.items() if x.tobytes() != made.tensors[key].tobytes()} == {
+        name,
+        f"{name}_scale_inv",
+        "model.norm.weight",
+    }
+    np.testing.assert_array_equal(found[name].astype(np.float32), -made.tensors[name].astype(np.float32))
+    np.testing.assert_array_equal(found[f"{name}_scale_inv"], 2 * made.tensors[f"{name}_scale_inv"])
+
+
+def test_one_tensor_in_two_arrays(few_bits):
+    """kv_b_proj has 8 rows of keys and 7 of values for each head. Blocks of 16 rows begin and end inside of heads."""
+    made = few_bits("fp8")
+    attention = moezoo.from_pretrained(made.few, dtype="stored").stacks[0].blocks[0].attention
+    heads = made.numbers["model.layers.0.self_attn.kv_b_proj.weight"].reshape(4, 15, 24).transpose(2, 0, 1)
+    scales = made.tensors["model.layers.0.self_attn.kv_b_proj.weight_scale_inv"][np.arange(60) // 16, 0].reshape(4, 15)
+    # The second head's keys are in two blocks, so a piece has one row; no head's values are.
+    for part, rows, pieces in ((attention.key_up, slice(0, 8), 8), (attention.value_up, slice(8, 15), 1)):
+        np.testing.assert_array_equal(part.materialise("float32")[0], heads[:, :, rows])
+        assert part.scale.shape == (1, 1, 4, pieces)
+        np.testing.assert_array_equal(part.scale[0, 0], scales[:, rows][:, :pieces])
