@@ -10,7 +10,8 @@ from jaxtyping import Array, PyTree
 from moezoo.errors import UserError, check_type, describe_class
 from moezoo.models import ModelConfig, build_model
 from moezoo.models.base import LanguageModel
-from moezoo.parallel.axes import trainable_mask
+from moezoo.parallel.axes import Role, axes_of, trainable_mask
+from moezoo.typed import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,19 +22,21 @@ class Blueprint:
         config: The configuration of a registered family.
         dtype: The dtype of the parameters: float32, bfloat16 or float16.
         change: What is done to a fresh model, such as `lambda model: store(model, matches)`; None for nothing.
-        trained: A function of the path of an array that returns whether it is trained
-            (`moezoo.parallel.axes.trainable_mask`); None for all except buffers and the parts of containers.
+        trained: Patterns of the paths of arrays that are trained (`moezoo.parallel.axes.trainable_mask`); None for all
+            except buffers and the parts of containers.
+        frozen: Patterns of those that are not trained.
     """
 
     config: ModelConfig
     dtype: str = "float32"
     change: Callable[[LanguageModel], LanguageModel] | None = None
-    trained: Callable[[str], bool] | None = None
+    trained: tuple[str, ...] | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name in ("change", "trained"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise UserError(f"blueprint: {name} is {describe_class(value)}, expected a function, or None")
+        if self.change is not None and not callable(self.change):
+            raise UserError(f"blueprint: change is {describe_class(self.change)}, expected a function, or None")
+        check_fields("blueprint", self)
 
     def make(self, key: Array) -> LanguageModel:
         """Return a model with random parameters drawn from `key`.
@@ -56,4 +59,10 @@ class Blueprint:
     @functools.cached_property
     def mask(self) -> PyTree:
         """A tree like the model: True for each array that is trained. Raises as `trainable_mask` does."""
-        return trainable_mask(self.shapes, self.trained)
+        return trainable_mask(self.shapes, self.trained, self.frozen)
+
+    @functools.cached_property
+    def constant(self) -> PyTree:
+        """A tree like the model: True for each array that no step changes: neither trained nor a buffer."""
+        axes = axes_of(self.shapes)
+        return jax.tree.map(lambda learns, its: not learns and its.role is not Role.BUFFER, self.mask, axes)

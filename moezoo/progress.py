@@ -23,7 +23,7 @@ def bar_on(stream: TextIO) -> Iterator[Any]:
     from rich import console, progress
 
     bar = progress.Progress(
-        progress.TextColumn("{task.fields[unit]} {task.completed}/{task.total}"),
+        progress.TextColumn("{task.fields[unit]} {task.completed:.0f}/{task.total:.0f}"),
         progress.BarColumn(),
         progress.TextColumn("{task.description}"),
         progress.TextColumn("left"),

@@ -9,7 +9,12 @@ from moezoo.models.blueprint import Blueprint
 
 
 def as_blueprint(model: LanguageModel, trained: Callable[[str], bool] | None = None) -> Blueprint:
-    """Return the blueprint of a model, or of its shapes, whose family need not be registered. It makes no model."""
-    blueprint = Blueprint(model.config, trained=trained)
-    blueprint.__dict__["shapes"] = jax.eval_shape(lambda model: model, model)  # the cached property
+    """Return the blueprint of a model, or of its shapes, whose family need not be registered. It makes no model.
+
+    `trained` returns whether the array at a path is trained; None for all that a blueprint trains by default.
+    """
+    shapes = jax.eval_shape(lambda model: model, model)
+    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
+    blueprint = Blueprint(model.config, trained=None if trained is None else tuple(filter(trained, paths)))
+    blueprint.__dict__["shapes"] = shapes  # the cached property
     return blueprint

@@ -132,9 +132,9 @@ CALLS = {
     'data.Text(path=["a"])': "data.path=[a]: expected text",
     "data.load(5, seq_len=8, seed=0, vocab=40)": "settings is an int, expected a DataSettings",
     "communication(cfg, blueprint=model)": "blueprint is a LanguageModel, expected a Blueprint|blueprint_of(cfg)",
-    'moved(trained=".attention.")': "blueprint: trained is a str, expected a function, or None",
+    'moved(trained=".attention.")': "blueprint.trained=.attention.: expected a list",
     "moved(change=lambda model: None)": "blueprint: what change returns is None, expected a LanguageModel",
-    'moved(trained=lambda path: "yes")': "trained('.embedding.weight') returns yes, expected True or False",
+    'moved(frozen=["*"])': "blueprint: frozen is [*], but frozen=[]|change=",
     # What is traced is not known, except for its shape; padding may hold anything.
     "jax.eval_shape(model, ids * 40)": "accepted: Output",
     "jax.eval_shape(model, np.ones((2, 17), np.int32))": "tokens are [2, 17], longer than model.max_length=16",

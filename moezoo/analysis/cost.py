@@ -78,7 +78,8 @@ def break_even(
     # Many tokens, so that rounding and what is sent once, such as counts of rows, do not matter.
     tokens = 2**20
     rows = tokens * execution.ways(execution.batch_axes)
-    layer = expert_layer(blueprint_of(config).shapes.stacks, rows, execution.ways(execution.sequence_axes), "train")
+    blueprint, length = blueprint_of(config), execution.ways(execution.sequence_axes)
+    layer = expert_layer(blueprint.shapes.stacks, rows, length, "train", blueprint.mask)
 
     def split_bytes(strategy: Dispatch) -> tuple[int, float]:
         """Return the bytes of weights, and the other bytes per token."""
@@ -92,9 +93,10 @@ def break_even(
 
 def expert_rows(config: TrainConfig) -> int:
     """Return the rows per device that a layer with experts has room for in a micro-step."""
-    rows, model = config.batch_size // config.execution.microbatches, blueprint_of(config).shapes
+    rows, blueprint = config.batch_size // config.execution.microbatches, blueprint_of(config)
     execution = build_execution(config, abstract_mesh(config.mesh))
-    strategy = choose_dispatch(model.stacks, rows, config.seq_len, execution, "train").strategy
+    stacks, mask = blueprint.shapes.stacks, blueprint.mask
+    strategy = choose_dispatch(stacks, rows, config.seq_len, execution, "train", mask).strategy
     tokens = rows * config.seq_len // execution.ways(execution.token_axes)
     return layer_rows(strategy, tokens, config.model.experts_per_token, execution.expert_group(config.model.experts))
 

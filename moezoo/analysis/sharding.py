@@ -34,7 +34,7 @@ class ParameterRow(NamedTuple):
     """How one array of the model is stored.
 
     Attributes:
-        name: Its path, as `trained` of a training step receives it.
+        name: Its path, which the patterns of `trained` and `frozen` match.
         axes: Its logical axes, in order.
         spec: For each dimension, the mesh axes that it is split over, major to minor.
         shape: The shape of the whole array.

@@ -16,7 +16,14 @@ class Keys:
     source: str = key("the folder of a run, one of its checkpoints/STEP, or a Hugging Face folder", "SOURCE")
     target: str = key("the Hugging Face folder to write, which must not exist yet", "TARGET")
     dtype: Literal["float32", "bfloat16", "float16"] | None = key(
-        "dtype of the parameters; without it, that of the source", "float32|bfloat16|float16", default=None
+        "dtype of the parameters; without it, that of the source, and weights of few bits stay so",
+        "float32|bfloat16|float16",
+        default=None,
+    )
+    format: Literal["fp8", "mxfp4"] | None = key(
+        "round the weights of layers to few bits: fp8 in blocks of 128 x 128, or mxfp4 for the experts of gpt-oss",
+        "fp8|mxfp4",
+        default=None,
     )
     like: str | None = key(
         "a Hugging Face folder of the same model: the target has its files and its tokenizer, and tensors that the "
@@ -37,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     keys = read(Keys, arguments)
     if not has_started():
         cpu_devices(1)  # nothing runs on a device
-    export = plan_export(keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size)
+    export = plan_export(keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format)
     print("\n".join(export.describe()), flush=True)
     for warning in export.write():
         print(f"warning: {keys.target}: {warning}", file=sys.stderr)
@@ -53,6 +60,11 @@ COMMAND = KeysCommand(
     "A copy has the tokenizer and all else that moezoo.save_pretrained copies with like=. The folder of a run has the "
     "tokenizer of its data.",
     keys=Keys,
-    examples=("runs/NAME FOLDER", "runs/NAME/checkpoints/500 FOLDER dtype=bfloat16", "FOLDER OTHER dtype=bfloat16"),
+    examples=(
+        "runs/NAME FOLDER",
+        "runs/NAME/checkpoints/500 FOLDER dtype=bfloat16",
+        "FOLDER OTHER dtype=bfloat16",
+        "FOLDER OTHER format=fp8",
+    ),
     positions=("source", "target"),
 )

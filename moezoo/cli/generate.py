@@ -32,6 +32,12 @@ class Request:
         '"TEXT"',
         default=(),
     )
+    dtype: Literal["float32", "bfloat16", "float16", "stored"] | None = key(
+        "with folder: the dtype of the parameters; stored keeps weights of few bits as they are (by default the dtype "
+        "of most numbers, with bfloat16 for few bits)",
+        "float32|bfloat16|float16|stored",
+        default=None,
+    )
     max_new_tokens: int = key("tokens to add to each text", default=64)
     temperature: float = key("0 takes the most likely token; above 0, seed decides what is drawn", default=0.0)
     top_k: int | None = key("draw from the N most likely tokens only", "N", default=None)
@@ -42,6 +48,10 @@ class Request:
     def __post_init__(self):
         if (self.run_dir is None) == (self.folder is None):
             raise UserError("name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format")
+        if self.dtype is not None and self.folder is None:
+            raise UserError(
+                f"dtype={self.dtype}: parameters of a run have the dtype that it was trained in; leave it out"
+            )
 
 
 class _Loaded(NamedTuple):
@@ -147,7 +157,7 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
         return _Loaded(model, build_execution(cfg, batches="any"), source, [])
     execution = build_execution(cfg, batches="any")
-    model = from_pretrained(folder, execution)
+    model = from_pretrained(folder, execution, request.dtype)
     has_own = (Path(folder).expanduser() / "tokenizer.json").exists()
     tokenizer = folder_tokenizer(folder) if has_own else Numbers(model.vocab, folder)
     return _Loaded(model, execution, tokenizer, end_of_text(folder))
@@ -172,6 +182,7 @@ COMMAND = ConfiguredCommand(
         'run_dir=runs/NAME prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1',
         "run_dir=runs/NAME prompt=@FILE",
         'folder=FOLDER prompt="Once" prompt="Then" mesh=ep8 dispatch=gather execution.dtype=bfloat16',
+        'folder=FOLDER prompt="Once" mesh=ep8 dtype=stored',
     ),
     groups=("mesh", "rules", "dispatch"),
 )

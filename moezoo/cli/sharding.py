@@ -26,6 +26,9 @@ class Switches:
     parameters_only: bool = key(
         "only parameters; nothing is traced, and batch_size and seq_len are not checked", default=False
     )
+    few_bits: Literal["fp8", "mxfp4", "int4"] | None = key(
+        "weights of few bits, kept as folders of this format have them, so not trained", "fp8|mxfp4|int4", default=None
+    )
     against: str | None = key(
         "print the difference to the configuration with these overrides besides", '"KEY=VALUE ..."', default=None
     )
@@ -63,11 +66,13 @@ def main(arguments: Sequence[str]) -> None:
     if not has_started():
         cpu_devices(1)  # tracing must not occupy an accelerator
     parts = "parameters" if switches.parameters_only else "all"
-    layouts = [describe(cfg, switches.call, parts=parts) for cfg in configurations]
+    blueprints = [_blueprint(cfg, switches.few_bits) for cfg in configurations]
+    pairs = list(zip(configurations, blueprints, strict=True))
+    layouts = [describe(cfg, switches.call, parts=parts, blueprint=blueprint) for cfg, blueprint in pairs]
     titles = []
-    for cfg in configurations:
+    for cfg, blueprint in pairs:
         notes = unsplit_lines(cfg.rules, cfg.mesh.sizes)
-        notes += [] if switches.parameters_only else _notes(cfg, switches.call)
+        notes += [] if switches.parameters_only else _notes(cfg, blueprint, switches.call)
         titles.append("\n".join([text.describe_run(cfg, switches.call), *notes]))
     if switches.json:
         print("\n".join(titles), file=sys.stderr)
@@ -78,17 +83,39 @@ def main(arguments: Sequence[str]) -> None:
     print(text.as_json(differences) if switches.json else text.render_differences(titles, layouts, differences))
 
 
-def _notes(cfg: Any, call: Any) -> list[str]:
+def _blueprint(cfg: Any, few_bits: str | None) -> Any:
+    """Return the model of a configuration, with weights in few bits if wanted."""
+    import jax
+    import jax.numpy as jnp
+
+    from moezoo.config.build import blueprint_of, build_execution
+    from moezoo.hub.kept import in_format
+    from moezoo.nn.few_bits import cut_pieces
+    from moezoo.parallel.mesh import abstract_mesh
+
+    blueprint = blueprint_of(cfg)
+    if few_bits is None:
+        return blueprint
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+
+    def change(model: Any) -> Any:
+        kept = in_format(model, few_bits)
+        is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_shape(x) else x, kept)
+        return cut_pieces(arrays, execution)
+
+    return dataclasses.replace(blueprint, change=change)
+
+
+def _notes(cfg: Any, blueprint: Any, call: Any) -> list[str]:
     """Return what a choice between strategies chose, with the bytes that it compared, and much unused room."""
     from moezoo.analysis.calls import CALLS
-    from moezoo.config.build import blueprint_of
     from moezoo.models.choice import compare_strategies
     from moezoo.training.report import choice_lines, room_lines
 
-    blueprint = blueprint_of(cfg)
     program = CALLS[call](cfg, blueprint)
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
-    found = compare_strategies(blueprint.shapes.stacks, program.rows, program.length, execution, call)
+    found = compare_strategies(blueprint.shapes.stacks, program.rows, program.length, execution, call, blueprint.mask)
     return choice_lines(cfg.dispatch, {call: found}) + room_lines(found)
 
 
@@ -110,6 +137,7 @@ COMMAND = ConfiguredCommand(
         "model=mixtral mesh=fsdp2_ep4",
         "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 batch_size=512 seq_len=4096 --against rules=shard_exp_on_fsdp",
         "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 batch_size=512 seq_len=4096 --call=decode --json",
+        "model=gpt_oss_120b rules=serve mesh.expert=8 batch_size=8 seq_len=4096 --call=decode --few-bits=mxfp4",
     ),
     groups=("model", "mesh", "rules", "dispatch"),
 )

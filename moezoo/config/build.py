@@ -35,24 +35,27 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
     """Return `given`, or what `cfg` says of the model. Equal configurations share one, so its shapes are made once.
 
     Raises:
-        UserError: `given` is of another configuration or dtype than `cfg`.
+        UserError: `given` is of another configuration or dtype than `cfg`, or trains other parameters.
     """
     family = family_of(cfg.model)  # which a notebook may have made anew
-    own = _blueprint(cfg.model, cfg.execution.param_dtype, family.kinds, family.make_block)
+    own = _blueprint(cfg.model, cfg.execution.param_dtype, cfg.trained, cfg.frozen, family.kinds, family.make_block)
     if given is None:
         return own
-    remedy = "write dataclasses.replace(blueprint_of(cfg), trained=...)"
+    remedy = "write dataclasses.replace(blueprint_of(cfg), change=...)"
     check_type("blueprint", given, Blueprint, remedy)
     if differing := differing_settings(given.config, "the blueprint", own.config):
         raise UserError(f"blueprint: {differing}; {remedy}")
-    if given.dtype != own.dtype:
-        raise UserError(f"blueprint: dtype is {given.dtype}, but execution.param_dtype={own.dtype}; {remedy}")
+    for name, key in {"dtype": "execution.param_dtype", "trained": "trained", "frozen": "frozen"}.items():
+        if (has := getattr(given, name)) != (value := getattr(own, name)):
+            raise UserError(f"blueprint: {name} is {show(has)}, but {key}={show(value)}; {remedy}")
     return given
 
 
 @functools.lru_cache(maxsize=64)
-def _blueprint(config: ModelConfig, dtype: str, *_: Any) -> Blueprint:
-    return Blueprint(config, dtype)
+def _blueprint(
+    config: ModelConfig, dtype: str, trained: tuple[str, ...] | None, frozen: tuple[str, ...], *_: Any
+) -> Blueprint:
+    return Blueprint(config, dtype, trained=trained, frozen=frozen)
 
 
 def build_execution(

@@ -43,7 +43,7 @@ class AttentionName(Name):
 class ExecutionSettings:
     """How the model runs, except mesh, rules and dispatch.
 
-    - `dtype`: dtype in which layers compute; weights are cast to it before they are gathered.
+    - `dtype`: dtype in which layers compute; weights are gathered in it, or as they are stored if that is narrower.
     - `param_dtype`: dtype of stored parameters.
     - `reduce_dtype`: dtype in which gradients are summed over devices.
     - `microbatches`: number of micro-steps per step; their gradients are summed.
@@ -95,10 +95,12 @@ class TrainConfig:
     seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)]
     batch_size: Size
     seq_len: Annotated[int, Range(at_least=2)]
+    # Keys with a default are missing from runs of older versions.
+    trained: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
+    frozen: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     run_dir: str | None
     resume: str | None
     eval_every: Count
-    # Keys with a default are missing from runs of older versions.
     checkpoint_minutes: NotNegative | None = dataclasses.field(default=None, kw_only=True)
     checkpoint_every: Count
     checkpoint_keep: Size

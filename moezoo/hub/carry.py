@@ -102,7 +102,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
     ours, theirs = _keys_of_both(model, opened)
     own = {tensor.name: tensor for tensor in opened.tensors(model)}
     _check_equal(own, {name: holding.plain for name, holding in expected.items()}, model, opened)
-    leaves = leaving(own.values(), arrays_by_path(model))
+    leaves = leaving(own.values(), arrays_by_path(model), values.rounds_to)
     pieces = _pieces(own, expected, leaves, values)
     if opened.stores_tied:
         table, copy = opened.tables
@@ -292,18 +292,17 @@ class _Comparison:
         """Compare a tensor of the model."""
         holding = self._holdings.get(name)
         if isinstance(holding, FewBits) and value.dtype != np.uint8:
-            self._changed = self._changed or not np.array_equal(as_bits(value), as_bits(holding.read(value.dtype)))
-            return
-        if name not in self._files.tensors:
-            self._changed = True
-            return
-        stored = self._files.read(name)
-        if value.dtype == np.uint8:  # codes, which numbers never equal
-            self._changed = self._changed or not np.array_equal(as_bits(value), as_bits(stored))
-            return
-        same = _same_bits(value, stored)
+            stored = holding.read(value.dtype)
+        elif name in self._files.tensors:
+            stored = self._files.read(name)
+        else:
+            stored = np.zeros(0, np.uint8)
+        if value.dtype == np.uint8:
+            same = exact = np.array_equal(as_bits(value), as_bits(stored))
+        else:
+            same, exact = _same_bits(value, stored), _same_bits(stored, value)
         self._changed = self._changed or not same
-        self._rounded += [name] if same and not _same_bits(stored, value) else []
+        self._rounded += [name] if same and not exact else []
 
     def agree(self) -> dict[str, Any]:
         """Return what all processes together have found, as attributes of `Carried`."""

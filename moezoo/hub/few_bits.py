@@ -120,7 +120,10 @@ class Format(NamedTuple):
         scales: The same for the scales; a pair replaces an ending.
         others: The same for tensors that change nothing.
         kind: The dtype of the numbers in safetensors' words.
-        item: The shape of a row of `n` stored items.
+        scale_kinds: The same for the scales.
+        usual_block: The size of blocks that released folders have.
+        rounds: Whether arrays are rounded to the format.
+        row: The shape of a row of `n` stored items.
     """
 
     name: str
@@ -131,6 +134,8 @@ class Format(NamedTuple):
     others: tuple[str, ...]
     kind: str
     scale_kinds: tuple[str, ...]
+    usual_block: tuple[int, int]
+    rounds: bool
     row: Callable[[int], tuple[int, ...]] = lambda n: (n,)
 
     def are_finite(self, items: np.ndarray) -> bool:
@@ -161,7 +166,8 @@ class Format(NamedTuple):
         values, spellings, _ = self.names(tensor.name)
         encoded = self._encoded(tensor)
         *_, rows, columns = encoded.shape
-        return FewBitTensor(encoded, self, values, scale or spellings[0], tuple(others), block or (rows, columns))
+        scale, size = scale or spellings[0], block or (rows, columns)
+        return FewBitTensor(encoded, self, values, scale, tuple(others), size, block is not None)
 
     def names(self, name: str) -> tuple[str, list[str], list[str]]:
         """Return how the tensors of a weight are named: numbers, scales by all their spellings, and others."""
@@ -180,6 +186,8 @@ FORMATS = (
         (),
         "F8_E4M3",
         ("F32", "BF16", "F8_E8M0", "U8"),
+        (128, 128),
+        True,
     ),
     Format(
         "mxfp4",
@@ -190,6 +198,8 @@ FORMATS = (
         (),
         "U8",
         ("U8", "F8_E8M0"),
+        (1, 32),
+        True,
         lambda n: (n // 16, 16),
     ),
     Format(
@@ -201,6 +211,8 @@ FORMATS = (
         ("_shape",),
         "I32",
         ("BF16", "F16", "F32"),
+        (1, GROUP),
+        False,
     ),
 )
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")
@@ -222,6 +234,7 @@ class FewBitTensor:
         values, scale: The names of the tensors with the numbers and the scales.
         others: Those of tensors that change nothing.
         block: The size of a block along outputs and inputs.
+        has_blocks: Whether the scales are an array, and not one number.
     """
 
     tensor: Tensor
@@ -230,6 +243,7 @@ class FewBitTensor:
     scale: str
     others: tuple[str, ...]
     block: tuple[int, int]
+    has_blocks: bool
 
     @property
     def plain(self) -> Tensor:
@@ -260,22 +274,18 @@ class FewBitTensor:
         *lead, columns = self.tensor.shape
         return (*lead, *self.format.row(columns // self.format.per_item))
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the scales are an array, and not one number."""
-        return self.block != self.matrix
-
     def encoding(self, scale: np.ndarray) -> Encoding:
         """Return the encoding of one matrix, given its scales."""
         return self.format.encoding(self.values, self.matrix, scale, self.block)
 
     @property
-    def kept_values(self) -> Tensor:
+    def kept_values(self) -> "ValuesTensor":
         """The tensor of numbers as bytes, whose parts are the `values` of containers."""
         last, per = self.tensor.split[1] - 1, self.format.container.PER_BYTE
         shapes = tuple((*shape[:last], shape[last] // per, *shape[last + 1 :]) for shape in self.tensor.shapes)
         parts = tuple((f"{path}.values", index) for path, index in self.tensor.parts)
-        return dataclasses.replace(self.tensor, name=self.values, parts=parts, shapes=shapes)
+        t = self.tensor
+        return ValuesTensor(self.values, parts, t.axes, shapes, t.layout, self)
 
     @property
     def kept_scale(self) -> "ScaleTensor":
@@ -313,6 +323,13 @@ class FewBitTensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class ValuesTensor(Tensor):
+    """The numbers of a weight of few bits, as bytes."""
+
+    few: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
 class ScaleTensor(Tensor):
     """The scales of a weight of few bits. Its parts have one for each piece, and the folder one for each block."""
 
@@ -343,6 +360,14 @@ class ScaleTensor(Tensor):
                     "cannot hold them; save the arrays that the containers stand for"
                 )
         return grid
+
+
+def format_argument(name: str | None) -> Format | None:
+    """Return the format that the user asked to round to. Raises `UserError` for another name."""
+    forms = {form.name: form for form in FORMATS if form.rounds}
+    if name is not None and name not in forms:
+        raise UserError(f"format={show(name)[:80]}: expected one of {', '.join(forms)}")
+    return None if name is None else forms[name]
 
 
 def find_few_bits(

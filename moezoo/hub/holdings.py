@@ -21,7 +21,7 @@ from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.nn.few_bits import as_float32
 
-_LEAST_PIECE = 2**16  # bytes of few bits that are widened at once
+_LEAST_PIECE = 2**16  # bytes that are read at once
 
 
 class Target(Protocol):
@@ -50,14 +50,33 @@ class Boxes(Protocol):
 
 
 class Piece(NamedTuple):
-    """A part of a tensor: the bytes that are read, and a function that reads them and writes them to devices.
+    """A part of a tensor of the folder that can be read at once, or in parts.
 
-    The function returns whether all numbers are finite and fit.
+    Attributes:
+        name: The tensor of the model.
+        region: What is read.
+        read_region: Reads a part of the region and writes it to devices. Returns whether numbers are finite and fit.
+        widens: How many bytes in memory a byte of the file becomes, about; 0 for a region that is read at once.
     """
 
     name: str
-    size: int
-    read: Callable[[], bool]
+    region: Region
+    read_region: Callable[[Region], bool]
+    widens: int = 1
+
+    @property
+    def size(self) -> int:
+        """The bytes that are read."""
+        return self.region.size
+
+    def cut(self, most: int) -> Iterator["Piece"]:
+        """Yield parts that take about `most` bytes each in memory."""
+        for region in self.region.cut(max(most // self.widens, _LEAST_PIECE)) if self.widens else (self.region,):
+            yield self._replace(region=region)
+
+    def read(self) -> bool:
+        """Read the region."""
+        return self.read_region(self.region)
 
 
 class _Place(NamedTuple):
@@ -146,19 +165,21 @@ class Holding(abc.ABC):
     def check(self) -> None:
         """Raise `UserError` unless the files have it in the right shapes and dtypes."""
 
-    def pieces(self, arrays: Mapping[str, Boxes], most: int) -> Iterator[Piece]:
-        """Yield pieces of about `most` bytes; together they are what `arrays`, by their paths, hold of the tensor."""
-        return self._pieces(_places(self.tensor, arrays), most)
+    def pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
+        """Yield what `arrays`, by their paths, hold of the tensor."""
+        places = _places(self.tensor, arrays)
+        return self._pieces(places) if places else iter(())
 
     @abc.abstractmethod
-    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]: ...
+    def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]: ...
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         """Return `plain`. A number too large for `dtype` becomes infinite."""
         parts = [_Whole(shape, dtype) for shape in self.tensor.shapes]
         places = [_Place(i, (), tuple((0, n) for n in part.numbers.shape), part) for i, part in enumerate(parts)]
-        for piece in self._pieces(places, 2**22):
-            piece.read()
+        for piece in self._pieces(places):
+            for part in piece.cut(2**22):
+                part.read()
         return self.plain.to_file([part.numbers for part in parts])
 
 
@@ -193,13 +214,12 @@ class Numbers(Holding):
     def check(self) -> None:
         self.files.check(self.tensor.name, self.tensor.shape)
 
-    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
+    def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]:
         boxes = [self.tensor.in_file(place.part, place.box) for place in places]
-        regions = self.files.region(self.tensor.name, self.tensor.dims, boxes).cut(most) if boxes else ()
-        for region in regions:
-            yield Piece(self.tensor.name, region.size, functools.partial(self._read_piece, region, places))
+        region = self.files.region(self.tensor.name, self.tensor.dims, boxes)
+        yield Piece(self.tensor.name, region, functools.partial(self._read_piece, places))
 
-    def _read_piece(self, region: Region, places: Sequence[_Place]) -> bool:
+    def _read_piece(self, places: Sequence[_Place], region: Region) -> bool:
         numbers = self.files.read(self.tensor.name, region)
         return are_finite(numbers) & _write(self.tensor, region, numbers, places)
 
@@ -265,9 +285,7 @@ class FewBits(Holding):
 class Widened(FewBits):
     """A weight in few bits that becomes numbers while it is read."""
 
-    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
-        if not places:
-            return
+    def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]:
         few, dims = self.few, self.tensor.dims
         boxes = [self.tensor.in_file(place.part, place.box) for place in places]
         inputs = len(self.tensor.axes.inputs)
@@ -288,13 +306,13 @@ class Widened(FewBits):
 
         scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
         region = self.files.region(few.values, items, map(in_items, boxes))
-        for part in region.cut(
-            max(most // 8, _LEAST_PIECE)
-        ):  # a byte becomes up to two numbers of four bytes, three times
-            read = functools.partial(self._read_piece, part, in_numbers(part), places, scales)
-            yield Piece(self.tensor.name, part.size, read)
+        # A byte becomes up to two numbers of four bytes.
+        yield Piece(self.tensor.name, region, functools.partial(self._read_piece, in_numbers, places, scales), 8)
 
-    def _read_piece(self, region: Region, wide: Region, places: Sequence[_Place], scales: "_Scales") -> bool:
+    def _read_piece(
+        self, in_numbers: Callable[[Region], Region], places: Sequence[_Place], scales: "_Scales", region: Region
+    ) -> bool:
+        wide = in_numbers(region)
         grid = scales.read()
         experts, rows, columns = _indices(self.few, wide.chosen)
         items = self.files.read(self.few.values, region).reshape(len(experts), len(rows), -1)
@@ -307,15 +325,15 @@ class Widened(FewBits):
 class Kept(FewBits):
     """A weight in few bits that is read into a container (`moezoo.nn.few_bits`)."""
 
-    def pieces(self, arrays: Mapping[str, Boxes], most: int) -> Iterator[Piece]:
+    def pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
         few = self.few
         numbers = few.kept_values
         places = _places(numbers, arrays)
         if not places:
             return
         boxes = [numbers.in_file(place.part, place.box) for place in places]
-        for region in self.files.region(few.values, numbers.dims, boxes, np.dtype(np.uint8)).cut(most):
-            yield Piece(self.tensor.name, region.size, functools.partial(self._read_values, region, places))
+        region = self.files.region(few.values, numbers.dims, boxes, np.dtype(np.uint8))
+        yield Piece(self.tensor.name, region, functools.partial(self._read_values, places))
         scale = few.kept_scale
         shapes = [arrays[path].shape[len(index) :] for path, index in scale.parts]
         found = [
@@ -326,17 +344,20 @@ class Kept(FewBits):
             for place, blocks in found
         ]
         scales = _Scales(self.files, few, boxes)
-        yield Piece(self.tensor.name, scales.size, functools.partial(self._read_scales, scales, found))
+        yield Piece(self.tensor.name, scales.region, functools.partial(self._read_scales, scales, found), 0)
 
-    def _pieces(self, places: Sequence[_Place], most: int) -> Iterator[Piece]:
-        return Widened(self.files, self.few)._pieces(places, most)
+    def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]:
+        return Widened(self.files, self.few)._pieces(places)
 
-    def _read_values(self, region: Region, places: Sequence[_Place]) -> bool:
+    def _read_values(self, places: Sequence[_Place], region: Region) -> bool:
         items = self.files.read(self.few.values, region)
         _write(self.few.kept_values, region, items, places)
         return self.few.format.are_finite(items)
 
-    def _read_scales(self, scales: "_Scales", found: Sequence[tuple[_Place, tuple[np.ndarray, np.ndarray]]]) -> bool:
+    def _read_scales(
+        self, scales: "_Scales", found: Sequence[tuple[_Place, tuple[np.ndarray, np.ndarray]]], region: Region
+    ) -> bool:
+        del region  # all of it, once
         grid, lead = scales.read(), len(self.few.lead)
         for (_, index, box, target), (of_rows, of_columns) in found:
             some = grid[slice(*box[0])] if lead else grid[0]
@@ -354,12 +375,7 @@ class _Scales:
 
     def __init__(self, files: WeightFiles, few: FewBitTensor, boxes: Iterable[Box]):
         self.files, self._few, self._lock, self._grid = files, few, threading.Lock(), np.zeros(())
-        self._region = files.region(few.scale, few.scale_shape, boxes)
-
-    @property
-    def size(self) -> int:
-        """The bytes that are read."""
-        return self._region.size
+        self.region = files.region(few.scale, few.scale_shape, boxes)
 
     def read(self) -> np.ndarray:
         """Return scales [experts or 1, blocks along outputs, blocks along inputs]; those that were not read are zero.
@@ -368,14 +384,14 @@ class _Scales:
         """
         with self._lock:
             if not self._grid.ndim:
-                found = self.files.read(self._few.scale, self._region)
+                found = self.files.read(self._few.scale, self.region)
                 with np.errstate(over="ignore"):
                     finite = np.isfinite(as_float32(found)).all()
                 if not finite:
                     path = self.files.tensors[self._few.scale].path
                     raise UserError(f"{path}: {self._few.scale} has NaN or infinite scales; download the file again")
                 grid = np.zeros(self._few.scale_shape, found.dtype)
-                grid[np.ix_(*map(_numbers_of, self._region.chosen))] = found
+                grid[np.ix_(*map(_numbers_of, self.region.chosen))] = found
                 self._grid = grid if self._few.lead else grid[None]
             return self._grid
 

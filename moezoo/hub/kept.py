@@ -10,9 +10,10 @@ import numpy as np
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import FORMATS, FewBitTensor, Format
 from moezoo.hub.holdings import Holding, Kept
-from moezoo.hub.tensors import Tensor
+from moezoo.hub.tensors import Tensor, tensors
 from moezoo.hub.values import Values
 from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
+from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import FewBits, first_of_pieces
 from moezoo.parallel.axes import Role
@@ -51,11 +52,34 @@ def keep(shapes: LanguageModel, holdings: Iterable[Holding]) -> LanguageModel:
             if form is not None and path not in containers and isinstance(holding, Kept):
                 containers[path] = _container(holding.few, part, form)
 
+    return _with_containers(shapes, containers) if containers else shapes
+
+
+def _with_containers(shapes: LanguageModel, containers: Mapping[str, FewBits]) -> LanguageModel:
     def put(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path).lstrip(".")
         return _stacked(containers[name], leaf) if name in containers else leaf
 
-    return jax.tree_util.tree_map_with_path(put, shapes) if containers else shapes
+    return jax.tree_util.tree_map_with_path(put, shapes)
+
+
+def in_format(shapes: LanguageModel, name: str) -> LanguageModel:
+    """Return the shapes of a model whose weights have few bits where released folders of this format have them.
+
+    Raises `UserError` where no weight fits the format.
+    """
+    form = next(form for form in FORMATS if form.name == name)
+    scale = np.dtype({"fp8": np.float32, "mxfp4": np.uint8, "int4": jnp.bfloat16}[name])
+    containers = {}
+    for tensor in tensors(shapes, family_of(shapes.config).hub):
+        if form.has(tensor) and is_of_products(tensor) and (name != "int4" or ".experts." in tensor.parts[0][0]):
+            few = form.tensor(tensor, form.usual_block)
+            for part, (path, _) in enumerate(tensor.parts):
+                if path not in containers:
+                    containers[path] = _container(few, part, _Form(form, few.block, scale))
+    if not containers:
+        raise UserError(f"--few-bits={name}: folders of this family have no weight that fits it; choose another format")
+    return _with_containers(shapes, containers)
 
 
 def _container(few: FewBitTensor, part: int, form: _Form) -> FewBits:
@@ -99,33 +123,55 @@ class Leaving(NamedTuple):
     refused: str | None = None
 
 
-def leaving(tensors: Iterable[Tensor], arrays: Mapping[str, Any]) -> Leaving:
+def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format | None = None) -> Leaving:
     """Return which tensors of a model, with `arrays` by their paths, are written in few bits.
 
     A folder has one format and one size of blocks, and all parts of a tensor are containers of it. Otherwise
     containers are written as the arrays that they stand for.
+
+    Args:
+        own: All tensors of the model.
+        arrays: Its arrays and containers.
+        rounds_to: The format that weights of products in layers get, those of routers apart.
+
+    Raises:
+        UserError: No weight fits `rounds_to`, or containers have another format.
     """
     found: dict[str, FewBitTensor] = {}
     others: list[str] = []
-    for tensor in tensors:
+    for tensor in own:
         parts = [arrays[path] for path, _ in tensor.parts]
         kinds = {(type(part), part.block) if isinstance(part, FewBits) else None for part in parts}
         kind = kinds.pop()
         form = next((form for form in FORMATS if kind and form.container is kind[0]), None)
-        if kinds or form is None or kind is None or not form.has(tensor):
-            others += [tensor.name for part in parts if isinstance(part, FewBits)][:1]
-            continue
-        found[tensor.name] = form.tensor(tensor, kind[1])
+        if kinds or (kind and (form is None or not form.has(tensor))):
+            others.append(tensor.name)
+        elif form and kind:
+            found[tensor.name] = form.tensor(tensor, kind[1])
+        elif rounds_to and rounds_to.has(tensor) and is_of_products(tensor):
+            found[tensor.name] = rounds_to.tensor(tensor, rounds_to.usual_block)
     formats = {few.format.name: few.format for few in found.values()}
-    one = {few.block for few in found.values()}
-    whole = all(not few.has_blocks for few in found.values())
+    sizes = {few.block for few in found.values()}
+    refused = None
     if others:
-        return Leaving({}, None, f"such as {others[0]} are in a format that folders of this family do not have")
-    if len(formats) > 1:
-        return Leaving({}, None, f"are in {len(formats)} formats ({', '.join(sorted(formats))}), and a folder has one")
-    if len(one) > 1 and not whole:
-        return Leaving({}, None, f"have blocks of {len(one)} sizes, and a folder has one")
-    return Leaving(found, next(iter(formats.values()), None))
+        refused = f"such as {others[0]} are in a format that folders of this family do not have"
+    elif len(formats) > 1:
+        refused = f"are in {len(formats)} formats ({', '.join(sorted(formats))}), and a folder has one"
+    elif len(sizes) > 1 and all(few.block == few.matrix for few in found.values()):
+        found = {name: few.format.tensor(few.plain, None) for name, few in found.items()}
+    elif len(sizes) > 1:
+        refused = f"have blocks of {len(sizes)} sizes, and a folder has one"
+    if rounds_to and not found:
+        raise UserError(f"format={rounds_to.name}: folders of this family have no weight that fits it; leave it out")
+    if rounds_to and refused:
+        raise UserError(f"format={rounds_to.name}: weights of few bits {refused}; load the folder with dtype=bfloat16")
+    return Leaving({}, None, refused) if refused else Leaving(found, next(iter(formats.values()), None))
+
+
+def is_of_products(tensor: Tensor) -> bool:
+    """Return whether a weight is in a layer, and not in a router: these have few bits in released folders."""
+    path, index = tensor.parts[0]
+    return bool(index) and ".router." not in path
 
 
 def own_pieces(tensor: Tensor, leaves: Leaving, values: Values) -> list[Piece]:
@@ -135,7 +181,7 @@ def own_pieces(tensor: Tensor, leaves: Leaving, values: Values) -> list[Piece]:
     return few_bit_pieces(few, values.dtype(few.kept_scale))
 
 
-def modules_in_numbers(tensors: Iterable[Tensor], few: Mapping[str, FewBitTensor]) -> set[str]:
+def modules_in_numbers(own: Iterable[Tensor], few: Mapping[str, FewBitTensor]) -> set[str]:
     """Return the names of transformers' modules with a matrix in numbers."""
-    names = {tensor.name for tensor in tensors if tensor.axes.role is Role.WEIGHT} - few.keys()
+    names = {tensor.name for tensor in own if tensor.axes.role is Role.WEIGHT} - few.keys()
     return {name.removesuffix(".weight") for name in names}

@@ -28,15 +28,13 @@ from jax.typing import DTypeLike
 
 from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
-from moezoo.hub.holdings import Holding, Piece, Target, are_finite, keep_few_bits, most_common_dtype
-from moezoo.hub.kept import keep
+from moezoo.hub.holdings import Holding, Piece, Target, are_finite
 from moezoo.hub.loading_progress import LoadingProgress
-from moezoo.hub.opening import check_tensors, folder_argument, open_folder
+from moezoo.hub.opening import find_model, folder_argument, open_folder
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
-from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
@@ -56,7 +54,7 @@ def from_pretrained(
     Nothing is downloaded, and no code from the folder runs. Of a model for images the text model is loaded. A warning
     names tensors that no parameter has, such as those for images, and one those that hold NaN or infinities.
 
-    The host needs little memory besides the arrays of its own devices: about as much as one of the largest tensors, or
+    The host needs little memory besides the arrays of its own devices: less than two of the largest tensors, or
     150 MB. If devices of several processes hold the model, all of these processes call this function, and each reads
     what its own devices hold.
 
@@ -104,13 +102,8 @@ class _Loaded(NamedTuple):
 
 def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["stored"] | None) -> _Loaded:
     opened = open_folder(folder)
-    holdings, unused = check_tensors(opened, Blueprint(opened.config).shapes)
-    if dtype == "stored":
-        holdings, dtype = keep_few_bits(holdings), None
-    dtype = dtype or most_common_dtype(holdings)
-    shapes = Blueprint(opened.config, str(dtype)).shapes
+    shapes, holdings, unused = find_model(opened, dtype if dtype is None or dtype == "stored" else dtype.name)
     require_names(arrays_by_path(shapes), [holding.tensor for holding in holdings])
-    shapes = keep(shapes, holdings)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh
     if execution is None or mesh is None:
@@ -125,7 +118,10 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["
             jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True
         )
     }
-    what, advice = f"{folder}: the model in {dtype.name}", "load it on a machine with more memory"
+    what, advice = (
+        f"{folder}: the model in {shapes.embedding.weight.dtype.name}",
+        "load it on a machine with more memory",
+    )
     if all(array.is_on_host for array in arrays.values()):
         check_host(what, sum(array.size for array in arrays.values()), advice)
     else:
@@ -145,10 +141,14 @@ def _read(holdings: Sequence[Holding], arrays: Mapping[str, "_Arriving"], folder
     """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
     largest = max(holding.size for holding in holdings)
     most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
+    pieces = [piece for holding in holdings for piece in holding.pieces(arrays)]
+    sizes: dict[str, int] = {}
+    for piece in pieces:
+        sizes[piece.name] = sizes.get(piece.name, 0) + piece.size
     odd: dict[str, None] = {}
     waiting = collections.deque[tuple[Piece, Future[bool]]]()
-    sizes = [holding.size for holding in holdings]
-    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, sizes) as progress:
+    total = sum(holding.size for holding in holdings)
+    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, total, sizes) as progress:
 
         def finish() -> None:
             piece, future = waiting.popleft()
@@ -157,7 +157,7 @@ def _read(holdings: Sequence[Holding], arrays: Mapping[str, "_Arriving"], folder
             progress.add(piece.name, piece.size)
 
         try:
-            for piece in itertools.chain.from_iterable(holding.pieces(arrays, most) for holding in holdings):
+            for piece in itertools.chain.from_iterable(whole.cut(most) for whole in pieces):
                 waiting.append((piece, pool.submit(piece.read)))
                 while len(waiting) > 2 * _THREADS:
                     finish()

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,19 +19,22 @@ class LoadingProgress:
 
     Args:
         folder: The folder that is loaded.
-        sizes: The bytes of each tensor that is read, perhaps in part.
+        size: The bytes of all tensors.
+        read: The bytes that this process reads of each tensor of which it reads something, by name.
     """
 
-    def __init__(self, folder: Path, sizes: Sequence[int]):
-        self._folder, self._tensors, self._done, self._seen = folder, len(sizes), 0, set[str]()
-        self._total = sum(sizes)
-        self._shows, self._held = self._total >= _LEAST and distributed.is_first(), contextlib.ExitStack()
+    def __init__(self, folder: Path, size: int, read: Mapping[str, int]):
+        self._folder, self._size, self._read = folder, size, read
+        self._done, self._seen = 0, set[str]()
+        self._shows, self._held = size >= _LEAST and distributed.is_first(), contextlib.ExitStack()
         self._bar: Any = None
 
     def __enter__(self) -> "LoadingProgress":
         self._began = time.monotonic()
         if self._shows and (bar := self._held.enter_context(bar_on(sys.stderr))):
-            self._bar, self._task = bar, bar.add_task("", total=self._tensors, unit="tensor")
+            # In bytes, because tensors differ in size, and the time left follows from what is done.
+            total = sum(self._read.values())
+            self._bar, self._task = bar, bar.add_task("", total=total / 1e6, unit="MB")
         return self
 
     def __exit__(
@@ -40,8 +43,10 @@ class LoadingProgress:
         self._held.close()
         if self._shows and self._bar is None and error is None:
             seconds = time.monotonic() - self._began
+            read = f"{self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
             print(
-                f"loaded {self._folder}: {len(self._seen)} tensors, {self._speed()}, {seconds:.1f} s", file=sys.stderr
+                f"loaded {self._folder}: {len(self._seen)} tensors, {read}, {self._speed()}, {seconds:.1f} s",
+                file=sys.stderr,
             )
 
     def add(self, name: str, size: int) -> None:
@@ -49,8 +54,8 @@ class LoadingProgress:
         self._done += size
         self._seen.add(name)
         if self._bar is not None:
-            self._bar.update(self._task, completed=len(self._seen), description=self._speed())
+            text = f"{len(self._seen)} of {len(self._read)} tensors, {self._speed()}"
+            self._bar.update(self._task, completed=self._done / 1e6, description=text)
 
     def _speed(self) -> str:
-        seconds = max(time.monotonic() - self._began, 1e-3)
-        return f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {self._done / 1e6 / seconds:,.0f} MB/s"
+        return f"{self._done / 1e6 / max(time.monotonic() - self._began, 1e-3):,.0f} MB/s"

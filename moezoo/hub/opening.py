@@ -13,13 +13,15 @@ import numpy as np
 from moezoo.errors import UserError, nearest
 from moezoo.host import check_name
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CONFIG, Quantization, find_few_bits, read_quantization
-from moezoo.hub.holdings import Holding, Numbers, Widened
+from moezoo.hub.holdings import Holding, Numbers, Widened, keep_few_bits, most_common_dtype
 from moezoo.hub.json_files import read_json
+from moezoo.hub.kept import keep
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.typed import convert, show
 
 _PIECE = 2**24  # bytes of two tables that are compared at a time
@@ -93,6 +95,39 @@ def open_folder(folder: Path) -> OpenFolder:
     opened = OpenFolder(folder, mapping, family, config, quantization, files, nesting)
     _check_counts(opened, keys)
     return opened
+
+
+class Found(NamedTuple):
+    """The model of a folder.
+
+    Attributes:
+        shapes: The model with shapes in place of arrays.
+        holdings: How the folder has its tensors.
+        unused: The names of the folder's other tensors, by purpose.
+    """
+
+    shapes: LanguageModel
+    holdings: list[Holding]
+    unused: dict[str, list[str]]
+
+
+def find_model(opened: OpenFolder, dtype: str | None) -> Found:
+    """Return the model of a folder in `dtype`, by default the one that most of its numbers have.
+
+    `stored` is that of most plain numbers, with weights of few bits in containers.
+
+    Raises `UserError` as `check_tensors` and `keep` do.
+    """
+    files, is_stored = opened.files, dtype == "stored"
+    dtype = None if is_stored else dtype
+    # To trace a model takes longer than all else here. So its dtype is guessed first from all tensors of the folder.
+    guess = dtype or files.guess_dtype().name
+    shapes = Blueprint(opened.config, guess).shapes
+    holdings, unused = check_tensors(opened, shapes)
+    holdings = keep_few_bits(holdings) if is_stored else holdings
+    common = dtype or most_common_dtype(holdings).name
+    shapes = shapes if common == guess else Blueprint(opened.config, common).shapes
+    return Found(keep(shapes, holdings), holdings, unused)
 
 
 def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:

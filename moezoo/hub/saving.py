@@ -7,16 +7,17 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from moezoo.errors import UserError, describe_class
 from moezoo.hub.carry import Carried, Copying, plan_copy
-from moezoo.hub.few_bits import CONFIG, write_quantization
+from moezoo.hub.few_bits import CONFIG, format_argument, write_quantization
 from moezoo.hub.kept import leaving, modules_in_numbers, own_pieces
 from moezoo.hub.opening import folder_argument, open_folder
+from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE, common_dtype
@@ -38,6 +39,7 @@ def save_pretrained(
     like: str | Path | None = None,
     *,
     max_shard_size: int | str | None = None,
+    format: Literal["fp8", "mxfp4"] | None = None,
 ) -> Carried:
     """Write a folder that transformers loads: config.json and safetensors.
 
@@ -68,6 +70,8 @@ def save_pretrained(
         like: A folder of a model of the same type and sizes.
         max_shard_size: The most bytes of tensors in one file, a number or a text such as "5GB", which is the default. A
             larger tensor has a file of its own. Leave it out with `like`, which has files of some size.
+        format: Round the weights of layers, those of routers apart, to few bits: `fp8`, with blocks of 128 x 128, or
+            `mxfp4`, for the experts of gpt-oss. `docs/numbers.md` defines the rounding. None leaves arrays as they are.
 
     Returns:
         What was copied from `like`, and what was not.
@@ -81,8 +85,10 @@ def save_pretrained(
     if not isinstance(model, LanguageModel):
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
     folder, arrays = folder_argument(folder), distributed.together(lambda: _own_arrays(model))
-    _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size})
-    values = ModelValues(arrays)
+    _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size, "format": format})
+    values: Values = ModelValues(arrays)
+    if (rounds_to := format_argument(format)) is not None:
+        values = RoundedValues(values, rounds_to)
     carried, rounded = Carried(), list[str]()
     if like is None:
         distributed.together(lambda: check_target(folder))
@@ -137,7 +143,7 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
     require_names(arrays_by_path(model), parts)
     shards: list[list[Piece]] = [[]]
     room = most
-    leaves = leaving(parts, arrays_by_path(model))
+    leaves = leaving(parts, arrays_by_path(model), values.rounds_to)
     for piece in itertools.chain.from_iterable(own_pieces(tensor, leaves, values) for tensor in parts):
         if piece.size > room and shards[-1]:
             shards.append([])

@@ -25,7 +25,7 @@ def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
 
     - If there is no `folder` yet, the temporary one is `.NAME.unfinished` beside it, and is renamed. Otherwise it is
       `.unfinished` inside, because `folder` may be the root of another disk, and its files are moved, the last of
-      `sizes` last.
+      `sizes` last. If files have appeared in `folder` meanwhile, it stays as it is, and the block's files are removed.
     - If the block raises, or a signal ends the process, nothing is left. After a kill the temporary folder is left, and
       the next call for the same `folder` replaces it.
 
@@ -69,7 +69,8 @@ def writing(folder: Path) -> Iterator[None]:
 def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
     """Make and lock the empty temporary folder; remove it if the block raises or a signal ends the process."""
     real = folder.resolve()
-    work = real / _SUFFIX if folder.is_dir() else real.with_name(f".{real.name[:_LONGEST]}{_SUFFIX}")
+    inside, beside = real / _SUFFIX, real.parent / f".{real.name[:_LONGEST]}{_SUFFIX}"
+    work = inside if folder.is_dir() else beside
     missing = [path for path in work.parents if not path.exists()]
 
     def remove_parents() -> None:
@@ -86,6 +87,9 @@ def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
         work.mkdir(parents=True, exist_ok=True)
         busy = f"{folder}: another process is writing it, in {work}; wait for it to end"
         with locking(work, busy), interrupts.undoing(remove):
+            if work == inside and beside.is_dir():  # `folder` was made after another call began
+                with locking(beside, busy):
+                    shutil.rmtree(beside)
             for left in work.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             _check_absent(folder, sizes)
@@ -123,7 +127,7 @@ def _finish(work: Path, folder: Path, sizes: Mapping[str, int]) -> None:
         if found != size:
             raise UserError(f"{folder}: {show(name)} has {found} bytes of {size}, so it is not whole; save again")
     if work.name != _SUFFIX:
-        os.rename(work, folder)  # fails where somebody has put files into `folder` meanwhile
+        os.rename(work, folder)  # fails where somebody has made `folder` with files in it
         return
     _check_absent(folder, sizes)
     moved = list[Path]()

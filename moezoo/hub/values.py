@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moezoo.hub.few_bits import Format
 from moezoo.hub.holdings import Bits, Holding, Kept
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.models.base import LanguageModel
@@ -17,7 +18,17 @@ from moezoo.parallel.stored import Stored, materialise
 
 
 class Values(abc.ABC):
-    """The numbers of a model's tensors."""
+    """The numbers of a model's tensors.
+
+    Attributes:
+        rounds_to: The format that arrays are rounded to; None for none.
+    """
+
+    rounds_to: Format | None = None
+
+    @abc.abstractmethod
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether the model has the arrays of a tensor, such as the scales of a container."""
 
     @abc.abstractmethod
     def dtype(self, tensor: Tensor) -> np.dtype:
@@ -42,6 +53,9 @@ class ModelValues(Values):
 
     def __init__(self, arrays: Mapping[str, Any]):
         self._arrays = {**arrays, **_inside(arrays)}
+
+    def has(self, tensor: Tensor) -> bool:
+        return all(path in self._arrays for path, _ in tensor.parts)
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
@@ -82,6 +96,9 @@ class FolderValues(Values):
                 few = holding.few
                 for tensor in (few.kept_values, few.kept_scale):
                     self._holdings[tensor.parts] = Bits(holding.files, tensor)
+
+    def has(self, tensor: Tensor) -> bool:
+        return all(path in self._arrays for path, _ in tensor.parts)
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)

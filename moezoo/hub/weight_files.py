@@ -1,5 +1,6 @@
 """The safetensors files of a Hugging Face folder. Headers are checked before any tensor is read."""
 
+import math
 import os
 import weakref
 from collections.abc import Collection, Iterable
@@ -106,6 +107,11 @@ class WeightFiles:
             name: StoredTensor(path, about["dtype"], tuple(about["shape"]), len(begin) + about["data_offsets"][0])
             for name, about in entries.items()
         }
+
+    def guess_dtype(self) -> np.dtype:
+        """Return the dtype that most numbers have, with float32 for float64 and bfloat16 for few bits."""
+        kinds = ((DTYPES.get(tensor.dtype, ml_dtypes.bfloat16), tensor.shape) for tensor in self.tensors.values())
+        return common_dtype((np.dtype(kind), math.prod(shape)) for kind, shape in kinds)
 
     def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = DTYPES) -> None:
         """Raise `UserError` unless the tensor has this shape, and one of these dtypes in safetensors' words."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from moezoo.errors import UserError
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.patterns import pattern_of
 from moezoo.typed import Count, Positive, check_fields
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def short_names(paths: Iterable[str]) -> str:
     """Return the paths without the numbers of stacks and blocks, and each beginning once: "attention.{query, out}"."""
     ends: dict[str, dict[str, None]] = {}
     for path in paths:
-        name = re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "", path).removeprefix(".")
+        name = pattern_of(path).lstrip("*.")
         start, dot, end = re.sub(r"\.(weight|scale)$", "", name).rpartition(".")
         ends.setdefault(start + dot, {})[end] = None
     return ", ".join(

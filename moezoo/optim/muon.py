@@ -10,7 +10,6 @@ of AdamW, so both parts take the same rate and decay (Liu et al., 2025, arXiv:25
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -18,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError
 from moezoo.optim.adamw import AdamW
 from moezoo.optim.base import Group, UpdateRule
 from moezoo.optim.matrices import orthogonal_flops, orthogonalised
 from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.patterns import matching
 from moezoo.parallel.placement import Placement
 from moezoo.typed import NotNegative, Positive, Range, show
 
@@ -79,7 +79,7 @@ class Muon(UpdateRule):
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(AdamW)}
         muon, adamw = Group("muon", self), Group("adamw", AdamW(**shared))
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(placements)]
-        chosen = {name: _matching(f"optimizer.{name}", getattr(self, name), paths) for name in ("muon", "adamw")}
+        chosen = {name: matching(f"optimizer.{name}", getattr(self, name), paths) for name in ("muon", "adamw")}
         if both := sorted(chosen["muon"] & chosen["adamw"]):
             raise UserError(f"optimizer.muon and optimizer.adamw both match {both[0]}; leave it to one of them")
 
@@ -121,26 +121,3 @@ class Muon(UpdateRule):
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _matching(key: str, patterns: tuple[str, ...], paths: list[str]) -> set[str]:
-    found: set[str] = set()
-    for pattern in patterns:
-        here = _matches(pattern, paths)
-        if not here:
-            wider = (f"*{pattern.lstrip('*')}", f"*{pattern.strip('*')}*")
-            fitting = next((each for each in wider if _matches(each, paths)), None)
-            advice = f"write {show(fitting)}" if fitting else nearest(pattern, dict.fromkeys(map(_pattern, paths)))
-            raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {advice}")
-        found |= here
-    return found
-
-
-def _matches(pattern: str, paths: list[str]) -> set[str]:
-    expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
-    return {path for path in paths if expression.fullmatch(path)}
-
-
-def _pattern(path: str) -> str:
-    """Return the pattern that matches a parameter in the blocks of all stacks: "*.attention.out"."""
-    return re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "*", path)

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import equinox as eqx
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, PyTree
 
 from moezoo.errors import UserError
+from moezoo.parallel.patterns import matching
 from moezoo.parallel.roles import Axes as Axes
 from moezoo.parallel.roles import Role as Role
 from moezoo.parallel.stored import Stored
@@ -200,33 +201,44 @@ def count_parameters(module: PyTree, experts_per_token: int) -> tuple[int, int]:
     return total, active
 
 
-def trainable_mask(module: PyTree, trained: Callable[[str], bool] | None = None) -> PyTree:
+def trainable_mask(module: PyTree, trained: Sequence[str] | None = None, frozen: Sequence[str] = ()) -> PyTree:
     """Return a tree of booleans: True for each array that is trained.
 
     Args:
         module: A module of arrays or of their shapes.
-        trained: Whether to train an array, given its path, such as ".stacks[0].blocks[0].attention.query". None trains
-            all arrays except buffers and the parts of containers.
+        trained: Patterns of paths, such as "*.attention.query" (`moezoo.parallel.patterns`). A gradient moves what one
+            of them matches, except buffers. None: all arrays except buffers and the parts of containers.
+        frozen: Patterns of what is not trained, of the arrays that `trained` chooses.
 
     Raises:
-        UserError: `trained` selects no array, a buffer, a frozen part, or an array of integers, or returns something
-            else than a bool.
+        UserError: A pattern matches nothing, or only buffers. `trained` chooses a frozen part or an array of integers.
+            Nothing is trained.
     """
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(module)}
+    axes = dict(zip(leaves, jax.tree.leaves(axes_of(module)), strict=True))
+    if trained is None:
+        learns = {path for path, its in axes.items() if its.role not in (Role.BUFFER, Role.PART, Role.FROZEN)}
+    else:
+        learns = _parameters("trained", trained, axes)
+    learns -= _parameters("frozen", frozen, axes)
+    for path in filter(learns.__contains__, leaves):
+        is_frozen = axes[path].role is Role.FROZEN
+        if is_frozen or not jnp.issubdtype(leaves[path].dtype, jnp.floating):
+            what = f"a {Role.FROZEN.value}" if is_frozen else str(leaves[path].dtype)
+            raise UserError(f"trained chooses {path}, which is {what}; choose only floating-point parameters")
+    if not learns:
+        given = f"trained={show(trained)} " * (trained is not None) + f"frozen={show(frozen)}" * bool(frozen)
+        raise UserError(f"{given.strip()} leaves nothing to train; choose at least one, such as {next(iter(axes))}")
+    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path) in learns, module)
 
-    def leaf(path: Any, x: Any, axes: Axes) -> bool:
-        if trained is None:
-            return axes.role not in (Role.BUFFER, Role.PART, Role.FROZEN)
-        name = jax.tree_util.keystr(path)
-        if not isinstance(chosen := trained(name), bool):
-            raise UserError(f"trained({name!r}) returns {show(chosen)}, expected True or False")
-        never = axes.role in (Role.BUFFER, Role.FROZEN)
-        if chosen and (never or not jnp.issubdtype(x.dtype, jnp.floating)):
-            what = f"a {axes.role.value}" if never else str(x.dtype)
-            raise UserError(f"trained chooses {name}, which is {what}; choose only floating-point parameters")
-        return chosen
 
-    mask = jax.tree_util.tree_map_with_path(leaf, module, axes_of(module))
-    if trained is not None and not any(jax.tree.leaves(mask)):
-        first = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(module)[0][0])
-        raise UserError(f"trained chooses no parameter; it is given paths such as {first}")
-    return mask
+def _parameters(key: str, patterns: Sequence[str], axes: dict[str, Axes]) -> set[str]:
+    """Return the paths that the patterns match, without those of buffers. `axes` has the axes of each path."""
+    found = set[str]()
+    for pattern in patterns:
+        here = matching(key, [pattern], list(axes))
+        if all(axes[path].role is Role.BUFFER for path in here):
+            what = f"{min(here)}, a buffer, which has no gradient"
+            raise UserError(f"{key}: {show(pattern)} matches only {what}; leave the pattern out")
+        found |= here
+    return {path for path in found if axes[path].role is not Role.BUFFER}

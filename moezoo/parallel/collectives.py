@@ -191,7 +191,7 @@ def gather_weight(
         x: This device's block. It varies over the axes in `dims`.
         dims: The mesh axes that each dimension is gathered over.
         tokens: The mesh axes over which devices use the weight on different tokens.
-        dtype: The weight is cast to this dtype before it is gathered. It is the dtype of the result.
+        dtype: The dtype of the result. The weight is cast to it before it is gathered, or after that if it is wider.
         reduce_dtype: The gradient is cast to this dtype before it is summed, and then to the dtype of `x`.
         taken: For each dimension, mesh axes that `x` does not vary over and the result does; by default none.
     """
@@ -206,12 +206,13 @@ def _gather_weight(dims, taken, tokens, dtype, reduce_dtype, x):
     del reduce_dtype
     for dim, axes in enumerate(taken):
         x = own_block(vary(x, axes), axes, dim, x.shape[dim]) if axes else x
-    x = x.astype(dtype)
-    if dtype.itemsize == 1:
+    travels = x.dtype if x.dtype.itemsize < dtype.itemsize else dtype
+    x = x.astype(travels)
+    if travels.itemsize == 1:
         x = lax.bitcast_convert_type(x, jnp.uint8)
     for dim, axes in reversed(list(enumerate(dims))):
         x = gather(x, axes, dim, tokens=tokens)
-    return lax.bitcast_convert_type(x, dtype) if dtype.itemsize == 1 else x
+    return (lax.bitcast_convert_type(x, travels) if travels.itemsize == 1 else x).astype(dtype)
 
 
 def _gather_weight_forward(dims, taken, tokens, dtype, reduce_dtype, x):

@@ -66,7 +66,8 @@ class Execution:
         rules: The layout of parameters and tokens.
         dispatch: The strategy by which tokens meet experts, or a choice of one (`auto`); None for `gather`, in which
             weights move.
-        dtype: What layers compute in, float32 or bfloat16. Weights are cast to it before they are gathered.
+        dtype: What layers compute in, float32 or bfloat16. Weights are gathered in it, or in the dtype that they are
+            stored in if that is narrower.
         reduce_dtype: What gradients are summed over devices in, float32 or bfloat16.
         remat: What a layer keeps for its backward pass.
         context_parallel: How queries meet keys of other devices where the sequence is split; None to gather what tokens
@@ -331,7 +332,7 @@ class Execution:
         return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
 
     def gather_weights(self, module: PyTree) -> PyTree:
-        """Return a layer's weights, cast to `dtype` and gathered as the rules require. Called just before a layer runs.
+        """Return a layer's weights, in `dtype` and gathered as the rules require. Called just before a layer runs.
 
         This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
         is not gathered and keeps at least float32. A container stays a container: its arrays are gathered one by one,

@@ -185,10 +185,11 @@ class Rules:
             if size % ways:
                 mesh = " ".join(f"mesh.{a}={sizes[a]}" for a in mesh_axes)
                 if placement.axes.role is Role.FROZEN:
+                    of_scales = "give blocks smaller pieces with moezoo.nn.few_bits.cut_pieces(model, execution), or "
                     raise UserError(
-                        f"{mesh} splits '{logical}' {ways} ways but {name} has {size} entries along it; give blocks "
-                        "smaller pieces with moezoo.nn.few_bits.cut_pieces(model, execution), or choose a mesh whose "
-                        f"{' x '.join(mesh_axes)} divides {size}"
+                        f"{mesh} splits '{logical}' {ways} ways but {name} has {size} entries along it; "
+                        f"{of_scales if name.endswith('.scale') else ''}choose a mesh whose "
+                        f"{' x '.join(mesh_axes)} divides {size}, or rules that do not split '{logical}'"
                     )
                 shares = " or is a multiple of it" * bool(logical == "kv_heads" and self.kept(logical, sizes))
                 raise UserError(

@@ -31,12 +31,12 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
     Args:
         cfg: The configuration of the run.
         execution: How to run the model.
-        blueprint: The blueprint in place of `blueprint_of(cfg)`, such as one with containers, or with less that is
-            trained.
+        blueprint: The blueprint in place of `blueprint_of(cfg)`, such as one with containers.
 
     Raises:
         UserError: Parameters, gradients and the optimiser's state alone exceed the memory of the mesh's devices. The
-            blueprint is of another configuration or dtype than `cfg`, or trains what cannot be trained.
+            blueprint is of another configuration or dtype than `cfg`. A pattern matches nothing, or what cannot be
+            trained, or nothing is trained.
     """
     blueprint = blueprint_of(cfg, blueprint)
     shapes = blueprint.shapes

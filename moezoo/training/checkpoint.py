@@ -3,10 +3,12 @@
     checkpoints/STEP/model, training    arrays, in orbax's format
     checkpoints/STEP/about.json         format, versions, configuration, the loader's position, every array's shape
     checkpoints/STEP/sha256.json        the checksum of every other file
+    checkpoints/frozen/                 the arrays of the model that no step changes, if any, and their sha256.json
 
 A checkpoint is written to a folder with a temporary name, which is renamed to STEP when every file is complete. So a
-folder named by a number is always complete, even if the run is killed during a save. Orbax loads damaged files without
-an error, so every file is compared with its checksum before orbax reads the folder.
+folder named by a number is always complete, even if the run is killed during a save. The first one that is written has
+the frozen arrays too: they get their own name before it gets its, and later ones refer to them. Orbax loads damaged
+files without an error, so every file is compared with its checksum before orbax reads the folder.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from moezoo.config.compose import run_folder
@@ -38,6 +41,7 @@ _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 # disk, including the checksums, which one process reads. A process ends if it still waits for others later.
 _STALL_SECONDS, _BYTES_PER_SECOND, _LATER_SECONDS = 300, 50_000_000, 60
 _UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
+FROZEN = "frozen"
 
 
 class Checkpoints:
@@ -63,12 +67,15 @@ class Checkpoints:
             folder.mkdir(exist_ok=True)
             self._handle = os.open(folder, os.O_RDONLY)
             self._clear()
+            if not steps(folder):  # a run was killed before its first checkpoint was complete
+                shutil.rmtree(folder / FROZEN, ignore_errors=True)
+        self._has_frozen = distributed.first((folder / FROZEN).is_dir)
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """Wait for the previous save, then start to save the state after `step`; a second save of it does nothing.
 
-        `trees` are trees of arrays by name, `about` JSON values for about.json. Raises `UserError` if the previous save
-        failed.
+        `trees` are trees of arrays by name, `about` JSON values for about.json. The tree `FROZEN` is that of the run,
+        always with the same numbers, and written once. Raises `UserError` if the previous save failed.
         """
         import orbax.checkpoint as ocp
 
@@ -77,8 +84,10 @@ class Checkpoints:
             return
         self._last, self._began = step, time.monotonic()
         unfinished = self.folder / f"{_UNFINISHED}{step}"
-        arguments = ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in trees.items()})
         arrays = {name: _describe_arrays(tree) for name, tree in trees.items()}
+        written = {name: tree for name, tree in trees.items() if not (name == FROZEN and self._has_frozen)}
+        self._has_frozen |= FROZEN in trees
+        arguments = ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in written.items()})
         contents = {"format": FORMAT, "step": step, **about, "arrays": arrays}
         try:
             with self._bounded():
@@ -136,8 +145,13 @@ class Checkpoints:
                 return
             if not os.path.samestat(os.stat(self.folder), os.fstat(self._handle)):
                 raise FileNotFoundError("the folder was removed while the run went on")  # orbax has made it again
-            (unfinished / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-            (unfinished / _SUMS).write_text(json.dumps(_hash_files(unfinished), indent=1) + "\n")
+            if (frozen := unfinished / FROZEN).is_dir():
+                _write_json(frozen / _SUMS, _hash_files(frozen))
+                os.rename(frozen, self.folder / FROZEN)
+            if FROZEN in about["arrays"]:
+                about = {**about, FROZEN: _hash_sums(self.folder / FROZEN)}
+            _write_json(unfinished / _ABOUT, about)
+            _write_json(unfinished / _SUMS, _hash_files(unfinished))
             os.rename(unfinished, self.folder / str(step))
             for old in steps(self.folder)[: -self._count]:
                 _remove(self.folder, old)
@@ -219,7 +233,8 @@ class _OtherFormatError(UserError):
     """The checkpoint is complete, but another version of moezoo reads it."""
 
 
-def _verify(folder: Path) -> dict[str, Any]:
+def _verify_files(folder: Path) -> set[str]:
+    """Compare every file of a folder with its checksum, and return their names."""
     try:
         sums = json.loads((folder / _SUMS).read_text())
         wanted = {str(name): str(value) for name, value in sums.items()}
@@ -237,7 +252,11 @@ def _verify(folder: Path) -> dict[str, Any]:
             raise UserError(f"{folder} is damaged: {name} does not belong to it")
         if found[name] != wanted[name]:
             raise UserError(f"{folder} is damaged: {name} has changed since it was written")
-    if _ABOUT not in wanted:
+    return set(found)
+
+
+def _verify(folder: Path) -> dict[str, Any]:
+    if _ABOUT not in _verify_files(folder):
         raise UserError(f"{folder} is not a checkpoint of moezoo: it has no {_ABOUT}")
     try:
         about = json.loads((folder / _ABOUT).read_text())
@@ -254,27 +273,55 @@ def _verify(folder: Path) -> dict[str, Any]:
         )
     if step != int(folder.name):
         raise UserError(f"{folder} is the checkpoint of step {step}; rename the folder to {step}")
+    if FROZEN in about["arrays"]:
+        _verify_frozen(folder, about)
     return about
+
+
+def _verify_frozen(folder: Path, about: Mapping[str, Any]) -> None:
+    frozen = folder.parent / FROZEN
+    if not frozen.is_dir():
+        raise UserError(
+            f"{folder} needs the frozen arrays in {frozen}, which is missing; copy it from the run's folder"
+        )
+    _verify_files(frozen)
+    if _hash_sums(frozen) != about.get(FROZEN):
+        raise UserError(f"{frozen} has the frozen arrays of another run than {folder}; copy it from the run's folder")
 
 
 def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -> dict[str, Any]:
     """Restore trees of arrays by name from the `checkpoints` folder, after `read_about`, which returned `about`.
 
-    `targets` are trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving. Raises
-    `UserError` if the checkpoint holds the arrays of another model.
+    `targets` are trees of `jax.ShapeDtypeStruct`, whose shardings may differ from those at the time of saving. The tree
+    `model` has the frozen arrays too. Raises `UserError` if the checkpoint holds the arrays of another model.
     """
     import orbax.checkpoint as ocp  # slow to import
 
     _silence_orbax()
     for name, target in targets.items():
-        check_arrays(about["arrays"].get(name, {}), target, step)
-    arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
+        check_arrays(saved_arrays(about, name), target, step)
+    frozen = about["arrays"].get(FROZEN, {})
+    parts = {(folder / str(step), name): target for name, target in targets.items()}
+    if frozen and "model" in targets:
+        mask = jax.tree_util.tree_map_with_path(lambda path, _: array_name(path) in frozen, targets["model"])
+        parts[folder, FROZEN], parts[folder / str(step), "model"] = eqx.partition(targets["model"], mask)
+    restored: dict[str, Any] = {}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        try:
-            restored = reader.restore((folder / str(step)).absolute(), args=ocp.args.Composite(**arguments))
-        except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
-            raise UserError(f"{folder / str(step)} cannot be read ({_shorten(error)})") from None
-    return {name: restored[name] for name in targets}
+        for (where, name), target in parts.items():
+            try:
+                wanted = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
+                restored[name] = reader.restore(where.absolute(), args=wanted)[name]
+            except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
+                raise UserError(f"{where / name} cannot be read ({_shorten(error)})") from None
+    if FROZEN in restored:
+        restored["model"] = eqx.combine(restored["model"], restored.pop(FROZEN))
+    return restored
+
+
+def saved_arrays(about: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what about.json has of a tree; of `model`, the frozen arrays too."""
+    arrays = about["arrays"]
+    return arrays.get(name, {}) | (arrays.get(FROZEN, {}) if name == "model" else {})
 
 
 def check_arrays(saved: Mapping[str, Any], target: Any, step: int) -> None:
@@ -303,6 +350,14 @@ def _describe_arrays(tree: Any) -> dict[str, list]:
 def array_name(path: Any) -> str:
     """Return the name of an array in a checkpoint, from its path in a tree."""
     return "/".join(str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path)
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _hash_sums(folder: Path) -> str:
+    return hashlib.sha256((folder / _SUMS).read_bytes()).hexdigest()
 
 
 def _hash_files(folder: Path) -> dict[str, str]:

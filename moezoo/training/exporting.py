@@ -19,11 +19,12 @@ from moezoo.config.compose import folder_path, from_mapping, read_run, run_folde
 from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.holdings import keep_few_bits, most_common_dtype
-from moezoo.hub.kept import keep
-from moezoo.hub.opening import check_tensors, open_folder
+from moezoo.hub.few_bits import format_argument
+from moezoo.hub.kept import leaving
+from moezoo.hub.opening import find_model, open_folder
+from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
-from moezoo.hub.tensors import count, list_names, tensors
+from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
 from moezoo.hub.values import FolderValues, Values
 from moezoo.hub.weight_files import common_dtype
 from moezoo.hub.writing import Plan, write_folder
@@ -88,6 +89,14 @@ class Export:
                 f"{wanted} and {_counted(others, 'other')}",
             ),
         ]
+        leaves = leaving(
+            tensors(self.origin.wanted, family_of(self.origin.wanted.config).hub),
+            arrays_by_path(self.origin.wanted),
+            self.origin.values.rounds_to,
+        )
+        if leaves.format is not None:
+            what = "rounded to" if self.origin.values.rounds_to else "kept in"
+            lines.append(("few bits", f"{_counted(len(leaves.few), 'weight')} {what} {leaves.format.name}"))
         if narrowed := collections.Counter(dtypes for dtypes, _ in self._sizes if not np.can_cast(*dtypes)):
             some = (
                 f"{_counted(n, 'tensor')} from {before.name} to {after.name}" for (before, after), n in narrowed.items()
@@ -140,7 +149,12 @@ class Export:
 
 
 def plan_export(
-    source: str, target: str, dtype: str | None = None, like: str | None = None, max_shard_size: str | None = None
+    source: str,
+    target: str,
+    dtype: str | None = None,
+    like: str | None = None,
+    max_shard_size: str | None = None,
+    format: str | None = None,
 ) -> Export:
     """Return how to write the model in `source` to `target`. Nothing is written, and no number is read.
 
@@ -148,9 +162,11 @@ def plan_export(
         source: A run's folder, of which the newest checkpoint is taken, one of its `checkpoints/STEP`, or a Hugging
             Face folder. The latter is copied with its tokenizer and all tensors, unless `like` names another.
         target: The folder to make.
-        dtype: The dtype of the parameters; by default as they are in `source`. Choice biases are always float32.
+        dtype: The dtype of the parameters; by default as they are in `source`, weights of few bits included. Choice
+            biases are always float32.
         like: A folder of the same model, which has tensors or files that `source` lacks, as in `save_pretrained`.
         max_shard_size: As in `save_pretrained`, for a run without `like`.
+        format: As in `save_pretrained`.
 
     Raises:
         UserError: `source` is neither, or damaged. `target` exists. Otherwise as `save_pretrained` does.
@@ -165,6 +181,8 @@ def plan_export(
             "missing); name one of these"
         )
     origin = _open_run(path, dtype) if is_run else _open_folder(path, dtype)
+    if (rounds_to := format_argument(format)) is not None:
+        origin = origin._replace(values=RoundedValues(origin.values, rounds_to))
     base = None if is_run else path
     if like is not None:
         base = folder_path(like, "like")
@@ -197,11 +215,8 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
-    holdings, _ = check_tensors(source, Blueprint(source.config).shapes)
-    if dtype is None:
-        holdings = keep_few_bits(holdings)
-    wanted = keep(Blueprint(source.config, dtype or most_common_dtype(holdings).name).shapes, holdings)
-    return _Origin(path, wanted, FolderValues(holdings, wanted), None)
+    found = find_model(source, dtype or "stored")
+    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -3,8 +3,9 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 
@@ -16,7 +17,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.training import report
-from moezoo.training.checkpoint import Checkpoints, steps
+from moezoo.training.checkpoint import FROZEN, Checkpoints, steps
 from moezoo.training.evaluate import Evaluation, Evaluator
 from moezoo.training.feed import Feed
 from moezoo.training.metrics import MetricsLog, MetricsRow
@@ -170,7 +171,9 @@ class Loop:
     def _save(self, number: int, state: State) -> None:
         self._saved_at = self._clock()
         read = number * self.cfg.execution.microbatches
-        trees = {"model": state.model, "training": tuple(state[1:])}
+        trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
+        if any(jax.tree.leaves(constant := self.step.blueprint.constant)):
+            trees[FROZEN], trees["model"] = eqx.partition(state.model, constant)
         self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source)))
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: report.Progress) -> None:

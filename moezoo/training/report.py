@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,13 +18,15 @@ from moezoo.data import Source
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
+from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import Compared, compare_strategies
 from moezoo.optim import Work
 from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
-from moezoo.parallel.axes import Stack, count_parameters
+from moezoo.parallel.axes import Role, count_parameters, is_stored, parameter_table
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.patterns import pattern_of
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
@@ -100,10 +103,10 @@ def layout_lines(placements: PyTree) -> list[str]:
     return lines or ["every device stores all of them"]
 
 
-def dispatch_lines(cfg: TrainConfig, execution: Execution, stacks: tuple[Stack, ...]) -> list[str]:
+def dispatch_lines(cfg: TrainConfig, execution: Execution, blueprint: Blueprint) -> list[str]:
     """Describe the strategy of training, the bytes that `dispatch` chose it by, if it did, and much unused room."""
-    rows = cfg.batch_size // cfg.execution.microbatches
-    training = compare_strategies(stacks, rows, cfg.seq_len, execution, "train")
+    rows, stacks = cfg.batch_size // cfg.execution.microbatches, blueprint.shapes.stacks
+    training = compare_strategies(stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     validation = compare_strategies(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
     lines = [dispatch_line(training.chosen, training.group)]
     lines += choice_lines(cfg.dispatch, {"train": training, "evaluate": validation})
@@ -184,6 +187,31 @@ def optimizer_lines(update: Sequence[Work], traffic: TrafficTable) -> list[str]:
     return lines
 
 
+def trained_rows(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """Return titled lines that count the parameters that are trained and those that are not; none where all are.
+
+    A container counts as the array that it stands for, and its bytes are those of its arrays.
+    """
+    if not any(jax.tree.leaves(blueprint.constant)):
+        return []
+    model, table = blueprint.shapes, parameter_table(blueprint.shapes)
+    learns = jax.tree.map(lambda _, mask: any(jax.tree.leaves(mask)), model, blueprint.mask, is_leaf=is_stored)
+    entries = zip(table, jax.tree.leaves(learns), jax.tree.leaves(model, is_leaf=is_stored), strict=True)
+    found: dict[str, list[tuple[str, int, int]]] = {"trained": [], "frozen": []}
+    for (path, axes, shape), learns, stored in entries:
+        if axes.role is not Role.BUFFER:
+            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+            found["trained" if learns else "frozen"].append((path, math.prod(shape), size))
+    names, others = ({pattern_of(path) for path, *_ in part} for part in found.values())
+    rows = []
+    for title, part in found.items():
+        paths, counts, sizes = zip(*part, strict=True)
+        # Where only some layers train a parameter, its name alone would be in both lines.
+        shown = short_names(path[1:] if pattern_of(path) in names & others else path for path in paths)
+        rows.append((title, f"{sum(counts):,} parameters, {_bytes(sum(sizes))}: {shown}"))
+    return rows
+
+
 def summarize(
     cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
 ) -> list[tuple[str, str]]:
@@ -200,6 +228,7 @@ def summarize(
             f"{name_of(cfg.model)}: {parameters:,} parameters, {active:,} active per token "
             f"({_counted(cfg.model.layers, 'layer')}, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
         ),
+        *trained_rows(step.blueprint),
         (
             "mesh",
             _counted(devices.size, f"{devices.flat[0].platform} device")
@@ -209,7 +238,7 @@ def summarize(
         *(("rules", line) for line in _token_lines(cfg, execution)),
         *(("rules", line) for line in unsplit_lines(execution.rules, execution.sizes)),
         *(("weights", line) for line in layout_lines(step.placements.model)),
-        *(("dispatch", line) for line in dispatch_lines(cfg, execution, model.stacks)),
+        *(("dispatch", line) for line in dispatch_lines(cfg, execution, step.blueprint)),
     ]
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))

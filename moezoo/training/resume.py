@@ -17,7 +17,17 @@ from moezoo.parallel.distributed import Alone
 from moezoo.typed import show
 
 # A change of these would make the saved moments, or the position in the data, meaningless.
-_FIXED = ("model", "data", "seed", "batch_size", "seq_len", "execution.microbatches", "execution.param_dtype")
+_FIXED = (
+    "model",
+    "trained",
+    "frozen",
+    "data",
+    "seed",
+    "batch_size",
+    "seq_len",
+    "execution.microbatches",
+    "execution.param_dtype",
+)
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
 _FREE = ("data.path", "data.eval_sequences")  # the data may have moved to another path
 

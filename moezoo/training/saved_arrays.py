@@ -11,7 +11,7 @@ from moezoo.errors import UserError
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.hub.values import ModelValues
 from moezoo.models.base import LanguageModel
-from moezoo.training.checkpoint import array_name, check_arrays
+from moezoo.training.checkpoint import FROZEN, array_name, check_arrays, saved_arrays
 
 
 class SavedArray:
@@ -84,10 +84,14 @@ class SavedValues(ModelValues):
 
         Raises `UserError` if the checkpoint holds the arrays of another model.
         """
-        check_arrays(about["arrays"].get("model", {}), saved, int(checkpoint.name))
-        folder = (checkpoint / "model").absolute()
-        place = jax.tree_util.tree_map_with_path
-        arrays = place(lambda path, x: SavedArray(folder, array_name(path), np.dtype(x.dtype)), saved)
+        check_arrays(saved_arrays(about, "model"), saved, int(checkpoint.name))
+        model, frozen = (checkpoint / "model").absolute(), (checkpoint.parent / FROZEN).absolute()
+
+        def array(path: Any, x: Any) -> SavedArray:
+            name = array_name(path)
+            return SavedArray(model if name in about["arrays"]["model"] else frozen, name, np.dtype(x.dtype))
+
+        arrays = jax.tree_util.tree_map_with_path(array, saved)
         self._saved: dict[str, SavedArray] = arrays_by_path(arrays)
         self._wanted, self._open = arrays_by_path(wanted), set[str]()
         super().__init__(self._saved)

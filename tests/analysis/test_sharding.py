@@ -117,11 +117,10 @@ def test_cache_by_hand():
 
 def test_memory_of_a_step_by_hand():
     """What is not trained has no gradient and no moment; AdamW has two moments and counts its steps."""
-    cfg = moezoo.compose("mesh=fsdp2_ep4")
-    blueprint = Blueprint(cfg.model, trained=lambda name: name.endswith(".query"))
-    rows = describe(cfg, parts="parameters", blueprint=blueprint).parameters
+    cfg = moezoo.compose("mesh=fsdp2_ep4", "trained=['*.query']")
+    rows = describe(cfg, parts="parameters").parameters
     (query,) = (row.bytes_per_device for row in rows if row.trained)
-    assert CALLS["train"](cfg, blueprint).memory == {
+    assert CALLS["train"](cfg, blueprint_of(cfg)).memory == {
         "parameters": sum(row.bytes_per_device for row in rows),
         "gradients": query,
         "optimizer state": 2 * query + 4,
@@ -194,9 +193,7 @@ def test_parameters_are_stored_as_jax_does():
 
 
 def test_only_chosen_parameters_are_trained():
-    cfg = moezoo.compose()
-    blueprint = Blueprint(cfg.model, trained=lambda name: name.endswith(".query"))
-    rows = describe(cfg, parts="parameters", blueprint=blueprint).parameters
+    rows = describe(moezoo.compose("trained=['*.query']"), parts="parameters").parameters
     assert [row.name for row in rows if row.trained] == [".stacks[0].blocks[0].attention.query"]
 
 

@@ -1,5 +1,6 @@
 """Folders are read onto meshes: numbers, bytes, memory, and files that change meanwhile."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from tiny_models import CONFIGS
 
 import moezoo
-from moezoo.hub import loading, regions
+from moezoo.hub import holdings, loading, regions
 from moezoo.models.blueprint import Blueprint
 
 ONE, EIGHT, TWO_FOUR = {}, {"expert": 8}, {"fsdp": 2, "expert": 4}
@@ -76,6 +77,7 @@ def test_every_device_holds_its_part_and_each_byte_is_read_once(tmp_path, monkey
         monkeypatch.setattr(loading._Arriving, "is_on_host", property(lambda array: False))
     monkeypatch.setattr(regions, "LEAST", least)
     monkeypatch.setattr(loading, "_LARGEST_PIECE", 300)
+    monkeypatch.setattr(holdings, "_LEAST_PIECE", 300)
     numbers = numbers_of(config_of(family), stored)
     moezoo.save_pretrained(jax.tree.map(jax.numpy.asarray, numbers), tmp_path / "model", max_shard_size=most)
     execution = execution_of(mesh, rules) if mesh else None
@@ -173,3 +175,25 @@ def test_one_line_where_there_is_no_terminal(folder, monkeypatch, capsys):
     line = capsys.readouterr().err
     assert line.startswith(f"loaded {folder}: 65 tensors, 0.00 of 0.00 GB, ")
     assert line.count("\n") == 1
+
+
+def test_the_bar_counts_bytes(folder, monkeypatch):
+    """The time that is left follows from them: half of the tensors may be a tenth of the bytes."""
+    shown: list[dict[str, Any]] = []
+
+    class Bar:
+        def add_task(self, description, **values):
+            shown.append(values)
+
+        def update(self, task, **values):
+            shown.append(values)
+
+    monkeypatch.setattr("moezoo.hub.loading_progress._LEAST", 0)
+    monkeypatch.setattr("moezoo.hub.loading_progress.bar_on", lambda stream: contextlib.nullcontext(Bar()))
+    moezoo.from_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        sizes = [file.get_tensor(name).nbytes for name in file.offset_keys()]
+    first, *updates = shown
+    assert first == {"total": sum(sizes) / 1e6, "unit": "MB"}
+    assert [each["completed"] for each in updates] == [size / 1e6 for size in itertools.accumulate(sizes)]
+    assert updates[-1]["description"].startswith(f"{len(sizes)} of {len(sizes)} tensors, ")

@@ -5,6 +5,8 @@ import dataclasses
 import fcntl
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -252,6 +254,20 @@ def test_a_full_disk(tmp_path, monkeypatch, target):
     assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
 
 
+@pytest.mark.parametrize("target", ["new", "old"])
+def test_a_file_that_the_system_refuses_to_extend(tmp_path, target):
+    """A failure of the system itself, in the middle of a file."""
+    (tmp_path / "old").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with refused(f"{tmp_path}/{target}: cannot be written (File too large)"):
+            moezoo.save_pretrained(model("tied"), tmp_path / target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
+
+
 def test_a_file_that_is_not_whole_is_no_part_of_a_model(tmp_path, monkeypatch):
     """As where the processes do not share the disk."""
     monkeypatch.setattr(writing._Output, "write", lambda self, place, value: None)
@@ -280,30 +296,46 @@ def test_two_saves_of_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["absent", "empty"])
-def test_a_folder_that_another_save_fills_meanwhile_stays_as_it_is(tmp_path, monkeypatch, target):
-    """The second one begins while the first one writes, in a folder that somebody makes, or without locks."""
-    folder, write, second = tmp_path / "model", writing._write_others, []
+def test_files_that_appear_in_the_folder_meanwhile_stay_as_they_are(tmp_path, monkeypatch, target):
+    """Also in a folder that was made meanwhile. Another save is refused at once."""
+    folder, write = tmp_path / "model", writing._write_others
     if target == "empty":
         folder.mkdir()
 
     def meanwhile(*arguments: Any) -> None:
         write(*arguments)
-        if not second:
-            second.append(True)
-            folder.mkdir(exist_ok=True)
-            if target == "absent":
-                moezoo.save_pretrained(model("tied"), folder)
-            else:  # files that were copied there
-                (folder / "config.json").write_text("{}")
+        folder.mkdir(exist_ok=True)
+        with refused(f"{folder}: another process is writing it"):
+            moezoo.save_pretrained(model("tied"), folder)
+        (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(writing, "_write_others", meanwhile)
     with refused(f"{folder}: cannot be written ("):
         moezoo.save_pretrained(model("mixtral"), folder)
-    names = {"config.json", "model.safetensors"} if target == "absent" else {"config.json"}
-    assert {path.name for path in folder.iterdir()} == names
+    assert read_files(folder) == {"config.json": b"{}"}
     assert list(tmp_path.iterdir()) == [folder]
-    if target == "absent":
-        assert type(moezoo.from_pretrained(folder).config).__name__ == "GroupedConfig"
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_signal_in_a_notebook_leaves_what_the_next_save_removes(tmp_path, made):
+    """Outside of commands no clean-up runs. The folder may be made before the save or after the signal."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if made == "after":
+        folder.rmdir()
+    program = f"""if True:
+        import os, signal
+        from two_saves import model, moezoo, writing
+        writing._write_others = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM)
+        moezoo.save_pretrained(model("mixtral"), {str(folder)!r})
+    """
+    ended = subprocess.run([sys.executable, "-c", program], cwd=TWO_SAVES.parent, timeout=SECONDS, check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+    folder.mkdir(exist_ok=True)
+    moezoo.save_pretrained(model("mixtral"), folder)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert read_files(folder).keys() == {"config.json", "model.safetensors"}
 
 
 def test_a_folder_that_was_renamed_is_not_taken_for_the_temporary_one(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from traffic_oracle import step_traffic
 import moezoo
 from moezoo.analysis.calls import CALLS
 from moezoo.analysis.cost import expert_rows
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.data import Batch, load
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch, compare_strategies
@@ -137,36 +137,32 @@ def test_an_open_choice_does_not_reach_a_layer():
 
 def test_the_summary_has_the_choice_and_its_numbers():
     """Training and validation each have a line; a last line names the bound where most of the room is unused."""
-    cfg, stacks, execution = shapes_and_execution("model=deepseek_v3", "mesh=ep8", "batch_size=8", "seq_len=4096")
-    first, train, evaluate, room = dispatch_lines(cfg, execution, stacks)
+    cfg, _, execution = shapes_and_execution("model=deepseek_v3", "mesh=ep8", "batch_size=8", "seq_len=4096")
+    first, train, evaluate, room = dispatch_lines(cfg, execution, blueprint_of(cfg))
     assert first.startswith("ring: tokens move over mesh axis expert; 32 of 256")
     assert train == "auto: ring to train; received per layer: ring 2.06 GB, ragged 2.47 GB, gather 78.9 GB"
     assert evaluate.startswith("auto: ragged to evaluate; received per layer: ")
     assert "8 times" in room
     assert "dispatch=ring dispatch.buffer_factor=2" in room
-    cfg, stacks, execution = shapes_and_execution("mesh=fsdp4_ep2", "dispatch=ring")
-    assert len(dispatch_lines(cfg, execution, stacks)) == 1
-
-
-def head_only(path):
-    return "unembedding" in path
+    cfg, _, execution = shapes_and_execution("mesh=fsdp4_ep2", "dispatch=ring")
+    assert len(dispatch_lines(cfg, execution, blueprint_of(cfg))) == 1
 
 
 @pytest.mark.parametrize(
-    ("call", "words", "trained"),
+    ("call", "words"),
     [
-        ("train", "mesh=fsdp2_ep4 rules=ep_as_cp execution.microbatches=2", None),
-        ("train", "mesh=ep8 execution.remat=none", head_only),
-        ("train", "mesh=ep8 rules.batch=[data,fsdp]", lambda path: "experts" not in path),
-        ("evaluate", "mesh.fsdp=2 mesh.context=4 rules=cp_as_ep", None),
-        ("prefill", "mesh=ep8", None),
-        ("decode", "mesh=fsdp2_ep4", None),
+        ("train", "mesh=fsdp2_ep4 rules=ep_as_cp execution.microbatches=2"),
+        ("train", "mesh=ep8 execution.remat=none trained=['.unembedding.*']"),
+        ("train", "mesh=ep8 rules.batch=[data,fsdp] frozen=['*.experts.*']"),
+        ("evaluate", "mesh.fsdp=2 mesh.context=4 rules=cp_as_ep"),
+        ("prefill", "mesh=ep8"),
+        ("decode", "mesh=fsdp2_ep4"),
     ],
 )
-def test_compares_what_traced_programs_move(call, words, trained):
+def test_compares_what_traced_programs_move(call, words):
     """The bytes of two strategies differ by those of their traced programs, and the program of `auto` has the least."""
     cfg = moezoo.compose(*SIZES, "batch_size=64", "seq_len=24", *words.split(), "dispatch=auto")
-    blueprint = Blueprint(cfg.model, trained=trained)
+    blueprint = blueprint_of(cfg)
     model, program = blueprint.shapes, CALLS[call](cfg, blueprint)
     open_choice = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
     found = compare_strategies(model.stacks, program.rows, program.length, open_choice, call, blueprint.mask)
@@ -186,8 +182,8 @@ def test_compares_what_traced_programs_move(call, words, trained):
 def test_validation_has_the_tokens_of_a_whole_batch():
     """In a micro-step of training tokens move; in a batch of validation, with four times as many, weights move."""
     words = (*TINY, "batch_size=64", "seq_len=24", "execution.microbatches=4")
-    cfg, stacks, execution = shapes_and_execution(*words)
-    _, train, evaluate, *_ = dispatch_lines(cfg, execution, stacks)
+    cfg, _, execution = shapes_and_execution(*words)
+    _, train, evaluate, *_ = dispatch_lines(cfg, execution, blueprint_of(cfg))
     assert train.startswith("auto: ragged to train")
     assert evaluate.startswith("auto: gather to evaluate")
 

@@ -139,7 +139,7 @@ def test_axes_and_masks_go_array_by_array():
     assert axes.down.values == Axes(Role.PART, ("layer", "expert"), ("expert_mlp",), ("expert_embed",), within)
     assert axes.down.scale == Axes(Role.PART, ("layer", "expert"), (), ("expert_embed",), within)
     assert jax.tree.leaves(trainable_mask(stored)) == [True, False, False]
-    mask = trainable_mask(stored, lambda path: path.endswith("scale"))
+    mask = trainable_mask(stored, ["*scale"])
     assert jax.tree.leaves(mask) == [False, False, True]
     # The number of parameters and the table do not change.
     assert parameter_table(stored) == parameter_table(module)
@@ -192,8 +192,8 @@ def test_store_refuses(matches, message):
 @pytest.mark.parametrize(
     ("trained", "message"),
     [
-        (lambda path: path.startswith(".up"), "trained chooses .up.values, which is int8; choose"),
-        (lambda path: "weight" in path, "trained chooses no parameter; it is given paths such as .up.values"),
+        ([".up*"], "trained chooses .up.values, which is int8; choose"),
+        (["*weight*"], "trained: *weight* matches no whole path of a parameter; valid: .down"),
     ],
 )
 def test_filter_refuses(trained, message):

@@ -105,10 +105,11 @@ def test_devices_take_their_part_before_anything_is_gathered():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-def test_a_weight_is_cast_before_it_travels(dtype, reduce_dtype):
-    """Forward one all-gather in `dtype`, backward one reduce-scatter in `reduce_dtype`, whatever the stored dtype."""
+def test_a_weight_travels_in_the_narrower_dtype(dtype, reduce_dtype):
+    """Forward one all-gather in `dtype` or the stored one, backward one reduce-scatter in `reduce_dtype`."""
     for stored_dtype in ("float32", "bfloat16"):
-        wanted = [(dtype, "all_gather"), (reduce_dtype, "reduce_scatter")]
+        travels = "bfloat16" if "bfloat16" in (stored_dtype, dtype) else "float32"
+        wanted = [(travels, "all_gather"), (reduce_dtype, "reduce_scatter")]
         assert collectives(dtype, reduce_dtype, stored_dtype) == wanted
 
 

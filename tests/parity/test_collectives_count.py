@@ -130,14 +130,14 @@ def test_olmoe_on_fsdp2_tensor4_counted_by_hand():
 def test_traffic_of_a_tied_table(frozen):
     """Alone trained, its gradient has two parts, that of the logits and that of the tokens; frozen, it has none."""
     case = Case("ring", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "grouped_periodic")
-    trained = lambda path: (path == ".embedding.weight") != frozen  # noqa: E731
-    blueprint = Blueprint(config(case.family), trained=trained)
+    table = (".embedding.weight",)
+    blueprint = Blueprint(config(case.family), **{"frozen" if frozen else "trained": table})
     shapes = blueprint.shapes
     optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(shapes))
     step = Step(blueprint, optimizer, case.execution, batch_shapes(1))
-    table = collective_traffic(step.traced.jaxpr).outline(2)
-    assert table == step_traffic(case.settings, shapes, trained=trained)
-    found = {key: t.count for key, t in table.by("scope", "collective").items() if "scatter" in key[1]}
+    found = collective_traffic(step.traced.jaxpr).outline(2)
+    assert found == step_traffic(case.settings, shapes, trained=lambda path: (path in table) != frozen)
+    found = {key: t.count for key, t in found.by("scope", "collective").items() if "scatter" in key[1]}
     gradients = {scope: found.get((f"{scope}/weights", "reduce_scatter"), 0) for scope in ("embedding", "head")}
     assert gradients == dict.fromkeys(gradients, int(not frozen))
 

@@ -182,7 +182,7 @@ def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Arra
         gathered.append(over[len(stays) :])
     whole, own = ({axis for name in names for axis in run.kept(name)} for names in (axes.within, axes.names))
     learns = role not in ("buffer", "part") if trained is None else trained(path)
-    width = array.dtype.itemsize if role == "part" else run.width
+    width = array.dtype.itemsize if role == "part" else min(array.dtype.itemsize, run.width)
     mesh_axes = tuple(axis for over in stored for axis in over)
     where = stored, gathered, shared, tuple(whole - own), mesh_axes, math.prod(shape) // run.ways(mesh_axes)
     return Array(path, role, axes, shape, layers, width, learns, *where)

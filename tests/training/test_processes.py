@@ -19,7 +19,7 @@ from moezoo.training.checkpoint import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 TWO_TRAINS = Path(__file__).with_name("two_trains.py")
-COMMON = ("mesh.fsdp=2", "mesh.expert=2", "checkpoint_every=4", "eval_every=6", "steps=8")
+COMMON = ("mesh.fsdp=2", "mesh.expert=2", "checkpoint_every=4", "eval_every=6", "steps=8", "frozen=['*.experts.gate']")
 SECONDS = 600  # far above what any process here takes
 
 

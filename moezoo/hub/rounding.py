@@ -1,0 +1,64 @@
+"""Arrays that are rounded to few bits while they are written. `docs/numbers.md` defines the rounding."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from moezoo.hub.few_bits import FewBitTensor, Format, ScaleTensor, ValuesTensor
+from moezoo.hub.tensors import Tensor
+from moezoo.hub.values import Values
+from moezoo.nn.few_bits import FewBits
+from moezoo.parallel.axes import Axes, Role
+
+
+class RoundedValues(Values):
+    """The numbers of a model, with a format for tensors of few bits that the model has in arrays.
+
+    A weight is read once for its numbers and once for its scales, which are apart in a file.
+    """
+
+    def __init__(self, values: Values, rounds_to: Format):
+        self._values, self.rounds_to = values, rounds_to
+
+    def _rounds(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, ValuesTensor | ScaleTensor) and not self._values.has(tensor)
+
+    def has(self, tensor: Tensor) -> bool:
+        return True
+
+    def dtype(self, tensor: Tensor) -> np.dtype:
+        if not self._rounds(tensor):
+            return self._values.dtype(tensor)
+        is_float = isinstance(tensor, ScaleTensor) and self.rounds_to.name == "fp8"
+        return np.dtype(np.float32 if is_float else np.uint8)
+
+    def stored_dtype(self, tensor: Tensor) -> np.dtype:
+        return self._values.stored_dtype(tensor)
+
+    def key(self, tensor: Tensor) -> tuple[Any, ...]:
+        return self._values.key(tensor.few.plain if self._rounds(tensor) else tensor)
+
+    def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
+        if not self._rounds(tensor):
+            return self._values.read(tensor, process)
+        few: FewBitTensor = tensor.few
+        weight = self._values.read(few.plain, process)
+        if weight is None:
+            return None
+        whole = weight if few.plain.layout == "alternating" else weight.swapaxes(-1, -2)
+        axes = Axes(Role.WEIGHT, ("expert",) * len(few.lead), ("input",), ("output",))
+        container: Any = few.format.container
+        stored = container.rounded(jnp.asarray(whole), axes)
+        if isinstance(tensor, ValuesTensor):
+            return np.ascontiguousarray(np.asarray(stored.values).swapaxes(-1, -2))
+        return _of_blocks(stored, few)
+
+
+def _of_blocks(stored: FewBits, few: FewBitTensor) -> np.ndarray:
+    """Return the scales of blocks [..., outputs, inputs] from those of the pieces [..., inputs, outputs]."""
+    scale = np.asarray(stored.scale).swapaxes(-1, -2)
+    at = []
+    for numbers, pieces, size in zip(few.matrix, scale.shape[-2:], few.block, strict=True):
+        at.append(np.arange(0, numbers, size) * pieces // numbers)
+    return np.ascontiguousarray(scale[..., at[0][:, None], at[1]])
