@@ -14,9 +14,12 @@ import jax
 import numpy as np
 import pytest
 from few_bit_folders import CASES, tensors_of
+from refusals import refused
 
 import moezoo
 from moezoo.hub import holdings, loading, regions
+from moezoo.hub.opening import find_model, open_folder
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import is_stored
 from moezoo.training.exporting import plan_export
 
@@ -94,6 +97,46 @@ def test_every_device_holds_the_numbers_of_its_part(few_bits, monkeypatch, reads
         assert sum(map(is_stored, jax.tree.leaves(model, is_leaf=is_stored)))
         host, dtype = widened(host, "float32"), "float32"
     assert_equal(host, moezoo.from_pretrained(made.wide, dtype=dtype))
+
+
+class Part:
+    """What one device holds of an array."""
+
+    def __init__(self, array: Any, sharding: Any, device: Any):
+        index = sharding.addressable_devices_indices_map(array.shape)[device]
+        box = tuple(part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True))
+        self.numbers = np.zeros([end - start for start, end in box], array.dtype)
+        self.shape, self.boxes = array.shape, {box: self}
+
+    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
+        first = len(at) - values.ndim
+        self.numbers[(*at[:first], *map(slice, at[first:], np.add(at[first:], values.shape)))] = values
+        return True
+
+
+PROCESSES = [("fp8", "expert 8"), ("fp8 joined experts", "expert 2 x tensor 4"), ("mxfp4", "fsdp 2 x tensor 4")]
+PROCESSES += [("int4", "fsdp 4 x expert 2")]
+
+
+@pytest.mark.parametrize(("name", "layout"), PROCESSES)
+@pytest.mark.parametrize("dtype", ["float32", "stored"])
+def test_a_process_with_one_device_reads_what_it_holds(few_bits, monkeypatch, reads, name, layout, dtype):
+    monkeypatch.setattr(regions, "LEAST", 1)
+    monkeypatch.setattr(holdings, "_LEAST_PIECE", 250)
+    execution, folder, device = execution_of(layout), few_bits(name).few, jax.devices()[5]
+    found = find_model(open_folder(folder), dtype)
+    shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), found.shapes)
+    parts = jax.tree.map(lambda x, where: Part(x, where, device), shapes, execution.shardings(shapes))
+    arrays = {jax.tree_util.keystr(path).lstrip("."): x for path, x in jax.tree_util.tree_leaves_with_path(parts)}
+    for piece in itertools.chain.from_iterable(holding.pieces(arrays) for holding in found.holdings):
+        assert all(part.read() for part in piece.cut(2000))
+    ranges = sorted(itertools.chain.from_iterable(reads.values()), key=lambda run: run.start)
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(ranges))
+    assert sum(map(len, ranges)) < sum(x.nbytes for x in tensors_of(folder).values()) / 2
+    whole = moezoo.from_pretrained(folder, execution, dtype)
+    for part, array in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        (wanted,) = (np.asarray(shard.data) for shard in array.addressable_shards if shard.device == device)
+        np.testing.assert_array_equal(bits(part.numbers), bits(wanted))
 
 
 def assert_tensors(folder: Path, wanted: dict[str, np.ndarray]) -> None:
@@ -177,6 +220,16 @@ def test_a_changed_model_is_written_as_it_is(few_bits, tmp_path):
     }
     np.testing.assert_array_equal(found[name].astype(np.float32), -made.tensors[name].astype(np.float32))
     np.testing.assert_array_equal(found[f"{name}_scale_inv"], 2 * made.tensors[f"{name}_scale_inv"])
+
+
+def test_scales_that_no_folder_can_have_are_refused(few_bits, tmp_path):
+    """Keys and values of one block of kv_b_proj, which have it in two arrays."""
+    model = moezoo.from_pretrained(few_bits("fp8").few, dtype="stored")
+    where = lambda m: m.stacks[0].blocks[0].attention.value_up.scale  # noqa: E731
+    name = "model.layers.0.self_attn.kv_b_proj.weight_scale_inv"
+    with refused(f"{name}: numbers of one block have different scales, so the format fp8 cannot hold"):
+        moezoo.save_pretrained(eqx.tree_at(where, model, 2 * where(model)), tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_tensor_in_two_arrays(few_bits):
