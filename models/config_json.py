@@ -129,7 +129,9 @@ class ConfigJson:
                 )
             if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[key]):
                 valid = " or ".join(map(show, only[key]))
-                raise UserError(f"{shown}: this family supports only {valid}; load a folder with {key}={valid}")
+                way = f"supports only {valid}; load a folder with {key}={valid}"
+                none = f"does not have it; load another version of the model, without {key}"
+                raise UserError(f"{shown}: this family {way if valid else none}")
 
     def _label(self, key: str) -> str:
         return f"config.json: {self._table}{key}"

@@ -66,7 +66,7 @@ def read_quantization(mapping: Mapping[str, Any]) -> Quantization:
                 f"config.json: {CONFIG}.weight_block_size={show(mapping[CONFIG]['weight_block_size'])[:80]}: expected "
                 "two sizes of at least 1, of outputs and inputs, or null"
             )
-        found, only = Quantization("fp8", block and (block[0], block[1])), {"fmt": ("e4m3",)}
+        found, only = Quantization("fp8", block and (block[0], block[1])), {"fmt": ("e4m3", "float8_e4m3fn")}
     elif method == "mxfp4":
         found, only = Quantization("mxfp4", (1, 32)), {}
     elif method == "compressed-tensors":

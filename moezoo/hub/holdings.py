@@ -21,6 +21,8 @@ from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.nn.few_bits import as_float32
 
+_LEAST_PIECE = 2**16  # bytes that are read at once
+
 
 class Target(Protocol):
     """The numbers of one box of an array, for all devices of this process that hold it."""
@@ -69,7 +71,7 @@ class Piece(NamedTuple):
 
     def cut(self, most: int) -> Iterator["Piece"]:
         """Yield parts that take about `most` bytes each in memory."""
-        for region in self.region.cut(max(most // self.widens, 2**16)) if self.widens else (self.region,):
+        for region in self.region.cut(max(most // self.widens, _LEAST_PIECE)) if self.widens else (self.region,):
             yield self._replace(region=region)
 
     def read(self) -> bool:

@@ -92,12 +92,14 @@ def _container(few: FewBitTensor, part: int, form: _Form) -> FewBits:
             "a byte holds two; load the folder with dtype=bfloat16"
         )
     of_rows, of_columns = (first_of_pieces(blocks).shape for blocks in few.part_blocks(part))
-    return form.format.container(
-        values=jax.ShapeDtypeStruct(few.kept_values.shapes[part], jnp.uint8),
-        scale=jax.ShapeDtypeStruct((*shape[:first], *of_columns, *of_rows), form.scale),
-        outputs=len(shape) - cut,
-        block=form.block,
-        dtype=np.dtype(jnp.bfloat16),
+    return jax.eval_shape(
+        lambda: form.format.container(
+            values=jnp.zeros(few.kept_values.shapes[part], jnp.uint8),
+            scale=jnp.zeros((*shape[:first], *of_columns, *of_rows), form.scale),
+            outputs=len(shape) - cut,
+            block=form.block,
+            dtype=np.dtype(jnp.bfloat16),
+        )
     )
 
 

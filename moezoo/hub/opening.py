@@ -12,7 +12,7 @@ import numpy as np
 
 from moezoo.errors import UserError, nearest
 from moezoo.host import check_name
-from moezoo.hub.few_bits import ACTIVATION_SCALES, Quantization, find_few_bits, read_quantization
+from moezoo.hub.few_bits import ACTIVATION_SCALES, CONFIG, Quantization, find_few_bits, read_quantization
 from moezoo.hub.holdings import Holding, Numbers, Widened, keep_few_bits, most_common_dtype
 from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import keep
@@ -74,16 +74,24 @@ def open_folder(folder: Path) -> OpenFolder:
     keys = family.hub.keys(text["model_type"])
     try:
         config = family.hub.read(family.config, text)
-        stated = [read_quantization(table) for table in (mapping, *([] if text is mapping else [text]))]
+        inner = read_quantization(text)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
         words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         words = words.removeprefix("config.json: ")
         table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
         raise UserError(f"{folder}/config.json: {table}{words}") from error
+    try:
+        quantization = read_quantization(mapping)
+    except UserError as error:
+        raise UserError(f"{folder}/{error}") from error
+    if quantization.format and inner.format and quantization != inner:
+        raise UserError(
+            f"{folder}/config.json: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one"
+        )
     files = WeightFiles(folder)
     nesting = Nesting() if text is mapping else find_nesting(mapping, files.tensors, folder)
-    quantization = next((one for one in stated if one.format), Quantization())
+    quantization = quantization if quantization.format else inner
     opened = OpenFolder(folder, mapping, family, config, quantization, files, nesting)
     _check_counts(opened, keys)
     return opened

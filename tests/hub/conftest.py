@@ -4,10 +4,15 @@ import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from few_bit_folders import CASES, Written, write_few_bits
 from tiny_models import CONFIGS, random_model
 
 import moezoo
+from moezoo.models.blueprint import Blueprint
 
 
 class Saved(NamedTuple):
@@ -28,6 +33,21 @@ def save(tmp_path_factory):
         return Saved(model, folder)
 
     return lambda config: save_once(CONFIGS[config] if isinstance(config, str) else config)
+
+
+@pytest.fixture(scope="session")
+def few_bits(tmp_path_factory):
+    """Return a function from a name in `few_bit_folders.CASES` to the folders of that model."""
+    rng = np.random.default_rng(0)
+
+    @functools.cache
+    def write(name: str) -> Written:
+        shapes, folder = Blueprint(CASES[name].config).shapes, tmp_path_factory.mktemp("few")
+        model = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), shapes)
+        moezoo.save_pretrained(model, folder / "plain")
+        return write_few_bits(folder / "plain", folder, CASES[name])
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Folders with weights of few bits, written by hand from random numbers, and read by hand. No code of moezoo's hub."""
+"""Folders with weights of few bits, written by hand from random numbers, and read by hand. No code of moezoo's hub.
+
+A folder is made from one in numbers: each weight that is chosen gets random codes and scales in its place.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,16 +11,19 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tiny_models import deepseek_v3, gpt_oss, mistral4, qwen3
 
 FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 BF16 = ml_dtypes.bfloat16
 
 
 class Written(NamedTuple):
-    """A folder with few bits: its tensors, and the weights that they stand for in float32, by name."""
+    """Folders of one model in few bits and in numbers: the tensors of the first, and of the second in float32."""
 
+    few: Path
+    wide: Path
     tensors: dict[str, np.ndarray]
-    wide: dict[str, np.ndarray]
+    numbers: dict[str, np.ndarray]
 
 
 def _ceil(n: int, size: int) -> int:
@@ -87,7 +93,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-Encode = Callable[[np.random.Generator, str, np.ndarray], Mapping[str, np.ndarray] | None]
+# From random numbers, the name and the weight: tensors in its place, and the numbers that they stand for.
+Encode = Callable[[np.random.Generator, str, np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 
 
 def encode_fp8(block: tuple[int, int] | None, scales: Any = np.float32, ending: str = "_scale_inv") -> Encode:
@@ -96,7 +103,7 @@ def encode_fp8(block: tuple[int, int] | None, scales: Any = np.float32, ending: 
     def encode(rng: np.random.Generator, name: str, weight: np.ndarray) -> Any:
         values, scale, wide = fp8(rng, weight.shape, block or weight.shape[-2:], scales)
         beside = name.removesuffix(".weight") + ending if ending.startswith(".") else name + ending
-        return {name: values, beside: scale if block else scale.reshape(())}, wide
+        return {name: values, beside: scale if block or scale.size > 1 else scale.reshape(())}, wide
 
     return encode
 
@@ -147,19 +154,77 @@ def int4_config(group: int = 32) -> dict[str, Any]:
     }
 
 
-def write_few_bits(plain: Path, folder: Path, chooses: Callable[[str], bool], encode: Encode, config: Any) -> Written:
-    """Write a copy of a folder in which the chosen weights have few bits: random ones."""
-    folder.mkdir()
-    rng, tensors, wide = np.random.default_rng(0), {}, {}
+class Case(NamedTuple):
+    """A model, which of its tensors have few bits, how, and what config.json says of it."""
+
+    config: Any
+    chooses: Callable[[str], bool]
+    encode: Encode
+    table: Mapping[str, Any]
+
+
+# No last block of 16 x 24 is whole. kv_b_proj has 8 + 7 rows a head, so blocks begin and end inside of heads.
+_SIZES: dict[str, Any] = {"embed": 64, "expert_mlp": 32, "layers": 2}
+_LATENT: dict[str, Any] = _SIZES | {"q_lora": 40, "kv_lora": 24, "nope_dim": 8, "mlp": 40}
+_BLOCKS = FP8_CONFIG | {"weight_block_size": [16, 24]}
+
+
+def is_projection(name: str) -> bool:
+    """Return whether a tensor is a matrix of attention, of an MLP or of experts."""
+    return "proj" in name and name.endswith(("weight", "gate_up_proj", "down_proj"))
+
+
+CASES = {
+    "fp8": Case(deepseek_v3(**_LATENT), is_projection, encode_fp8((16, 24)), _BLOCKS),
+    "fp8 codes": Case(
+        deepseek_v3(**_LATENT),
+        is_projection,
+        encode_fp8((16, 24), np.uint8, ".scale"),
+        _BLOCKS | {"scale_fmt": "ue8m0"},
+    ),
+    "fp8 bfloat16": Case(
+        qwen3(**_SIZES, mlp=40),
+        lambda name: is_projection(name) and "q_proj" not in name,
+        encode_fp8((16, 24), BF16),
+        _BLOCKS,
+    ),
+    "fp8 one scale": Case(
+        qwen3(**_SIZES, mlp=40),
+        is_projection,
+        encode_fp8(None, ending=".qscale_weight"),
+        FP8_CONFIG | {"weight_block_size": None, "activation_scheme": "static"},
+    ),
+    "fp8 joined experts": Case(mistral4(**_LATENT), is_projection, encode_fp8((16, 24)), _BLOCKS),
+    "mxfp4": Case(
+        gpt_oss(**_SIZES), lambda name: name.endswith(("gate_up_proj", "down_proj")), encode_mxfp4, MXFP4_CONFIG
+    ),
+    # Rows of o_proj are 8 heads of 4 numbers: a word has those of two.
+    "int4": Case(
+        deepseek_v3(**_LATENT | {"heads": 8, "value_dim": 4}),
+        lambda name: ".experts." in name or "o_proj" in name,
+        encode_int4(),
+        int4_config(),
+    ),
+    "int4 groups of 16": Case(qwen3(**_SIZES), lambda name: ".experts." in name, encode_int4(16), int4_config(16)),
+}
+
+
+def write_few_bits(plain: Path, folder: Path, case: Case) -> Written:
+    """Write a folder in numbers as one in few bits and as one in float32 with the numbers of the former."""
+    rng, tensors, numbers = np.random.default_rng(0), dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name, weight in tensors_of(plain).items():
-        if chooses(name):
-            stored, wide[name] = encode(rng, name, weight)
-            tensors |= stored
-        else:
-            tensors[name] = wide[name] = weight
-    save_file(
-        {name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
-    mapping = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(mapping))
-    return Written(tensors, wide)
+        stored, numbers[name] = case.encode(rng, name, weight) if case.chooses(name) else ({name: weight}, weight)
+        tensors |= stored
+    mapping = json.loads((plain / "config.json").read_text())
+    write_folder(folder / "few", tensors, mapping | {"quantization_config": case.table})
+    write_folder(folder / "wide", numbers, mapping)
+    return Written(folder / "few", folder / "wide", tensors, numbers)
+
+
+def write_folder(folder: Path, tensors: Mapping[str, np.ndarray], config: Any) -> None:
+    """Write a folder of one file."""
+    folder.mkdir(parents=True)
+    # safetensors does not copy, and takes another order of dimensions for the usual one.
+    whole = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))

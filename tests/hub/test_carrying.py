@@ -329,7 +329,7 @@ DAMAGES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a link to nothing": (lambda f: (f / "vocab.json").symlink_to("nowhere"), ("vocab.json cannot be read",)),
     "quantised": (
         lambda f: edit(f / "config.json", lambda c: c.update(quantization_config={"bits": 4})),
-        ("quantization_config={'bits': 4}",),
+        ("quantization_config.quant_method is missing",),
     ),
 }
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny_models import CONFIGS
 
 import moezoo
-from moezoo.hub import loading, regions
+from moezoo.hub import holdings, loading, regions
 from moezoo.models.blueprint import Blueprint
 
 ONE, EIGHT, TWO_FOUR = {}, {"expert": 8}, {"fsdp": 2, "expert": 4}
@@ -77,6 +77,7 @@ def test_every_device_holds_its_part_and_each_byte_is_read_once(tmp_path, monkey
         monkeypatch.setattr(loading._Arriving, "is_on_host", property(lambda array: False))
     monkeypatch.setattr(regions, "LEAST", least)
     monkeypatch.setattr(loading, "_LARGEST_PIECE", 300)
+    monkeypatch.setattr(holdings, "_LEAST_PIECE", 300)
     numbers = numbers_of(config_of(family), stored)
     moezoo.save_pretrained(jax.tree.map(jax.numpy.asarray, numbers), tmp_path / "model", max_shard_size=most)
     execution = execution_of(mesh, rules) if mesh else None

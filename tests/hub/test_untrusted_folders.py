@@ -18,6 +18,7 @@ from tiny_models import YARN as TINY_YARN
 from tiny_models import deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, olmoe, qwen3
 
 import moezoo
+from moezoo.hub.few_bits import Quantization, read_quantization
 from moezoo.hub.folders import hub_model_config
 from moezoo.hub.tensors import tensors
 from moezoo.models import FAMILIES, DeepSeek, family_of
@@ -187,12 +188,96 @@ def test_published_keys_are_the_presets():
         assert dataclasses.replace(found, **apart) == dataclasses.replace(wanted, **apart), preset
 
 
-def test_quantized_folders_are_refused(tmp_path):
-    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    for preset in ("deepseek_v3", "kimi_k2"):
-        (tmp_path / "config.json").write_text(json.dumps(_ALL | PUBLISHED[preset] | {"quantization_config": fp8}))
-        with refused(f"{tmp_path}/config.json: quantization_config=", "fp8", "another version"):
-            moezoo.from_pretrained(tmp_path)
+# quantization_config of published folders, and what is read of it.
+_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
+_INT4 |= {"block_structure": None, "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
+_GROUP = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+_TENSORS = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None}
+_TENSORS |= {"ignore": ["lm_head", "re:.*self_attn.*"]}
+FEW_BITS: dict[str, tuple[dict[str, Any], Quantization]] = {
+    "DeepSeek-V3": (_FP8, Quantization("fp8", (128, 128))),
+    "DeepSeek-V3.1": (_FP8 | {"scale_fmt": "ue8m0"}, Quantization("fp8", (128, 128))),
+    "MiniMax-M2": (
+        _FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]},
+        Quantization("fp8", (128, 128)),
+    ),
+    "Mistral Large 3": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
+        Quantization("fp8", None),
+    ),
+    "gpt-oss": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        Quantization("mxfp4", (1, 32)),
+    ),
+    "Kimi K2 Thinking": (
+        _TENSORS | {"format": "pack-quantized", "config_groups": {"group_0": _GROUP | {"weights": _INT4}}},
+        Quantization("int4", (1, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_published_tables_of_few_bits_are_known(name):
+    table, wanted = FEW_BITS[name]
+    assert read_quantization({"quantization_config": table}) == wanted
+
+
+def _tensors(weights: Any = (), **keys: Any) -> dict[str, Any]:
+    """Return a table of compressed-tensors with some keys of `weights` and of the table changed."""
+    group = _GROUP | {"weights": _INT4 | dict(weights)}
+    return _TENSORS | {"format": "pack-quantized", "config_groups": {"group_0": group}} | keys
+
+
+_BITS = "config.json: quantization_config"
+_READ = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits"
+_NVFP4 = {"type": "float", "group_size": 16, "strategy": "tensor_group"}
+# Tables of schemes that are not read, and parts of the message.
+OTHER_SCHEMES: list[tuple[Any, tuple[str, ...]]] = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, (f"{_BITS}.quant_method=bitsandbytes: {_READ}",)),
+    ({"quant_method": "gptq", "bits": 4}, (f"{_BITS}.quant_method=gptq: {_READ}", "another version")),
+    ({"quant_method": "awq", "bits": 4}, (f"{_BITS}.quant_method=awq: {_READ}", "to bfloat16 first")),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, (f"{_BITS}.quant_method=modelopt: {_READ}",)),
+    ({"quant_method": 8}, (f"{_BITS}.quant_method=8: expected",)),
+    ({"bits": 4}, (f"{_BITS}.quant_method is missing",)),
+    (["fp8"], (f"{_BITS}=['fp8']: expected a table",)),
+    (_FP8 | {"fmt": "e5m2"}, (f"{_BITS}.fmt=e5m2", "only e4m3")),
+    (_FP8 | {"weight_block_size": [128]}, (f"{_BITS}.weight_block_size=[128]: expected two sizes",)),
+    (_FP8 | {"weight_block_size": [0, 128]}, (f"{_BITS}.weight_block_size=", "at least 1")),
+    (_FP8 | {"weight_block_size": "128"}, (f"{_BITS}.weight_block_size=128: expected",)),
+    (_FP8 | {"expert_dtype": "fp4"}, (f"{_BITS}.expert_dtype=fp4: moezoo does not know this key",)),
+    (_tensors(num_bits=4), (f"{_BITS}.num_bits=4: moezoo does not know",)),
+    (_tensors(format="float-quantized"), (f"{_BITS}.format=float-quantized: {_READ}",)),
+    (_tensors(format="nvfp4-pack-quantized"), (f"{_BITS}.format=nvfp4-pack-quantized: {_READ}",)),
+    (_tensors(format="mxfp4-pack-quantized"), (f"{_BITS}.format=mxfp4-pack-quantized: {_READ}",)),
+    (_tensors({"num_bits": 3}), (f"{_BITS}.config_groups.group_0.weights.num_bits=3: {_READ}",)),
+    (_tensors({"num_bits": 5}), (f"{_BITS}.config_groups.group_0.weights.num_bits=5: {_READ}",)),
+    (_tensors({"num_bits": 8}), (f"{_BITS}.config_groups.group_0.weights.num_bits=8: {_READ}",)),
+    (_tensors({"symmetric": False}), (f"{_BITS}.config_groups.group_0.weights.symmetric=false: {_READ}",)),
+    (_tensors(_NVFP4), (f"{_BITS}.config_groups.group_0.weights.type=float: {_READ}",)),
+    (
+        _tensors({"group_size": -1, "strategy": "channel"}),
+        (f"{_BITS}.config_groups.group_0.weights.strategy=channel: {_READ}",),
+    ),
+    (_tensors({"group_size": 0}), (f"{_BITS}.config_groups.group_0.weights.group_size=0 must be at least 1",)),
+    (_tensors(config_groups=None), (f"{_BITS}.config_groups has 0 sizes of groups: {_READ}",)),
+    (_tensors(config_groups={"a": {"weights": None}}), (f"{_BITS}.config_groups.a has no weights: {_READ}",)),
+    (
+        _tensors(config_groups={"a": {"weights": _INT4}, "b": {"weights": _INT4 | {"group_size": 64}}}),
+        (f"{_BITS}.config_groups has 2 sizes of groups",),
+    ),
+    (
+        _tensors(config_groups={"a": {"weights": _INT4, "input_activations": {"num_bits": 8}}}),
+        (f"{_BITS}.config_groups.a.input_activations=",),
+    ),
+    (_tensors(kv_cache_scheme={"num_bits": 8}), (f"{_BITS}.kv_cache_scheme=",)),
+]
+
+
+@pytest.mark.parametrize(("table", "parts"), OTHER_SCHEMES, ids=[str(i) for i in range(len(OTHER_SCHEMES))])
+def test_other_schemes_of_few_bits_are_refused(table, parts):
+    with refused(*parts):
+        read_quantization({"quantization_config": table})
 
 
 # (tiny model, keys, parts of the message after the path).
@@ -216,7 +301,11 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("mixtral", {"attention_bias": True}, ("attention_bias=true", "only false")),
     ("mixtral", {"attention_dropout": 0.1}, ("attention_dropout=0.1", "only 0")),
     ("mixtral", {"tie_word_embeddings": 0}, ("tie_word_embeddings=0: expected true or false",)),
-    ("mixtral", {"quantization_config": {"bits": 4}}, ("quantization_config={'bits': 4}", "another version")),
+    (
+        "mixtral",
+        {"quantization_config": {"quant_method": "awq"}},
+        ("quantization_config.quant_method=awq", "another version"),
+    ),
     ("mixtral", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "only 1")),
     ("mixtral", {"rope_parameters": YARN}, ("rope_type=yarn", "only default")),
     ("mixtral", {"\x1b[31mkey": 1}, ("'\\x1b[31mkey'=1", "does not know this key", "delete")),
@@ -227,7 +316,6 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ("max_window_layers=2", "only 0")),
     ("qwen3", {"mlp_only_layers": [0, 1, 2]}, ("decoder_sparse_step=1", "mlp_only_layers=[0, 1, 2]")),
     ("qwen3", {"mlp_only_layers": [1.0]}, ("mlp_only_layers[0]=1.0: expected a whole number",)),
-    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config=", "bfloat16 first")),
     ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ("layer_types names 2 layers", "num_hidden_layers=5")),
     ("gpt_oss", {"layer_types": ["chunked"] * 5}, ("layer_types names 'chunked'", "full_attention")),
     ("gpt_oss", {"sliding_window": None}, ("sliding_window=null, but layer 0 of layer_types is sliding_attention",)),

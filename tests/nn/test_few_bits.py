@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import few_bit_oracle as oracle
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from moezoo import UserError
 from moezoo.nn.block_fp8 import BlockFP8, FP8Encoding
 from moezoo.nn.containers import store
-from moezoo.nn.few_bits import FewBits, as_float32
+from moezoo.nn.few_bits import FewBits, as_float32, first_of_pieces
 from moezoo.nn.int4 import Int4Encoding, PackedInt4
 from moezoo.nn.linear import project
 from moezoo.nn.mlp import MLP
@@ -30,14 +31,45 @@ class Format(NamedTuple):
     """A matrix as a file of one format holds it, and what its numbers are by the oracle."""
 
     encoding: Any
-    container: type[FewBits]
+    kind: type[FewBits]
     items: np.ndarray
     number: Any
 
+    @property
+    def scale(self) -> np.ndarray:
+        """The scales, with codes as bytes."""
+        scale = self.encoding.scale
+        return scale.view(np.uint8) if scale.dtype.itemsize == 1 else scale
+
     def by_hand(self, dtype: Any) -> np.ndarray:
         e = self.encoding
-        scale = e.scale.view(np.uint8) if e.scale.dtype == ml_dtypes.float8_e8m0fnu else e.scale
-        return oracle.widen(self.number, self.items, scale, e.shape, e.block, dtype)
+        return oracle.widen(self.number, self.items, self.scale, e.shape, e.block, dtype)
+
+    def container(self, axes: Axes, moved: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """Return the container of what one array has of the matrix, with pieces as large as they can be."""
+        (rows, columns), block = self.encoding.shape, self.encoding.block
+        codes, last = self.items, len(axes.inputs) - 1
+        if self.kind is not BlockFP8:
+            nibbles = [codes.view(np.uint8) >> shift & 15 for shift in (0, 4)]
+            codes = np.stack(nibbles, -1).reshape(rows, columns)
+        codes = moved(codes)
+        if self.kind is not BlockFP8:
+            first, second = (codes.take(range(i, codes.shape[last], 2), last) for i in (0, 1))
+            codes = first | second << 4
+        scale = self.scale[np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
+        scale = functools.reduce(one_per_piece, range(moved(scale).ndim), moved(scale))
+        values = np.ascontiguousarray(codes).view(np.uint8)
+        return self.kind(values=values, scale=scale, outputs=len(axes.outputs), block=block, dtype=np.dtype(BF16))
+
+
+def one_per_piece(scale: np.ndarray, dim: int) -> np.ndarray:
+    """Return one scale for the largest pieces along a dimension that have one."""
+    size = scale.shape[dim]
+    for length in (n for n in range(size, 0, -1) if size % n == 0):
+        pieces = np.moveaxis(scale, dim, -1).reshape(-1, size // length, length)
+        if (pieces == pieces[..., :1]).all():
+            break
+    return scale.take(range(0, size, length), dim)
 
 
 @functools.cache
@@ -95,39 +127,53 @@ widened = jax.jit(lambda container: (container.materialise(jnp.float32), contain
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_boxes(name, dtype):
-    """Any box of a stored matrix, read with the items that hold it, is equal to the bit to the loop's."""
+def test_any_rows_and_columns(name, dtype):
+    """Some rows and columns of a stored matrix, read with the items that hold them, have the loop's bits."""
     f = formats()[name]
-    wanted = f.by_hand(dtype)
+    wanted, per = f.by_hand(dtype), f.encoding.PER_ITEM
 
-    def span(size: int) -> st.SearchStrategy[slice]:
-        return st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(lambda p: slice(p[0], min(sum(p), size)))
+    def some(size: int) -> st.SearchStrategy[np.ndarray]:
+        return st.lists(st.integers(0, size - 1), min_size=1, unique=True).map(lambda numbers: np.sort(numbers))
 
-    @given(span(28), span(72))
-    def check(rows: slice, columns: slice) -> None:
-        items = f.items[rows, f.encoding.items(columns)]
-        found = f.encoding.widen(items, rows, columns, dtype)
+    @given(some(28), some(72 // per))
+    def check(rows: np.ndarray, items: np.ndarray) -> None:
+        columns = (items[:, None] * per + np.arange(per)).reshape(-1)
+        found = f.encoding.widen(f.items[rows][:, items], rows, columns, dtype)
         assert found.dtype == dtype
-        np.testing.assert_array_equal(bits(found), bits(wanted[rows, columns]))
+        np.testing.assert_array_equal(bits(found), bits(wanted[rows][:, columns]))
 
     check()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("move", MOVES)
-def test_containers_from_files(name, move):
+def test_containers(name, move):
     """Their arrays are equal to the bit to the moved ones of the loop, in bfloat16 and in float32."""
     f, (axes, moved) = formats()[name], MOVES[move]
-    container = f.container.from_file(f.encoding, f.items, axes, moved, jnp.bfloat16)
+    container = f.container(axes, moved)
     assert container.shape == moved(f.by_hand(np.float32)).shape
-    assert container.dtype == BF16
     for found, dtype in zip(widened(container), (np.float32, BF16), strict=True):
         np.testing.assert_array_equal(bits(found), bits(np.ascontiguousarray(moved(f.by_hand(dtype)))))
-    if move == "transposed":
-        # At rest a number has as many bits as in the file, and pieces are as large as dimensions and blocks allow.
-        assert container.values.nbytes == f.items.nbytes
-        pieces = (72 // math.gcd(f.encoding.block[1], 72), 28 // math.gcd(f.encoding.block[0], 28))
-        assert container.scale.shape == pieces
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pieces"),
+    [
+        ([[0, 0, 0, 1, 1, 1]], [[0, 1]]),  # whole blocks
+        ([[0, 0, 0, 0, 1, 1]], [[0, 0, 1]]),  # the last one is smaller
+        ([[0, 0, 0], [1, 1, 1]], [[0], [1]]),  # a dimension before the last has one number in a piece
+        ([[0, 0, 0, 0], [0, 0, 1, 1]], [[0, 0], [0, 1]]),
+        ([[0, 1, 1], [1, 1, 2]], [[0, 1, 1], [1, 1, 2]]),
+        ([[5, 5]], [[5]]),
+    ],
+)
+def test_pieces_are_as_large_as_blocks_allow(blocks, pieces):
+    np.testing.assert_array_equal(first_of_pieces(np.array(blocks)), pieces)
+
+
+def everything(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of all rows and all columns."""
+    return np.arange(shape[0]), np.arange(shape[1])
 
 
 def test_all_codes_of_fp8():
@@ -135,9 +181,8 @@ def test_all_codes_of_fp8():
     encoding = FP8Encoding("w", (2, 128), np.ones((1, 1), np.float32))
     wanted = np.array([[oracle.e4m3(int(byte)) for byte in row] for row in items], np.float32)
     assert np.isnan(wanted).sum() == 2
-    np.testing.assert_array_equal(encoding.widen(items, slice(0, 2), slice(0, 128), np.float32), wanted)
-    typed = items.view(ml_dtypes.float8_e4m3fn)
-    found, _ = widened(BlockFP8.from_file(encoding, typed, FLAT, lambda x: x.T, jnp.float32))
+    np.testing.assert_array_equal(encoding.widen(items, *everything((2, 128)), np.float32), wanted)
+    found, _ = widened(Format(encoding, BlockFP8, items, None).container(FLAT, np.transpose))
     np.testing.assert_array_equal(found, wanted.T)
     finite = ~np.isnan(wanted.T)
     np.testing.assert_array_equal(bits(found)[finite], bits(np.ascontiguousarray(wanted.T))[finite])
@@ -156,11 +201,10 @@ def test_all_scales_and_numbers_of_mxfp4(kind):
     assert not np.isnan(wanted[:255]).any()
     assert wanted[0, 1] == 2.0**-128
     for dtype in (np.float32, BF16):
-        found = encoding.widen(items, slice(0, 256), slice(0, 32), dtype)
+        found = encoding.widen(items, *everything((256, 32)), dtype)
         np.testing.assert_array_equal(found.astype(np.float32), wanted)
         np.testing.assert_array_equal(bits(found)[:255], bits(wanted.astype(dtype))[:255])
-    container = MXFP4.from_file(encoding, items, FLAT, lambda x: x.T, jnp.float32)
-    for found in widened(container):
+    for found in widened(Format(encoding, MXFP4, items, None).container(FLAT, np.transpose)):
         found, tiny = np.asarray(found, np.float32).T, np.abs(wanted) < 2.0**-126
         np.testing.assert_array_equal(found[~tiny], wanted[~tiny])
         assert ((found[tiny] == wanted[tiny]) | (found[tiny] == 0)).all()
@@ -173,7 +217,7 @@ def test_all_scales_of_fp8():
     np.testing.assert_array_equal(as_float32(codes)[:, 0], wanted)
     encoding = FP8Encoding("w", (256, 1), codes, (1, 1))
     items = np.full((256, 1), 0x40, np.uint8)  # 2
-    found, _ = widened(BlockFP8.from_file(encoding, items, FLAT, lambda x: x.T, jnp.float32))
+    found, _ = widened(Format(encoding, BlockFP8, items, None).container(FLAT, np.transpose))
     np.testing.assert_array_equal(found[0], [*(2 * wanted[:254].astype(np.float64)), np.inf, np.nan])
 
 
@@ -188,21 +232,12 @@ BAD = {
     "words": (lambda: Int4Encoding("a", (1, 36), np.ones((1, 2), BF16)), "a has 36 inputs, .* multiple of 8"),
     "no block": (lambda: FP8Encoding("a", (1, 1), np.ones((1, 1), np.float32), (0, 128)), "a: blocks of .*0.*128"),
     "numbers": (
-        lambda: (
-            formats()["int4"].encoding.widen(np.zeros((3, 2), np.int32), slice(0, 3), slice(0, 9), np.float32)
-            is formats()["int4"].encoding.widen(np.zeros((3, 3), np.int32), slice(0, 3), slice(0, 9), np.float32)
-        ),
+        lambda: formats()["int4"].encoding.widen(np.zeros((3, 3), np.int32), *everything((3, 16)), np.float32),
         r"w: the stored numbers have shape .*3.*3.*, expected .*3.*2",
     ),
     "dtype of numbers": (
-        lambda: formats()["fp8"].encoding.widen(np.zeros((1, 1), np.int8), slice(0, 1), slice(0, 1), np.float32),
+        lambda: formats()["fp8"].encoding.widen(np.zeros((1, 1), np.int8), *everything((1, 1)), np.float32),
         "w: the stored numbers are int8, expected float8_e4m3fn or uint8",
-    ),
-    "odd neighbours": (
-        lambda: MXFP4.from_file(
-            formats()["mxfp4"].encoding, formats()["mxfp4"].items, FLAT, lambda x: x[:, :71].T, np.float32
-        ),
-        "w: 71 numbers along the last input dimension, expected an even number",
     ),
     "rounded odd": (lambda: MXFP4.rounded(jnp.ones((3, 2)), FLAT), "MXFP4: 3 numbers .* expected an even number"),
 }

@@ -36,7 +36,7 @@ def int4(weight: Any, axes: Axes) -> PackedInt4:
     codes = jax.random.bits(jax.random.key(7), (layers, experts, inputs // 2, outputs), jnp.uint8)
     scale = jax.random.uniform(jax.random.key(8), (layers, experts, inputs // 16, outputs), jnp.float32, 0.02, 0.1)
     scale = scale.astype(jnp.bfloat16)
-    return PackedInt4(values=codes, scale=scale, outputs=len(axes.outputs), dtype=np.dtype(weight.dtype))
+    return PackedInt4(values=codes, scale=scale, outputs=len(axes.outputs), block=(1, 16), dtype=np.dtype(weight.dtype))
 
 
 FP8 = functools.partial(BlockFP8.rounded, size=(20, 24))

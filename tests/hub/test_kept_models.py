@@ -1,0 +1,110 @@
+"""Models whose weights stay in few bits: read inside others, computing on meshes, in checkpoints."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from few_bit_folders import Written, write_folder
+
+import moezoo
+from moezoo.parallel.axes import is_stored
+from moezoo.training.checkpoint import Checkpoints, read_about, restore
+from moezoo.training.exporting import plan_export
+
+IMAGES = {"vision_tower.blocks.0.norm.weight": np.ones(3, np.float16), "vision_tower.proj.weight_scale_inv": np.ones(2)}
+
+
+def write_inside(folder: Path, made: Written, kind: str, inner: str, inside: bool) -> None:
+    """Write a folder in few bits inside a model for images; `inside` says which config.json has its table."""
+    text = json.loads((made.few / "config.json").read_text()) | {"model_type": inner}
+    outer = {"model_type": kind, "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    if not inside:
+        outer["quantization_config"] = text.pop("quantization_config")
+    write_folder(folder, {f"language_model.{key}": x for key, x in made.tensors.items()} | IMAGES, outer)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "inner", "inside"),
+    [("int4", "kimi_k25", "kimi_k2", True), ("fp8 joined experts", "mistral3", "mistral4", False)],
+)
+@pytest.mark.filterwarnings("ignore:.*2 tensors are not loaded, for images")
+def test_inside_models_for_images(few_bits, tmp_path, name, kind, inner, inside):
+    made = few_bits(name)
+    write_inside(tmp_path / "nested", made, kind, inner, inside)
+    for dtype in ("bfloat16", "stored"):
+        found, wanted = (moezoo.from_pretrained(folder, dtype=dtype) for folder in (tmp_path / "nested", made.few))
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(x, y, strict=True)
+    moezoo.save_pretrained(found, tmp_path / "like", like=tmp_path / "nested")
+    plan_export(str(tmp_path / "nested"), str(tmp_path / "converted")).write()
+    for folder in ("like", "converted"):
+        for file in ("config.json", "model.safetensors"):
+            assert (tmp_path / folder / file).read_bytes() == (tmp_path / "nested" / file).read_bytes()
+    plan_export(str(tmp_path / "nested"), str(tmp_path / "wide"), dtype="float32").write()
+    assert "quantization_config" not in (tmp_path / "wide" / "config.json").read_text()
+
+
+def test_tensors_for_products_in_few_bits_are_not_loaded(few_bits, tmp_path):
+    """Scales of activations, beside static FP8 weights."""
+    made = few_bits("fp8 one scale")
+    scales = {f"model.layers.{i}.self_attn.q_proj.qscale_act": np.ones((), np.float32) for i in range(2)}
+    write_folder(tmp_path / "m", made.tensors | scales, json.loads((made.few / "config.json").read_text()))
+    with pytest.warns(UserWarning, match=r"2 tensors are not loaded, for products in FP8: model\.layers\.0-1\."):
+        model = moezoo.from_pretrained(tmp_path / "m", dtype="stored")
+    moezoo.save_pretrained(model, tmp_path / "like", like=tmp_path / "m")
+    assert (tmp_path / "like/model.safetensors").read_bytes() == (tmp_path / "m/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "int4"])
+def test_the_usual_dtype_is_bfloat16(few_bits, name):
+    """Most numbers have few bits, and all others are float32."""
+    assert moezoo.from_pretrained(few_bits(name).few).embedding.weight.dtype == "bfloat16"
+
+
+TOKENS = np.random.default_rng(0).integers(0, 40, (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rules"),
+    [("fp8", {"fsdp": 2, "tensor": 4}, "tensor"), ("mxfp4", {"expert": 8}, "fsdp_ep"), ("int4", {}, "fsdp_ep")],
+)
+def test_logits(few_bits, name, mesh, rules):
+    """They are those of the widened model, but for the order of sums."""
+    shape = moezoo.make_mesh(moezoo.MeshShape(**mesh)) if mesh else None
+    execution = moezoo.Execution(shape, moezoo.compose(f"rules={rules}").rules)
+    found, wanted = (
+        np.asarray(jax.jit(lambda m: m(TOKENS, execution=execution).logits)(model))
+        for model in (moezoo.from_pretrained(few_bits(name).few, execution, dtype) for dtype in ("stored", "float32"))
+    )
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=4e-6 * abs(wanted).max())
+
+
+def test_generation(few_bits):
+    """Greedy tokens are those of the widened model."""
+    models = (moezoo.from_pretrained(few_bits("mxfp4").few, dtype=dtype) for dtype in ("stored", "float32"))
+    found, wanted = (moezoo.generate(model, TOKENS[:2, :5], max_new_tokens=3) for model in models)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_checkpoint_has_the_bits(few_bits, tmp_path):
+    """It is restored onto another mesh, and a folder written of it has the first one's tensors."""
+    made = few_bits("fp8")
+    rules = moezoo.compose("rules=fsdp_ep").rules
+    one, other = (
+        moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(**mesh)), rules) for mesh in ({"expert": 8}, {"expert": 4})
+    )
+    model = moezoo.from_pretrained(made.few, one, "stored")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
+    checkpoints.save(1, {"model": model}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
+    checkpoints.close()
+    shapes = jax.eval_shape(lambda: model)
+    target = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, other.shardings(shapes))
+    about = read_about(checkpoints.folder, 1)
+    again = restore(checkpoints.folder, 1, about, model=target)["model"]
+    assert sum(map(is_stored, jax.tree.leaves(again, is_leaf=is_stored)))
+    moezoo.save_pretrained(again, tmp_path / "new", like=made.few)
+    assert (tmp_path / "new/model.safetensors").read_bytes() == (made.few / "model.safetensors").read_bytes()
