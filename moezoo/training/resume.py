@@ -19,7 +19,7 @@ from moezoo.typed import show
 # A change of these would make the saved moments, or the position in the data, meaningless.
 _FIXED = ("model", "data", "seed", "batch_size", "seq_len", "execution.microbatches", "execution.param_dtype")
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
-_FREE = ("data.path", "data.eval_sequences")  # the data may have moved to another path
+_FREE = ("data.path", "data.cache", "data.eval_sequences")  # the data may have moved to another path
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
