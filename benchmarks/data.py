@@ -1,10 +1,11 @@
 """`data`: a run's first 20 steps on a JSONL corpus that is tokenized first, then on the same from the cache.
 
-Measures: seconds from the start of the command to the end of step 1, and the peak of its memory.
+Measures: seconds and CPU seconds from the start of the command to the end of step 1, and its peak of memory.
 Against: the same command on a corpus of one small file, run before, so that programs are compiled.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def run(keys: Any) -> Report:
             rows.append({"run": name, "corpus_bytes": size if corpus == "large" else 10**6, **figures})
     for row in rows:
         row["beyond_bytes"] = max(row["peak_bytes"] - rows[1]["peak_bytes"], 0)  # than the empty run
-    columns = [Column("run", "run"), Column("s to step 1", "seconds", ".1f"), Column("s in all", "all_seconds", ".1f")]
+    columns = [Column("run", "run"), Column("s to step 1", "seconds", ".1f"), Column("CPU s", "cpu_seconds", ".1f")]
     columns += [Column("peak MB", "peak_bytes", ",.0f", 1e6), Column("beyond empty MB", "beyond_bytes", ",.0f", 1e6)]
     how = "bytes" if keys.tokenizer is None else f"{coder.vocab:,} tokens"
     return Report(rows, [Table(f"data: {size / 1e9:.2f} GB of JSONL, {how}", columns, rows)])
@@ -79,7 +80,7 @@ def write_corpus(folder: Path, size: int) -> int:
 def _train(*words: str) -> Row:
     """Return the figures of a training run in its own process. Raises `UserError` with its last line if it fails."""
     settings = ("data=jsonl", "model=mixtral", "mesh=single", f"steps={_STEPS}", "data.eval_sequences=16")
-    began, first, peak = time.perf_counter(), None, 0
+    began, first, cpu, peak = time.perf_counter(), None, 0.0, 0
     # -P: without this folder, where modules have names of the standard library's.
     command = [sys.executable, "-P", "-m", "moezoo", "train", *settings, *words]
     with tempfile.TemporaryFile("w+") as errors:
@@ -88,13 +89,20 @@ def _train(*words: str) -> Row:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("step ") and first is None:
-                    first = time.perf_counter() - began
+                    first, cpu = time.perf_counter() - began, _cpu_seconds(process.pid)
                 peak = max(peak, _most_memory(process.pid))
         errors.seek(0)
         if process.returncode or first is None:
             reason = (errors.read().splitlines() or ["nothing printed"])[-1].removeprefix("error: ")
             raise UserError(f"train {' '.join(words)} ended with code {process.returncode} ({reason})")
-    return {"seconds": first, "all_seconds": time.perf_counter() - began, "peak_bytes": peak}
+    seconds = {"seconds": first, "cpu_seconds": cpu, "all_seconds": time.perf_counter() - began}
+    return {**seconds, "peak_bytes": peak}
+
+
+def _cpu_seconds(process: int) -> float:
+    """Return the seconds that a process has used of all processors."""
+    numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _most_memory(process: int) -> int:

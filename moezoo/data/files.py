@@ -17,7 +17,7 @@ from moezoo.host import check_file
 from moezoo.typed import show
 
 # A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
-MOST_TEXT = 2**24
+MOST_TEXT = 2**22
 
 
 class Found(NamedTuple):

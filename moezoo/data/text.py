@@ -12,7 +12,7 @@ from moezoo.data.files import MOST_TEXT, Found, describe_skipped, read_texts
 
 @dataclasses.dataclass(frozen=True)
 class Text(FileSettings):
-    """UTF-8 text: each file is a document, or one above 16 MiB several. Windows are shuffled."""
+    """UTF-8 text: each file is a document, or one above 4 MiB several. Windows are shuffled."""
 
     kind: ClassVar[str] = "text"
 
