@@ -208,6 +208,24 @@ class Load(Keys):
 
 
 @dataclasses.dataclass(frozen=True)
+class FewBits(Timed):
+    """Keys of `few_bits`."""
+
+    format: tuple[Literal["fp8", "mxfp4"], ...] = key("formats; by default both", "NAME", default=("fp8", "mxfp4"))
+    prompt: int = key("tokens of the prompt", default=32, valid=_POSITIVE)
+    new: int = key("tokens that are added", default=32, valid=_POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(Keys):
+    """Keys of `data`."""
+
+    gb: float = key("the GB of text", "GB", default=1.0, valid=Range(above=0))
+    tokenizer: str | None = key("a Hugging Face tokenizer.json, by default none: bytes", "FILE", default=None)
+    folder: str | None = key("where the corpus and its cache are for a while, by default /tmp", "FOLDER", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention(Typed, Timed):
     """Keys of `attention`."""
 
@@ -245,7 +263,19 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
     taken = take(kind, arguments)
     keys: Any = taken.options
     with results.new_folder(keys.out):
-        from benchmarks import attention, compiled, generate, kernels, layouts, load, profile, strategies, train_step
+        from benchmarks import (
+            attention,
+            compiled,
+            data,
+            few_bits,
+            generate,
+            kernels,
+            layouts,
+            load,
+            profile,
+            strategies,
+            train_step,
+        )
 
         runs = {
             "grouped_matmul": lambda: kernels.run(part, keys),
@@ -257,6 +287,8 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "layouts": lambda: layouts.run(keys, taken.rest),
             "generate": lambda: generate.run(keys),
             "load": lambda: load.run(keys),
+            "few_bits": lambda: few_bits.run(keys),
+            "data": lambda: data.run(keys),
             "compile": lambda: compiled.run(keys),
         }
         results.show(part, runs[part](), keys.json, keys.out)
@@ -270,7 +302,7 @@ def _configure(kind: type[Keys], *arguments: str) -> Any:
 
 def _part(name: str, kind: type[Keys], summary: str, *examples: str) -> Command:
     task: Any = partial(_run, name, kind)
-    where = ", each time in a process of its own" if name == "load" else " in one process"
+    where = ", each time in a process of its own" if name in ("load", "data") else " in one process"
     description = f"Measure {summary}, alternately{where}.\nA key with several values is given once for each. "
     description += "docs/benchmarks.md defines every number."
     if name not in ("profile", "strategies", "layouts"):
@@ -300,6 +332,8 @@ _PARTS = (
     ),
     _part("generate", Generate, "generation next to transformers, or under several layouts", "call=8x32x64", _SERVED),
     _part("load", Load, "loading a Hugging Face folder: time and memory", "gb=1 layout=mesh=single layout=mesh=ep8"),
+    _part("few_bits", FewBits, "weights of few bits, kept or widened: memory, loading and generation", "format=fp8"),
+    _part("data", Data, "training on files of text, before and after they are in the cache", "gb=0.1"),
     _part(
         "compile",
         Compile,

@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 from moezoo.errors import UserError, check_type, describe_class
 from moezoo.models import ModelConfig, build_model
 from moezoo.models.base import LanguageModel
+from moezoo.nn.linear import draws_numbers
 from moezoo.parallel.axes import Role, axes_of, trainable_mask
 from moezoo.typed import check_fields
 
@@ -54,7 +55,8 @@ class Blueprint:
     @functools.cached_property
     def shapes(self) -> LanguageModel:
         """The model with a `jax.ShapeDtypeStruct` for each array. This uses no device and no memory for arrays."""
-        return jax.eval_shape(lambda: self.make(jax.random.key(0)))
+        with draws_numbers(False):
+            return jax.eval_shape(lambda: self.make(jax.random.key(0)))
 
     @functools.cached_property
     def mask(self) -> PyTree:

@@ -1,4 +1,4 @@
-"""What this machine has: memory, files to read, and locks of folders. Nothing here imports JAX or NumPy."""
+"""What this machine has: memory, processors, files to read, and locks of folders. Nothing imports JAX or NumPy."""
 
 import contextlib
 import ctypes
@@ -17,6 +17,16 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 # mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
 # thread's heap, a heap that becomes empty is given back).
 _KEEP = {-1: -1, -4: 0, -2: 1 << 26}
+
+
+def user_cache() -> Path:
+    """Return moezoo's folder in the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
+
+
+def processors() -> int:
+    """Return the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory() -> int:

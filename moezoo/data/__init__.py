@@ -5,6 +5,8 @@ from moezoo.data.base import load as load
 from moezoo.data.batches import train_batches as train_batches
 from moezoo.data.batches import validation_batches as validation_batches
 from moezoo.data.corpus import Corpus as Corpus
+from moezoo.data.jsonl import Jsonl as Jsonl
+from moezoo.data.parquet import Parquet as Parquet
 from moezoo.data.python_stdlib import PythonStdlib as PythonStdlib
 from moezoo.data.source import Source as Source
 from moezoo.data.synthetic import Synthetic as Synthetic
@@ -17,6 +19,8 @@ from moezoo.data.windows import Batch as Batch
 SOURCES: dict[str, type[DataSettings]] = {
     "python_stdlib": PythonStdlib,
     "text": Text,
+    "jsonl": Jsonl,
+    "parquet": Parquet,
     "tokens": Tokens,
     "synthetic": Synthetic,
 }

@@ -40,7 +40,7 @@ class DataSettings(abc.ABC):
 
 
 def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, training: bool = True) -> Source:
-    """Read the data that `settings` describe. Text is read into memory; token files stay on disk.
+    """Read the data that `settings` describe. Token ids of files stay on disk.
 
     Args:
         settings: An entry of the configuration group `data`.

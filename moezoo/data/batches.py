@@ -1,11 +1,14 @@
 """Shuffled, endless batches for training, and ordered batches for validation. Only this module uses grain."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
+from moezoo.data.corpus import Corpus
+from moezoo.data.order import reorder
 from moezoo.data.source import Source, read_checked
 from moezoo.data.windows import Batch, validation_indices, window_count
 from moezoo.errors import UserError
@@ -23,9 +26,10 @@ def train_batches(
     rows: Integer[np.ndarray, " rows"] | None = None,
     start: int = 0,
 ) -> Iterator[Batch]:
-    """Return endless batches of training windows, shuffled anew in every epoch.
+    """Return endless batches of training windows, in a new order in every epoch.
 
-    An epoch may end inside a batch.
+    Windows are shuffled; of a source with shards, documents are, and windows follow their order. An epoch may end
+    inside a batch.
 
     Args:
         source: The data.
@@ -42,13 +46,31 @@ def train_batches(
 
     _check(batch_size)
 
-    def read(indices: np.ndarray) -> Batch:
-        return read_checked(source, source.train, indices if rows is None else indices[rows], seq_len)
-
-    # Indices are shuffled and grouped; only the windows of `rows` are read. Epochs are repeated before the grouping, so
-    # that no remainder of an epoch is lost.
     count = window_count(source.train, seq_len)
-    order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(_ENDLESS // count)
+
+    @functools.lru_cache(maxsize=2)  # a batch may have windows of two epochs
+    def corpus(epoch: int) -> Corpus:
+        if source.shards is None:
+            return source.train
+        return reorder(source.train, source.shards, seed=seed, epoch=epoch)
+
+    def read(numbers: np.ndarray) -> Batch:
+        """Read windows by their number in their epoch, plus `count` for each epoch before it."""
+        epochs, indices = np.divmod(numbers if rows is None else numbers[rows], count)
+        batch = Batch(*(np.empty((len(indices), seq_len), np.int32) for _ in Batch._fields))
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            part = read_checked(source, corpus(int(epoch)), indices[chosen], seq_len)
+            for array, some in zip(batch, part, strict=True):
+                array[chosen] = some
+        return batch
+
+    # Numbers are grouped; only the windows of `rows` are read. Epochs are repeated before the grouping, so that no
+    # remainder of an epoch is lost.
+    if source.shards is None:
+        order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(_ENDLESS // count)
+    else:
+        order = grain.MapDataset.range(_ENDLESS)
     # Reading from memory takes a fraction of a step; a file may be on a slow disk, so it is read ahead.
     ahead = 4 if isinstance(source.train.tokens, np.memmap) else 0
     options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)

@@ -1,87 +1,193 @@
-"""Find files, and read those that are text."""
+"""Find files, and read those that are text, unpacked where they are compressed."""
 
+import codecs
 import contextlib
+import glob
+import gzip
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
+from moezoo.data.documents import Document
 from moezoo.errors import UserError
-from moezoo.host import check_file, check_host
+from moezoo.host import check_file
 from moezoo.typed import show
 
-_GIVE = "give a text file or a folder of them"
+# A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
+MOST_TEXT = 2**22
 
 
-def find_documents(path: str, *, key: str) -> list[Path]:
-    """Return the file `path`, or all files under the folder `path` except hidden ones, sorted by path.
+class Found(NamedTuple):
+    """Files to read, in the order in which they are read.
 
-    Raises `UserError`, naming `key`, if there is none.
+    - `shown`: what the user wrote, as messages begin;
+    - `root`: the folder that names of files start from;
+    - `paths`: the files, sorted by name;
+    - `alone`: whether the user named the one file itself, not a folder or a pattern.
     """
-    root, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")
-    if not os.path.isdir(root):
-        check_file(root, shown, _GIVE)
-        return [root]
-    found = files_under(root, skip=lambda name: name.startswith("."))
-    if not found:
-        raise UserError(f"{shown} is a folder without files; {_GIVE}")
-    return found
+
+    shown: str
+    root: Path
+    paths: list[Path]
+    alone: bool
+
+    def name(self, path: Path) -> str:
+        """Return the name of one of the files: its path from `root`."""
+        return path.relative_to(self.root).as_posix()
+
+    def describe(self, path: Path) -> str:
+        """Return how messages name one of the files."""
+        return self.shown if self.alone else f"{self.shown}: {show(str(path))}"
 
 
-def read_documents(paths: Sequence[Path], path: str, *, key: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the text of each of `paths`, all files of the folder `path`, or `path` itself.
+def find_files(path: str, *, key: str, suffixes: tuple[str, ...] = ()) -> Found:
+    """Return the file `path`, all files under the folder `path` except hidden ones, or those that a pattern matches.
 
-    A name is the path inside the folder. In a folder, files that are not UTF-8 are skipped.
+    Args:
+        path: A file, a folder, or a pattern of `glob` such as `texts/**/*.txt`.
+        key: The user's name of the setting.
+        suffixes: How names of files in a folder end, before .gz or .zst; empty for any name.
 
     Raises:
-        UserError: A file cannot be read, or memory cannot hold it; the single file `path` is not UTF-8; there is no
-            text. It names `key`.
+        UserError: There is none.
     """
     root, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")
-    alone = root.is_file()
+    give = f"give a {suffixes[0] if suffixes else 'text'} file or a folder of them"
+    if os.path.isdir(root):
+        packed = (*suffixes, *(f"{suffix}{more}" for suffix in suffixes for more in (".gz", ".zst")))
+        paths = files_under(root, packed or ("",), skip=lambda name: name.startswith("."))
+        what = f"is a folder without {suffixes[0] + ' ' if suffixes else ''}files"
+    elif glob.has_magic(path) and not os.path.lexists(root):
+        fixed = re.split(r"[*?\[]", str(root), maxsplit=1)[0]
+        paths, root = [Path(match) for match in glob.glob(str(root), recursive=True)], Path(fixed + "x").parent
+        paths = _sorted(paths, root)
+        what = "matches no file"
+    else:
+        check_file(root, shown, give)
+        return Found(shown, root.parent, [root], alone=True)
+    if not paths:
+        raise UserError(f"{shown} {what}; {give}")
+    return Found(shown, root, paths, alone=False)
+
+
+def read_texts(found: Found) -> Iterator[Document]:
+    """Yield each file that is UTF-8 text as a document, or a file above `MOST_TEXT` bytes as several of its name.
+
+    Files that are not UTF-8 are skipped, except one that the user named itself.
+
+    Raises:
+        UserError: A file cannot be read or unpacked; the single file is not UTF-8; there is no text.
+    """
     empty = True
-    for file in paths:
-        check_size([file], f"{shown}: {show(str(file))}", "split it into smaller files")
-        try:
-            content = file.read_bytes()
-            content.decode()
-        except OSError as error:
-            name = show(str(file))
-            raise UserError(f"{shown}: {name} cannot be read ({error.strerror}); make it readable") from error
-        except UnicodeDecodeError as error:
-            if alone:
-                byte = f"byte {error.start} is 0x{content[error.start]:02x}"
-                raise UserError(f"{shown} is not UTF-8 text: {byte}; convert it to UTF-8") from error
+    for path in found.paths:
+        shown, name = found.describe(path), found.name(path)
+        with opened(path, shown) as file:
+            first = file.read(MOST_TEXT + 1)
+            fault = _find_fault(first, file)
+            if fault and found.alone:
+                raise UserError(f"{shown} is not UTF-8 text: {fault}; convert it to UTF-8")
+        # Some binary files, such as files of zeros, decode as UTF-8.
+        if fault or (not found.alone and b"\0" in first):
             continue
-        if alone or b"\0" not in content:  # some binary files, such as files of zeros, decode as UTF-8
-            empty &= not content
-            yield root.name if alone else file.relative_to(root).as_posix(), content
+        empty &= not first
+        if len(first) <= MOST_TEXT:
+            yield Document(first, shown, name)
+        else:
+            with opened(path, shown) as file:
+                yield from (Document(part, shown, name) for part in _cut(file))
     if empty:
-        what = "is an empty file" if alone else f"holds no UTF-8 text (files read: {len(paths)})"
-        raise UserError(f"{shown} {what}; {_GIVE}")
+        files = f"holds no UTF-8 text (files read: {len(found.paths)})"
+        what = "is an empty file" if found.alone else files
+        raise UserError(f"{found.shown} {what}; give a text file or a folder of them")
 
 
-def check_size(paths: Sequence[Path], what: str, advice: str) -> None:
-    """Raise `UserError` if memory cannot hold `paths` together; `what` begins the message, `advice` ends it."""
-    size = 0
-    for file in paths:
-        with contextlib.suppress(OSError):  # it has just been removed
-            size += os.path.getsize(file)
-    check_host(what, size, advice)
+def _find_fault(first: bytes, file: BinaryIO) -> str:
+    """Return where a file, of which `first` is read, is not UTF-8; empty if it is."""
+    decoder, before, part = codecs.getincrementaldecoder("utf-8")(), 0, first
+    while part:
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(part)
+        except UnicodeDecodeError as error:
+            return f"byte {before - pending + error.start} is 0x{error.object[error.start]:02x}"
+        before, part = before + len(part), file.read(2**20)
+    pending = decoder.getstate()[0]
+    return f"byte {before - len(pending)} is 0x{pending[0]:02x}" if pending else ""
+
+
+def _cut(file: BinaryIO) -> Iterator[bytes]:
+    """Yield parts of UTF-8 text, each up to its last line end, or without any to the end of a character."""
+    rest = b""
+    while part := rest + file.read(MOST_TEXT - len(rest)):
+        end = len(part)
+        if len(part) == MOST_TEXT:
+            end = part.rfind(b"\n") + 1
+            if not end:  # then before the last character
+                end = len(part)
+                while part[end - 1] & 0xC0 == 0x80:
+                    end -= 1
+                end -= part[end - 1] >= 0xC0
+        yield part[:end]
+        rest = part[end:]
+
+
+@contextlib.contextmanager
+def opened(path: Path, shown: str) -> Iterator[BinaryIO]:
+    """Open a file, unpacked if it is .gz or .zst. Raises `UserError`, also in the block, if it cannot be read.
+
+    `shown` begins the message.
+    """
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    opener: Any = open
+    if path.suffix == ".gz":
+        opener = gzip.open
+    elif path.suffix == ".zst":
+        zstd = _zstd(shown)
+        opener, damage = zstd.open, (*damage, zstd.ZstdError)
+    try:
+        with opener(path, "rb") as file:
+            yield file
+    except damage as error:
+        raise UserError(f"{shown} is damaged ({error}); copy or download it again") from error
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror or error}); make it readable") from error
+
+
+def _zstd(shown: str) -> Any:
+    """Return Python's own module for Zstandard, or the package that brings it to Python below 3.14."""
+    try:
+        from compression import zstd  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        try:
+            from backports import zstd  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        except ImportError:
+            raise UserError(
+                f"{shown} needs a library that unpacks .zst; pip install 'moezoo[zstd]', or unpack the file"
+            ) from None
+    return zstd
 
 
 def describe_skipped(count: int) -> str:
-    """Return what is printed about files that `read_documents` has skipped."""
+    """Return what is printed about files that `read_texts` has skipped."""
     return f"{count} file{'s that are' if count > 1 else ' that is'} not UTF-8 text"
 
 
-def files_under(root: Path, suffix: str = "", skip: Callable[[str], bool] = lambda name: False) -> list[Path]:
-    """Return all regular files under `root`, sorted by path: the order must not depend on the file system.
+def files_under(root: Path, suffixes: tuple[str, ...], skip: Callable[[str], bool]) -> list[Path]:
+    """Return all regular files under `root` whose name ends with one of `suffixes`, sorted by path.
 
     Files and folders whose name `skip` is true for are left out, without looking into these folders.
     """
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not skip(name)]
-        found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip(name)]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes) and not skip(name)]
+    return _sorted(found, root)
+
+
+def _sorted(paths: list[Path], root: Path) -> list[Path]:
+    """Return those of `paths` that are regular files, in an order that does not depend on the file system."""
     # Unlike Path.is_file, this counts a file that may not be looked at as none.
-    return sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
+    return sorted(filter(os.path.isfile, paths), key=lambda path: path.relative_to(root).as_posix())

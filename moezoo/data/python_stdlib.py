@@ -32,7 +32,7 @@ class PythonStdlib(DataSettings):
         del seed
         require_vocab("data=python_stdlib has 256 byte values", Bytes.vocab, vocab)
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = files_under(root, ".py", skip=_NOT_LIBRARY.__contains__)
+        paths = files_under(root, (".py",), skip=_NOT_LIBRARY.__contains__)
         if not paths:
             raise UserError(f"data=python_stdlib finds no *.py file in {root}; use data=text data.path=FILE_OR_FOLDER")
         corpus = concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in paths], np.dtype(np.uint8))

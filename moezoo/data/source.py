@@ -24,6 +24,8 @@ class Source:
     - `summary`: facts about the data, as title and text: the size of both splits ("train", "validation"), the choice
       of validation documents ("held out"), and those of the kind of data, such as "sha256" of all token ids;
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
+    - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
+      shards in a random order, and the documents of each; None shuffles windows instead;
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers.
     """
 
@@ -36,6 +38,7 @@ class Source:
     held_out: tuple[str, ...]
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[SupportsIndex]], str]
+    shards: np.ndarray | None = None
 
     def facts(self, seq_len: int) -> dict[str, str | int | None]:
         """Return what is the same for the same data, as title and value; windows have `seq_len` tokens."""

@@ -92,6 +92,10 @@ class HuggingFace:
                 f"{self._shown} cannot encode the text ({one_line(error)}); give another text or tokenizer"
             ) from error
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of the token with this text; None if there is none."""
+        return self._library.token_to_id(token)
+
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
 
@@ -116,6 +120,17 @@ def folder_tokenizer(folder: str | Path) -> Tokenizer:
 def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:
     """Return the tokenizer in the file `path`, or raw bytes for None; `key` is the user's name of the setting."""
     return Bytes() if path is None else HuggingFace(Path(os.path.expanduser(path)), key=key)
+
+
+def end_id(tokenizer: Tokenizer, token: str, *, key: str) -> int:
+    """Return the id of the token that ends documents. Raises `UserError`, naming `key`, if there is no such token."""
+    shown = show(f"{key}={token}")
+    if not isinstance(tokenizer, HuggingFace):
+        raise UserError(f"{shown} needs a tokenizer that has this token; set data.tokenizer, or leave {key} out")
+    found = tokenizer.token_id(token)
+    if found is None:
+        raise UserError(f"{shown} is not a token of data.tokenizer; give the text of one, such as </s>")
+    return found
 
 
 def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarray:

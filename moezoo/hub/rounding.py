@@ -1,7 +1,9 @@
 """Arrays that are rounded to few bits while they are written. `docs/numbers.md` defines the rounding."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,11 +50,15 @@ class RoundedValues(Values):
             return None
         whole = weight if few.plain.layout == "alternating" else weight.swapaxes(-1, -2)
         axes = Axes(Role.WEIGHT, ("expert",) * len(few.lead), ("input",), ("output",))
-        container: Any = few.format.container
-        stored = container.rounded(jnp.asarray(whole), axes)
+        stored = _rounded(few.format.container, jnp.asarray(whole), axes)
         if isinstance(tensor, ValuesTensor):
             return np.ascontiguousarray(np.asarray(stored.values).swapaxes(-1, -2))
         return _of_blocks(stored, few)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _rounded(container: Any, weight: jax.Array, axes: Axes) -> FewBits:
+    return container.rounded(weight, axes)
 
 
 def _of_blocks(stored: FewBits, few: FewBitTensor) -> np.ndarray:

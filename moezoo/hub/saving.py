@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from moezoo.errors import UserError, describe_class
 from moezoo.hub.carry import Carried, Copying, plan_copy
@@ -220,7 +221,7 @@ def _own_arrays(model: LanguageModel) -> dict[str, Any]:
 
 def _fault(array: Any) -> str | None:
     """Return why the numbers of an array cannot be written, in words that follow its name; None if they can."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return "is traced; call it outside of jax.jit and other transformations"
     if isinstance(array, jax.Array):
         return "is deleted, as by a program that donates it; save before that" if array.is_deleted() else None

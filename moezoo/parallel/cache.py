@@ -1,6 +1,5 @@
 """The folder of compiled programs: what one process compiles, a later one loads."""
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +9,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.errors import UserError
+from moezoo.host import user_cache
 
 SETTINGS: Any = jax.config  # its attributes are made at run time
 _set_here: str | None = None  # the folder that `use_cache` has set, where the user has set none
-
-
-def user_folder() -> Path:
-    """Return moezoo's folder in the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
 
 
 def refuse_unordered(devices: int) -> bool:
@@ -42,7 +37,7 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     `refuse_unordered` refuses it. Programs of several processes on CPUs are not cached: nobody has tried.
 
     Args:
-        cache_dir: A folder, which is made; "auto" for `user_folder()`; None for no cache.
+        cache_dir: A folder, which is made; "auto" for `moezoo.host.user_cache()`; None for no cache.
         mesh: The mesh of devices that programs are compiled for.
 
     Raises:
@@ -60,7 +55,7 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     if on_cpu and jax.process_count() > 1:
         answer = "off: several processes on CPUs"
     elif cache_dir is not None:
-        path = user_folder() if cache_dir == "auto" else Path(cache_dir).expanduser().absolute()
+        path = user_cache() if cache_dir == "auto" else Path(cache_dir).expanduser().absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):

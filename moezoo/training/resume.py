@@ -29,7 +29,7 @@ _FIXED = (
     "execution.param_dtype",
 )
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
-_FREE = ("data.path", "data.eval_sequences")  # the data may have moved to another path
+_FREE = ("data.path", "data.cache", "data.eval_sequences")  # the data may have moved to another path
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import generate, kernels, timing
+from benchmarks import data, generate, kernels, timing
 from benchmarks.one_load import load_floor
 from benchmarks.parts import LAYOUTS, NARROW, PARTS
 from benchmarks.shapes import SHAPES, Shape
@@ -213,6 +213,33 @@ def test_load(capsys):
     assert (code, err) == (2, "error: folder=kept is not empty; name a new folder\n")
 
 
+def test_data(capsys, monkeypatch):
+    """One run is real; the figures of the others follow from it."""
+    small = shlex.split(f"{SMALL} model.heads=2 model.kv_heads=1")
+    train, runs = data._train, []
+
+    def once(*words):
+        runs.append(words)
+        if len(runs) == 1:
+            runs.append(train(*words, *small))
+        return {**runs[1], "peak_bytes": runs[1]["peak_bytes"] + len(runs) * 10**6}
+
+    monkeypatch.setattr(data, "_train", once)
+    code, out, _ = bench(capsys, "data", "gb=0.002", "out=s")
+    assert code == 0
+    assert "beyond empty MB" in out
+    rows = json.loads(Path("s/rows.json").read_text())
+    assert [row["run"] for row in rows] == ["compile", "empty", "cold", "warm"]
+    assert [row["beyond_bytes"] for row in rows] == [0, 0, 10**6, 2 * 10**6]
+    assert rows[3]["corpus_bytes"] == pytest.approx(2e6, rel=0.5)
+    assert 1 < rows[0]["seconds"] < rows[0]["all_seconds"] < 300
+    assert 1 < rows[0]["cpu_seconds"] < 200
+    assert 1e8 < rows[0]["peak_bytes"] < 4e9
+    assert [words[0] for words in runs[2:]] == [
+        runs[0][0].replace("small", name) for name in ("small", "large", "large")
+    ]
+
+
 def test_the_floor_of_loading(tmp_path):
     """It reads every file, and transposes matrices in memory."""
     stored = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
@@ -308,6 +335,9 @@ def test_profile(capsys):
         ("generate 'model= '", "model=' ': must be a model, such as mixtral"),
         ("generate 'model=mixtral_115m mesh=ep8'", "mesh=ep8 does not belong to the model"),
         ("generate 'model=mixtral_115m model.embd=3'", "model.embd"),
+        ("data gb=0", "gb=0 must be above 0"),
+        ("data gb=1e6", "gb=1e+06 needs 3000000.0 GB in "),
+        ("data tokenizer=none", "tokenizer=none does not exist; give a Hugging Face tokenizer.json"),
         ("load gb=0", "gb=0 must be above 0"),
         ("load gb=1e6", "gb=1e+06: the floor, with every array twice, needs at least 1,862,645.1 GiB of memory, and"),
         ("load layout=mesh.expert=3", "mesh.expert=3 splits experts 3 ways but model.experts=8"),

@@ -20,3 +20,9 @@ def tokenizer_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Token ids that another version of the code has made are not read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))

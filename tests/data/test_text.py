@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo import host
-from moezoo.data import PythonStdlib, Source, Text, load, tokenize_files, train_batches
-from moezoo.data.files import check_size, find_documents, read_documents
+from moezoo.data import PythonStdlib, Source, Text, load, train_batches
+from moezoo.data import files as files_module
+from moezoo.data.files import find_files, read_texts
 from moezoo.errors import UserError
 
 
@@ -160,7 +160,10 @@ def fill_path(settings, path: Path):
             Text(path="{0}/ok.txt", tokenizer="{0}/no_words"),
             "data.tokenizer={0}/no_words has an empty vocabulary; give",
         ),
-        (Text(path="{0}/ok.txt", tokenizer="{0}/one_word"), "data.tokenizer={0}/one_word cannot encode the text (Word"),
+        (
+            Text(path="{0}/ok.txt", tokenizer="{0}/one_word"),
+            "data.path={0}/ok.txt: data.tokenizer={0}/one_word cannot encode the text (Word",
+        ),
         (Text(path="{0}/spaces", tokenizer="{0}/one_word"), "data.path={0}/spaces: the tokenizer makes no token of"),
         (
             Text(path="{0}/void.txt"),
@@ -191,33 +194,40 @@ def test_refusals(tmp_path, settings, message):
     assert "\n" not in str(error.value)
 
 
-def test_text_larger_than_memory(folder, monkeypatch):
-    """Text is read into memory; `prepare-data` holds one file at a time."""
-    size = sum(file.stat().st_size for file in find_documents(str(folder), key="data.path"))
-    monkeypatch.setattr(host, "host_memory", lambda: size - 1)
-    with refused(f"data.path={folder} needs at least", "GiB of memory", "moezoo prepare-data"):
-        load_text(folder)
-    assert tokenize_files(str(folder), str(folder.parent / "out.npy")).endswith(
-        "; skipped 2 files that are not UTF-8 text"
-    )
-    monkeypatch.setattr(host, "host_memory", lambda: 3)
-    with refused(f"path={folder}: {folder}/a/1.txt needs at least", "split it"):
-        tokenize_files(str(folder), str(folder.parent / "other.npy"))
+def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
+    """It is cut after line ends, or between characters; nothing is lost, and it is on one side of the split."""
+    monkeypatch.setattr(files_module, "MOST_TEXT", 8)
+    text = "ab\ncdef\nghijklmöpqrs\ntuvwxy€z".encode()
+    (tmp_path / "long.txt").write_bytes(text)
+    parts = [document.text for document in read_texts(find_files(str(tmp_path), key="data.path"))]
+    assert parts == [b"ab\ncdef\n", b"ghijklm", "öpqrs\n".encode(), b"tuvwxy", "€z".encode()]
+    (tmp_path / "wrong.txt").write_bytes(text + b"\xe2\x82")  # the beginning of a character
+    with refused(f"data.path={tmp_path}/wrong.txt is not UTF-8 text: byte 32 is 0xe2"):
+        list(read_texts(find_files(str(tmp_path / "wrong.txt"), key="data.path")))
+    assert len(list(read_texts(find_files(str(tmp_path), key="data.path")))) == 5  # skipped as a whole
 
 
-def test_files_that_vanish_while_a_folder_is_read(folder, monkeypatch):
-    paths = find_documents(str(folder), key="data.path")
-    paths[5].unlink()
-    check_size(paths, "data.path=texts", "")
-    with refused(f"data.path={folder}: {paths[5]} cannot be read (No such file or directory)"):
-        list(read_documents(paths, str(folder), key="data.path"))
+def test_patterns(folder, tmp_path):
+    source = load_text(folder / "*" / "[0-9].txt")
+    names = [f"{'a' if i % 2 else 'b'}/{i}.txt" for i in (1, 3, 5, 7, 9, 0, 2, 4, 6, 8)]
+    stored = b"".join((folder / name).read_bytes() for name in names)
+    assert source.train.tokens.tobytes() == stored
+    with refused(f"data.path={tmp_path}/*.none matches no file; give a text file or a folder of them"):
+        load_text(tmp_path / "*.none")
+
+
+def test_files_that_vanish_while_a_folder_is_read(folder):
+    found = find_files(str(folder), key="data.path")
+    found.paths[5].unlink()
+    with refused(f"data.path={folder}: {found.paths[5]} cannot be read (No such file or directory)"):
+        list(read_texts(found))
 
 
 def test_a_file_that_cannot_be_read(folder, monkeypatch):
-    def refuse(self):
+    def refuse(*arguments):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read every file, whatever its mode
+    monkeypatch.setattr(Path, "open", refuse)  # root may read every file, whatever its mode
     with pytest.raises(UserError, match=r"^data.path=.*: .*/1.txt cannot be read \(Permission denied\); make it "):
         load_text(folder)
 
@@ -241,5 +251,5 @@ def test_a_vocabulary_larger_than_the_model(tokenizer_file, settings, message):
 
 def test_one_file_may_hold_zero_bytes(tmp_path):
     (tmp_path / "log").write_bytes(b"a\0b")
-    path = str(tmp_path / "log")
-    assert list(read_documents(find_documents(path, key="PATH"), path, key="PATH")) == [("log", b"a\0b")]
+    (document,) = read_texts(find_files(str(tmp_path / "log"), key="PATH"))
+    assert (document.name, document.text) == ("log", b"a\0b")

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.data import Tokens, load, tokenize_files, train_batches
-from moezoo.data import tokens as tokens_module
+from moezoo.data import Tokens, load, token_files, tokenize_files, train_batches
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -86,7 +85,7 @@ def test_the_tokenizer_is_copied(texts, tmp_path, tokenizer_file):
 
 def test_files_made_by_numpy(tmp_path, monkeypatch):
     """The lines in the documentation of the module; of one document the end is held out."""
-    documented = inspect.getdoc(tokens_module) or ""
+    documented = inspect.getdoc(token_files) or ""
     lines = [line for line in documented.splitlines() if line.startswith("    ") and "np." in line]
     assert len(lines) == 3
     monkeypatch.chdir(tmp_path)
@@ -215,7 +214,7 @@ def test_an_empty_text_is_refused(tmp_path):
     ("words", "text", "parts"),
     [
         ({}, "a", ["tokenizer=", "has an empty vocabulary", "another tokenizer.json"]),
-        ({"b": 0}, "a", ["tokenizer=", "cannot encode the text (WordLevel error: Missing [UNK]"]),
+        ({"b": 0}, "a", ["path=a.txt: tokenizer=", "cannot encode the text (WordLevel error: Missing [UNK]"]),
         ({"b": 0}, " ", ["path=a.txt", "makes no token of this text", "another text or tokenizer"]),
     ],
 )

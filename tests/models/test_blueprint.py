@@ -16,6 +16,7 @@ from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Auto
 from moezoo.nn.containers import store
+from moezoo.nn.linear import draws_numbers, normal
 from moezoo.training.build import build_state, build_step
 
 TINY = MixtralConfig(vocab=8, embed=8, layers=1, heads=1, kv_heads=1, head_dim=4, expert_mlp=4, experts=4)
@@ -42,6 +43,18 @@ def test_shapes_are_those_of_the_model():
         assert model.embedding.weight.dtype == jnp.bfloat16
         assert plan.shapes is plan.shapes
         assert (EXPERTS + "gate" in described(model)) == (plan is plain)
+
+
+def test_shapes_are_found_without_drawing(monkeypatch):
+    """And a function that was traced for shapes draws numbers afterwards."""
+    draw = jax.jit(lambda key: normal(key, (3,), 1.0, jnp.dtype("float32")))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.random, "truncated_normal", None)
+        assert described(Blueprint(dataclasses.replace(TINY, layers=3)).shapes)
+        with draws_numbers(False):
+            jax.eval_shape(draw, jax.random.key(0))
+    assert np.asarray(draw(jax.random.key(0))).all()
+    assert np.asarray(Blueprint(TINY).make(jax.random.key(0)).embedding.weight).all()
 
 
 def test_the_mask_is_of_the_shapes():

@@ -1,0 +1,181 @@
+"""The ids of documents, kept on disk: text that was tokenized once is mapped into memory by later runs.
+
+An entry is a folder of token files. Its name is a hash of everything that the ids follow from: the bytes of all files,
+how documents are read from them, and the tokenizer. A file that changes gives another entry.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from moezoo.data.corpus import Corpus, concatenate
+from moezoo.data.documents import Document, tokenize
+from moezoo.data.files import Found
+from moezoo.data.token_files import read_token_files, write_token_files
+from moezoo.data.tokenizer import NO_TOKENS, Bytes, Tokenizer
+from moezoo.errors import UserError
+from moezoo.host import processors, user_cache
+from moezoo.typed import show
+
+# The bytes of text in a shard of the training order; in Parquet a row group is one.
+SHARD = 2**26
+_FORMAT = 1  # of an entry; another number makes older entries unused
+
+
+class Kept(NamedTuple):
+    """An entry.
+
+    - `corpus`: the documents; their ids stay on disk;
+    - `names`: the name of each document, or none;
+    - `shards`: the index in the ids at which each shard begins;
+    - `sha256`: of all ids.
+    """
+
+    corpus: Corpus
+    names: list[str]
+    shards: Int64[np.ndarray, "shards"]
+    sha256: str
+
+
+class How(NamedTuple):
+    """How text becomes ids.
+
+    - `reader`: what documents are read from the files, in words;
+    - `tokenizer`, `tokenizer_path`: what makes the ids, and its file; None for bytes;
+    - `end`: the id at the end of each document; None for none;
+    - `dtype`: it holds every id.
+    """
+
+    reader: str
+    tokenizer: Tokenizer
+    tokenizer_path: Path | None
+    end: int | None
+    dtype: np.dtype
+
+
+def nothing(dtype: np.dtype) -> Kept:
+    """Return what an entry without documents would hold."""
+    return Kept(concatenate([], dtype), [], np.zeros(1, np.int64), hashlib.sha256().hexdigest())
+
+
+def cache_folder(cache: str) -> Path:
+    """Return the folder of entries for the setting `data.cache`, which is made.
+
+    Raises `UserError` if it cannot be written.
+    """
+    folder = user_cache() / "tokens" if cache == "auto" else Path(os.path.expanduser(cache)).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise UserError(
+            f"{show(f'data.cache={cache}')}: {show(str(folder))} cannot be written ({error.strerror}); "
+            "name a folder for token ids"
+        ) from None
+    return folder
+
+
+def kept(folder: Path, found: Found, documents: Iterable[Document], how: How) -> Kept:
+    """Return the entry of the files `found` in `folder`; it is made of `documents` if there is none yet.
+
+    Processes that need the same entry wait for the one that makes it.
+
+    Raises:
+        UserError: Text cannot be read, or has no tokens; a file changed while it was read; the entry is damaged.
+    """
+    before = [_state(found, path) for path in found.paths]
+    entry = folder / _key(found, how)
+    path = entry / "tokens.npy"
+    try:
+        entry.mkdir(exist_ok=True)
+        with _locked(entry):
+            if not path.exists():
+                _write(path, found, documents, how, before)
+    except OSError as error:
+        raise UserError(
+            f"{show(str(entry))} cannot be written ({error.strerror}); make room, or set data.cache=FOLDER"
+        ) from error
+    try:
+        corpus, metadata = read_token_files(path, key="cache", dtypes=(how.dtype.name,))
+        shards = np.array(metadata["shards"], np.int64)
+        return Kept(corpus, list(metadata["names"]), shards, metadata["sha256"])
+    except (UserError, KeyError, ValueError, TypeError) as error:
+        raise UserError(f"{show(str(entry))} is damaged; remove this folder, and start again ({error})") from error
+
+
+def _write(path: Path, found: Found, documents: Iterable[Document], how: How, before: Sequence[object]) -> None:
+    for left in path.parent.glob(".*.partial"):  # of a process that was killed
+        left.unlink()
+    names: list[str] = []
+    shards: list[int] = []
+
+    def ids() -> Iterator[np.ndarray]:
+        tokens, size, group = 0, 0, None
+        for document, made in tokenize(documents, how.tokenizer, how.dtype, how.end):
+            if not shards or size >= SHARD or document.group != group:
+                shards.append(tokens)
+                size, group = 0, document.group
+            size += len(document.text)
+            tokens += len(made)
+            if document.name:
+                names.append(document.name)
+            yield made
+        if not tokens:
+            raise UserError(f"{found.shown}: {NO_TOKENS}")
+        for file, state in zip(found.paths, before, strict=True):
+            if _state(found, file) != state:
+                raise UserError(f"{found.describe(file)} changed while it was read; start again when it is complete")
+
+    unit = "byte" if isinstance(how.tokenizer, Bytes) else "token"
+    about = {"vocab": how.tokenizer.vocab, "unit": unit, "shards": shards, "names": names}
+    write_token_files(path, ids(), how.dtype, lambda: about)
+
+
+def _state(found: Found, path: Path) -> tuple[int, int, int]:
+    """Return what changes when a file is written."""
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise UserError(f"{found.describe(path)} cannot be read ({error.strerror}); make it readable") from error
+    return now.st_size, now.st_mtime_ns, now.st_ino
+
+
+def _key(found: Found, how: How) -> str:
+    """Return the name of an entry."""
+
+    def hashed(path: Path) -> str:
+        try:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"{found.describe(path)} cannot be read ({error.strerror}); make it readable") from error
+
+    made_by = "bytes"
+    if how.tokenizer_path is not None:
+        made_by = f"{importlib.metadata.version('tokenizers')} {hashed(how.tokenizer_path)}"
+    facts = [_FORMAT, SHARD, how.reader, made_by, how.end, how.dtype.name]
+    with ThreadPoolExecutor(processors()) as pool:
+        digests = list(pool.map(hashed, found.paths))
+    files = list(zip(map(found.name, found.paths), digests, strict=True))
+    return hashlib.sha256(repr((facts, files)).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time run the block."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""What the sources `text`, `jsonl` and `parquet` share: files, a tokenizer, and the choice of validation documents."""
+
+import abc
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from moezoo.data.base import DataSettings
+from moezoo.data.cache import How, Kept, cache_folder, kept, nothing
+from moezoo.data.corpus import (
+    Split,
+    dtype_for,
+    hold_out,
+    select_held_out_by_index,
+    select_held_out_by_name,
+)
+from moezoo.data.documents import Document
+from moezoo.data.files import Found, find_files
+from moezoo.data.source import Source, make_source, require_vocab
+from moezoo.data.tokenizer import end_id, text_tokenizer
+from moezoo.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSettings(DataSettings):
+    """The settings of a source that reads documents from files.
+
+    - `path`: a file, a folder, or a pattern such as `texts/*.txt`; an evaluation on `validation` needs none;
+    - `tokenizer`: a Hugging Face `tokenizer.json`; None makes each byte a token;
+    - `end_token`: the text of the tokenizer's token that ends each document; None adds none;
+    - `validation`: other files to validate on; None holds out a part of `path`: 1 document in 20 by a hash of its name
+      or, without names, of its index, or the last 5% of the tokens if there are few documents;
+    - `cache`: the folder of token ids, which later runs read; "auto" for moezoo's in the user's folder of caches.
+    """
+
+    path: str | None = None
+    tokenizer: str | None = None
+    end_token: str | None = None
+    validation: str | None = None
+    cache: str = "auto"
+
+    kind: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    @abc.abstractmethod
+    def reader(self) -> str:
+        """What `documents` reads, in words: other words for anything that changes it."""
+
+    @abc.abstractmethod
+    def documents(self, found: Found) -> Iterator[Document]:
+        """Yield the documents of all files. Raises `UserError` for a file, line or row that is not as it should be."""
+
+    def load(self, *, seed: int, vocab: int) -> Source:
+        """Tokenize all files that are not in the cache, and map the ids into memory.
+
+        Raises:
+            UserError: A path does not exist or holds no text, or every file of `path` is also in `validation`.
+        """
+        del seed
+        path, own = self.path, self.validation
+        if path is None and own is None:
+            raise UserError(f"data.path is required for data={self.kind}; pass data.path=FILE_OR_FOLDER")
+        how = self._how(vocab)
+        found = None if path is None else find_files(path, key="data.path", suffixes=self.suffixes)
+        if own is None:
+            assert found is not None
+            read = self._read(found, how)
+            by_name = read.names or None
+            chosen = select_held_out_by_name(by_name) if by_name else select_held_out_by_index(read.corpus.documents)
+            split = hold_out(read.corpus, chosen, read.names)
+        else:
+            apart = find_files(own, key="data.validation", suffixes=self.suffixes)
+            if found is not None:
+                # Validation files may be in a subfolder of the training files, and must not be trained on.
+                withheld = {file.resolve() for file in apart.paths}
+                found = found._replace(paths=[file for file in found.paths if file.resolve() not in withheld])
+                if not found.paths:
+                    raise UserError(f"data.validation={own} holds every file of data.path={path}; give different files")
+            read = nothing(how.dtype) if found is None else self._read(found, how)
+            held_out = self._read(apart, how)
+            split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
+        split = split._replace(held_out=tuple(dict.fromkeys(split.held_out)))  # a long file is several documents
+        extra = {} if found is None else self.describe(found, read)
+        source = make_source(
+            self.kind, split, how.tokenizer, vocab=how.tokenizer.vocab, sha256=read.sha256[:16], **extra
+        )
+        return dataclasses.replace(source, shards=self.shards(read))
+
+    def shards(self, read: Kept) -> np.ndarray | None:
+        """Return the shards of the training order; None shuffles windows."""
+        return read.shards
+
+    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+        """Return facts for the summary, as title and text."""
+        del found
+        return {"shards": f"{len(read.shards):,}"}
+
+    def tokenizer_file(self) -> Path | None:
+        return None if self.tokenizer is None else Path(os.path.expanduser(self.tokenizer))
+
+    def _how(self, vocab: int) -> How:
+        tokenizer = text_tokenizer(self.tokenizer, key="data.tokenizer")
+        bytes_ = f"data={self.kind} without data.tokenizer has 256 byte values"
+        what = bytes_ if self.tokenizer is None else f"data.tokenizer has {tokenizer.vocab} tokens"
+        require_vocab(what, tokenizer.vocab, vocab)
+        end = None if self.end_token is None else end_id(tokenizer, self.end_token, key="data.end_token")
+        return How(self.reader, tokenizer, self.tokenizer_file(), end, dtype_for(tokenizer.vocab))
+
+    def _read(self, found: Found, how: How) -> Kept:
+        return kept(cache_folder(self.cache), found, self.documents(found), how)

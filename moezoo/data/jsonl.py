@@ -1,0 +1,66 @@
+"""Data: files of JSON objects, one per line."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import ClassVar
+
+from moezoo.data.documents import Document
+from moezoo.data.file_settings import FileSettings
+from moezoo.data.files import Found, opened
+from moezoo.errors import UserError, nearest
+from moezoo.typed import show
+
+
+@dataclasses.dataclass(frozen=True)
+class Jsonl(FileSettings):
+    """JSON objects, one per line: the text in `field` of each is a document. Lines of white space are passed over."""
+
+    field: str = "text"
+
+    kind: ClassVar[str] = "jsonl"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+
+    @property
+    def reader(self) -> str:
+        return f"jsonl {self.field}"
+
+    def documents(self, found: Found) -> Iterator[Document]:
+        for path in found.paths:
+            shown = found.describe(path)
+            with opened(path, shown) as file:
+                for number, line in enumerate(file, 1):
+                    if not line.isspace():
+                        where = f"{shown} line {number}"
+                        yield Document(self._parse(line, where), where)
+
+    def _parse(self, line: bytes, where: str) -> bytes:
+        """Return the text of a line, as UTF-8."""
+        try:
+            value = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            byte = f"byte {error.start} is 0x{line[error.start]:02x}"
+            raise UserError(f"{where} is not UTF-8: {byte}; convert the file to UTF-8") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{where} is {_kind(value)}, not an object; write {{{json.dumps(self.field)}: ...}}")
+        if self.field not in value:
+            near = nearest(self.field, value) if value else "the object is empty"
+            raise UserError(f"{where} has no field {show(self.field)}; {near}; set data.field")
+        text = value[self.field]
+        if not isinstance(text, str):
+            raise UserError(f"{where}: field {show(self.field)} is {_kind(text)}, not a string; set data.field")
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{where}: field {show(self.field)} has half of a surrogate pair at character {error.start}, "
+                "which no UTF-8 can hold; correct it"
+            ) from error
+
+
+def _kind(value: object) -> str:
+    """Return what JSON calls a value."""
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")

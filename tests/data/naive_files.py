@@ -1,0 +1,74 @@
+"""The documents and windows of a run on files, read in plain Python that shares no code with moezoo."""
+
+import gzip
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+Encode = Callable[[str], list[int]]
+
+
+class Shard(NamedTuple):
+    """The documents of a shard, as token ids, and the number of each among all documents."""
+
+    documents: list[list[int]]
+    numbers: list[int]
+
+
+def read_lines(folder: Path) -> list[str]:
+    """Return the texts of all JSONL files, sorted by path; .gz ones are unpacked."""
+    found = []
+    for path in sorted(folder.rglob("*.jsonl*"), key=lambda path: path.relative_to(folder).as_posix()):
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        found += [json.loads(line)["text"] for line in content.decode().split("\n") if line.strip()]
+    return found
+
+
+def cut_by_size(texts: list[str], encode: Encode, size: int) -> list[Shard]:
+    """Return shards of at least `size` bytes of text, the last one of the rest."""
+    shards, room = [Shard([], [])], size
+    for number, text in enumerate(texts):
+        if room <= 0:
+            shards.append(Shard([], []))
+            room = size
+        shards[-1].documents.append(encode(text))
+        shards[-1].numbers.append(number)
+        room -= len(text.encode())
+    return shards
+
+
+def is_held_out(number: int) -> bool:
+    """Return whether splitmix64 of a document's number, from 1, is a multiple of 20."""
+    x = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) % 20 == 0
+
+
+def rows(shards: list[Shard], *, seed: int, seq_len: int) -> Iterator[list[list[int]]]:
+    """Yield the tokens, labels, segments and positions of one row after another, epoch after epoch, without end."""
+    chosen = [
+        [document for document, number in zip(*shard, strict=True) if not is_held_out(number)] for shard in shards
+    ]
+    for epoch in itertools.count():
+        draw = iter(np.random.Philox(key=[seed, epoch]).random_raw(10**5).tolist())
+        of_shard = [next(draw) for _ in chosen]
+        keyed = [(of_shard[i], next(draw), document) for i, part in enumerate(chosen) for document in part]
+        stream = [(n, place, id) for n, (*_, document) in enumerate(sorted(keyed)) for place, id in enumerate(document)]
+        for begin in range(0, len(stream) - 1, seq_len):
+            part = stream[begin : begin + seq_len + 1]
+            row, segment, position = [], 0, 0
+            for i in range(seq_len):
+                if i >= len(part):
+                    row.append((0, -1, 0, 0))
+                    continue
+                new = i == 0 or part[i][0] != part[i - 1][0]
+                segment, position = segment + new, 0 if new else position + 1
+                goes_on = i + 1 < len(part) and part[i + 1][0] == part[i][0]
+                row.append((part[i][2], part[i + 1][2] if goes_on else -1, segment, position))
+            yield [list(column) for column in zip(*row, strict=True)]

@@ -1,0 +1,258 @@
+"""JSONL files, their cache and their order, compared with a naive reading; and every error."""
+
+import gzip
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import naive_files as naive
+import numpy as np
+import pytest
+from refusals import refused
+
+from moezoo.data import Jsonl, Source, Text, cache, documents, load, train_batches
+from moezoo.data.tokenizer import HuggingFace
+from moezoo.errors import UserError
+
+SEQ = 7
+SHARD = 200
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Many shards, and many tasks of the threads."""
+    monkeypatch.setattr(cache, "SHARD", SHARD)
+    monkeypatch.setattr(documents, "_TASK", 50)
+
+
+def lines(texts) -> bytes:
+    return b"".join(json.dumps({"n": i, "text": text}).encode() + b"\n" for i, text in enumerate(texts))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Three files, one of them packed, of documents with 0 to 20 words; and a file that is not read."""
+    root = tmp_path / "texts"
+    (root / "sub").mkdir(parents=True)
+    some = [" ".join(["document", *(str((i * k) % 41) for k in range(i % 20))]) for i in range(90)]
+    (root / "b.jsonl").write_bytes(lines([*some[:30], "", "äöü €"]) + b"\n  \n")
+    (root / "a.jsonl.gz").write_bytes(gzip.compress(lines(some[30:60])))
+    (root / "sub" / "c.jsonl").write_bytes(lines(some[60:])[:-1])  # without a line end at its end
+    (root / "notes.txt").write_text("no JSON")
+    return root
+
+
+def load_jsonl(path: Path, **settings) -> Source:
+    return load(Jsonl(path=str(path), **settings), seq_len=SEQ, seed=3, vocab=1000)
+
+
+def take(source: Source, count: int, *, start: int = 0, chosen: list[int] | None = None) -> list[np.ndarray]:
+    """Return the rows of `count` batches of 4: tokens, labels, segments and positions [4, row, seq]."""
+    read = None if chosen is None else np.array(chosen)
+    batches = train_batches(source, seq_len=SEQ, batch_size=4, seed=3, rows=read, start=start)
+    return [np.stack(next(batches)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("end", [None, "<unk>"])
+def test_against_a_naive_reading(folder, tokenizer_file, end):
+    """Three epochs, which end inside batches: without and with the cache, in parts, and resumed."""
+    from tokenizers import Tokenizer
+
+    library: Any = Tokenizer.from_file(str(tokenizer_file))
+    library.no_truncation()
+    library.no_padding()
+    after = [] if end is None else [library.get_vocab()[end]]
+
+    def encode(text: str) -> list[int]:
+        ids = library.encode(text).ids
+        return ids if ids[-1:] == after else ids + after
+
+    expected = naive.rows(naive.cut_by_size(naive.read_lines(folder), encode, SHARD), seed=3, seq_len=SEQ)
+    cold = load_jsonl(folder, tokenizer=str(tokenizer_file), end_token=end)
+    assert isinstance(cold.train.tokens, np.memmap)
+    count = 3 * -(-(len(cold.train) - 1) // SEQ) // 4 + 1
+    batches = take(cold, count)
+    for batch in batches:
+        assert batch.transpose(1, 0, 2).tolist() == [next(expected) for _ in range(4)]
+    warm = load_jsonl(folder, tokenizer=str(tokenizer_file), end_token=end)
+    np.testing.assert_array_equal(take(warm, count), batches)
+    halves = [take(warm, count, chosen=part) for part in ([0, 1], [2, 3])]
+    np.testing.assert_array_equal(np.concatenate(halves, axis=2), batches)
+    middle = count // 2
+    np.testing.assert_array_equal(take(warm, count - middle, start=middle), batches[middle:])
+    assert cold.summary == warm.summary
+    assert cold.summary["held out"] == "1 in 20, by a hash of its index"
+
+
+def test_bytes_are_those_of_the_texts(folder):
+    source = load_jsonl(folder)
+    texts = [text.encode() for text in naive.read_lines(folder)]
+    assert source.train.tokens.tobytes() == b"".join(texts)
+    held_out = [text for number, text in enumerate(texts) if naive.is_held_out(number)]
+    starts, lengths = source.validation.starts, np.diff(source.validation.offsets)
+    stored = source.validation.tokens
+    assert [stored[s : s + n].tobytes() for s, n in zip(starts, lengths, strict=True)] == held_out
+    assert source.shards is not None
+    assert len(source.shards) == len(
+        naive.cut_by_size(naive.read_lines(folder), lambda text: list(text.encode()), SHARD)
+    )
+    assert source.summary["shards"] == str(len(source.shards))
+
+
+def test_the_tokenizer_may_end_documents_itself(tmp_path, tokenizer_file):
+    (tmp_path / "a.jsonl").write_bytes(lines(["1 word", "1", "2 3"]))
+    settings = {"tokenizer": str(tokenizer_file), "validation": str(tmp_path / "a.jsonl"), "path": None}
+    source = load(Jsonl(**settings, end_token="<unk>"), seq_len=2, seed=0, vocab=400, training=False)
+    unknown = HuggingFace(tokenizer_file, key="key").token_id("<unk>")
+    assert source.validation.tokens.tolist() == [0, 3, unknown, 0, 3, unknown, 0, 4, 5, unknown]
+
+
+def test_packed_files_are_read_as_they_are(folder, tmp_path):
+    pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
+    from moezoo.data.files import _zstd
+
+    plain = load_jsonl(folder)
+    content = (folder / "b.jsonl").read_bytes()
+    (folder / "b.jsonl").unlink()
+    (folder / "b.jsonl.zst").write_bytes(_zstd("").compress(content))
+    packed = load_jsonl(folder)
+    assert packed.facts(SEQ) == plain.facts(SEQ)
+    np.testing.assert_array_equal(take(packed, 9), take(plain, 9))
+    text = tmp_path / "text.txt.zst"
+    text.write_bytes(_zstd("").compress(content))
+    assert load(Text(path=str(text)), seq_len=SEQ, seed=0, vocab=256).train.tokens.tobytes() == content
+    text.write_bytes(_zstd("").compress(content)[:-3])
+    with refused(f"data.path={text} is damaged (Compressed file ended before the end-of-stream marker was reached)"):
+        load(Text(path=str(text)), seq_len=SEQ, seed=0, vocab=256)
+    text.write_bytes(content)
+    with refused(f"data.path={text} is damaged (Unable to decompress Zstandard data"):
+        load(Text(path=str(text)), seq_len=SEQ, seed=0, vocab=256)
+
+
+def test_a_missing_library(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    for name in ("compression", "backports"):
+        monkeypatch.setitem(sys.modules, name, None)
+    shown = f"data.path={tmp_path}/a.jsonl.zst"
+    with refused(f"{shown} needs a library that unpacks .zst; pip install 'moezoo[zstd]', or unpack the file"):
+        load_jsonl(tmp_path / "a.jsonl.zst")
+
+
+def test_everything_that_decides_the_ids_makes_another_entry(folder, tmp_path, tokenizer_file):
+    """The files, the field, the tokenizer and the end token; a file that changes back gives the first entry again."""
+    library = json.loads(tokenizer_file.read_text())
+    library["model"]["vocab"] |= {"document": 2, "0": 1}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(library))
+    (folder / "b.jsonl").write_bytes(
+        (folder / "b.jsonl").read_bytes().replace(b'"n": ', b'"also": "", "n": "').replace(b', "text"', b'", "text"')
+    )
+    paths = {"tokenizer": str(tokenizer_file)}
+    found = [load_jsonl(folder, **paths).facts(SEQ)]
+    found.append(load_jsonl(folder, **paths, end_token="<unk>").facts(SEQ))
+    found.append(load_jsonl(folder, **paths, end_token="<s>").facts(SEQ))
+    found.append(load_jsonl(folder, tokenizer=str(other)).facts(SEQ))
+    found.append(load_jsonl(folder / "b.jsonl", **paths).facts(SEQ))
+    found.append(load_jsonl(folder / "b.jsonl", **paths, field="n").facts(SEQ))
+    content, times = (folder / "b.jsonl").read_bytes(), (folder / "b.jsonl").stat()
+    (folder / "b.jsonl").write_bytes(content.replace(b"document 0", b"document 1"))
+    os.utime(folder / "b.jsonl", ns=(times.st_atime_ns, times.st_mtime_ns))  # only its content differs
+    found.append(load_jsonl(folder, **paths).facts(SEQ))
+    assert len({str(facts) for facts in found}) == len(found)
+    (folder / "b.jsonl").write_bytes(content)
+    assert load_jsonl(folder, **paths).facts(SEQ) == found[0]
+
+
+def test_one_process_makes_an_entry(folder, monkeypatch):
+    """The others wait for it, and read it."""
+    made, write = [], cache.write_token_files
+    monkeypatch.setattr(cache, "write_token_files", lambda *all: made.append(all[0]) or write(*all))
+    threads = [threading.Thread(target=load_jsonl, args=(folder,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    # What a killed process has left is removed; the entry of a failed one is made again.
+    entry = made[0].parent
+    made[0].unlink()
+    (entry / ".tokens.npy.1.partial").write_bytes(b"left")
+    load_jsonl(folder)
+    assert sorted(file.name for file in entry.iterdir()) == ["tokens.json", "tokens.npy", "tokens.offsets.npy"]
+
+
+def test_a_damaged_entry(folder, tmp_path):
+    load_jsonl(folder, cache=str(tmp_path / "ids"))
+    (entry,) = (tmp_path / "ids").iterdir()
+    for name, content in (("tokens.json", "{}"), ("tokens.npy", "")):
+        (entry / name).write_text(content)
+        with refused(f"{entry} is damaged; remove this folder, and start again ("):
+            load_jsonl(folder, cache=str(tmp_path / "ids"))
+
+
+def test_a_folder_that_cannot_be_written(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with refused(f"data.cache={tmp_path}/file/ids: {tmp_path}/file/ids cannot be written (Not a directory); name a"):
+        load_jsonl(folder, cache=str(tmp_path / "file" / "ids"))
+
+
+def test_a_file_that_changes_while_it_is_read(folder, monkeypatch):
+    parse = Jsonl._parse
+
+    def changing(self, line, where):
+        with (folder / "b.jsonl").open("a") as file:
+            file.write("\n")
+        return parse(self, line, where)
+
+    monkeypatch.setattr(Jsonl, "_parse", changing)
+    with refused(f"data.path={folder}: {folder}/b.jsonl changed while it was read; start again when it is complete"):
+        load_jsonl(folder)
+
+
+GOOD = b'{"text": "good"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "message"),
+    [
+        ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (Expecting property name enclosed in double"),
+        ("a.jsonl", GOOD + b"\n" + b"[" * 10**5, {}, " line 3 is not JSON ("),
+        ("a.jsonl", GOOD * 3 + b'"text"\n', {}, ' line 4 is a string, not an object; write {"text": ...}'),
+        ("a.jsonl", b"[1]\n", {}, ' line 1 is an array, not an object; write {"text": ...}'),
+        ("a.jsonl", GOOD, {"field": "txt"}, " line 1 has no field txt; did you mean 'text'?; set data.field"),
+        ("a.jsonl", GOOD + b"{}\n", {}, " line 2 has no field text; the object is empty; set data.field"),
+        ("a.jsonl", b'{"text": null}\n', {}, " line 1: field text is null, not a string; set data.field"),
+        ("a.jsonl", b'{"text": 12}\n', {}, " line 1: field text is a number, not a string; set data.field"),
+        ("a.jsonl", b'{"text": "\xff"}\n', {}, " line 1 is not UTF-8: byte 10 is 0xff; convert the file to UTF-8"),
+        ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, " line 1: field text has half of a surrogate pair at character 1"),
+        ("a.jsonl", b"", {}, ": the tokenizer makes no token of this text; give another text or tokenizer"),
+        ("a.jsonl.gz", gzip.compress(GOOD)[:-2], {}, " is damaged (Compressed file ended before the end-of-stream"),
+        ("a.jsonl.gz", GOOD, {}, " is damaged (Not a gzipped file"),
+        ("a.jsonl", GOOD, {"tokenizer": "{0}/none"}, "data.tokenizer={0}/none does not exist; give a Hugging Face"),
+        ("a.jsonl", GOOD, {"end_token": "</s>"}, "data.end_token=</s> needs a tokenizer that has this token; set"),
+        ("a.jsonl", GOOD, {"tokenizer": "{1}", "end_token": "</s>"}, "data.end_token=</s> is not a token of data.tok"),
+    ],
+)
+def test_refusals(tmp_path, tokenizer_file, name, content, settings, message):
+    (tmp_path / name).write_bytes(content)
+    settings = {key: value.format(tmp_path, tokenizer_file) for key, value in settings.items()}
+    message = message.replace("{0}", str(tmp_path))
+    with refused(message if message.startswith("data.") else f"data.path={tmp_path}/{name}{message}"):
+        load_jsonl(tmp_path / name, **settings)
+    assert not list(tmp_path.glob("caches/**/tokens.npy"))
+    # In a folder, the message names the file.
+    if not message.startswith(("data.", ":")):
+        with refused(f"data.path={tmp_path}: {tmp_path}/{name}{message}"):
+            load_jsonl(tmp_path, **settings)
+
+
+def test_settings_that_find_nothing(tmp_path, tokenizer_file):
+    with refused(f"data.path={tmp_path} is a folder without .jsonl files; give a .jsonl file or a folder of them"):
+        load_jsonl(tmp_path)
+    with refused("data.path is required for data=jsonl; pass data.path=FILE_OR_FOLDER"):
+        load(Jsonl(), seq_len=SEQ, seed=0, vocab=256)
+    with pytest.raises(UserError, match=r"^data.tokenizer has 301 tokens but model.vocab=300; set model.vocab=301$"):
+        load(Jsonl(path=str(tmp_path), tokenizer=str(tokenizer_file)), seq_len=SEQ, seed=0, vocab=300)
