@@ -8,9 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from few_bit_folders import FP8_CONFIG, Case, Written, encode_fp8, is_projection, tensors_of, write_few_bits
+from few_bit_folders import WHOLE, Written, tensors_of
 from peer_results import torch, transformers
-from tiny_models import deepseek_v3
 
 import moezoo
 from moezoo.hub.peer import class_of
@@ -50,26 +49,19 @@ def check(made: Written, config: Any, tmp_path: Path) -> None:
         wanted, found = theirs(made.few, config, dtype), ours(made.few, dtype, tmp_path / dtype)
         again = theirs(tmp_path / "kept", config, dtype)
         assert found.keys() == wanted.keys() == again.keys()
-        for name, x in wanted.items():
+        for name in wanted:
             # Routers stay in float32 there; of them only the choice bias does here.
-            a, b, c = (
-                y.astype(dtype).view({2: np.uint16, 4: np.uint32}[np.dtype(dtype).itemsize])
-                for y in (found[name], again[name], x)
-            )
-            np.testing.assert_array_equal(a, c, name)
-            np.testing.assert_array_equal(b, c, name)
+            x, y, z = (each[name].astype(dtype).astype(np.float32).view(np.uint32) for each in (wanted, found, again))
+            np.testing.assert_array_equal(x, y, name)
+            np.testing.assert_array_equal(x, z, name)
 
 
-@pytest.mark.parametrize("scales", [np.float32, np.uint8], ids=["float32", "ue8m0"])
-def test_fp8(save, tmp_path, monkeypatch, scales):
-    """All blocks are whole: transformers refuses others."""
+@pytest.mark.parametrize("name", WHOLE)
+def test_fp8(few_bits, tmp_path, monkeypatch, name):
+    """transformers refuses blocks that are not whole."""
     # It wants accelerate, which it does not use here.
     monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
-    sizes: dict[str, Any] = {"embed": 64, "expert_mlp": 32, "q_lora": 40, "kv_lora": 24, "nope_dim": 8, "value_dim": 8}
-    table = FP8_CONFIG | {"weight_block_size": [8, 8]} | ({"scale_fmt": "ue8m0"} if scales == np.uint8 else {})
-    case = Case(deepseek_v3(**sizes, mlp=40), is_projection, encode_fp8((8, 8), scales), table)
-    made = write_few_bits(save(case.config).folder, tmp_path / "by hand", case)
-    check(made, transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8)), tmp_path)
+    check(few_bits(name), transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8)), tmp_path)
 
 
 def test_mxfp4(few_bits, tmp_path):
