@@ -218,8 +218,8 @@ FORMATS = (
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 _REFUSED = {
     "_zero_point": "integers with a zero point",
-    "_global_scale": "NVFP4",
-    "_scale_2": "NVFP4",
+    "_global_scale": "numbers of NVFP4",
+    "_scale_2": "numbers of NVFP4",
     "_g_idx": "integers in another order",
 }
 

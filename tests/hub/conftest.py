@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from few_bit_folders import CASES, Written, write_few_bits
+from few_bit_folders import CASES, WHOLE, Written, write_few_bits
 from tiny_models import CONFIGS, random_model
 
 import moezoo
@@ -37,15 +37,17 @@ def save(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def few_bits(tmp_path_factory):
-    """Return a function from a name in `few_bit_folders.CASES` to the folders of that model."""
+    """Return a function from a name in `few_bit_folders.CASES` or `WHOLE` to the folders of that model."""
     rng = np.random.default_rng(0)
 
     @functools.cache
     def write(name: str) -> Written:
-        shapes, folder = Blueprint(CASES[name].config).shapes, tmp_path_factory.mktemp("few")
-        model = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), shapes)
+        case, folder = (CASES | WHOLE)[name], tmp_path_factory.mktemp("few")
+        model = jax.tree.map(
+            lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), Blueprint(case.config).shapes
+        )
         moezoo.save_pretrained(model, folder / "plain")
-        return write_few_bits(folder / "plain", folder, CASES[name])
+        return write_few_bits(folder / "plain", folder, case)
 
     return write
 

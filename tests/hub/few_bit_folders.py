@@ -207,6 +207,13 @@ CASES = {
     ),
     "int4 groups of 16": Case(qwen3(**_SIZES), lambda name: ".experts." in name, encode_int4(16), int4_config(16)),
 }
+# Blocks of 8 x 8 are whole everywhere.
+_WHOLE = deepseek_v3(**_LATENT | {"value_dim": 8})
+_TABLE = FP8_CONFIG | {"weight_block_size": [8, 8]}
+WHOLE = {
+    "fp8 whole": Case(_WHOLE, is_projection, encode_fp8((8, 8)), _TABLE),
+    "fp8 whole codes": Case(_WHOLE, is_projection, encode_fp8((8, 8), np.uint8), _TABLE | {"scale_fmt": "ue8m0"}),
+}
 
 
 def write_few_bits(plain: Path, folder: Path, case: Case) -> Written:
