@@ -11,7 +11,7 @@ _LARGEST_VOCAB = 256  # the table of trigrams takes 64 MiB
 _Ids = Int32[np.ndarray, "predicted"]
 
 
-def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**26, chunk: int = 2**18) -> float | None:
+def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**24, chunk: int = 2**18) -> float | None:
     """Return the validation loss of an interpolated trigram model, in nats per token; None for more than 256 tokens.
 
     With c the counts after a history h, T the number of different tokens that followed it, and h' the history without

@@ -306,8 +306,8 @@ class Widened(FewBits):
 
         scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
         region = self.files.region(few.values, items, map(in_items, boxes))
-        # A byte becomes up to two numbers of four bytes.
-        yield Piece(self.tensor.name, region, functools.partial(self._read_piece, in_numbers, places, scales), 8)
+        widens = 4 * few.format.container.PER_BYTE  # numbers of four bytes
+        yield Piece(self.tensor.name, region, functools.partial(self._read_piece, in_numbers, places, scales), widens)
 
     def _read_piece(
         self, in_numbers: Callable[[Region], Region], places: Sequence[_Place], scales: "_Scales", region: Region

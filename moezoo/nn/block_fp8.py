@@ -14,6 +14,7 @@ from moezoo.parallel.roles import Axes
 
 # The largest number of e4m3.
 LARGEST = 448
+_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class FP8Encoding(Encoding):
 
     def numbers(self, codes: np.ndarray) -> np.ndarray:
         """Return the e4m3 numbers: a sign, four bits of exponent of bias 7, three bits of fraction; 0x7f is NaN."""
-        return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return _NUMBERS.take(codes, mode="clip")  # the fastest way: without a check of each index
 
 
 class BlockFP8(FewBits):

@@ -53,7 +53,7 @@ class MXFP4Encoding(Encoding):
 
     def numbers(self, codes: np.ndarray) -> np.ndarray:
         """Look the codes up."""
-        return np.array([*NUMBERS, *(-x for x in NUMBERS)], np.float32)[codes]
+        return np.array([*NUMBERS, *(-x for x in NUMBERS)], np.float32).take(codes, mode="clip")
 
 
 class MXFP4(FewBits):

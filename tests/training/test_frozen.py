@@ -61,6 +61,7 @@ def test_layers_that_differ_are_named_apart():
     found = dict(trained_rows(blueprint_of(moezoo.compose("model=deepseek", *words))))
     assert found["trained"].endswith("B: stacks[0].blocks[0].attention.kv_down, stacks[1].blocks[0].attention.out")
     assert "stacks[1].blocks[0].attention.kv_down" in found["frozen"]
+    assert "choice_bias" not in found["frozen"]
     assert trained_rows(blueprint_of(moezoo.compose("model=deepseek"))) == []
 
 
