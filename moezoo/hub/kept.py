@@ -161,7 +161,7 @@ def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format 
         found = {name: few.format.tensor(few.plain, None) for name, few in found.items()}
     elif len(sizes) > 1:
         refused = f"have blocks of {len(sizes)} sizes, and a folder has one"
-    if rounds_to and not found:
+    if rounds_to and rounds_to.name not in formats:
         raise UserError(f"format={rounds_to.name}: folders of this family have no weight that fits it; leave it out")
     if rounds_to and refused:
         raise UserError(f"format={rounds_to.name}: weights of few bits {refused}; load the folder with dtype=bfloat16")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED
 from moezoo.hub.recording import ModuleRecord
 
@@ -49,6 +50,7 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                **_widening(folder),
             )
     except Exception as error:  # transformers and huggingface_hub have many error classes
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -57,6 +59,15 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
     if lacking := sorted(name for name in info["missing_keys"] if ".indexer." not in name):
         raise UserError(f"{folder}: transformers finds no values for {len(lacking)} weights: {lacking[0]}, ...")
     return model.eval()
+
+
+def _widening(folder: Path) -> dict[str, Any]:
+    """Return the arguments with which transformers widens weights of few bits, as its products differ from ours."""
+    import transformers
+
+    method = (read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
+    kinds = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}
+    return {"quantization_config": kinds[method](dequantize=True)} if method in kinds else {}
 
 
 def class_of(folder: Path) -> Any:

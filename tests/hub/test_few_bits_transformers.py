@@ -12,6 +12,7 @@ from few_bit_folders import WHOLE, Written, tensors_of
 from peer_results import torch, transformers
 
 import moezoo
+from moezoo.hub import parity
 from moezoo.hub.peer import class_of
 from moezoo.nn.mxfp4 import MXFP4Encoding
 
@@ -66,6 +67,15 @@ def test_fp8(few_bits, tmp_path, monkeypatch, name):
 
 def test_mxfp4(few_bits, tmp_path):
     check(few_bits("mxfp4"), transformers.Mxfp4Config(dequantize=True), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8 whole"])
+def test_modules_agree(few_bits, monkeypatch, name):
+    """`parity` compares the widened models."""
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    result = parity.compare(few_bits(name).few)
+    assert result.first is None, result
+    assert result.worst.difference < 1e-5
 
 
 def test_all_codes_of_mxfp4():

@@ -1,5 +1,6 @@
 """Models whose weights stay in few bits: read inside others, computing on meshes, in checkpoints."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -88,6 +89,14 @@ def test_generation(few_bits):
     models = (moezoo.from_pretrained(few_bits("mxfp4").few, dtype=dtype) for dtype in ("stored", "float32"))
     found, wanted = (moezoo.generate(model, TOKENS[:2, :5], max_new_tokens=3) for model in models)
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_evaluation(few_bits):
+    cfg = moezoo.compose("data=synthetic", "data.vocab=32", "data.documents=40", "data.eval_sequences=8", "seq_len=16")
+    models = [moezoo.from_pretrained(few_bits("fp8").few, dtype=dtype) for dtype in ("stored", "float32")]
+    cfg = dataclasses.replace(cfg, model=models[0].config)
+    found, wanted = (moezoo.evaluate(model, cfg) for model in models)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
 
 
 def test_a_checkpoint_has_the_bits(few_bits, tmp_path):

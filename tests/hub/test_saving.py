@@ -115,9 +115,15 @@ def test_containers_of_two_processes_stand_for_arrays(two, tmp_path):
     assert read_files(two[0] / "contained") == read_files(tmp_path / "one")
 
 
+def test_weights_of_few_bits_of_two_processes(two, tmp_path):
+    """Rounded by both, kept by both, and written again."""
+    moezoo.save_pretrained(model("deepseek"), tmp_path / "one", max_shard_size=3000, format="fp8")
+    assert read_files(two[0] / "rounded") == read_files(tmp_path / "one") == read_files(two[0] / "kept")
+
+
 def test_processes_fail_together(two):
     folder, printed = two
-    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained"}
+    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained", "rounded", "kept"}
     full = f"{folder}/full: cannot be written (No space left on device); name another folder"
     assert [found["full"] for found in printed] == [f"process 1: {full}", full]
     for found in printed:

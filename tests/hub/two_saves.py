@@ -107,6 +107,10 @@ def main(port: str, process: int, folder: Path) -> None:
     for name, (_, _, most) in SAVED.items():
         moezoo.save_pretrained(placed[name], folder / name, max_shard_size=most)
     moezoo.save_pretrained(lay_out(contained(model("tied")), mesh), folder / "contained")
+    moezoo.save_pretrained(placed["deepseek"], folder / "rounded", max_shard_size=3000, format="fp8")
+    execution = moezoo.Execution(moezoo.make_mesh(mesh), moezoo.compose().rules)
+    kept = moezoo.from_pretrained(folder / "rounded", execution, "stored")
+    moezoo.save_pretrained(kept, folder / "kept", like=folder / "rounded")
     carried = moezoo.save_pretrained(placed["deepseek"], folder / "like", like=folder / "deepseek")
     loaded = {name: load(folder / name, placed[name]) for name in SAVED}
     found: dict[str, Any] = {"changed": carried.changed, "loaded": loaded, **fail_to_load(folder, process, mesh)}
