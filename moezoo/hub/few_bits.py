@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from moezoo.errors import UserError
@@ -117,11 +118,15 @@ class Format(NamedTuple):
         container: The container that keeps it.
         encoding: Its encoding of one matrix: `encoding(name, shape, scale, block)`.
         values: What the name of the numbers has behind that of the weight.
-        scales: The same for the scales; a pair replaces an ending.
+        scales: The same for the scales, in all spellings; one with a `.` replaces the ending `.weight`.
         others: The same for tensors that change nothing.
         kind: The dtype of the numbers in safetensors' words.
-        scale_kinds: The same for the scales.
-        usual_block: The size of blocks that released folders have.
+        per_item: The numbers in one stored item.
+        scale_kinds: The dtypes that scales may have, in safetensors' words; the most usual first, of codes too.
+        scale_dtype: The dtype that containers usually have for them.
+        block: The usual size of blocks along outputs and inputs.
+        layouts: How tensors hold weights (`moezoo.models.names`) that folders have in this format.
+        multiple: What divides their number of inputs.
         rounds: Whether arrays are rounded to the format.
         row: The shape of a row of `n` stored items.
     """
@@ -131,28 +136,26 @@ class Format(NamedTuple):
     encoding: Callable[[str, tuple[int, int], np.ndarray, tuple[int, int]], Encoding]
     values: str
     scales: tuple[str, ...]
-    others: tuple[str, ...]
     kind: str
+    per_item: int
     scale_kinds: tuple[str, ...]
-    usual_block: tuple[int, int]
-    rounds: bool
+    scale_dtype: np.dtype
+    block: tuple[int, int]
+    layouts: tuple[str, ...]
+    multiple: int
+    rounds: bool = False
+    others: tuple[str, ...] = ()
     row: Callable[[int], tuple[int, ...]] = lambda n: (n,)
 
     def are_finite(self, items: np.ndarray) -> bool:
         """Return whether stored numbers are finite: e4m3 has a code of NaN, the others have none."""
         return self.kind != "F8_E4M3" or not ((items & 127) == 127).any()
 
-    @property
-    def per_item(self) -> int:
-        """The numbers in one stored item."""
-        return {"F8_E4M3": 1, "U8": 2, "I32": 8}[self.kind]
-
     def has(self, tensor: Tensor) -> bool:
         """Return whether folders have such a tensor in this format."""
-        layouts = {"mxfp4": ("alternating",), "int4": ("plain",)}.get(self.name, ("plain", "of_experts"))
-        *_, columns = self._encoded(tensor).shape if tensor.axes.role is Role.WEIGHT else (0,)
-        fits = columns % {"mxfp4": 32}.get(self.name, self.per_item) == 0
-        return tensor.axes.role is Role.WEIGHT and tensor.layout in layouts and fits
+        if tensor.axes.role is not Role.WEIGHT or tensor.layout not in self.layouts:
+            return False
+        return self._encoded(tensor).shape[-1] % self.multiple == 0
 
     @staticmethod
     def _encoded(tensor: Tensor) -> Tensor:
@@ -178,41 +181,50 @@ class Format(NamedTuple):
 
 FORMATS = (
     Format(
-        "fp8",
-        BlockFP8,
-        lambda name, shape, scale, block: FP8Encoding(name, shape, scale, block),
-        "",
-        ("_scale_inv", ".scale", ".qscale_weight"),
-        (),
-        "F8_E4M3",
-        ("F32", "BF16", "F8_E8M0", "U8"),
-        (128, 128),
-        True,
+        name="fp8",
+        container=BlockFP8,
+        encoding=lambda name, shape, scale, block: FP8Encoding(name, shape, scale, block),
+        values="",
+        scales=("_scale_inv", ".scale", ".qscale_weight"),
+        kind="F8_E4M3",
+        per_item=1,
+        scale_kinds=("F32", "BF16", "F8_E8M0", "U8"),
+        scale_dtype=np.dtype(np.float32),
+        block=(128, 128),
+        layouts=("plain", "of_experts"),
+        multiple=1,
+        rounds=True,
     ),
     Format(
-        "mxfp4",
-        MXFP4,
-        lambda name, shape, scale, block: MXFP4Encoding(name, shape, scale),
-        "_blocks",
-        ("_scales",),
-        (),
-        "U8",
-        ("U8", "F8_E8M0"),
-        (1, 32),
-        True,
-        lambda n: (n // 16, 16),
+        name="mxfp4",
+        container=MXFP4,
+        encoding=lambda name, shape, scale, block: MXFP4Encoding(name, shape, scale),
+        values="_blocks",
+        scales=("_scales",),
+        kind="U8",
+        per_item=2,
+        scale_kinds=("U8", "F8_E8M0"),
+        scale_dtype=np.dtype(np.uint8),
+        block=(1, 32),
+        layouts=("alternating",),
+        multiple=32,
+        rounds=True,
+        row=lambda n: (n // 16, 16),
     ),
     Format(
-        "int4",
-        PackedInt4,
-        lambda name, shape, scale, block: Int4Encoding(name, shape, scale, block[1]),
-        "_packed",
-        ("_scale",),
-        ("_shape",),
-        "I32",
-        ("BF16", "F16", "F32"),
-        (1, GROUP),
-        False,
+        name="int4",
+        container=PackedInt4,
+        encoding=lambda name, shape, scale, block: Int4Encoding(name, shape, scale, block[1]),
+        values="_packed",
+        scales=("_scale",),
+        others=("_shape",),
+        kind="I32",
+        per_item=8,
+        scale_kinds=("BF16", "F16", "F32"),
+        scale_dtype=np.dtype(ml_dtypes.bfloat16),
+        block=(1, GROUP),
+        layouts=("plain",),
+        multiple=8,
     ),
 )
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")

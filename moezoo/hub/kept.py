@@ -69,14 +69,13 @@ def in_format(shapes: LanguageModel, name: str) -> LanguageModel:
     Raises `UserError` where no weight fits the format.
     """
     form = next(form for form in FORMATS if form.name == name)
-    scale = np.dtype({"fp8": np.float32, "mxfp4": np.uint8, "int4": jnp.bfloat16}[name])
     containers = {}
     for tensor in tensors(shapes, family_of(shapes.config).hub):
         if form.has(tensor) and is_of_products(tensor) and (name != "int4" or ".experts." in tensor.parts[0][0]):
-            few = form.tensor(tensor, form.usual_block)
+            few = form.tensor(tensor, form.block)
             for part, (path, _) in enumerate(tensor.parts):
                 if path not in containers:
-                    containers[path] = _container(few, part, _Form(form, few.block, scale))
+                    containers[path] = _container(few, part, _Form(form, few.block, form.scale_dtype))
     if not containers:
         raise UserError(f"--few-bits={name}: folders of this family have no weight that fits it; choose another format")
     return _with_containers(shapes, containers)
@@ -149,7 +148,7 @@ def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format 
         elif form and kind:
             found[tensor.name] = form.tensor(tensor, kind[1])
         elif rounds_to and rounds_to.has(tensor) and is_of_products(tensor):
-            found[tensor.name] = rounds_to.tensor(tensor, rounds_to.usual_block)
+            found[tensor.name] = rounds_to.tensor(tensor, rounds_to.block)
     formats = {few.format.name: few.format for few in found.values()}
     sizes = {few.block for few in found.values()}
     refused = None

@@ -32,8 +32,7 @@ class RoundedValues(Values):
     def dtype(self, tensor: Tensor) -> np.dtype:
         if not self._rounds(tensor):
             return self._values.dtype(tensor)
-        is_float = isinstance(tensor, ScaleTensor) and self._format.name == "fp8"
-        return np.dtype(np.float32 if is_float else np.uint8)
+        return self._format.scale_dtype if isinstance(tensor, ScaleTensor) else np.dtype(np.uint8)
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         return self._values.stored_dtype(tensor)

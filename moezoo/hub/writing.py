@@ -102,16 +102,15 @@ def own_piece(tensor: Tensor, dtype: np.dtype) -> Piece:
 def few_bit_pieces(few: FewBitTensor, scale_dtype: np.dtype) -> list[Piece]:
     """Return the tensors of a weight that is written in few bits, given the dtype of its container's scales."""
     form = few.format
-    of_codes = "U8" if form.name == "mxfp4" else "F8_E8M0"
-    word = of_codes if scale_dtype == np.uint8 else _NAMES[scale_dtype]
+    codes = (kind for kind in form.scale_kinds if kind in ("U8", "F8_E8M0"))
+    word = next(codes) if scale_dtype == np.uint8 else _NAMES[scale_dtype]
     numbers, scale = math.prod(few.tensor.shape), math.prod(few.scale_shape) * scale_dtype.itemsize
     pieces = [
         Piece(few.values, form.kind, few.values_shape, numbers // form.container.PER_BYTE, few.kept_values),
         Piece(few.scale, word, few.scale_shape if few.has_blocks else (), scale, few.kept_scale),
     ]
-    if form.name == "int4":
-        bits = np.array(few.matrix, "<i8").tobytes()
-        pieces.append(Piece(f"{few.tensor.name}_shape", "I64", (2,), len(bits), bits=bits))
+    bits = np.array(few.matrix, "<i8").tobytes()
+    pieces += [Piece(few.tensor.name + end, "I64", (2,), len(bits), bits=bits) for end in form.others]
     return pieces
 
 
