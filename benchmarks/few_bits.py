@@ -8,7 +8,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def run(keys: Any) -> Report:
     return Report(rows, [Table(f"weights of few bits, {jax.devices()[0].device_kind}", columns, rows)])
 
 
-def _compare(name: str, keys: Any) -> list[Row]:
+def _compare(name: Literal["fp8", "mxfp4"], keys: Any) -> list[Row]:
     model = build_model(compose(*MODELS[name].split()).model, key=jax.random.key(0), dtype="bfloat16")
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"

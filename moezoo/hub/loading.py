@@ -102,7 +102,7 @@ class _Loaded(NamedTuple):
 
 def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["stored"] | None) -> _Loaded:
     opened = open_folder(folder)
-    shapes, holdings, unused = find_model(opened, dtype if dtype is None or dtype == "stored" else dtype.name)
+    shapes, holdings, unused = find_model(opened, dtype.name if isinstance(dtype, np.dtype) else dtype)
     require_names(arrays_by_path(shapes), [holding.tensor for holding in holdings])
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh

@@ -1,7 +1,7 @@
 """Arrays that are rounded to few bits while they are written. `docs/numbers.md` defines the rounding."""
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ class RoundedValues(Values):
     """
 
     def __init__(self, values: Values, rounds_to: Format):
-        self._values, self.rounds_to = values, rounds_to
+        self._values, self._format, self.rounds_to = values, rounds_to, rounds_to
 
-    def _rounds(self, tensor: Tensor) -> bool:
+    def _rounds(self, tensor: Tensor) -> TypeGuard[ValuesTensor | ScaleTensor]:
         return isinstance(tensor, ValuesTensor | ScaleTensor) and not self._values.has(tensor)
 
     def has(self, tensor: Tensor) -> bool:
@@ -32,7 +32,7 @@ class RoundedValues(Values):
     def dtype(self, tensor: Tensor) -> np.dtype:
         if not self._rounds(tensor):
             return self._values.dtype(tensor)
-        is_float = isinstance(tensor, ScaleTensor) and self.rounds_to.name == "fp8"
+        is_float = isinstance(tensor, ScaleTensor) and self._format.name == "fp8"
         return np.dtype(np.float32 if is_float else np.uint8)
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:

@@ -62,7 +62,7 @@ def int4(rng: np.random.Generator, shape: tuple[int, int], group: int) -> tuple[
     """Return words [outputs, inputs / 8], scales [outputs, inputs / group] and the numbers."""
     rows, columns = shape
     codes = rng.integers(0, 16, shape).astype(np.uint32)
-    words = sum(codes[:, i::8] << np.uint32(4 * i) for i in range(8)).astype(np.uint32).view(np.int32)
+    words = np.bitwise_or.reduce([codes[:, i::8] << np.uint32(4 * i) for i in range(8)]).view(np.int32)
     scale = (rng.uniform(0.5, 2, (rows, columns // group)) / 128).astype(BF16)
     return words, scale, (codes.astype(np.float32) - 8) * np.repeat(scale.astype(np.float32), group, -1)
 

@@ -103,9 +103,8 @@ def test_a_checkpoint_has_the_bits(few_bits, tmp_path):
     """It is restored onto another mesh, and a folder written of it has the first one's tensors."""
     made = few_bits("fp8")
     rules = moezoo.compose("rules=fsdp_ep").rules
-    one, other = (
-        moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(**mesh)), rules) for mesh in ({"expert": 8}, {"expert": 4})
-    )
+    meshes = moezoo.MeshShape(expert=8), moezoo.MeshShape(expert=4)
+    one, other = (moezoo.Execution(moezoo.make_mesh(mesh), rules) for mesh in meshes)
     model = moezoo.from_pretrained(made.few, one, "stored")
     checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     checkpoints.save(1, {"model": model}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})

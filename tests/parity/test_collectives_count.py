@@ -131,7 +131,7 @@ def test_traffic_of_a_tied_table(frozen):
     """Alone trained, its gradient has two parts, that of the logits and that of the tokens; frozen, it has none."""
     case = Case("ring", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "grouped_periodic")
     table = (".embedding.weight",)
-    blueprint = Blueprint(config(case.family), **{"frozen" if frozen else "trained": table})
+    blueprint = Blueprint(config(case.family), trained=None if frozen else table, frozen=table if frozen else ())
     shapes = blueprint.shapes
     optimizer = Optimizer(case.rule, Constant(), STEPS, case.execution.placements(shapes))
     step = Step(blueprint, optimizer, case.execution, batch_shapes(1))
