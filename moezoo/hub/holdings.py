@@ -278,7 +278,7 @@ class FewBits(Holding):
         one = np.broadcast_to(np.zeros((), self.scale_dtype), few.scale_shape[-2:])
         few.encoding(one)  # refuses numbers of inputs that the format cannot have
         self.files.check(few.values, few.values_shape, (few.format.kind,))
-        if few.has_blocks or math.prod(found.shape) != 1:
+        if few.has_blocks or math.prod(found.shape) != math.prod(few.scale_shape):
             self.files.check(few.scale, few.scale_shape, few.format.scale_kinds)
 
 

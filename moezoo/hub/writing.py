@@ -107,7 +107,7 @@ def few_bit_pieces(few: FewBitTensor, scale_dtype: np.dtype) -> list[Piece]:
     numbers, scale = math.prod(few.tensor.shape), math.prod(few.scale_shape) * scale_dtype.itemsize
     pieces = [
         Piece(few.values, form.kind, few.values_shape, numbers // form.container.PER_BYTE, few.kept_values),
-        Piece(few.scale, word, few.scale_shape if few.has_blocks else (), scale, few.kept_scale),
+        Piece(few.scale, word, few.scale_shape if few.has_blocks or few.lead else (), scale, few.kept_scale),
     ]
     bits = np.array(few.matrix, "<i8").tobytes()
     pieces += [Piece(few.tensor.name + end, "I64", (2,), len(bits), bits=bits) for end in form.others]

@@ -102,6 +102,22 @@ def test_a_folder_is_copied(folder, tmp_path, console):
     assert read_files(tmp_path / "same") == read_files(folder, "modeling.py")
 
 
+def test_few_bits_are_rounded_to_and_kept(folder, tmp_path, console):
+    """The folder of `save_pretrained`, which then is copied to the bit; widened, it has none."""
+    moezoo.save_pretrained(moezoo.from_pretrained(folder), tmp_path / "few", like=folder, format="fp8")
+    for source, target, arguments, line in (
+        (folder, "rounded", ("format=fp8",), "few bits    72 weights rounded to fp8"),
+        (tmp_path / "few", "kept", (), "few bits    72 weights kept in fp8"),
+    ):
+        code, out, err = console("convert", str(source), target, *arguments)
+        assert (code, err) == (0, "")
+        assert line in out.splitlines()
+        assert read_files(tmp_path / target) == read_files(tmp_path / "few")
+    code, out, _ = console("convert", str(tmp_path / "few"), "wide", "dtype=float32")
+    assert (code, "few bits" in out) == (0, False)
+    assert "quantization_config" not in (tmp_path / "wide/config.json").read_text()
+
+
 def test_another_dtype_rounds_and_says_so(run, folder, tmp_path, console):
     """As loading in that dtype does; from a run and from a folder."""
     moezoo.save_pretrained(moezoo.from_pretrained(folder, dtype="bfloat16"), tmp_path / "half", max_shard_size=4500)

@@ -39,6 +39,12 @@ def test_prompts_of_different_lengths(folder, capsys):
     assert [[int(i) for i in text.split()] for text in (one, other)] == alone
 
 
+def test_weights_of_few_bits_stay_or_are_widened(folder, tmp_path):
+    moezoo.save_pretrained(moezoo.from_pretrained(folder), tmp_path / "few", format="fp8")
+    asked = [f"folder={tmp_path / 'few'}", "prompt=3 1 4", "max_new_tokens=4"]
+    assert continuations([*asked, "dtype=stored"]) == continuations([*asked, "dtype=float32"])
+
+
 def test_a_text_ends_where_the_folder_says(folder, tmp_path):
     whole = continuations([f"folder={folder}", "prompt=3 1 4", "max_new_tokens=8"])[0].split()
     new = whole[3:]
@@ -122,6 +128,7 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         (["folder={folder}", "prompt=1", "mesh.expert=3"], "splits experts 3 ways but model.experts=8"),
         (["folder={folder}/nowhere", "prompt=1"], "no config.json; name a Hugging Face model folder"),
         (["run_dir={folder}", "prompt=1"], "no run there"),
+        (["run_dir={folder}", "prompt=1", "dtype=stored"], "dtype=stored: parameters of a run have the dtype"),
     ],
 )
 def test_mistakes(console, folder, arguments, message):

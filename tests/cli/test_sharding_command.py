@@ -53,6 +53,21 @@ def test_json_is_alone_and_counts_as_by_hand(console):
     }
 
 
+def test_few_bits_by_hand(console):
+    """Experts of gpt-oss-120b on eight devices: half a byte for each number and one for each 32 of them."""
+    asked = ("model=gpt_oss_120b", "rules=serve", "mesh.expert=8", "--few-bits=mxfp4", "--parameters-only", "--json")
+    code, out, _ = console("sharding", *asked)
+    rows = {row["name"]: row for row in json.loads(out)["parameters"]}
+    assert code == 0
+    values, scale = (rows[f".stacks[0].blocks[0].feed_forward.experts.gate.{name}"] for name in ("values", "scale"))
+    numbers = 18 * 128 * 2880 * 2880  # of every other layer
+    assert (values["bytes_per_device"], scale["bytes_per_device"]) == (numbers // 2 // 8, numbers // 32 // 8)
+    assert not values["trained"]
+    code, out, err = console("sharding", "model=mixtral_8x7b", "--few-bits=mxfp4", "--parameters-only")
+    assert (code, out) == (2, "")
+    assert "--few-bits=mxfp4: folders of this family have no weight that fits it; choose another format" in err
+
+
 def test_the_title_has_the_axis_that_splits_nothing(console):
     code, out, _ = console("sharding", "rules=tensor", "mesh=single", "--parameters-only")
     assert (code, out.splitlines()[1]) == (0, "1 device: mesh=single rules=tensor dispatch=ring")

@@ -189,7 +189,7 @@ CASES = {
         _BLOCKS,
     ),
     "fp8 one scale": Case(
-        qwen3(**_SIZES, mlp=40),
+        mistral4(**_LATENT),
         is_projection,
         encode_fp8(None, ending=".qscale_weight"),
         FP8_CONFIG | {"weight_block_size": None, "activation_scheme": "static"},

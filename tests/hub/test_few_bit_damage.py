@@ -69,6 +69,11 @@ HEADERS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
         state({"quant_method": "fp8", "weight_block_size": None}),
         ("_scale_inv has shape", "expected [1, 1]"),
     ),
+    "one scale where each expert has one": (
+        "fp8 one scale",
+        put(f"{BLOCKS}.qscale_weight", lambda t: np.float32(1)),
+        (f": {BLOCKS}.qscale_weight has shape [], expected [8, 1, 1]",),
+    ),
     "scale of another dtype": (
         "fp8",
         put(f"{K}_scale_inv", lambda t: t[f"{K}_scale_inv"].astype(np.float16)),

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from few_bit_folders import Written, write_folder
+from few_bit_folders import Written, tensors_of, write_folder
 
 import moezoo
 from moezoo.parallel.axes import is_stored
@@ -59,6 +59,40 @@ def test_tensors_for_products_in_few_bits_are_not_loaded(few_bits, tmp_path):
     assert (tmp_path / "like/model.safetensors").read_bytes() == (tmp_path / "m/model.safetensors").read_bytes()
 
 
+def test_numbers_and_scales_in_different_files(few_bits, tmp_path):
+    """Of a folder with an index; widened, it names the new tensors, each in the file of its numbers."""
+    made = few_bits("fp8")
+    files: dict[str, dict[str, np.ndarray]] = {
+        "model-00001-of-00002.safetensors": {},
+        "model-00002-of-00002.safetensors": {},
+    }
+    first, second = files.values()
+    for key, tensor in made.tensors.items():
+        (second if key.endswith("_scale_inv") else first)[key] = tensor
+    config = json.loads((made.few / "config.json").read_text())
+    for name, tensors in files.items():
+        write_folder(tmp_path / name, tensors, config)
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / name / "model.safetensors").rename(tmp_path / "m" / name)
+    where = {key: name for name, tensors in files.items() for key in tensors}
+    index = {"metadata": {"total_size": sum(x.nbytes for x in made.tensors.values())}, "weight_map": where}
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    model = moezoo.from_pretrained(tmp_path / "m", dtype="stored")
+    moezoo.save_pretrained(model, tmp_path / "like", like=tmp_path / "m")
+    for path in (tmp_path / "m").iterdir():
+        assert (tmp_path / "like" / path.name).read_bytes() == path.read_bytes()
+    plan_export(str(tmp_path / "m"), str(tmp_path / "wide"), dtype="float32").write()
+    found = tensors_of(tmp_path / "wide")
+    assert found.keys() == made.numbers.keys()
+    for key, tensor in found.items():
+        np.testing.assert_array_equal(tensor, made.numbers[key])
+    index = json.loads((tmp_path / "wide/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    moezoo.from_pretrained(tmp_path / "wide")
+
+
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "int4"])
 def test_the_usual_dtype_is_bfloat16(few_bits, name):
     """Most numbers have few bits, and all others are float32."""
@@ -82,13 +116,6 @@ def test_logits(few_bits, name, mesh, rules):
     )
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(found, wanted, rtol=0, atol=4e-6 * abs(wanted).max())
-
-
-def test_generation(few_bits):
-    """Greedy tokens are those of the widened model."""
-    models = (moezoo.from_pretrained(few_bits("mxfp4").few, dtype=dtype) for dtype in ("stored", "float32"))
-    found, wanted = (moezoo.generate(model, TOKENS[:2, :5], max_new_tokens=3) for model in models)
-    np.testing.assert_array_equal(found, wanted)
 
 
 def test_evaluation(few_bits):

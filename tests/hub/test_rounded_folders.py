@@ -77,9 +77,9 @@ def by_hand(kind: str, plain: Found) -> Found:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rounding(tmp_path, name):
     """From one device, from a mesh that cuts blocks, and by `convert`; the folder is kept when it is read again."""
-    config, kind = CONFIGS[name], name.split()[0]
-    model, mesh = numbers_of(config), {"fsdp": 4, "expert": 2}
-    execution = moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(**mesh)), moezoo.compose("rules=fsdp_ep").rules)
+    model, kind = numbers_of(CONFIGS[name]), name.split()[0]
+    mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=4, expert=2))
+    execution = moezoo.Execution(mesh, moezoo.compose("rules=fsdp_ep").rules)
     moezoo.save_pretrained(model, tmp_path / "plain")
     wanted = by_hand(kind, tensors_of(tmp_path / "plain"))
     moezoo.save_pretrained(model, tmp_path / "one", format=kind)
