@@ -61,7 +61,7 @@ def read_quantization(mapping: Mapping[str, Any]) -> Quantization:
     if method == "fp8":
         for key in ("activation_scheme", "scale_fmt", "ignored_layers", "is_checkpoint_fp8_serialized"):
             config.get(key)
-        block = config.read("weight_block_size", tuple[int, ...] | None, None)
+        block = config.read("weight_block_size", tuple[int, ...] | None, (128, 128))
         if block is not None and (len(block) != 2 or min(block) < 1):
             raise UserError(
                 f"config.json: {CONFIG}.weight_block_size={show(mapping[CONFIG]['weight_block_size'])[:80]}: expected "
