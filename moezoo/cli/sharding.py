@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> None:
     titles = []
     for cfg, blueprint in pairs:
         notes = unsplit_lines(cfg.rules, cfg.mesh.sizes)
+        if switches.few_bits is not None:
+            notes.append(f"weights of layers in {switches.few_bits}, as its folders have them, kept and not trained")
         notes += [] if switches.parameters_only else _notes(cfg, blueprint, switches.call)
         titles.append("\n".join([text.describe_run(cfg, switches.call), *notes]))
     if switches.json:

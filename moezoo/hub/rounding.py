@@ -27,7 +27,7 @@ class RoundedValues(Values):
         return isinstance(tensor, ValuesTensor | ScaleTensor) and not self._values.has(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        return True
+        return self._values.has(tensor)
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         if not self._rounds(tensor):

@@ -1,5 +1,6 @@
 """The safetensors files of a Hugging Face folder. Headers are checked before any tensor is read."""
 
+import contextlib
 import math
 import os
 import weakref
@@ -102,6 +103,10 @@ class WeightFiles:
                 pass
         except (SafetensorError, OSError) as error:
             reason = show(str(error).partition("\n")[0])
+            with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # an entry may hold anything
+                end = len(begin) + max(int(about["data_offsets"][1]) for about in entries.values())
+                if (size := path.stat().st_size) < end:
+                    reason = f"it has {size:,} bytes, expected {end:,} by its header: it is cut"
             raise UserError(f"{path} cannot be read ({reason}); download it again") from error
         return {
             name: StoredTensor(path, about["dtype"], tuple(about["shape"]), len(begin) + about["data_offsets"][0])

@@ -20,7 +20,7 @@ from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import format_argument
-from moezoo.hub.kept import leaving
+from moezoo.hub.kept import Leaving, leaving
 from moezoo.hub.opening import find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
@@ -78,25 +78,29 @@ class Export:
     def describe(self) -> list[str]:
         """Return lines about what is read and what is written."""
         saved, wanted = (dtype.name for dtype in self._common_dtypes)
+        leaves, has = self._leaves, self.origin.values.has
+        rounded = [few for few in leaves.few.values() if not has(few.kept_scale)]
+        kept = len(leaves.few) - len(rounded)
+        few_bits = f" and {leaves.format.name}" if leaves.format is not None else ""
         config, sizes, weights = self.origin.wanted.config, self.plan.sizes, self.plan.weights
         total, _ = count_parameters(self.origin.wanted, config.experts_per_token)
         others = len(sizes) - len(weights)
         lines = [
-            ("from", f"{self.origin.where}: {family_of(config).name}, {total:,} parameters in {saved}"),
+            (
+                "from",
+                f"{self.origin.where}: {family_of(config).name}, {total:,} parameters in {saved}"
+                f"{few_bits if kept else ''}",
+            ),
             (
                 "to",
                 f"{self.target}: {sum(sizes.values()):,} bytes, {_counted(len(weights), 'file')} of weights in "
-                f"{wanted} and {_counted(others, 'other')}",
+                f"{wanted}{few_bits} and {_counted(others, 'other')}",
             ),
         ]
-        leaves = leaving(
-            tensors(self.origin.wanted, family_of(self.origin.wanted.config).hub),
-            arrays_by_path(self.origin.wanted),
-            self.origin.values.rounds_to,
-        )
         if leaves.format is not None:
-            what = "rounded to" if self.origin.values.rounds_to else "kept in"
-            lines.append(("few bits", f"{_counted(len(leaves.few), 'weight')} {what} {leaves.format.name}"))
+            counts = ((len(rounded), "rounded to"), (kept, "kept in"))
+            some = (f"{_counted(number, 'weight')} {what} {leaves.format.name}" for number, what in counts if number)
+            lines.append(("few bits", ", ".join(some)))
         if narrowed := collections.Counter(dtypes for dtypes, _ in self._sizes if not np.can_cast(*dtypes)):
             some = (
                 f"{_counted(n, 'tensor')} from {before.name} to {after.name}" for (before, after), n in narrowed.items()
@@ -111,10 +115,17 @@ class Export:
         return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
 
     @functools.cached_property
-    def _sizes(self) -> list[tuple[_Dtypes, int]]:
-        """The dtypes of each tensor of the model, and how many numbers it has."""
-        wanted, values = self.origin.wanted, self.origin.values
+    def _leaves(self) -> Leaving:
+        """The weights that are written in few bits."""
+        wanted = self.origin.wanted
         own = tensors(wanted, family_of(wanted.config).hub)
+        return leaving(own, arrays_by_path(wanted), self.origin.values.rounds_to)
+
+    @functools.cached_property
+    def _sizes(self) -> list[tuple[_Dtypes, int]]:
+        """The dtypes of each tensor that is written in numbers, and how many it has."""
+        wanted, values, few = self.origin.wanted, self.origin.values, self._leaves.few
+        own = (tensor for tensor in tensors(wanted, family_of(wanted.config).hub) if tensor.name not in few)
         return [(_Dtypes(values.stored_dtype(t), values.dtype(t)), math.prod(t.shape)) for t in own]
 
     @property
