@@ -22,7 +22,7 @@ WITHOUT_EFFECT = frozenset(
     unsloth_version
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
     return_dict output_hidden_states output_attentions output_router_logits use_cache attn_implementation torchscript
-    use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward quantization_config
+    use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward
     id2label label2id num_labels problem_type finetuning_task task_specific_params
     temperature top_k top_p typical_p do_sample num_beams num_beam_groups diversity_penalty num_return_sequences
     max_length min_length early_stopping length_penalty repetition_penalty encoder_repetition_penalty
@@ -31,6 +31,9 @@ WITHOUT_EFFECT = frozenset(
     return_dict_in_generate
     """.split()  # noqa: SIM905 (a list of words has a line per word)
 )
+
+# What is read with the tensors (`moezoo.hub.few_bits`), in every family.
+_OF_TENSORS = frozenset(("quantization_config",))
 
 # Keys that change what is computed, and their only values here, in every family. Null and a missing key are such a
 # value too.
@@ -117,7 +120,7 @@ class ConfigJson:
         """
         harmless = {*self._seen, *without_effect}
         if not self._table:
-            only, harmless = {**_ONLY, **only}, harmless | WITHOUT_EFFECT
+            only, harmless = {**_ONLY, **only}, harmless | WITHOUT_EFFECT | _OF_TENSORS
         for key, value in self._mapping.items():
             if key in harmless or key.startswith("_") or value is None:
                 continue

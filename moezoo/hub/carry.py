@@ -103,6 +103,11 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
     own = {tensor.name: tensor for tensor in opened.tensors(model)}
     _check_equal(own, {name: holding.plain for name, holding in expected.items()}, model, opened)
     leaves = leaving(own.values(), arrays_by_path(model), values.rounds_to)
+    if values.rounds_to is not None and opened.nesting.names:
+        raise UserError(
+            f"format={values.rounds_to.name}: {opened.folder} has a model for images around the language model, whose "
+            "modules transformers would read in few bits too; leave format out"
+        )
     pieces = _pieces(own, expected, leaves, values)
     if opened.stores_tied:
         table, copy = opened.tables
@@ -114,7 +119,8 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
     if (opened.folder / INDEX).exists():
         texts[INDEX] = _index(opened.folder / INDEX, written)
     dtypes, quantization = _common_dtypes(own, values, expected), opened.mapping
-    if leaves.few.keys() != {name for name, holding in expected.items() if isinstance(holding, FewBits)}:
+    theirs_few = {name: one.few for name, one in expected.items() if isinstance(one, FewBits)}
+    if {n: few.kind for n, few in leaves.few.items()} != {n: few.kind for n, few in theirs_few.items()}:
         quantization = {}
         if leaves.format is not None:
             modules = modules_in_numbers(own.values(), leaves.few)
@@ -135,7 +141,7 @@ def _pieces(
     for name, tensor in own.items():
         few, holding = leaves.few.get(name), expected[name]
         pieces = own_pieces(tensor, leaves, values)
-        if few and isinstance(holding, FewBits) and (few.format, few.block) == (holding.few.format, holding.few.block):
+        if few and isinstance(holding, FewBits) and few.kind == holding.few.kind:
             # With the names, and the words for dtypes and shapes, that the folder has.
             pieces = few_bit_pieces(holding.few, values.dtype(holding.few.kept_scale))
             found |= {piece.name: [holding.as_stored(piece)] for piece in pieces if piece.name in holding.names[:2]}

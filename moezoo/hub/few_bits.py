@@ -286,6 +286,11 @@ class FewBitTensor:
         *lead, columns = self.tensor.shape
         return (*lead, *self.format.row(columns // self.format.per_item))
 
+    @property
+    def kind(self) -> tuple[str, tuple[int, int] | None]:
+        """What config.json states of it: the format and the size of blocks, None for one scale per matrix."""
+        return self.format.name, self.block if self.has_blocks else None
+
     def encoding(self, scale: np.ndarray) -> Encoding:
         """Return the encoding of one matrix, given its scales."""
         return self.format.encoding(self.values, self.matrix, scale, self.block)
@@ -369,7 +374,7 @@ class ScaleTensor(Tensor):
             if not (np.array_equal(grid[..., *at], scales) and np.array_equal(before, scales)):
                 raise UserError(
                     f"{self.name}: numbers of one block have different scales, so the format {self.few.format.name} "
-                    "cannot hold them; save the arrays that the containers stand for"
+                    "cannot hold them; save moezoo.nn.containers.as_arrays(model), which has arrays instead"
                 )
         return grid
 

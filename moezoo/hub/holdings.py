@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import FewBitTensor
+from moezoo.hub.few_bits import FewBitTensor, ScaleTensor
 from moezoo.hub.regions import Box, Interval, Region
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
@@ -238,7 +238,8 @@ class Bits(Numbers):
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         del dtype
-        return self.files.read(self.tensor.name)
+        name = self.tensor.name
+        return _read_scales(self.files, name) if isinstance(self.tensor, ScaleTensor) else self.files.read(name)
 
 
 class FewBits(Holding):
@@ -367,6 +368,16 @@ class Kept(FewBits):
         return True
 
 
+def _read_scales(files: WeightFiles, name: str, region: Region | None = None) -> np.ndarray:
+    """Return scales, or a part of them. Raises `UserError` for those that are not finite."""
+    found = files.read(name, region)
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(as_float32(found)).all()
+    if not finite:
+        raise UserError(f"{files.tensors[name].path}: {name} has NaN or infinite scales; download the file again")
+    return found
+
+
 class _Scales:
     """The scales of a weight that its pieces need, read once, by the first piece that asks.
 
@@ -384,12 +395,7 @@ class _Scales:
         """
         with self._lock:
             if not self._grid.ndim:
-                found = self.files.read(self._few.scale, self.region)
-                with np.errstate(over="ignore"):
-                    finite = np.isfinite(as_float32(found)).all()
-                if not finite:
-                    path = self.files.tensors[self._few.scale].path
-                    raise UserError(f"{path}: {self._few.scale} has NaN or infinite scales; download the file again")
+                found = _read_scales(self.files, self._few.scale, self.region)
                 grid = np.zeros(self._few.scale_shape, found.dtype)
                 grid[np.ix_(*map(_numbers_of, self.region.chosen))] = found
                 self._grid = grid if self._few.lead else grid[None]

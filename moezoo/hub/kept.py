@@ -1,6 +1,6 @@
 """Models whose weights of few bits stay as a folder holds them: which arrays become containers, and how they leave."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import FORMATS, FewBitTensor, Format
 from moezoo.hub.holdings import Holding, Kept
-from moezoo.hub.tensors import Tensor, tensors
+from moezoo.hub.tensors import Tensor, list_names, tensors
 from moezoo.hub.values import Values
 from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
 from moezoo.models import family_of
@@ -46,8 +46,8 @@ def keep(shapes: LanguageModel, holdings: Iterable[Holding]) -> LanguageModel:
             other, same = found.setdefault(path, (holding, form))
             if same != form:
                 raise UserError(
-                    f"dtype=stored: {other.names[0]} has {same or 'plain numbers'}, and {holding.names[0]}, which is "
-                    f"in the same array, has {form or 'plain numbers'}; load the folder with dtype=bfloat16"
+                    f"few bits cannot be kept: {other.names[0]} has {same or 'plain numbers'}, and {holding.names[0]}, "
+                    f"which is in the same array, has {form or 'plain numbers'}; write dtype=bfloat16"
                 )
             if form is not None and path not in containers and isinstance(holding, Kept):
                 containers[path] = _container(holding.few, part, form)
@@ -87,8 +87,8 @@ def _container(few: FewBitTensor, part: int, form: _Form) -> FewBits:
     shape = few.tensor.shapes[part]
     if shape[cut - 1] % form.format.container.PER_BYTE:
         raise UserError(
-            f"dtype=stored: {few.values} has {shape[cut - 1]} neighbours in an array, expected an even number, because "
-            "a byte holds two; load the folder with dtype=bfloat16"
+            f"few bits cannot be kept: {few.values} has {shape[cut - 1]} neighbours in an array, expected an even "
+            "number, because a byte holds two; write dtype=bfloat16"
         )
     of_rows, of_columns = (first_of_pieces(blocks).shape for blocks in few.part_blocks(part))
     return jax.eval_shape(
@@ -165,6 +165,16 @@ def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format 
     if rounds_to and refused:
         raise UserError(f"format={rounds_to.name}: weights of few bits {refused}; load the folder with dtype=bfloat16")
     return Leaving({}, None, refused) if refused else Leaving(found, next(iter(formats.values()), None))
+
+
+def rounding_warnings(few: Collection[FewBitTensor]) -> Iterator[str]:
+    """Yield which weights, rounded to few bits, transformers does not read as they are written."""
+    fp8 = [one for one in few if one.format.name == "fp8"]
+    joined = [one.values for one in fp8 if one.lead]
+    cut = [one.values for one in fp8 if any(n % size for n, size in zip(one.matrix, one.block, strict=True))]
+    for names, why in ((joined, "have all experts of a layer"), (cut, "have blocks that are not whole")):
+        if names:
+            yield f"transformers 5.23 and 5.24 do not read FP8 weights that {why}: {list_names(names)}"
 
 
 def is_of_products(tensor: Tensor) -> bool:

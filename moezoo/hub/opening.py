@@ -127,7 +127,10 @@ def find_model(opened: OpenFolder, dtype: str | None) -> Found:
     holdings = keep_few_bits(holdings) if is_stored else holdings
     common = dtype or most_common_dtype(holdings).name
     shapes = shapes if common == guess else Blueprint(opened.config, common).shapes
-    return Found(keep(shapes, holdings), holdings, unused)
+    try:
+        return Found(keep(shapes, holdings), holdings, unused)
+    except UserError as error:
+        raise UserError(f"{opened.folder}: {error}") from error
 
 
 def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:

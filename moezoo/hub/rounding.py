@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moezoo.errors import UserError
 from moezoo.hub.few_bits import FewBitTensor, Format, ScaleTensor, ValuesTensor
+from moezoo.hub.holdings import are_finite
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values
 from moezoo.nn.few_bits import FewBits
@@ -47,6 +49,11 @@ class RoundedValues(Values):
         weight = self._values.read(few.plain, process)
         if weight is None:
             return None
+        if not are_finite(weight):
+            raise UserError(
+                f"format={self._format.name}: {few.plain.name} has NaN or infinities, which have no rounding; leave "
+                "format out"
+            )
         whole = weight if few.plain.layout == "alternating" else weight.swapaxes(-1, -2)
         axes = Axes(Role.WEIGHT, ("expert",) * len(few.lead), ("input",), ("output",))
         stored = _rounded(few.format.container, jnp.asarray(whole), axes)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from moezoo.errors import UserError, describe_class
 from moezoo.hub.carry import Carried, Copying, plan_copy
 from moezoo.hub.few_bits import CONFIG, format_argument, write_quantization
-from moezoo.hub.kept import leaving, modules_in_numbers, own_pieces
+from moezoo.hub.kept import leaving, modules_in_numbers, own_pieces, rounding_warnings
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
@@ -109,7 +109,7 @@ def save_pretrained(
         for text in (
             *carried_warnings(carried, like),
             *rounded,
-            *widened_warnings(model),
+            *few_bit_warnings(model, values),
             *lost_warnings(model.config),
         ):
             warnings.warn(f"{folder}: {text}", stacklevel=2)
@@ -169,11 +169,13 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
     return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
 
 
-def widened_warnings(model: LanguageModel) -> Iterator[str]:
-    """Yield why weights of few bits are written in numbers."""
+def few_bit_warnings(model: LanguageModel, values: Values) -> Iterator[str]:
+    """Yield why weights of few bits are written in numbers, and which rounded ones transformers does not read."""
     parts = tensors(model, family_of(model.config).hub)
-    if refused := leaving(parts, arrays_by_path(model)).refused:
-        yield f"weights of few bits {refused}; they are written as the arrays that they stand for"
+    leaves = leaving(parts, arrays_by_path(model), values.rounds_to)
+    if leaves.refused:
+        yield f"weights of few bits {leaves.refused}; they are written as the arrays that they stand for"
+    yield from rounding_warnings([few for few in leaves.few.values() if not values.has(few.kept_scale)])
 
 
 def lost_warnings(config: ModelConfig) -> Iterator[str]:

@@ -59,6 +59,12 @@ class Int8(Stored):
         return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, inputs)).astype(dtype)
 
 
+def as_arrays(module: Any) -> Any:
+    """Return `module` with each container as the array that it stands for, in the container's dtype."""
+    widen = jax.jit(lambda stored: stored.materialise(stored.dtype))
+    return jax.tree.map(lambda x: widen(x) if is_stored(x) else x, module, is_leaf=is_stored)
+
+
 def store(
     module: Any, matches: Callable[[str], bool], container: Callable[[Float[Array, "..."], Axes], Stored] = Int8
 ) -> Any:

@@ -252,7 +252,7 @@ class BlockMaxima(NamedTuple):
 
 
 def block_maxima(weight: Float[Array, "..."], axes: Axes, block: tuple[int, int]) -> BlockMaxima:
-    """Return the largest absolute value of each block.
+    """Return the largest absolute value of each block; NaN where a number is not finite.
 
     Blocks are those of a file that holds each matrix as [outputs, inputs], with the dimensions of each joined.
 
@@ -271,7 +271,9 @@ def block_maxima(weight: Float[Array, "..."], axes: Axes, block: tuple[int, int]
         first_of_pieces(np.arange(math.prod(dims)).reshape(dims) // size)
         for dims, size in ((inputs, block[1]), (outputs, block[0]))
     )
-    return BlockMaxima(x.max((-3, -1)), lambda blocks: _per_piece(blocks, of_columns, of_rows))
+    # Compiled, the largest of NaN and a number may be the number.
+    largest = jnp.where(jnp.isfinite(x).all((-3, -1)), x.max((-3, -1)), jnp.nan)
+    return BlockMaxima(largest, lambda blocks: _per_piece(blocks, of_columns, of_rows))
 
 
 def pack(codes: Any, dim: int, name: str) -> Any:

@@ -20,7 +20,7 @@ from moezoo.config.own import saved_own, without_own
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import format_argument
-from moezoo.hub.kept import Leaving, leaving
+from moezoo.hub.kept import Leaving, leaving, rounding_warnings
 from moezoo.hub.opening import find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
@@ -149,6 +149,8 @@ class Export:
         return list(self._warnings(carried, odd))
 
     def _warnings(self, carried: Carried, odd: list[str]) -> Iterator[str]:
+        has = self.origin.values.has
+        yield from rounding_warnings([few for few in self._leaves.few.values() if not has(few.kept_scale)])
         if odd:
             yield f"tensors with NaN or infinities: {list_names(odd)}"
         if self.like is not None:

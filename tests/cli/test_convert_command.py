@@ -104,13 +104,17 @@ def test_a_folder_is_copied(folder, tmp_path, console):
 
 def test_few_bits_are_rounded_to_and_kept(folder, tmp_path, console):
     """The folder of `save_pretrained`, which then is copied to the bit; widened, it has none."""
-    moezoo.save_pretrained(moezoo.from_pretrained(folder), tmp_path / "few", like=folder, format="fp8")
-    for source, target, arguments, line in (
-        (folder, "rounded", ("format=fp8",), "few bits    72 weights rounded to fp8"),
-        (tmp_path / "few", "kept", (), "few bits    72 weights kept in fp8"),
+    partial = "transformers 5.23 and 5.24 do not read FP8 weights that have blocks that are not whole"
+    with pytest.warns(UserWarning, match=partial):
+        moezoo.save_pretrained(moezoo.from_pretrained(folder), tmp_path / "few", like=folder, format="fp8")
+    for source, target, arguments, line, warning in (
+        (folder, "rounded", ("format=fp8",), "few bits    72 weights rounded to fp8", f"warning: rounded: {partial}"),
+        (tmp_path / "few", "kept", (), "few bits    72 weights kept in fp8", ""),
     ):
         code, out, err = console("convert", str(source), target, *arguments)
-        assert (code, err) == (0, "")
+        assert code == 0
+        assert err.startswith(warning)
+        assert bool(err) == bool(warning)
         assert line in out.splitlines()
         assert read_files(tmp_path / target) == read_files(tmp_path / "few")
     code, out, _ = console("convert", str(tmp_path / "few"), "wide", "dtype=float32")

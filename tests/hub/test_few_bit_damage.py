@@ -13,6 +13,7 @@ from refusals import refused
 
 import moezoo
 from moezoo.hub import loading
+from moezoo.training.exporting import plan_export
 
 Tensors = dict[str, np.ndarray]
 K = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
@@ -248,6 +249,8 @@ def test_scales_that_are_not_finite(spoil, name):
     for dtype in ("float32", "stored"):
         with refused(f"{folder}/model.safetensors: {scale} has NaN or infinite scales; download the file again"):
             moezoo.from_pretrained(folder, dtype=dtype)
+    with refused(f"{folder}/model.safetensors: {scale} has NaN or infinite scales"):
+        plan_export(str(folder), str(folder.parent / "copied")).write()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "stored"])
@@ -266,12 +269,19 @@ MIXED: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
             put(UP, lambda t: t[UP].astype(np.float32))(tensors, config),
             drop(f"{UP}_scale_inv")(tensors, config),
         ),
-        ("dtype=stored: ", "has fp8 with blocks of 16 x 24", f"{UP}, which is in the same array, has plain numbers"),
+        (
+            "has fp8 with blocks of 16 x 24",
+            f"{UP}, which is in the same array, has plain numbers",
+        ),
     ),
     "scales of two dtypes": (
         "fp8",
         put(f"{UP}_scale_inv", lambda t: t[f"{UP}_scale_inv"].astype(BF16)),
-        ("dtype=stored: ", "scales in float32", f"{UP}, which is in the same array, has fp8", "scales in bfloat16"),
+        (
+            "scales in float32",
+            f"{UP}, which is in the same array, has fp8",
+            "scales in bfloat16",
+        ),
     ),
 }
 
@@ -282,5 +292,5 @@ def test_arrays_of_two_formats_are_widened_and_not_kept(spoil, monkeypatch, case
     folder = spoil(name, change)
     moezoo.from_pretrained(folder, dtype="float32")
     monkeypatch.setattr(loading._Arriving, "begin", None)
-    with refused(*parts, "load the folder with dtype=bfloat16"):
+    with refused(f"{folder}: few bits cannot be kept: ", *parts, "write dtype=bfloat16"):
         moezoo.from_pretrained(folder, dtype="stored")

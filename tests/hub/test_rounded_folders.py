@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -75,6 +76,7 @@ def by_hand(kind: str, plain: Found) -> Found:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")
 def test_rounding(tmp_path, name):
     """From one device, from a mesh that cuts blocks, and by `convert`; the folder is kept when it is read again."""
     model, kind = numbers_of(CONFIGS[name]), name.split()[0]
@@ -111,4 +113,29 @@ def test_what_cannot_be_rounded(few_bits, tmp_path):
         moezoo.save_pretrained(
             moezoo.from_pretrained(few_bits("int4").few, dtype="stored"), tmp_path / "m", format="fp8"
         )
+    odd = numbers_of(CONFIGS["mxfp4"])
+    odd = eqx.tree_at(lambda m: m.stacks[0].blocks[0].feed_forward.experts.down, odd, replace_fn=lambda x: x / 0)
+    with refused("format=mxfp4: model.layers.0.mlp.experts.down_proj has NaN or infinities"):
+        moezoo.save_pretrained(odd, tmp_path / "m", format="mxfp4")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")
+def test_another_size_of_blocks(few_bits, tmp_path):
+    """The new folder states its own blocks, not those of the one that it is like."""
+    folder = few_bits("fp8").few
+    plan_export(str(folder), str(tmp_path / "new"), dtype="bfloat16", format="fp8").write()
+    assert (
+        json.loads((tmp_path / "new/config.json").read_text())["quantization_config"]["weight_block_size"] == [128] * 2
+    )
+    wide, again = (moezoo.from_pretrained(one, dtype="float32") for one in (folder, tmp_path / "new"))
+    for first, second in zip(jax.tree.leaves(wide), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(second, first, rtol=0, atol=float(abs(first).max()) / 14)
+
+
+def test_what_transformers_does_not_read(tmp_path):
+    model = numbers_of(CONFIGS["fp8"])
+    with pytest.warns(
+        UserWarning, match="5.24 do not read FP8 weights that have blocks that are not whole: .*kv_b_proj"
+    ):
+        moezoo.save_pretrained(model, tmp_path / "m", format="fp8")
