@@ -66,8 +66,8 @@ def _widening(folder: Path) -> dict[str, Any]:
     import transformers
 
     method = (read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
-    kinds = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}
-    return {"quantization_config": kinds[method](dequantize=True)} if method in kinds else {}
+    kinds = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+    return {"quantization_config": getattr(transformers, kinds[method])(dequantize=True)} if method in kinds else {}
 
 
 def class_of(folder: Path) -> Any:
