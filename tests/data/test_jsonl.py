@@ -229,7 +229,12 @@ GOOD = b'{"text": "good"}\n'
         ("a.jsonl", b'{"text": "\xff"}\n', {}, " line 1 is not UTF-8: byte 10 is 0xff; convert the file to UTF-8"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, " line 1: field text has half of a surrogate pair at character 1"),
         ("a.jsonl", b"", {}, ": the tokenizer makes no token of this text; give another text or tokenizer"),
-        ("a.jsonl.gz", gzip.compress(GOOD)[:-2], {}, " is damaged (Compressed file ended before the end-of-stream"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(GOOD, mtime=0)[:-2],
+            {},
+            " is damaged (Compressed file ended before the end-of-stream",
+        ),
         ("a.jsonl.gz", GOOD, {}, " is damaged (Not a gzipped file"),
         ("a.jsonl", GOOD, {"tokenizer": "{0}/none"}, "data.tokenizer={0}/none does not exist; give a Hugging Face"),
         ("a.jsonl", GOOD, {"end_token": "</s>"}, "data.end_token=</s> needs a tokenizer that has this token; set"),
