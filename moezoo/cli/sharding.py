@@ -102,9 +102,7 @@ def _blueprint(cfg: Any, few_bits: str | None) -> Any:
 
     def change(model: Any) -> Any:
         kept = in_format(model, few_bits)
-        is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_shape(x) else x, kept)
-        return cut_pieces(arrays, execution)
+        return cut_pieces(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept), execution)
 
     return dataclasses.replace(blueprint, change=change)
 

@@ -1,6 +1,8 @@
 """Folders of tiny models and transformers' models of them, made once per process."""
 
 import functools
+import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,3 +68,18 @@ def peer(save):
         return loaded[folder]
 
     return find
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Return the bytes that are read of each file, by its path, as ranges."""
+    found = defaultdict(list)
+    preadv = os.preadv
+
+    def record(file, buffers, offset):
+        got = preadv(file, buffers, offset)
+        found[os.readlink(f"/proc/self/fd/{file}")].append(range(offset, offset + got))
+        return got
+
+    monkeypatch.setattr(os, "preadv", record)
+    return found

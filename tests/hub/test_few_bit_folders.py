@@ -4,8 +4,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +58,6 @@ def assert_equal(found: Any, wanted: Any) -> None:
 @functools.partial(jax.jit, static_argnums=1)
 def widened(model: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.materialise(dtype) if is_stored(x) else x, model, is_leaf=is_stored)
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Return the ranges of bytes that are read of each file."""
-    found = defaultdict(list)
-    preadv = os.preadv
-
-    def record(file, buffers, offset):
-        got = preadv(file, buffers, offset)
-        found[os.readlink(f"/proc/self/fd/{file}")].append(range(offset, offset + got))
-        return got
-
-    monkeypatch.setattr(os, "preadv", record)
-    return found
 
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: "-".join(map(str, load)).replace(" ", "_"))

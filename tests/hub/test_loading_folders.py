@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import itertools
 import os
-from collections import defaultdict
 from typing import Any
 
 import jax
@@ -53,21 +52,6 @@ def numbers_of(config: Any, dtype: str) -> Any:
 
 def execution_of(mesh: Any, rules: str) -> moezoo.Execution:
     return moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape(**mesh)), moezoo.compose(f"rules={rules}").rules)
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Return the bytes that are read of each open file: descriptor -> list of ranges."""
-    found = defaultdict(list)
-    preadv = os.preadv
-
-    def record(file, buffers, offset):
-        got = preadv(file, buffers, offset)
-        found[os.readlink(f"/proc/self/fd/{file}")].append(range(offset, offset + got))
-        return got
-
-    monkeypatch.setattr(os, "preadv", record)
-    return found
 
 
 @pytest.mark.parametrize("case", [*CASES, SENT], ids=lambda case: "-".join(map(str, case[:3])).replace(" ", "_"))

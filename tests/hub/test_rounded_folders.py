@@ -130,7 +130,8 @@ def test_another_size_of_blocks(few_bits, tmp_path):
     )
     wide, again = (moezoo.from_pretrained(one, dtype="float32") for one in (folder, tmp_path / "new"))
     for first, second in zip(jax.tree.leaves(wide), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(second, first, rtol=0, atol=float(abs(first).max()) / 14)
+        # Rounding to FP8 moves a number by a sixteenth at most, that to bfloat16 before by 1/512.
+        np.testing.assert_allclose(second, first, rtol=0, atol=float(abs(first).max()) * (1 / 16 + 1 / 512))
 
 
 def test_what_transformers_does_not_read(tmp_path):
