@@ -1,67 +1,146 @@
-"""`moezoo evaluate`: compute the validation loss of a run's model."""
+"""`moezoo evaluate`: compute the loss of a run's model, or of a Hugging Face folder's, on data."""
 
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from moezoo.cli.command import ConfiguredCommand
+from moezoo.cli.model_keys import ModelKeys, configure_model, load_model
 from moezoo.config.options import key, take
+from moezoo.errors import UserError
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class Keys(ModelKeys):
     """The command's own options."""
 
-    run_dir: str = key("the folder of a run, or one of its checkpoints/STEP", "FOLDER")
+    split: Literal["validation", "all"] | None = key(
+        "the documents: those held out for validation, or all (by default validation for a run; for a folder all, or "
+        "those of data.validation)",
+        "validation|all",
+        default=None,
+    )
 
 
 def configure(*arguments: str) -> Any:
-    """Return the run's configuration with overrides applied."""
-    from moezoo.training.saved import saved_config
-
+    """Return the run's configuration, or the default one with the folder's model and tokenizer; overrides applied."""
     keys, changes = take(Keys, arguments)
-    return saved_config(keys.run_dir, *changes)
+    cfg = configure_model(keys, changes)
+    return cfg if keys.folder is None else _with_tokenizer(cfg, keys.folder, changes)
+
+
+def _with_tokenizer(cfg: Any, folder: str, changes: Sequence[str]) -> Any:
+    """Return `cfg` with the folder's tokenizer and end token for data of files, unless `changes` set them.
+
+    Raises `UserError` where the folder has none, or one of another model.
+    """
+    from moezoo.data.file_settings import FileSettings
+    from moezoo.data.tokenizer import HuggingFace
+    from moezoo.hub.folders import end_of_text
+
+    if not isinstance(cfg.data, FileSettings) or _is_set("data.tokenizer", changes):
+        return cfg
+    file, shown = Path(folder).expanduser() / "tokenizer.json", show(f"folder={folder}")
+    if not file.exists():
+        raise UserError(
+            f"{shown} has no tokenizer.json, which data={cfg.data.kind} needs; put it there, or set "
+            "data.tokenizer=FILE, or data.tokenizer=null for a model of bytes"
+        )
+    tokenizer, end = HuggingFace(file, key="tokenizer"), cfg.data.end_token
+    if tokenizer.vocab > cfg.model.vocab:
+        raise UserError(
+            f"{shown}: tokenizer.json has {tokenizer.vocab} tokens but the model {cfg.model.vocab}; they belong to "
+            "different models"
+        )
+    if not _is_set("data.end_token", changes) and (ends := end_of_text(folder)):
+        end = tokenizer.token_text(ends[0])
+        if end is None:
+            raise UserError(
+                f"{shown}: eos_token_id={ends[0]} is no token of tokenizer.json; set data.end_token, null for none"
+            )
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer=str(file), end_token=end))
+
+
+def _is_set(name: str, changes: Sequence[str]) -> bool:
+    return any(change.partition("=")[0] == name for change in changes)
+
+
+def _check_tokens(cfg: Any, source: Any, folder: str, changes: Sequence[str]) -> None:
+    """Raise `UserError` if the tokens of `source` are known to be of another tokenizer than the folder's."""
+    from moezoo.data.tokenizer import is_same_tokenizer
+
+    own, made_by = Path(folder).expanduser() / "tokenizer.json", cfg.data.tokenizer_file()
+    if not own.exists() or _is_set("data.tokenizer", changes):
+        return
+    shown = show(f"folder={folder}")
+    if source.unit == "byte":
+        raise UserError(
+            f"data={source.name} has bytes for tokens, but {shown} has a tokenizer.json; choose data=text "
+            "data.path=FILE_OR_FOLDER"
+        )
+    if made_by is not None and not is_same_tokenizer(own, made_by):
+        raise UserError(
+            f"data={source.name}: {show(str(made_by))} made these tokens, and tokenizer.json of {shown} differs; make "
+            "them again with moezoo prepare-data"
+        )
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Load the run's last checkpoint and print its validation loss."""
+    """Load the model and print its loss."""
     from moezoo.config.build import build_execution
+    from moezoo.data import load
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
-    from moezoo.training.saved import load_run
 
     keys, changes = take(Keys, arguments)
-    model, cfg = load_run(keys.run_dir, *changes)
-    execution = build_execution(cfg).exact
+    cfg = configure(*arguments)
+    execution = build_execution(cfg)
+    use = keys.split or ("all" if keys.folder and not cfg.data.has_own_validation else "validation")
+    # Before the model, which may take long to load.
+    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab, use=use)
+    if keys.folder:
+        _check_tokens(cfg, source, keys.folder, changes)
+    model = load_model(keys, changes, execution)
     use_cache(cfg.cache_dir, execution.mesh)
-    compared = compare_strategies(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
+    compared = compare_strategies(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         print(line, file=sys.stderr)
     with bar_on(sys.stderr) as bar:
-        result = evaluate(model, cfg, BatchCounter(bar, lambda line: print(line, file=sys.stderr)))
+        counter = BatchCounter(bar, lambda line: print(line, file=sys.stderr))
+        result = evaluate(model, cfg, counter, split=use, source=source)
     unit = result.unit
+    per_byte = result.bits_per_byte
+    more = "" if per_byte is None or unit == "byte" else f", {per_byte:.6f} bits per byte"
     print(
-        f"validation  {result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity "
-        f"{result.perplexity:.4f}, over {result.tokens:,} {unit}s"
+        f"{use:11} {result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity "
+        f"{result.perplexity:.4f}{more}, over {result.tokens:,} {unit}s in {result.windows:,} of "
+        f"{result.all_windows:,} windows of {cfg.seq_len}"
     )
+    if per_byte is None:
+        print(f"bits per byte are not known: {result.text or 'the predicted tokens stand for no text'}")
 
 
 COMMAND = ConfiguredCommand(
     "evaluate",
-    "compute the validation loss of a run's model",
+    "compute the loss of a model on data",
     main,
-    description="Evaluate the newest checkpoint of a run on its validation data.\n"
-    "Keys that you do not set have the values of the run; keys of training alone have no effect.",
+    description="Evaluate the newest checkpoint of a run, or the model of a Hugging Face folder: loss, perplexity and "
+    "bits per byte.\nKeys that you do not set have the values of the run; for a folder, data of files have its "
+    "tokenizer and end token. Keys of training alone have no effect.",
     keys=Keys,
     configure=configure,
     examples=(
         "run_dir=runs/NAME",
         "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0",
         "run_dir=runs/NAME data=text data.validation=FILE data.eval_sequences=0",
+        "folder=FOLDER data=text data.path=notes/ seq_len=1024 data.eval_sequences=0",
+        "folder=FOLDER data=jsonl data.path=a.jsonl split=validation mesh=ep8 dtype=stored",
     ),
     groups=("mesh", "rules", "dispatch", "data"),
 )

@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moezoo.cli.command import ConfiguredCommand
+from moezoo.cli.model_keys import ModelKeys, configure_model, load_model
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.host import check_file
@@ -16,27 +16,14 @@ from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Request(ModelKeys):
     """The command's own options; those about tokens are arguments of `moezoo.generate`."""
 
-    run_dir: str | None = key("the folder of a run, or one of its checkpoints/STEP", "FOLDER", default=None)
-    folder: str | None = key(
-        "instead of run_dir: a Hugging Face folder with config.json and safetensors; without a tokenizer.json in it, "
-        "prompts are token ids separated by spaces",
-        "FOLDER",
-        default=None,
-    )
     prompt: tuple[str, ...] = key(
         "a text to continue, or @FILE to read it from a file, to the last byte (@@... begins with an @); repeat it for "
-        "several texts",
+        "several texts; for a folder without a tokenizer.json, token ids separated by spaces",
         '"TEXT"',
         default=(),
-    )
-    dtype: Literal["float32", "bfloat16", "float16", "stored"] | None = key(
-        "with folder: the dtype of the parameters; stored keeps weights of few bits as they are (by default the dtype "
-        "of most numbers, with bfloat16 for few bits)",
-        "float32|bfloat16|float16|stored",
-        default=None,
     )
     max_new_tokens: int = key("tokens to add to each text", default=64)
     temperature: float = key("0 takes the most likely token; above 0, seed decides what is drawn", default=0.0)
@@ -44,14 +31,6 @@ class Request:
     top_p: float | None = key("draw from the fewest tokens whose probabilities reach P", "P", default=None)
     eos_token_id: int | None = key("the token that ends a text; by default as in the folder", "ID", default=None)
     stop: Literal["eos", "length"] = key("eos, or length to continue after the end of a text", default="eos")
-
-    def __post_init__(self):
-        if (self.run_dir is None) == (self.folder is None):
-            raise UserError("name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format")
-        if self.dtype is not None and self.folder is None:
-            raise UserError(
-                f"dtype={self.dtype}: parameters of a run have the dtype that it was trained in; leave it out"
-            )
 
 
 class _Loaded(NamedTuple):
@@ -63,18 +42,7 @@ class _Loaded(NamedTuple):
 
 def configure(*arguments: str) -> Any:
     """Return the configuration that the model runs with: the run's, or the default one with the folder's model."""
-    from moezoo.config.compose import compose
-    from moezoo.hub.folders import hub_model_config
-    from moezoo.training.saved import saved_config
-
-    request, changes = take(Request, arguments)
-    where = f"folder={request.folder}" if request.folder else f"run_dir={request.run_dir}"
-    for change in changes:
-        if re.match(r"model\b", change):
-            raise UserError(f"{change}: the model is that of {where}; leave this out")
-    if request.run_dir is not None:
-        return saved_config(request.run_dir, *changes)
-    return dataclasses.replace(compose(*changes), model=hub_model_config(request.folder))
+    return configure_model(*take(Request, arguments))
 
 
 def continuations(arguments: Sequence[str]) -> list[str]:
@@ -149,15 +117,12 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.data import load
     from moezoo.data.tokenizer import Numbers, folder_tokenizer
     from moezoo.hub.folders import end_of_text
-    from moezoo.hub.loading import from_pretrained
-    from moezoo.training.saved import load_run
 
-    if not (folder := request.folder):
-        model, _ = load_run(request.run_dir or "", *changes)
-        source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
-        return _Loaded(model, build_execution(cfg, batches="any"), source, [])
     execution = build_execution(cfg, batches="any")
-    model = from_pretrained(folder, execution, request.dtype)
+    model = load_model(request, changes, execution)
+    if not (folder := request.folder):
+        source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
+        return _Loaded(model, execution, source, [])
     has_own = (Path(folder).expanduser() / "tokenizer.json").exists()
     tokenizer = folder_tokenizer(folder) if has_own else Numbers(model.vocab, folder)
     return _Loaded(model, execution, tokenizer, end_of_text(folder))

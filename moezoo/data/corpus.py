@@ -102,12 +102,16 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 class Split(NamedTuple):
-    """Training and validation documents, a description of the split, and the validation documents' names, if any."""
+    """Training and validation documents, a description of the split, and the validation documents' names, if any.
+
+    `whole` has the documents of both in their order, where validation documents are held out of them.
+    """
 
     train: Corpus
     validation: Corpus
     how: str
     held_out: tuple[str, ...] = ()
+    whole: Corpus | None = None
 
 
 def hold_out(corpus: Corpus, chosen: Bool[np.ndarray, "documents"], names: Sequence[str] = ()) -> Split:
@@ -115,6 +119,6 @@ def hold_out(corpus: Corpus, chosen: Bool[np.ndarray, "documents"], names: Seque
     train, validation = corpus.select(~chosen), corpus.select(chosen)
     if len(train) and len(validation):
         how = f"1 in {HELD_OUT}, by a hash of its {'name' if names else 'index'}"
-        return Split(train, validation, how, tuple(itertools.compress(names, chosen)))
+        return Split(train, validation, how, tuple(itertools.compress(names, chosen)), corpus)
     train, validation = corpus.cut(len(corpus) - len(corpus) // HELD_OUT)
-    return Split(train, validation, f"the last {100 // HELD_OUT}% of the tokens")
+    return Split(train, validation, f"the last {100 // HELD_OUT}% of the tokens", whole=corpus)

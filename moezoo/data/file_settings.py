@@ -100,6 +100,10 @@ class FileSettings(DataSettings):
         del found
         return {"shards": f"{len(read.shards):,}"}
 
+    @property
+    def has_own_validation(self) -> bool:
+        return self.validation is not None
+
     def tokenizer_file(self) -> Path | None:
         return None if self.tokenizer is None else Path(os.path.expanduser(self.tokenizer))
 

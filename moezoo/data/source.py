@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from moezoo.data.corpus import Corpus, Split, fingerprint
+from moezoo.data.token_bytes import TokenBytes
 from moezoo.data.tokenizer import Bytes, Tokenizer
 from moezoo.data.windows import Batch, read_windows, window_count
 from moezoo.errors import UserError
@@ -26,7 +27,9 @@ class Source:
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
     - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
       shards in a random order, and the documents of each; None shuffles windows instead;
-    - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers.
+    - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
+    - `token_bytes`: returns the bytes of text that each id stands for; raises `UserError` where that is not known;
+    - `whole`: the documents of both splits in their order, where validation documents are held out of them.
     """
 
     name: str
@@ -38,7 +41,9 @@ class Source:
     held_out: tuple[str, ...]
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[SupportsIndex]], str]
+    token_bytes: Callable[[], TokenBytes]
     shards: np.ndarray | None = None
+    whole: Corpus | None = None
 
     def facts(self, seq_len: int) -> dict[str, str | int | None]:
         """Return what is the same for the same data, as title and value; windows have `seq_len` tokens."""
@@ -68,6 +73,8 @@ def make_source(name: str, split: Split, tokenizer: Tokenizer, *, vocab: int, **
         held_out=split.held_out,
         encode=tokenizer.encode,
         decode=tokenizer.decode,
+        token_bytes=tokenizer.token_bytes,
+        whole=split.whole,
     )
 
 

@@ -1,5 +1,6 @@
 """Convert text to token ids and back: raw bytes, or a Hugging Face tokenizer. Only this module uses that library."""
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
+from moezoo.data.token_bytes import TokenBytes, measure_tokens
 from moezoo.errors import UserError
 from moezoo.host import check_file
 from moezoo.typed import convert, show
@@ -16,7 +18,10 @@ NO_TOKENS = "the tokenizer makes no token of this text; give another text or tok
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Converts text to token ids and back; `vocab` is the largest id plus 1."""
+    """Converts text to token ids and back; `vocab` is the largest id plus 1.
+
+    `token_bytes` returns how many bytes of text each id stands for, and raises `UserError` where that is not known.
+    """
 
     @property
     def vocab(self) -> int: ...
@@ -24,6 +29,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
+
+    def token_bytes(self) -> TokenBytes: ...
 
 
 class Bytes:
@@ -37,6 +44,9 @@ class Bytes:
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text; bytes that are not UTF-8, such as a part of a character, and ids over 255 become U+FFFD."""
         return b"".join(bytes([i]) if i < 256 else b"\xff" for i in map(int, ids)).decode(errors="replace")
+
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(*np.ones((2, self.vocab), np.int64))
 
 
 class Numbers:
@@ -59,6 +69,9 @@ class Numbers:
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+    def token_bytes(self) -> TokenBytes:
+        raise UserError(f"{self._where} has no tokenizer")
 
 
 class HuggingFace:
@@ -96,8 +109,15 @@ class HuggingFace:
         """Return the id of the token with this text; None if there is none."""
         return self._library.token_to_id(token)
 
+    def token_text(self, number: int) -> str | None:
+        """Return the text of the token with this id; None if there is none."""
+        return self._library.id_to_token(number) if 0 <= number < self.vocab else None
+
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
+
+    def token_bytes(self) -> TokenBytes:
+        return measure_tokens(self._library, self.vocab, self._shown)
 
 
 def folder_tokenizer(folder: str | Path) -> Tokenizer:
@@ -115,6 +135,19 @@ def folder_tokenizer(folder: str | Path) -> Tokenizer:
             "moezoo.data.tokenizer.Bytes()"
         )
     return HuggingFace(path, key="tokenizer")
+
+
+def is_same_tokenizer(one: Path, other: Path) -> bool:
+    """Return whether two files `tokenizer.json` make the same ids: they may truncate and pad differently."""
+
+    def read(path: Path) -> Any:
+        try:
+            table = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{show(str(path))} cannot be read ({one_line(error)}); copy it again") from error
+        return {key: value for key, value in table.items() if key not in ("truncation", "padding")}
+
+    return read(one) == read(other)
 
 
 def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:

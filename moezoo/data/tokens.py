@@ -57,6 +57,10 @@ class Tokens(DataSettings):
         extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
         return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
 
+    @property
+    def has_own_validation(self) -> bool:
+        return self.validation is not None
+
     def tokenizer_file(self) -> Path | None:
         if self.path is None:
             return None
@@ -120,4 +124,8 @@ def _tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     *_, copy = beside(path)
     if metadata["unit"] == "byte":
         return Bytes()
-    return HuggingFace(copy, key=f"data.path={path}: tokenizer") if copy.is_file() else Numbers(metadata["vocab"])
+    return (
+        HuggingFace(copy, key=f"data.path={path}: tokenizer")
+        if copy.is_file()
+        else Numbers(metadata["vocab"], f"data.path={path}")
+    )

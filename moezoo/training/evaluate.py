@@ -1,7 +1,7 @@
-"""Evaluate a model: the mean cross-entropy of held-out tokens, on any mesh."""
+"""Evaluate a model: the mean cross-entropy of held-out tokens, or of all, on any mesh."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
-from moezoo.data.windows import validation_indices
+from moezoo.data.token_bytes import count_bytes
+from moezoo.data.windows import validation_indices, window_count
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -22,6 +23,7 @@ from moezoo.progress import OnBatch
 from moezoo.training.feed import Feed
 from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
+from moezoo.typed import convert
 
 _LARGEST = 700.0  # nats; e to the power of more exceeds a float
 
@@ -32,13 +34,18 @@ class Evaluation(NamedTuple):
     - `loss`: cross-entropy in nats per predicted `unit`;
     - `tokens`: the number of predicted tokens;
     - `dropped`: assignments that no expert computed;
-    - `unit`: "token" or "byte".
+    - `unit`: "token" or "byte";
+    - `windows`: the number of windows that were read, of `all_windows` there are;
+    - `text`: the bytes of text that the predicted tokens stand for, or why they are not known.
     """
 
     loss: float
     tokens: int
     dropped: int
     unit: str
+    windows: int
+    all_windows: int
+    text: int | str = "only an evaluation on its own counts bytes"
 
     @property
     def bits(self) -> float:
@@ -49,6 +56,11 @@ class Evaluation(NamedTuple):
     def perplexity(self) -> float:
         """e to the power of the loss: as uncertain as a choice between so many equally likely units."""
         return math.exp(self.loss) if self.loss < _LARGEST else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The cross-entropy of all predicted tokens in bits, per byte of `text`; None where that is not known."""
+        return self.bits * self.tokens / self.text if isinstance(self.text, int) and self.text else None
 
 
 def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
@@ -105,17 +117,32 @@ class Evaluator:
             a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
             nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
         on_batch(count, count)
-        return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
+        all_windows = window_count(self._source.validation, cfg.seq_len)
+        return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit, len(windows), all_windows)
 
 
-def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
+def evaluate(
+    model: LanguageModel,
+    cfg: TrainConfig,
+    on_batch: OnBatch = lambda done, total: None,
+    *,
+    split: Literal["validation", "all"] = "validation",
+    source: Source | None = None,
+) -> Evaluation:
     """Evaluate `model`, on whatever devices it is, with the data, mesh, rules and dispatch of `cfg`.
 
-    `on_batch(done, total)` is called before each batch and at the end, to show progress; what it raises ends the call.
+    Args:
+        model: The model that `cfg.model` describes.
+        cfg: A configuration; `data.eval_sequences` windows are read, evenly spaced, or all for 0.
+        on_batch: `on_batch(done, total)` is called before each batch and at the end, to show progress; what it raises
+            ends the call.
+        split: The documents: those for validation, or all, those to train on included.
+        source: What `moezoo.data.load` returned for `cfg.data` and this split; by default it is loaded here.
 
     Raises:
         UserError: These do not fit the model, or the model is not the one that `cfg.model` describes.
     """
+    split = convert(Literal["validation", "all"], split, "split")
     check_type("model", model, LanguageModel, "give a model, such as moezoo.load_run returns")
     check_config(cfg)
     expected = blueprint_of(cfg).shapes
@@ -126,6 +153,18 @@ def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda 
             "dataclasses.replace(cfg, model=model.config), or take both from moezoo.load_run"
         )
     execution = build_execution(cfg)
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, training=False)
+    if source is None:
+        source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, use=split)
     model = place(model, execution)
-    return Evaluator(model, source, cfg, execution)(model, on_batch)
+    result = Evaluator(model, source, cfg, execution)(model, on_batch)
+    return result._replace(text=_count_text(source, cfg))
+
+
+def _count_text(source: Source, cfg: TrainConfig) -> int | str:
+    """Return the bytes of text of an evaluation, or why they are not known."""
+    try:
+        table = source.token_bytes()
+    except UserError as reason:
+        return str(reason)
+    windows = validation_indices(source.validation, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
+    return count_bytes(source.validation, windows, cfg.seq_len, table)

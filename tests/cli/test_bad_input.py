@@ -134,9 +134,10 @@ def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ([], "run_dir is missing"),
+        ([], "name one model: run_dir=FOLDER of a run, or folder=FOLDER in"),
         (["run_dir=nowhere"], "run_dir=nowhere"),
-        (["mesh=ep8"], "run_dir is missing"),
+        (["run_dir=a", "folder=b"], "run_dir=a and folder=b name two models; leave one of them out"),
+        (["mesh=ep8"], "name one model: run_dir=FOLDER"),
         (["run_dir=a", "xyzzy=1"], ", rules, run_dir, schedule, "),  # a key of the command and of a configuration
         (["run_dirr=runs/a"], "run_dirr: there is no key 'run_dirr'; did you mean 'run_dir'?"),
     ],

@@ -219,7 +219,7 @@ MISTYPED = {
     "train execution.dtyp=float32": "execution.dtyp: there is no key 'dtyp' in execution; did you mean 'dtype'?",
     "train mesh.exprt=8": "mesh.exprt: there is no key 'exprt' in mesh; did you mean 'expert'?",
     "train modle.layers=2": "modle.layers: there is no key 'modle'; did you mean 'model'?",
-    "evaluate": "run_dir is missing; write run_dir=FOLDER",
+    "evaluate": "name one model: run_dir=FOLDER of a run, or folder=FOLDER",
     "generate run_dir=x prompt=a temprature=1": "temprature: there is no key 'temprature'; did you mean 'temperature'?",
     "parity foldr=x": "foldr: there is no key 'foldr'; did you mean 'folder'?",
     "sharding --jsn": "--jsn: no such option; did you mean '--json'?",

@@ -98,16 +98,16 @@ def test_a_tokenizer_of_the_folder(folder, tmp_path):
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
     prompt = ["prompt=1", "max_new_tokens=2"]
     loaded = moezoo.from_pretrained(folder)
-    for model, command, *arguments in (
-        (loaded, "generate", f"folder={folder}", *prompt),
-        (run.model, "generate", f"run_dir={run.folder}", *prompt),
-        (run.model, "evaluate", f"run_dir={run.folder}"),
+    for model, what, command, *arguments in (
+        (loaded, "in float32", "generate", f"folder={folder}", *prompt),
+        (run.model, "in float32", "generate", f"run_dir={run.folder}", *prompt),
+        (run.model, "data.documents=40", "evaluate", f"run_dir={run.folder}"),  # data are read first
     ):
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
         monkeypatch.setattr(host, "host_memory", lambda size=size: size - 1)
         code, out, err = console(command, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "in float32" in err
+        assert what in err
         assert "this machine has 0.0 GiB" in err
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
     ("arguments", "message"),
     [
         (["prompt=1"], "name one model: run_dir=FOLDER of a run, or folder=FOLDER"),
-        (["folder={folder}", "run_dir=b", "prompt=1"], "name one model"),
+        (["folder={folder}", "run_dir=b", "prompt=1"], "run_dir=b and folder="),
         (["folder={folder}"], 'prompt is missing; write prompt="some text"'),
         (["folder={folder}", "prompt=1", "prompt="], "prompt=: expected text, found nothing; write prompt=TEXT"),
         (["folder={folder}", "prompt= "], "prompt= : the tokenizer makes no token of it; write another text"),

@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_texts(folder):
 def test_the_tokenizer_may_end_documents_itself(tmp_path, tokenizer_file):
     (tmp_path / "a.jsonl").write_bytes(lines(["1 word", "1", "2 3"]))
     settings = {"tokenizer": str(tokenizer_file), "validation": str(tmp_path / "a.jsonl"), "path": None}
-    source = load(Jsonl(**settings, end_token="<unk>"), seq_len=2, seed=0, vocab=400, training=False)
+    source = load(Jsonl(**settings, end_token="<unk>"), seq_len=2, seed=0, vocab=400, use="validation")
     unknown = HuggingFace(tokenizer_file, key="key").token_id("<unk>")
     assert source.validation.tokens.tolist() == [0, 3, unknown, 0, 3, unknown, 0, 4, 5, unknown]
 

@@ -67,13 +67,13 @@ def test_the_whole_of_one_file_is_evaluated(tmp_path):
     """Without a second file; there is nothing to train on."""
     (tmp_path / "one.txt").write_text("twelve bytes")
     settings = Text(validation=str(tmp_path / "one.txt"))
-    source = load(settings, seq_len=4, seed=0, vocab=256, training=False)
+    source = load(settings, seq_len=4, seed=0, vocab=256, use="validation")
     assert text(source, "validation") == b"twelve bytes"
     assert len(source.train) == 0
     with refused("data.path is required to train with data=text"):
         load(settings, seq_len=4, seed=0, vocab=256)
     with refused("data.path is required for data=text"):
-        load(Text(), seq_len=4, seed=0, vocab=256, training=False)
+        load(Text(), seq_len=4, seed=0, vocab=256, use="validation")
 
 
 def test_a_folder_is_split_by_file(folder):

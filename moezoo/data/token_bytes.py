@@ -1,0 +1,147 @@
+"""The bytes of text that tokens stand for: what bits per byte divide by.
+
+They are those that a tokenizer decodes tokens to. Byte-level and SentencePiece decoders join the pieces of tokens, so
+each token has a fixed number of bytes; only at the start of a text some drop a space that `encode` has added. A special
+token stands for no text.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from moezoo.data.corpus import Corpus
+from moezoo.data.windows import read_windows
+from moezoo.errors import UserError
+
+_WINDOWS = 2**10  # to have in memory at once
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes(NamedTuple):
+    """The bytes of UTF-8 that each token stands for, by its id.
+
+    - `inside`: after other text;
+    - `first`: as the first token of a text, special tokens apart.
+    """
+
+    inside: Int64[np.ndarray, "vocab"]
+    first: Int64[np.ndarray, "vocab"]
+
+
+def measure_tokens(library: Any, vocab: int, shown: str) -> TokenBytes:
+    """Return the bytes of the tokens of a `tokenizers.Tokenizer`, whose ids are below `vocab`.
+
+    Raises `UserError`, which begins with `shown`, where its decoder is not a sum over tokens, or is not known.
+    """
+    described = json.loads(library.to_str())
+    measure = _measurer(described["decoder"], shown)
+    special = {token["id"] for token in described["added_tokens"] if token["special"]}
+    found = np.zeros((2, vocab), np.int64)
+    for token, number in library.get_vocab(with_added_tokens=True).items():
+        if number not in special:
+            found[:, number] = measure(token)
+    return TokenBytes(*found)
+
+
+def _measurer(decoder: dict[str, Any] | None, shown: str) -> Callable[[str], tuple[int, int]]:
+    """Return a function from a token to its bytes inside a text and at its start."""
+    steps: list[Callable[[str, bool], str]] = []  # from a token, and whether it is the first, to its text
+    joined = False
+
+    def add(step: dict[str, Any]) -> None:
+        nonlocal joined
+        match step:
+            case {"type": "Sequence", "decoders": inner}:
+                for each in inner:
+                    add(each)
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if len(old) == 1:
+                steps.append(lambda text, first: text.replace(old, new))
+            case {"type": "ByteFallback"} if not joined:
+                steps.append(lambda text, first: _one_byte(int(m[1], 16)) if (m := _BYTE.fullmatch(text)) else text)
+            case {"type": "ByteLevel"} if not joined:
+                bytes_of, joined = _byte_level(), True
+                steps.append(
+                    lambda text, first: (
+                        "".join(_one_byte(bytes_of[c]) for c in text) if bytes_of.keys() >= set(text) else text
+                    )
+                )
+            case {"type": "Metaspace", "replacement": str(mark)} if not joined:
+                drops = step.get("prepend_scheme", "always") != "never"
+                steps.append(lambda text, first: text.replace(mark, "" if first and drops else " "))
+            case {"type": "Fuse"}:
+                joined = True
+            case {"type": "Strip", "content": str(what), "start": 0 | 1 as start, "stop": 0} if joined:
+                steps.append(lambda text, first: text.removeprefix(what) if first and start else text)
+            case _:
+                raise UserError(f"{shown}: the bytes of a token do not follow from its decoder ({step.get('type')})")
+
+    if decoder is None:
+        raise UserError(f"{shown} has no decoder, so it does not give the text of its tokens back")
+    add(decoder)
+
+    def measure(token: str) -> tuple[int, int]:
+        sizes = []
+        for is_first in (False, True):
+            text = token
+            for step in steps:
+                text = step(text, is_first)
+            sizes.append(len(text.encode(errors="surrogateescape")))
+        return sizes[0], sizes[1]
+
+    return measure
+
+
+def _one_byte(value: int) -> str:
+    """Return a character of one byte in UTF-8 that stands for a byte, which may be a part of a character."""
+    return chr(value) if value < 128 else "?"
+
+
+def _byte_level() -> dict[str, int]:
+    """Return the byte of each character in which byte-level tokens are written (Radford et al., 2019).
+
+    Printable characters of Latin-1 are themselves; the other bytes, in order, are the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+def count_bytes(corpus: Corpus, indices: Integer[np.ndarray, "windows"], seq_len: int, table: TokenBytes) -> int:
+    """Return the bytes of text that the tokens predicted in the windows `indices` stand for."""
+    inside, change = (np.append(sizes, 0) for sizes in (table.inside, table.first - table.inside))
+    beyond = len(table.inside)  # an id that the tokenizer does not have decodes to nothing
+    total = 0
+    for begin in range(0, len(indices), _WINDOWS):
+        labels = read_windows(corpus, indices[begin : begin + _WINDOWS], seq_len).labels
+        total += int(inside[np.minimum(labels[labels >= 0], beyond)].sum())
+    if change.any():
+        places = _first_texts(corpus, np.append(table.inside, 0) == 0)
+        predicted = (places.token > corpus.offsets[places.document]) & np.isin((places.token - 1) // seq_len, indices)
+        ids = corpus.tokens[corpus.starts[places.document] + places.token - corpus.offsets[places.document]]
+        total += int(change[np.minimum(ids[predicted], beyond)].sum())
+    return total
+
+
+class _Places(NamedTuple):
+    """Documents, and for each the index in the stream of its first token that is text."""
+
+    document: Int64[np.ndarray, "found"]
+    token: Int64[np.ndarray, "found"]
+
+
+def _first_texts(corpus: Corpus, is_silent: np.ndarray) -> _Places:
+    """Return where the text of each document begins; documents without text are left out.
+
+    `is_silent` says of each id, and last of all ids beyond them, whether it is no text.
+    """
+    looking, found = np.arange(corpus.documents), []
+    place = 0
+    while len(looking := looking[corpus.offsets[looking] + place < corpus.offsets[looking + 1]]):
+        silent = is_silent[np.minimum(corpus.tokens[corpus.starts[looking] + place], len(is_silent) - 1)]
+        found.append(_Places(looking[~silent], corpus.offsets[looking[~silent]] + place))
+        looking, place = looking[silent], place + 1
+    return _Places(*(np.concatenate([np.zeros(0, np.int64), *part]) for part in zip(*found, strict=True)))

@@ -1,0 +1,155 @@
+"""`moezoo evaluate`: bits per byte of a run and of a Hugging Face folder; its tokenizer, and what does not fit it."""
+
+import json
+import math
+import re
+import shutil
+
+import jax
+import pytest
+from refusals import refused
+from tokenizers_of_kinds import KINDS, TEXT, with_start
+
+import moezoo
+from moezoo.cli import evaluate
+from moezoo.config.compose import as_mapping
+from moezoo.data import tokenize_files
+from moezoo.models import MixtralConfig, build_model
+
+SIZES = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "expert_mlp": 8, "max_length": 64}
+RUNS = ("seq_len=16", "data.eval_sequences=0", "dispatch=gather")
+LINE = re.compile(
+    r"(\w+) +([\d.]+) nats per (\w+), [\d.]+ bits per \w+, perplexity ([\d.]+)(?:, ([\d.]+) bits per byte)?, over "
+    r"([\d,]+) \w+s in (\d+) of (\d+) windows of 16"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model whose tokenizer begins each text with <s>, and </s> ends a text."""
+    path = tmp_path_factory.mktemp("hub") / "model"
+    moezoo.save_pretrained(build_model(MixtralConfig(vocab=400, **SIZES), key=jax.random.key(0)), path)
+    with_start(KINDS["byte level"]()).save(str(path / "tokenizer.json"))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Three documents."""
+    path = tmp_path_factory.mktemp("texts") / "notes"
+    path.mkdir()
+    for number, text in enumerate((TEXT * 6, "Bär 😀", TEXT[7:40])):
+        (path / f"{number}.txt").write_text(text)
+    return path
+
+
+def read(capsys, *arguments):
+    """Run the command; return the parts of its line, and what follows."""
+    capsys.readouterr()
+    evaluate.main(list(arguments))
+    first, *rest = capsys.readouterr().out.splitlines()
+    match = LINE.fullmatch(first)
+    assert match, first
+    return match.groups(), rest
+
+
+def test_all_documents_of_a_folders_tokenizer(folder, texts, capsys):
+    """By default; of bytes and tokens the texts are the oracle, of the loss `moezoo.evaluate`."""
+    (split, loss, unit, perplexity, bits, tokens, windows, total), rest = read(
+        capsys, f"folder={folder}", "data=text", f"data.path={texts}", *RUNS, "mesh=ep8"
+    )
+    library = with_start(KINDS["byte level"]())
+    contents = [file.read_text() for file in sorted(texts.iterdir())]
+    predicted = sum(len(library.encode(text).ids) for text in contents)  # <s> is not, </s> is
+    assert (split, unit, int(tokens.replace(",", "")), rest) == ("all", "token", predicted, [])
+    assert windows == total == str(-(-(predicted + 2) // 16))
+    nats = float(loss) * predicted
+    assert float(bits) == pytest.approx(nats / math.log(2) / sum(len(text.encode()) for text in contents), rel=1e-5)
+    assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-4)
+    cfg = evaluate.configure(f"folder={folder}", "data=text", f"data.path={texts}", *RUNS)
+    found = as_mapping(cfg)["data"]
+    assert (found["tokenizer"], found["end_token"]) == (f"{folder}/tokenizer.json", "</s>")
+    again = moezoo.evaluate(moezoo.from_pretrained(folder), cfg, split="all")
+    assert again.loss == pytest.approx(float(loss), abs=2e-6)
+    assert again.bits_per_byte == pytest.approx(float(bits), abs=2e-6)
+
+
+def test_the_split_and_what_is_set(folder, texts, capsys):
+    """Validation documents alone; own validation files; a tokenizer and an end token that the user sets."""
+    own = (f"folder={folder}", "data=text", *RUNS)
+    path = f"data.path={texts}"
+    assert read(capsys, *own, path, "split=validation")[0][0] == "validation"
+    assert read(capsys, *own, f"data.validation={texts}")[0][0] == "validation"
+    with refused("split=all: the validation documents of data=text are apart (data.validation="):
+        read(capsys, *own, f"data.validation={texts}", "split=all")
+    data = [
+        as_mapping(evaluate.configure(*own, path, *more))["data"]
+        for more in (["data.end_token=null"], ["data.tokenizer=null"])
+    ]
+    assert [(each["end_token"], each["tokenizer"] is None) for each in data] == [(None, False), (None, True)]
+    found, rest = read(capsys, *own, path, "data.tokenizer=null")
+    assert (found[2], found[4], rest) == ("byte", None, [])  # they are the bits per token
+    result = moezoo.evaluate(moezoo.from_pretrained(folder), evaluate.configure(*own, path, "data.tokenizer=null"))
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2))
+
+
+def test_token_files(folder, texts, capsys, tmp_path):
+    """Of the folder's tokenizer, also if it truncates; of another one; of bytes; without a tokenizer."""
+    own = (f"folder={folder}", "data=tokens", *RUNS)
+    tokenizer = KINDS["byte level"]()
+    file = tmp_path / "tokenizer.json"
+    for name, truncates in (("same", True), ("other", False)):
+        made = with_start(tokenizer)
+        if truncates:
+            made.enable_truncation(2)
+        else:
+            made.no_truncation()
+            made.add_special_tokens(["<new>"])
+        made.save(str(file))
+        tokenize_files(str(texts), f"{tmp_path}/{name}.npy", str(file))
+    found = read(capsys, *own, f"data.path={tmp_path}/same.npy")[0]
+    assert (found[0], found[4] is None) == ("all", False)
+    with refused(
+        f"data=tokens: {tmp_path}/other.tokenizer.json made these tokens, and tokenizer.json of folder={folder}"
+    ):
+        read(capsys, *own, f"data.path={tmp_path}/other.npy")
+    (tmp_path / "same.tokenizer.json").unlink()
+    found, rest = read(capsys, *own, f"data.path={tmp_path}/same.npy")
+    assert found[4] is None
+    assert rest == [f"bits per byte are not known: data.path={tmp_path}/same.npy has no tokenizer"]
+    tokenize_files(str(texts), f"{tmp_path}/bytes.npy")
+    with refused(f"data=tokens has bytes for tokens, but folder={folder} has a tokenizer.json; choose data=text"):
+        read(capsys, *own, f"data.path={tmp_path}/bytes.npy")
+
+
+def test_what_does_not_fit(folder, texts, tmp_path):
+    own = (f"folder={tmp_path}/m", "data=text", f"data.path={texts}", *RUNS)
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m/generation_config.json").write_text(json.dumps({"eos_token_id": 390}))
+    with refused(f"folder={tmp_path}/m: eos_token_id=390 is no token of tokenizer.json; set data.end_token, null for"):
+        evaluate.configure(*own)
+    large = KINDS["byte level"]()
+    large.add_tokens([f"<{i}>" for i in range(80)])
+    large.save(f"{tmp_path}/m/tokenizer.json")
+    with refused(
+        f"folder={tmp_path}/m: tokenizer.json has 411 tokens but the model 400; they belong to different models"
+    ):
+        evaluate.configure(*own)
+    (tmp_path / "m/tokenizer.json").unlink()
+    with refused(
+        f"folder={tmp_path}/m has no tokenizer.json, which data=text needs; put it there, or set data.tokenizer"
+    ):
+        evaluate.configure(*own)
+    with refused("model.layers=2: the model is that of folder="):
+        evaluate.configure(*own, "model.layers=2")
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")
+def test_weights_of_few_bits_stay_or_are_widened(folder, texts, tmp_path, capsys):
+    moezoo.save_pretrained(moezoo.from_pretrained(folder), tmp_path / "few", format="fp8")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "few")
+    own = (f"folder={tmp_path}/few", "data=text", f"data.path={texts}", *RUNS, "mesh=ep8")
+    found, wanted = (read(capsys, *own, f"dtype={dtype}")[0] for dtype in ("stored", "float32"))
+    assert float(found[1]) == pytest.approx(float(wanted[1]), abs=2e-6)
+    assert found[5:] == wanted[5:]

@@ -1,0 +1,85 @@
+"""Bytes of tokens against texts, and against what the library decodes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import refused
+from tokenizers import Tokenizer, decoders, models
+from tokenizers_of_kinds import KINDS, TEXT, with_start
+
+from moezoo.data.corpus import concatenate
+from moezoo.data.token_bytes import count_bytes, measure_tokens
+from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers
+
+SEQ = 5
+TEXTS = [TEXT[:90], "Bär", "", "😀😀 <think>x</think>", " two  spaces", TEXT[20:200]]
+
+
+def size(text: str) -> int:
+    return len(text.encode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("starts", [True, False], ids=["start", "no start"])
+def test_all_windows_hold_the_text(kind, starts):
+    """With a start token every byte of what the library decodes is predicted, else those of the first token are not."""
+    library: Any = with_start(KINDS[kind]()) if starts else KINDS[kind]()
+    end, vocab = library.token_to_id("</s>"), library.get_vocab_size()
+    documents = [[*library.encode(text).ids, end] for text in TEXTS]
+    corpus = concatenate([np.array(ids) for ids in documents], np.dtype(np.uint16))
+    table = measure_tokens(library, vocab, "it")
+    decoded = [library.decode(ids) for ids in documents]
+    if kind != "Metaspace":
+        assert decoded == TEXTS
+    first = 0 if starts else sum(table.first[ids[0]] for ids in documents)
+    windows = np.arange(-(-(len(corpus) - 1) // SEQ))
+    assert count_bytes(corpus, windows, SEQ, table) == sum(map(size, decoded)) - first
+    assert (first == 0) == starts
+    parts = [count_bytes(corpus, windows[i::3], SEQ, table) for i in range(3)]
+    assert sum(parts) == count_bytes(corpus, windows, SEQ, table)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_window_holds_what_decoding_adds(kind):
+    """Of a text without a character in several tokens. The oracle decodes what is before and up to each token."""
+    library: Any = with_start(KINDS[kind]())
+    end, texts = library.token_to_id("</s>"), ["The cat sat on", "", "the mat. print", "on the mat. "]
+    documents = [[*library.encode(text).ids, end] for text in texts]
+    adds = [  # of each token of the stream; None for the first of a document
+        None if not k else size(library.decode(ids[: k + 1])) - size(library.decode(ids[:k]))
+        for ids in documents
+        for k in range(len(ids))
+    ]
+    assert 0 in adds[1:-1]
+    corpus = concatenate([np.array(ids) for ids in documents], np.dtype(np.uint16))
+    table = measure_tokens(library, library.get_vocab_size(), "it")
+    for window in range(-(-(len(adds) - 1) // SEQ)):
+        labels = adds[window * SEQ + 1 : (window + 1) * SEQ + 1]
+        assert count_bytes(corpus, np.array([window]), SEQ, table) == sum(filter(None, labels))
+
+
+def test_several_special_tokens_before_a_text():
+    """The space that the tokenizer has added is that of the first token that is text."""
+    library: Any = KINDS["SentencePiece"]()
+    start, end = (library.token_to_id(token) for token in ("<s>", "</s>"))
+    documents = [[start, start, *library.encode("The cat").ids, end], [start, start, end], [start]]
+    corpus = concatenate([np.array(ids) for ids in documents], np.dtype(np.uint16))
+    table = measure_tokens(library, library.get_vocab_size(), "it")
+    assert count_bytes(corpus, np.arange(len(corpus)), 1, table) == size("The cat")
+
+
+def test_tokens_without_text(tmp_path):
+    assert Bytes().token_bytes().inside.tolist() == [1] * 256
+    with refused("data.path=a.npy has no tokenizer"):
+        Numbers(9, "data.path=a.npy").token_bytes()
+    library: Any = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    file = tmp_path / "tokenizer.json"
+    for decoder, kind in ((None, ""), (decoders.WordPiece(), "WordPiece"), (decoders.Strip(" ", 1, 0), "Strip")):
+        if decoder is not None:
+            library.decoder = decoder
+        library.save(str(file))
+        shown = f"key={file}"
+        message = f"{shown}: the bytes of a token do not follow from its decoder ({kind})"
+        with refused(message if kind else f"{shown} has no decoder, so it does not give the text"):
+            HuggingFace(file, key="key").token_bytes()
