@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from moezoo.data.corpus import Corpus, concatenate
 from moezoo.data.documents import Document, tokenize
 from moezoo.data.files import Found
-from moezoo.data.token_files import read_token_files, write_token_files
+from moezoo.data.token_files import read_token_files, verify, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, Tokenizer
 from moezoo.errors import UserError
 from moezoo.host import processors, user_cache
@@ -28,7 +28,7 @@ from moezoo.typed import show
 
 # The bytes of text in a shard of the training order; in Parquet a row group is one.
 SHARD = 2**26
-_FORMAT = 1  # of an entry; another number makes older entries unused
+_FORMAT = 2  # of an entry; another number makes older entries unused
 
 
 class Kept(NamedTuple):
@@ -97,7 +97,6 @@ def kept(folder: Path, found: Found, documents: Iterable[Document], how: How) ->
     entry = folder / _key(found, how)
     path = entry / "tokens.npy"
     try:
-        entry.mkdir(exist_ok=True)
         with _locked(entry):
             if not path.exists():
                 _write(path, found, documents, how, before)
@@ -106,9 +105,11 @@ def kept(folder: Path, found: Found, documents: Iterable[Document], how: How) ->
             f"{show(str(entry))} cannot be written ({error.strerror}); make room, or set data.cache=FOLDER"
         ) from error
     try:
-        corpus, metadata = read_token_files(path, key="cache", dtypes=(how.dtype.name,))
+        files = read_token_files(path, key="cache", dtypes=(how.dtype.name,))
+        verify(files)
+        metadata = files.metadata
         shards = np.array(metadata["shards"], np.int64)
-        return Kept(corpus, list(metadata["names"]), shards, metadata["sha256"])
+        return Kept(files.corpus, list(metadata["names"]), shards, metadata["sha256"])
     except (UserError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{show(str(entry))} is damaged; remove this folder, and start again ({error})") from error
 
@@ -172,10 +173,20 @@ def _key(found: Found, how: How) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the block."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    """Let one process at a time run the block; the folder exists meanwhile, and after it if it is not empty."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # removed since
+            continue
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            break
+        os.close(descriptor)  # the process that had the lock has removed it
+    try:
         yield
     finally:
+        with contextlib.suppress(OSError):  # what is not empty stays
+            folder.rmdir()
         os.close(descriptor)

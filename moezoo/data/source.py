@@ -91,11 +91,17 @@ def read_checked(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "b
     hold such ids. They are too long to be searched before a run, so each batch is checked.
     """
     batch = read_windows(corpus, indices, seq_len)
-    for ids in (batch.tokens.view(np.uint32), batch.labels):  # ids too large for int32 are negative in tokens
+    # Ids too large for int32 are negative in tokens.
+    for later, ids in enumerate((batch.tokens.view(np.uint32), batch.labels)):
         top = int(ids.max(initial=0))
         if top >= source.vocab:
+            row, column = divmod(int(ids.argmax()), seq_len)
+            place = int(indices[row]) * seq_len + column + later  # in the stream
+            document = np.searchsorted(corpus.offsets, place, side="right") - 1
+            at = corpus.starts[document] + place - corpus.offsets[document]
+            file = f" ({corpus.tokens.filename})" if isinstance(corpus.tokens, np.memmap) else ""
             raise UserError(
-                f"data={source.name} holds token {top} but its vocabulary is {source.vocab} tokens; "
-                "make the file again with moezoo prepare-data, or correct vocab in the .json file next to it"
+                f"data={source.name}{file} holds token {top} at index {at} but its vocabulary is "
+                f"{source.vocab} tokens; make the file again with moezoo prepare-data, or correct vocab in the .json file next to it"
             )
     return batch

@@ -75,10 +75,12 @@ def write_token_files(
     with interrupts.undoing(remove):
         with partial[tokens].open("wb") as file:
             ends, digest = _append_all(file, documents, dtype)
+        places = np.array(ends, np.int64)
         with partial[offsets].open("wb") as file:
-            np.save(file, np.array(ends, np.int64))
-        sizes = {"tokens": ends[-1], "documents": len(ends) - 1, "sha256": digest}
-        metadata = {**about(), **sizes}
+            np.save(file, places)
+        sizes = {"tokens": ends[-1], "documents": len(ends) - 1}
+        sums = {"sha256": digest, "offsets_sha256": hashlib.sha256(places.data).hexdigest()}
+        metadata = {**about(), **sizes, **sums}
         partial[described].write_text(json.dumps(metadata, indent=2) + "\n")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial[copy])
@@ -102,6 +104,20 @@ def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype
     npy.write_array_header_1_0(file, {**header, "shape": (ends[-1],)})
     assert file.tell() == begin
     return ends, digest.hexdigest()
+
+
+def verify(files: "TokenFiles") -> None:
+    """Raise `UserError` unless the ids and the offsets are those that were written. All of both are read."""
+    tokens = files.corpus.tokens
+    assert isinstance(tokens, np.memmap)
+    # Read, not mapped: mapped pages would count as memory of the process.
+    with Path(tokens.filename).open("rb") as file:
+        file.seek(tokens.offset)
+        ids = hashlib.file_digest(file, "sha256").hexdigest()
+    found = {"sha256": ids, "offsets_sha256": hashlib.sha256(files.corpus.offsets.data).hexdigest()}
+    for name, what in (("sha256", "ids"), ("offsets_sha256", "offsets")):
+        if files.metadata.get(name) != found[name]:
+            raise UserError(f"its {what} are not those that were written")
 
 
 class TokenFiles(NamedTuple):

@@ -115,7 +115,7 @@ def test_ids_outside_the_vocabulary_are_refused(source, too_large):
     tokens = np.array([1, 2, too_large, 4, 5], np.uint32)
     bad = concatenate([tokens], np.dtype(np.uint32))
     bad = Source(**{**vars(source), "train": bad, "validation": bad})
-    message = f"^data=tokens holds token {too_large} but its vocabulary is 1000 tokens"
+    message = f"^data=tokens holds token {too_large} at index 2 but its vocabulary is 1000 tokens"
     with pytest.raises(UserError, match=message):
         next(train_batches(bad, seq_len=4, batch_size=1, seed=0))
     with pytest.raises(UserError, match=message):

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.data import Jsonl, Source, Text, cache, documents, load, train_batches
+from moezoo.data import Jsonl, Source, Text, cache, documents, jsonl, load, train_batches
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 
@@ -187,6 +188,13 @@ def test_one_process_makes_an_entry(folder, monkeypatch):
 def test_a_damaged_entry(folder, tmp_path):
     load_jsonl(folder, cache=str(tmp_path / "ids"))
     (entry,) = (tmp_path / "ids").iterdir()
+    for name, what in (("tokens.npy", "ids"), ("tokens.offsets.npy", "offsets")):
+        whole = (entry / name).read_bytes()
+        (entry / name).write_bytes(whole[:-16] + bytes([whole[-16] ^ 1]) + whole[-15:])  # of the last offset but one
+        with refused(f"{entry} is damaged; remove this folder, and start again (its {what} are not those that were"):
+            load_jsonl(folder, cache=str(tmp_path / "ids"))
+        (entry / name).write_bytes(whole)
+    load_jsonl(folder, cache=str(tmp_path / "ids"))
     for name, content in (("tokens.json", "{}"), ("tokens.npy", "")):
         (entry / name).write_text(content)
         with refused(f"{entry} is damaged; remove this folder, and start again ("):
@@ -218,7 +226,7 @@ GOOD = b'{"text": "good"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "settings", "message"),
     [
-        ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (Expecting property name enclosed in double"),
+        ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (column 2: Expecting property name enclosed"),
         ("a.jsonl", GOOD + b"\n" + b"[" * 10**5, {}, " line 3 is not JSON ("),
         ("a.jsonl", GOOD * 3 + b'"text"\n', {}, ' line 4 is a string, not an object; write {"text": ...}'),
         ("a.jsonl", b"[1]\n", {}, ' line 1 is an array, not an object; write {"text": ...}'),
@@ -247,11 +255,47 @@ def test_refusals(tmp_path, tokenizer_file, name, content, settings, message):
     message = message.replace("{0}", str(tmp_path))
     with refused(message if message.startswith("data.") else f"data.path={tmp_path}/{name}{message}"):
         load_jsonl(tmp_path / name, **settings)
-    assert not list(tmp_path.glob("caches/**/tokens.npy"))
+    assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
     # In a folder, the message names the file.
     if not message.startswith(("data.", ":")):
         with refused(f"data.path={tmp_path}: {tmp_path}/{name}{message}"):
             load_jsonl(tmp_path, **settings)
+
+
+def test_lines_are_bounded(tmp_path, monkeypatch):
+    """A file that has no line end is not read whole."""
+    monkeypatch.setattr(jsonl, "MOST_LINE", len(GOOD))
+    (tmp_path / "a.jsonl").write_bytes(GOOD + GOOD[:-1] + b" \n" + GOOD)
+    with refused(f"data.path={tmp_path}/a.jsonl line 2 has more than {len(GOOD)} bytes; write one object per line"):
+        load_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 60)
+    assert load_jsonl(tmp_path / "a.jsonl").train.tokens.tobytes() == b"good" * 60
+    (tmp_path / "a.jsonl").write_bytes(b" " * 2**24)
+    tracemalloc.start()
+    with refused(f"data.path={tmp_path}/a.jsonl line 1 has more than {len(GOOD)} bytes"):
+        load_jsonl(tmp_path / "a.jsonl")
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+
+
+def test_a_refusal_while_others_wait(tmp_path):
+    """The one that fails removes the folder of the entry, for which the others wait."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 2000 + b"{}\n")
+    found = []
+
+    def read() -> None:
+        try:
+            load_jsonl(tmp_path / "a.jsonl")
+        except UserError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [" line 2001 has no field text" in each for each in found] == [True] * 3
+    assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
 
 
 def test_settings_that_find_nothing(tmp_path, tokenizer_file):

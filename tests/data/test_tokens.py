@@ -55,6 +55,7 @@ def test_bytes_round_trip(texts, made):
         "tokens": len(tokens),
         "documents": 40,
         "sha256": digest,
+        "offsets_sha256": hashlib.sha256(offsets.tobytes()).hexdigest(),
         "tokenizer": None,
     }
     assert names(made.parent) == ["out.json", "out.npy", "out.offsets.npy"]

@@ -91,5 +91,5 @@ def test_none_for_a_large_vocabulary():
 
 
 def test_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(UserError, match=r"^data=tokens holds token 7 but its vocabulary is 3 tokens"):
+    with pytest.raises(UserError, match=r"^data=tokens holds token 7 at index 1 but its vocabulary is 3 tokens"):
         trigram_loss(source_of([[1, 7, 2]], [[1, 2]]), limit=0, seq_len=4)

@@ -41,7 +41,9 @@ CASES = {
         ("mesh=single", "schedule=constant", "schedule.warmup_steps=0"),
         balance=0.02,
     ),
-    "qwen3": Case(qwen3(layers=2, mlp_layers=(), load_balance=0.0), ("mesh=single", "schedule.warmup_steps=1"), cosine=True),
+    "qwen3": Case(
+        qwen3(layers=2, mlp_layers=(), load_balance=0.0), ("mesh=single", "schedule.warmup_steps=1"), cosine=True
+    ),
     "mixtral, frozen": Case(
         mixtral(load_balance=0.0),
         (
