@@ -70,9 +70,9 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, use: Us
     source = settings.load(seed=seed, vocab=vocab)
     if use == "all":
         if source.whole is None:
+            how = source.summary.get("held out", "of a source of your own")
             raise UserError(
-                f"split=all: the validation documents of data={source.name} are apart ({source.summary['held out']}); "
-                "choose split=validation"
+                f"split=all: the validation documents of data={source.name} are apart ({how}); choose split=validation"
             )
         source = dataclasses.replace(source, validation=source.whole)
     if use == "training" and not len(source.train):

@@ -106,7 +106,7 @@ def kept(folder: Path, found: Found, documents: Iterable[Document], how: How) ->
         ) from error
     try:
         files = read_token_files(path, key="cache", dtypes=(how.dtype.name,))
-        verify(files)
+        verify(path, files)
         metadata = files.metadata
         shards = np.array(metadata["shards"], np.int64)
         return Kept(files.corpus, list(metadata["names"]), shards, metadata["sha256"])

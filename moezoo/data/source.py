@@ -102,6 +102,7 @@ def read_checked(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "b
             file = f" ({corpus.tokens.filename})" if isinstance(corpus.tokens, np.memmap) else ""
             raise UserError(
                 f"data={source.name}{file} holds token {top} at index {at} but its vocabulary is "
-                f"{source.vocab} tokens; make the file again with moezoo prepare-data, or correct vocab in the .json file next to it"
+                f"{source.vocab} tokens; make the file again with moezoo prepare-data, or correct vocab in the .json "
+                "file next to it"
             )
     return batch

@@ -106,12 +106,12 @@ def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype
     return ends, digest.hexdigest()
 
 
-def verify(files: "TokenFiles") -> None:
-    """Raise `UserError` unless the ids and the offsets are those that were written. All of both are read."""
+def verify(path: Path, files: "TokenFiles") -> None:
+    """Raise `UserError` unless the ids in `path` and the offsets are those that were written. All of both are read."""
     tokens = files.corpus.tokens
     assert isinstance(tokens, np.memmap)
     # Read, not mapped: mapped pages would count as memory of the process.
-    with Path(tokens.filename).open("rb") as file:
+    with path.open("rb") as file:
         file.seek(tokens.offset)
         ids = hashlib.file_digest(file, "sha256").hexdigest()
     found = {"sha256": ids, "offsets_sha256": hashlib.sha256(files.corpus.offsets.data).hexdigest()}

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from typing import Any
 
 import jax
 import pytest
@@ -16,7 +17,15 @@ from moezoo.config.compose import as_mapping
 from moezoo.data import tokenize_files
 from moezoo.models import MixtralConfig, build_model
 
-SIZES = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "expert_mlp": 8, "max_length": 64}
+SIZES: dict[str, Any] = {
+    "embed": 16,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "expert_mlp": 8,
+    "max_length": 64,
+}
 RUNS = ("seq_len=16", "data.eval_sequences=0", "dispatch=gather")
 LINE = re.compile(
     r"(\w+) +([\d.]+) nats per (\w+), [\d.]+ bits per \w+, perplexity ([\d.]+)(?:, ([\d.]+) bits per byte)?, over "
