@@ -9,6 +9,7 @@ import numpy as np
 
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, folder_path
+from moezoo.config.run_folders import find, steps
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
@@ -18,10 +19,11 @@ from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
-from moezoo.training.checkpoint import Checkpoints, find, read_about, restore, steps
+from moezoo.training.checkpoint import Checkpoints, read_about
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, check_shared, choose, opened
+from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsRow, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
@@ -106,7 +108,8 @@ def train(cfg: TrainConfig) -> Run:
         state = build_state(cfg, execution, step)
     else:
         start, resumed, target = before.step, before.run_dir, step.arguments[0]
-        saved = restore(before.run_dir / "checkpoints", start, before.about, model=target.model, training=target[1:])
+        folder = before.run_dir / "checkpoints"
+        saved = restore_run(cfg, folder, start, before.about, execution, training=target[1:])
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
         changes = _describe_resume(before, prepared)
