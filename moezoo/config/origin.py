@@ -34,12 +34,14 @@ class Origin(NamedTuple):
         path: A Hugging Face folder, or `checkpoints/STEP` of a run.
         model: Its model, with the section's key `family`.
         sha256: The hash of config.json and of the names, shapes and dtypes of tensors, or of a checkpoint's checksums.
+        stored: What most of its numbers are stored as, in words.
         run: The configuration of the run; None for a Hugging Face folder.
     """
 
     path: Path
     model: Mapping[str, Any]
     sha256: str
+    stored: str
     run: TrainConfig | None = None
 
     @property
@@ -110,7 +112,9 @@ def folder_origin(path: Path, typed: str) -> Origin:
             "its MLPs"
         )
     opened = open_folder(path)
-    return Origin(path, {"family": path_of(type(opened.config)), **to_plain(opened.config)}, opened.sha256)
+    few = opened.quantization.format
+    stored = opened.files.guess_dtype().name + f" and {few}" * bool(few)
+    return Origin(path, {"family": path_of(type(opened.config)), **to_plain(opened.config)}, opened.sha256, stored)
 
 
 def run_origin(path: Path, model: Mapping[str, Any], run: TrainConfig) -> Origin:
@@ -124,7 +128,7 @@ def run_origin(path: Path, model: Mapping[str, Any], run: TrainConfig) -> Origin
         digest = hashlib.sha256(sums.read_bytes()).hexdigest()
     except OSError:
         raise UserError(f"init_from={path}: {sums} cannot be read; name another checkpoint or run") from None
-    return Origin(checkpoints / str(step), model, digest, run)
+    return Origin(checkpoints / str(step), model, digest, run.execution.param_dtype, run)
 
 
 def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:

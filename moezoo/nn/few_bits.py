@@ -321,8 +321,8 @@ def has_few_bits(model: Any) -> bool:
 def with_pieces_of(model: Any, other: Any, spread_over: Callable[[jax.Array], jax.Array] = lambda x: x) -> Any:
     """Return `model`, whose scales have one number per piece of `other`, a model of the same weights.
 
-    Each piece of either is within one block, so no number changes. Only scales in other pieces are replaced: those that
-    `spread_over` returns of an array are cut.
+    Each piece of either is within one block, so no number changes. Of scales in other pieces, those are cut that
+    `spread_over` returns of the array. Arrays may be None.
     """
 
     def cut(x: Any, wanted: Any) -> Any:
@@ -336,7 +336,7 @@ def with_pieces_of(model: Any, other: Any, spread_over: Callable[[jax.Array], ja
                 scale = jnp.take(scale, first // (size // have), axis=dim)
         return eqx.tree_at(lambda container: container.scale, x, scale)
 
-    return jax.tree.map(cut, model, other, is_leaf=lambda x: isinstance(x, FewBits))
+    return jax.tree.map(cut, model, other, is_leaf=lambda x: x is None or isinstance(x, FewBits))
 
 
 def _check_dtype(what: str, found: np.dtype, expected: Sequence[Any]) -> None:

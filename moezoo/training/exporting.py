@@ -34,6 +34,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
 from moezoo.training.checkpoint import read_about
+from moezoo.training.initial import load_elsewhere
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
 from moezoo.typed import show
@@ -223,7 +224,7 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     check_model(cfg, about, checkpoint)
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
-    values = SavedValues(checkpoint, about, saved, wanted)
+    values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
     return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file())
 
 

@@ -72,15 +72,23 @@ def restore_run(
         return jax.ShapeDtypeStruct(have.shape, have.dtype, sharding=whole)
 
     target = jax.tree.map(as_saved, saved.shapes, shapes, shardings)
-    if cfg.checkpoint_frozen:
-        elsewhere = jax.tree.map(lambda _: None, shapes)
-    else:
-        elsewhere, target = eqx.partition(shapes, saved.constant)[0], eqx.filter(target, saved.constant, inverse=True)
-    found = restore(checkpoints, step, about, model=target, **targets)
+    elsewhere = load_elsewhere(cfg, execution)
+    here = jax.tree.map(lambda array: array is None, elsewhere, is_leaf=lambda array: array is None)
+    found = restore(checkpoints, step, about, model=eqx.filter(target, here), **targets)
     model = _fit_pieces(found["model"], shapes, shardings)
-    if jax.tree.leaves(elsewhere):
-        model = eqx.combine(model, jax.tree.map(_own, _load(cfg, shapes, elsewhere, execution)))
-    return {**found, "model": model}
+    return {**found, "model": eqx.combine(model, elsewhere)}
+
+
+def load_elsewhere(cfg: TrainConfig, execution: Execution | None = None) -> PyTree:
+    """Return the arrays of a run that its checkpoints leave to `cfg.init_from`, and None in place of the others.
+
+    Args and errors are those of `restore_run`.
+    """
+    blueprint = blueprint_of(cfg) if execution is None else blueprint_on(cfg, execution)
+    if cfg.checkpoint_frozen:
+        return jax.tree.map(lambda _: None, blueprint.shapes)
+    wanted = eqx.filter(blueprint.shapes, blueprint.constant)
+    return jax.tree.map(_own, _load(cfg, blueprint.shapes, wanted, execution))
 
 
 def as_saved_pieces(cfg: TrainConfig, model: LanguageModel) -> LanguageModel:

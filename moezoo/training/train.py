@@ -30,6 +30,7 @@ from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.resume import flatten, list_changes, read_batch_count
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
+from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
 
 
@@ -106,6 +107,7 @@ def train(cfg: TrainConfig) -> Run:
     history, start, resumed, changes = [], 0, None, []
     if before is None:
         state = build_state(cfg, execution, step)
+        changes = [] if cfg.init_from is None else distributed.together(lambda: describe_start(cfg))
     else:
         start, resumed, target = before.step, before.run_dir, step.arguments[0]
         folder = before.run_dir / "checkpoints"
@@ -176,6 +178,8 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     folder = choose(cfg, None if before is None else before.run_dir)
     changed = [] if before is None else list_changes(cfg, before.about["config"])
+    if before is None and cfg.init_from is not None:
+        check_tokens(cfg)
     execution = build_execution(cfg)
     step = build_step(cfg, execution)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
