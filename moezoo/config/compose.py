@@ -111,7 +111,7 @@ def read_origin(folder: Any) -> Origin:
     if not (run_folder(path) / "config.yaml").exists():
         return folder_origin(path, str(folder))
     mapping = read_run(path, "init_from")
-    return run_origin(path, mapping["model"], from_mapping(without_own(mapping, saved_own(mapping))))
+    return run_origin(path, mapping, from_mapping(without_own(mapping, saved_own(mapping))))
 
 
 def _at(origin: Origin, asked: Asked) -> Asked:
