@@ -1,7 +1,9 @@
 """Opening a Hugging Face folder: its config.json and the headers of its files, compared before any tensor is read."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -48,6 +50,14 @@ class OpenFolder(NamedTuple):
     def stores_tied(self) -> bool:
         """Whether the folder has an unembedding although it is the embedding."""
         return self.config.tied_embeddings and self.files.tensors.keys() >= set(self.tables)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of config.json, of the tensors' names, shapes and dtypes, and of the sizes of their files."""
+        stored = self.files.tensors.items()
+        names = sorted((name, each.dtype, each.shape, each.path.name) for name, each in stored)
+        sizes = sorted((path.name, path.stat().st_size) for path in {each.path for _, each in stored})
+        return hashlib.sha256(json.dumps([self.mapping, names, sizes], sort_keys=True).encode()).hexdigest()
 
     def tensors(self, model: Any) -> Iterator[Tensor]:
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""

@@ -16,6 +16,7 @@ from moezoo.data.windows import validation_indices, window_count
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
@@ -155,7 +156,7 @@ def evaluate(
     execution = build_execution(cfg)
     if source is None:
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, use=split)
-    model = place(model, execution)
+    model = place(cut_pieces(model, execution), execution)
     result = Evaluator(model, source, cfg, execution)(model, on_batch)
     return result._replace(text=_count_text(source, cfg))
 
