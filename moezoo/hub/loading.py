@@ -28,11 +28,12 @@ from jax.typing import DTypeLike
 
 from moezoo.errors import UserError, check_type
 from moezoo.host import check_host
-from moezoo.hub.holdings import Holding, Piece, Target, are_finite
+from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite
 from moezoo.hub.loading_progress import LoadingProgress
 from moezoo.hub.opening import find_model, folder_argument, open_folder
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
+from moezoo.hub.upcycling import Upcycle, complete, copied, deviations, is_drawn
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import cut_pieces
@@ -47,7 +48,10 @@ _ALIGNED = 64  # JAX takes over an array in host memory that begins at a multipl
 
 
 def from_pretrained(
-    folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | Literal["stored"] | None = None
+    folder: str | Path,
+    execution: Execution | None = None,
+    dtype: DTypeLike | Literal["stored"] | None = None,
+    upcycle: Upcycle | None = None,
 ) -> LanguageModel:
     """Load the model from a Hugging Face folder.
 
@@ -65,6 +69,7 @@ def from_pretrained(
             have, with float32 for float64 and bfloat16 for numbers of few bits, which are widened. Choice biases are
             always float32. `stored` keeps weights of few bits as they are, in containers (`moezoo.nn.few_bits`); all
             others have the dtype that most of them are stored in.
+        upcycle: For the folder of a dense model: the experts that its MLPs are copied into. None for other folders.
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
@@ -74,13 +79,15 @@ def from_pretrained(
     """
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
+    if upcycle is not None:
+        check_type("upcycle", upcycle, Upcycle, "write moezoo.Upcycle(experts=8, per_token=2)")
     where, target = folder_argument(folder), None if dtype is None else _parameter_dtype(dtype)
     mesh = None if execution is None else execution.mesh
     if isinstance(mesh, AbstractMesh):
         raise UserError(
             "execution: its mesh has no devices; take one from moezoo.execution(cfg), on a machine with them"
         )
-    load = functools.partial(_load, where, execution, target)
+    load = functools.partial(_load, where, execution, target, upcycle)
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
         facts = {"the tensors of the folder": loaded.digest}
@@ -89,21 +96,33 @@ def from_pretrained(
         loaded = load()
     for note in loaded.notes:
         warnings.warn(f"{where}: {note}", stacklevel=2)
-    return loaded.model
+    return loaded.model if upcycle is None else complete(loaded.model, upcycle, loaded.noise)
 
 
 class _Loaded(NamedTuple):
-    """A loaded model, what the user should know about it, and a hash of the names, dtypes and shapes of the tensors."""
+    """What a process has loaded.
+
+    Attributes:
+        model: The model; with shapes in place of arrays that the folder does not have and `complete` draws.
+        notes: What the user should know about it.
+        digest: A hash of the names, dtypes and shapes of the tensors.
+        noise: The noise that `complete` adds.
+    """
 
     model: LanguageModel
     notes: Sequence[str]
     digest: str
+    noise: Mapping[str, Mapping[int, float]]
 
 
-def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["stored"] | None) -> _Loaded:
-    opened = open_folder(folder)
+def _load(
+    folder: Path, execution: Execution | None, dtype: np.dtype | Literal["stored"] | None, upcycle: Upcycle | None
+) -> _Loaded:
+    opened = open_folder(folder, upcycle)
     shapes, holdings, unused = find_model(opened, dtype.name if isinstance(dtype, np.dtype) else dtype)
-    require_names(arrays_by_path(shapes), [holding.tensor for holding in holdings])
+    drawn = set() if upcycle is None else set(filter(is_drawn, arrays_by_path(shapes)))
+    named = {path: shape for path, shape in arrays_by_path(shapes).items() if path not in drawn}
+    require_names(named, [holding.tensor for holding in holdings])
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     mesh = None if execution is None else execution.mesh
     if execution is None or mesh is None:
@@ -126,18 +145,20 @@ def _load(folder: Path, execution: Execution | None, dtype: np.dtype | Literal["
         check_host(what, sum(array.size for array in arrays.values()), advice)
     else:
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
-    for array in arrays.values():
-        array.begin()
-    odd = _read(sorted(holdings, key=lambda holding: holding.begins), arrays, folder)
+    noise = {} if upcycle is None else deviations(holdings, upcycle)
+    for path in arrays.keys() - drawn:
+        arrays[path].begin()
+    places = arrays if upcycle is None else copied(arrays)
+    odd = _read(sorted(holdings, key=lambda holding: holding.begins), places, folder)
     if odd:
         notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
-    leaves = [array.finish() for array in arrays.values()]
+    leaves = [array.to_draw if path in drawn else array.finish() for path, array in arrays.items()]
     facts = sorted((name, stored.dtype, stored.shape) for name, stored in opened.files.tensors.items())
     digest = hashlib.sha256(repr((opened.config, facts)).encode()).hexdigest()
-    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, digest)
+    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, digest, noise)
 
 
-def _read(holdings: Sequence[Holding], arrays: Mapping[str, "_Arriving"], folder: Path) -> list[str]:
+def _read(holdings: Sequence[Holding], arrays: Mapping[str, Boxes], folder: Path) -> list[str]:
     """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
     largest = max(holding.size for holding in holdings)
     most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
@@ -258,6 +279,11 @@ class _Arriving:
     def size(self) -> int:
         """The bytes that CPU devices of this process hold together; those that hold the same box share its memory."""
         return self.size_per_device * len(self._devices)
+
+    @property
+    def to_draw(self) -> jax.ShapeDtypeStruct:
+        """Its shape and layout, where its numbers are not in the folder."""
+        return jax.ShapeDtypeStruct(self.shape, self._shape.dtype, sharding=self._sharding)
 
     def begin(self) -> None:
         """Make room for the numbers."""
