@@ -68,3 +68,9 @@ class Blueprint:
         """A tree like the model: True for each array that no step changes: neither trained nor a buffer."""
         axes = axes_of(self.shapes)
         return jax.tree.map(lambda learns, its: not learns and its.role is not Role.BUFFER, self.mask, axes)
+
+    @functools.cached_property
+    def constant_paths(self) -> frozenset[str]:
+        """The paths of the arrays that `constant` chooses."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.constant)
+        return frozenset(jax.tree_util.keystr(path) for path, is_constant in leaves if is_constant)

@@ -5,11 +5,13 @@ import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.typed import NotNegative, Positive, Range, Size, check_fields, show, to_plain, types_of
+from moezoo.typed import MayChange, NotNegative, Positive, Range, Size, check_fields, show, to_plain, types_of
 
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
 # is planned in Python, so a number without a limit could take hours before anything is refused.
 MAX_LAYERS = 10_000
+LossFactor = Annotated[NotNegative, MayChange(at_start=0.0)]
+Window = Annotated[Size, MayChange()]
 
 
 class Limit(NamedTuple):
@@ -51,7 +53,8 @@ class ModelConfig(abc.ABC):
     1 / sqrt(2 `layers` inputs). Values beyond two of these deviations are drawn again, so the actual deviation is 0.88
     times as large.
 
-    The ranges here also hold for the fields of a family that have another default.
+    The ranges here, and which settings the same weights may have with another value (`moezoo.typed.MayChange`), also
+    hold for the fields of a family that have another default.
 
     Raises:
         UserError: A value has a wrong type, a number is out of its range, or sizes contradict each other.
@@ -64,13 +67,13 @@ class ModelConfig(abc.ABC):
     expert_mlp: Size = 128
     experts: Size = 16
     experts_per_token: Size = 4
-    max_length: Size = 4096
+    max_length: Annotated[Size, MayChange()] = 4096
     norm_eps: Positive = 1e-5
     init_std: Positive = 0.1
     tied_embeddings: bool = False
-    load_balance: NotNegative = 0.01
-    load_balance_over: Literal["batch", "sequence"] = "batch"
-    z_loss: NotNegative = 0.0
+    load_balance: LossFactor = 0.01
+    load_balance_over: Annotated[Literal["batch", "sequence"], MayChange()] = "batch"
+    z_loss: LossFactor = 0.0
 
     @property
     def longest(self) -> Limit:

@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, check_layers
+from moezoo.models.config import GroupedAttentionConfig, Window, check_layers
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, rope
 from moezoo.models.names import GROUPED_ATTENTION, MLP, MOE, layers, rows
@@ -32,7 +32,7 @@ from moezoo.moe.router import Choice
 from moezoo.nn.activation import ClampedSwiGLU
 from moezoo.nn.rotary import Rotary
 from moezoo.nn.yarn import Yarn
-from moezoo.typed import Positive, Size
+from moezoo.typed import Positive
 
 # What a query sees.
 Kind = Literal["window", "all"]
@@ -54,7 +54,7 @@ class GptOssConfig(GroupedAttentionConfig):
     """
 
     attention_bias: Literal["none", "all"] = "all"
-    window: Size | None = 64
+    window: Window | None = 64
     full_layers: tuple[int, ...] | None = None
     swiglu_alpha: Positive = 1.702
     swiglu_limit: Positive = 7.0

@@ -34,7 +34,7 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, check_layers, check_rotary
+from moezoo.models.config import GroupedAttentionConfig, Window, check_layers, check_rotary
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.attention import Biases, NormOver
@@ -73,7 +73,7 @@ class GroupedConfig(GroupedAttentionConfig):
     router: Choice = dataclasses.field(default_factory=Choice)
     norm_over: NormOver = "head"
     attention_bias: Biases = "none"
-    window: Size | None = None
+    window: Window | None = None
     rotary_dims: Size | None = None
     rope_base: float = 1e6
     rope_pairs: Pairs = "halves"

@@ -18,13 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig
+from moezoo.models.config import GroupedAttentionConfig, Window
 from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, common_dense, head_dim, rope
 from moezoo.models.names import BLOCK_SPARSE, DENSE
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
-from moezoo.typed import Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ class MixtralConfig(GroupedAttentionConfig):
     expert_mlp: int = 256
     experts: int = 8
     experts_per_token: int = 2
-    window: Size | None = None
+    window: Window | None = None
     rope_base: float = 1e6
     max_length: int = 32768
     z_loss: float = 0.001

@@ -13,9 +13,11 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from moezoo.errors import UserError, describe_class, nearest
+
+_T = TypeVar("_T")
 
 
 class Range(NamedTuple):
@@ -35,6 +37,17 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         bounds = ((name.replace("_", " "), getattr(self, name)) for name in ("at_least", "above", "at_most", "below"))
         return " and ".join(f"{name} {bound}" for name, bound in bounds if math.isfinite(bound))
+
+
+class MayChange(NamedTuple):
+    """A note at a setting of a model: the same weights may have another value of it.
+
+    `at_start` is the value where weights from elsewhere begin to be trained, unless it is set; None: the one that they
+    come with. Where the settings beside it have `without_effect`, a key and its value, it stays as it is.
+    """
+
+    at_start: float | None = None
+    without_effect: tuple[str, Any] | None = None
 
 
 ANY_NUMBER = Range()
@@ -207,13 +220,21 @@ def types_of(kind: type) -> dict[str, Any]:
 def ranges_of(kind: type) -> dict[str, Range]:
     """Return field name -> range of a dataclass. A range that a base class annotates holds in its subclasses."""
     found = {each.name: each.metadata["valid"] for each in dataclasses.fields(kind) if each.metadata.get("valid")}
+    found = notes_of(kind, Range) | found
+    return {name: found.get(name, ANY_NUMBER) for name in types_of(kind)}
+
+
+@functools.cache
+def notes_of(kind: type, note: type[_T]) -> dict[str, _T]:
+    """Return field name -> what `Annotated` notes of this class; what a base class notes holds in its subclasses."""
+    found: dict[str, _T] = {}
     for base in kind.__mro__:
         for name, hint in typing.get_type_hints(base, include_extras=True).items():
             for part in (hint, *typing.get_args(hint)):  # the range of `X | None` is that of X
-                for note in getattr(part, "__metadata__", ()):
-                    if isinstance(note, Range):
-                        found.setdefault(name, note)
-    return {name: found.get(name, ANY_NUMBER) for name in types_of(kind)}
+                for each in getattr(part, "__metadata__", ()):
+                    if isinstance(each, note):
+                        found.setdefault(name, each)
+    return found
 
 
 def show(value: Any) -> str:

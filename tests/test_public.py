@@ -84,7 +84,7 @@ CALLS = {
     "train({})": "cfg is a dict, expected a TrainConfig",
     "from_pretrained(None)": "folder=null: expected text",
     'from_pretrained("a", "ep8")': "execution is a str, expected an Execution",
-    'from_pretrained("a", upcycle=8)': "upcycle is an int, expected an Upcycle",
+    'from_pretrained("a", upcycle=8)': "upcycle is an int|moezoo.Upcycle(",
     'Upcycle(experts="8")': "upcycle.experts=8: expected a whole number|text",
     "Upcycle(noise=-1.0)": "upcycle.noise=-1.0 must be at least 0",
     "save_pretrained(model, 5)": "folder=5: expected text",

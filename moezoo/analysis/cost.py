@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from moezoo.config.build import blueprint_of, build_execution
+from moezoo.config.build import blueprint_on, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
@@ -78,7 +78,7 @@ def break_even(
     # Many tokens, so that rounding and what is sent once, such as counts of rows, do not matter.
     tokens = 2**20
     rows = tokens * execution.ways(execution.batch_axes)
-    blueprint, length = blueprint_of(config), execution.ways(execution.sequence_axes)
+    blueprint, length = blueprint_on(config), execution.ways(execution.sequence_axes)
     layer = expert_layer(blueprint.shapes.stacks, rows, length, "train", blueprint.mask)
 
     def split_bytes(strategy: Dispatch) -> tuple[int, float]:
@@ -93,7 +93,7 @@ def break_even(
 
 def expert_rows(config: TrainConfig) -> int:
     """Return the rows per device that a layer with experts has room for in a micro-step."""
-    rows, blueprint = config.batch_size // config.execution.microbatches, blueprint_of(config)
+    rows, blueprint = config.batch_size // config.execution.microbatches, blueprint_on(config)
     execution = build_execution(config, abstract_mesh(config.mesh))
     stacks, mask = blueprint.shapes.stacks, blueprint.mask
     strategy = choose_dispatch(stacks, rows, config.seq_len, execution, "train", mask).strategy

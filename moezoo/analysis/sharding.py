@@ -6,7 +6,7 @@ import jax
 
 from moezoo.analysis.activations import ActivationRow, Spec, activations, cache_rows
 from moezoo.analysis.calls import CALLS, CallName
-from moezoo.config.build import blueprint_of, build_execution
+from moezoo.config.build import blueprint_on, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
@@ -120,7 +120,7 @@ def describe(
     check_config(cfg)
     convert(CallName, call, "call")
     convert(Literal["all", "parameters"], parts, "parts")
-    blueprint = blueprint_of(cfg, blueprint)
+    blueprint = blueprint_on(cfg, given=blueprint)
     if parts == "parameters":
         execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
         return Sharding(_parameters(blueprint, execution))

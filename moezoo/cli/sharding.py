@@ -90,14 +90,14 @@ def _blueprint(cfg: Any, few_bits: str | None) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from moezoo.config.build import blueprint_of, build_execution
+    from moezoo.config.build import blueprint_of, blueprint_on, build_execution
     from moezoo.hub.kept import in_format
     from moezoo.nn.few_bits import cut_pieces
     from moezoo.parallel.mesh import abstract_mesh
 
-    blueprint = blueprint_of(cfg)
     if few_bits is None:
-        return blueprint
+        return blueprint_on(cfg)
+    blueprint = blueprint_of(cfg)
     execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
 
     def change(model: Any) -> Any:

@@ -16,11 +16,13 @@ from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.config.splits import Batches, describe_blocking, divisors, limits_of, meshes_within, sequence_order
 from moezoo.errors import UserError, check_type
+from moezoo.hub.kept import in_forms
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config import differing_settings
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
+from moezoo.nn.few_bits import cut_pieces, has_few_bits
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
@@ -38,7 +40,9 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
         UserError: `given` is of another configuration or dtype than `cfg`, or trains other parameters.
     """
     family = family_of(cfg.model)  # which a notebook may have made anew
-    own = _blueprint(cfg.model, cfg.execution.param_dtype, cfg.trained, cfg.frozen, family.kinds, family.make_block)
+    dtype = "float32" if cfg.execution.param_dtype == "stored" else cfg.execution.param_dtype
+    forms = tuple(cfg.init_forms.items())
+    own = _blueprint(cfg.model, dtype, cfg.trained, cfg.frozen, forms, family.kinds, family.make_block)
     if given is None:
         return own
     remedy = "write dataclasses.replace(blueprint_of(cfg), change=...)"
@@ -53,9 +57,31 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
 
 @functools.lru_cache(maxsize=64)
 def _blueprint(
-    config: ModelConfig, dtype: str, trained: tuple[str, ...] | None, frozen: tuple[str, ...], *_: Any
+    config: ModelConfig,
+    dtype: str,
+    trained: tuple[str, ...] | None,
+    frozen: tuple[str, ...],
+    forms: tuple[tuple[str, str], ...],
+    *_: Any,
 ) -> Blueprint:
-    return Blueprint(config, dtype, trained=trained, frozen=frozen)
+    plain = Blueprint(config, dtype, trained=trained, frozen=frozen)
+    if not forms:
+        return plain
+    constant = plain.constant_paths
+    return dataclasses.replace(plain, change=lambda model: in_forms(model, dict(forms), constant))
+
+
+def blueprint_on(cfg: TrainConfig, execution: Execution | None = None, given: Blueprint | None = None) -> Blueprint:
+    """Return `given`, or `blueprint_of(cfg)` with the scales of few bits cut into pieces that a mesh can lay out.
+
+    The mesh is that of `execution`, by default that of `cfg`. Raises `UserError` as `blueprint_of` does.
+    """
+    blueprint = blueprint_of(cfg, given)
+    if given is not None or not has_few_bits(blueprint.shapes):
+        return blueprint
+    change, on = blueprint.change, execution or build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+    assert change is not None
+    return dataclasses.replace(blueprint, change=lambda model: cut_pieces(change(model), on))
 
 
 def build_execution(
@@ -117,7 +143,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
             f"{split} splits experts {ways} ways but model.experts={num_experts} (rules.store.expert={show(axes)}); "
             f"choose a mesh whose {' x '.join(axes)} divides {num_experts}"
         )
-    execution.specs(blueprint_of(cfg).shapes)
+    execution.specs(blueprint_on(cfg, execution).shapes)
     return execution
 
 

@@ -7,6 +7,7 @@ raised `from None`, because a notebook would print Hydra's text above ours.
 
 import contextlib
 import copy
+import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
 from moezoo.config.overrides import CONF, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
     TAGS,
@@ -36,9 +38,12 @@ from moezoo.config.own import (
     without_own,
 )
 from moezoo.config.renamed import BEFORE, RENAMED
+from moezoo.config.run_folders import run_folder
 from moezoo.config.settings import TAG, TrainConfig
+from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
+from moezoo.hub.upcycling import Upcycle
 from moezoo.parallel.rules import Rules
 from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
@@ -53,8 +58,9 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
     `rules` also takes the path of a YAML file. `dispatch`, `data`, `optimizer`, `schedule` and
     `execution.context_parallel` also take the path of a class, `package.module.Class`, and `model` that of a family;
     these are imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With
-    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. This also works inside a program
-    that uses Hydra.
+    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. With `init_from=FOLDER` the model
+    is that of a Hugging Face folder or a run, and so are the defaults of the tokenizer and its end token; the learning
+    rate is one for trained weights, and what balances loads is off. This also works inside a program that uses Hydra.
 
     Raises `UserError` for every mistake in `overrides`, and for `keywords`, which are none.
     """
@@ -65,6 +71,8 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
     if isinstance(folder := asked.changes.get("resume"), str):
         return compose_onto(read_run(folder, "resume"), *overrides)
     checks = _import_own(asked)
+    if asked.changes.get("init_from") is not None:
+        return _compose_from(read_origin(asked.changes["init_from"], _read_upcycle({}, asked)), asked, checks)
     return _finish(_compose_groups(asked.choices, checks), asked, checks)
 
 
@@ -93,7 +101,75 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
                     base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
                 else:
                     base[key] = {**base[key], **value} if isinstance(value, dict) else value
+    if asked.changes.get("init_from") is not None:  # where the weights are now
+        asked = _at(read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked)), asked)
     return _finish(base, asked, checks)
+
+
+def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
+    """Return what the user set `init_from` to, with `upcycle` for a dense model.
+
+    Raises `UserError` where it is no Hugging Face folder and no run, or a run that `upcycle` is for.
+    """
+    path = folder_path(folder, "init_from")
+    if not (run_folder(path) / "config.yaml").exists():
+        return folder_origin(path, str(folder), upcycle)
+    if upcycle.experts:
+        raise UserError(
+            f"upcycle.experts={upcycle.experts} but init_from={show(str(folder))} is a run, whose model has experts; "
+            "leave upcycle out"
+        )
+    mapping = read_run(path, "init_from")
+    return run_origin(path, mapping["model"], from_mapping(without_own(mapping, saved_own(mapping))))
+
+
+def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
+    """Return the section `upcycle` of a configuration."""
+    changes = {key.removeprefix("upcycle."): value for key, value in asked.changes.items() if key[:8] == "upcycle."}
+    return convert(Upcycle, {**saved, **changes}, "upcycle")
+
+
+def _at(origin: Origin, asked: Asked) -> Asked:
+    """Return `asked` with the path of the weights, and their hash."""
+    given = asked.changes.get("init_sha256", origin.sha256)
+    if given != origin.sha256:
+        raise UserError(
+            f"init_sha256={show(given)} but init_from={origin.path} has {origin.sha256}; name the folder with the "
+            "former, or leave init_sha256 out"
+        )
+    return asked._replace(changes={**asked.changes, "init_from": str(origin.path), "init_sha256": origin.sha256})
+
+
+def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
+    """Compose a run that starts from weights: with their model, and with defaults for them."""
+    family, shown = origin.model["family"], f"init_from={origin.path}"
+    if "model" in asked.choices and asked.choices["model"] != family:
+        raise UserError(f"model={show(asked.choices['model'])} but {shown} has its own model; leave model out")
+    families = checks.tags["model"][1]
+    if family not in families:
+        raise refuse_saved({"model": family})
+    others = {group: name for group, name in asked.choices.items() if group != "model"}
+    base, kind = _compose_groups(others, checks), families[family]
+    model = complete(TrainConfig, {"model": origin.model}, "", checks)["model"]
+    check_settings(kind, model, asked.changes, origin.path)
+    base["model"] = first_settings(kind, model)
+    rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
+    if rule is not None and "learning_rate" in base["optimizer"]:
+        base["optimizer"]["learning_rate"] = rule.tuning_rate
+    data = checks.tags["data"][1].get(base["data"].get("name"))
+    if data is not None and issubclass(data, FileSettings) and "data.tokenizer" not in asked.changes:
+        if not origin.has_tokenizer:
+            raise UserError(
+                f"{shown} has no tokenizer.json; set data.tokenizer to the path of its own, or to null if its tokens "
+                "are bytes"
+            )
+        base["data"]["tokenizer"] = origin.tokenizer
+        if "data.end_token" not in asked.changes:
+            base["data"]["end_token"] = origin.end_token()
+    cfg = _finish(base, _at(origin, asked), checks)
+    if cfg.execution.param_dtype == "stored":
+        cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
+    return cfg
 
 
 def folder_path(folder: Any, key: str) -> Path:
@@ -104,12 +180,6 @@ def folder_path(folder: Any, key: str) -> Path:
         return check_name(Path(folder).expanduser(), show(f"{key}={folder}"))
     except RuntimeError:
         raise UserError(f"{key}={show(str(folder))}: there is no home folder of that user; write the path") from None
-
-
-def run_folder(path: str | Path) -> Path:
-    """Return the folder of the run that `path` is, or that has `path` as one of its `checkpoints/STEP`."""
-    path = Path(path)
-    return path.parent.parent if path.parent.name == "checkpoints" and path.name.isdecimal() else path
 
 
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:

@@ -1,10 +1,12 @@
 """The configuration of a run as frozen dataclasses; `moezoo.config.compose` fills them from the groups of `conf/`."""
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from moezoo.data import SOURCES, DataSettings
-from moezoo.errors import check_type
+from moezoo.errors import UserError, check_type
+from moezoo.hub.upcycling import Upcycle
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.models import FAMILIES, ModelConfig
@@ -18,7 +20,9 @@ from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
-from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields
+from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields, show
+
+ParamDType = Literal["float32", "bfloat16", "stored"]
 
 
 class ContextParallelName(Name):
@@ -44,7 +48,8 @@ class ExecutionSettings:
     """How the model runs, except mesh, rules and dispatch.
 
     - `dtype`: dtype in which layers compute; weights are gathered in it, or as they are stored if that is narrower.
-    - `param_dtype`: dtype of stored parameters.
+    - `param_dtype`: dtype of stored parameters; with "stored", frozen ones stay as `init_from` has them, also in few
+      bits, and trained ones are float32.
     - `reduce_dtype`: dtype in which gradients are summed over devices.
     - `microbatches`: number of micro-steps per step; their gradients are summed.
     - `context_parallel`: how queries meet keys of other devices where the rules split the sequence: a name, or a value.
@@ -56,7 +61,7 @@ class ExecutionSettings:
     """
 
     dtype: DType = "float32"
-    param_dtype: DType = "float32"
+    param_dtype: ParamDType = "float32"
     reduce_dtype: DType = "float32"
     remat: Remat = "full"
     microbatches: Size = 1
@@ -67,8 +72,9 @@ class ExecutionSettings:
     routing: RoutingChoice = "learned"
 
     def __post_init__(self):
-        for name in ("dtype", "param_dtype", "reduce_dtype"):
-            object.__setattr__(self, name, check_dtype(f"execution.{name}", getattr(self, name)).name)
+        for name, choices in {"dtype": DType, "param_dtype": ParamDType, "reduce_dtype": DType}.items():
+            if getattr(self, name) != "stored" or choices is DType:
+                object.__setattr__(self, name, check_dtype(f"execution.{name}", getattr(self, name), choices).name)
         check_fields("execution", self)
 
 
@@ -79,6 +85,11 @@ class TrainConfig:
     `batch_size` is the number of sequences per step, over all devices together. 0 turns an `*_every` off. Every section
     and every value is checked when it is made, in Python as on the command line: `dataclasses.replace` too raises
     `UserError`.
+
+    Of a run that starts from weights, `compose` reads the folder that `init_from` names and fills in the rest:
+
+    - `init_sha256`: the hash of what that folder is said to hold, so that another one is not taken for it;
+    - `init_forms`: with `execution.param_dtype=stored`, what frozen arrays are stored as, by patterns of their paths.
     """
 
     model: ModelConfig
@@ -91,24 +102,51 @@ class TrainConfig:
     distributed: Distributed
     execution: ExecutionSettings
     guard: GuardSettings
-    steps: Size
+    steps: Count
     seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)]
     batch_size: Size
     seq_len: Annotated[int, Range(at_least=2)]
     # Keys with a default are missing from runs of older versions.
     trained: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
     frozen: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    init_from: str | None = dataclasses.field(default=None, kw_only=True)
+    init_sha256: str | None = dataclasses.field(default=None, kw_only=True)
+    init_forms: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
+    upcycle: Upcycle = dataclasses.field(default_factory=Upcycle, kw_only=True)
     run_dir: str | None
     resume: str | None
     eval_every: Count
     checkpoint_minutes: NotNegative | None = dataclasses.field(default=None, kw_only=True)
     checkpoint_every: Count
     checkpoint_keep: Size
+    checkpoint_frozen: bool = dataclasses.field(default=True, kw_only=True)
     log_every: Count
     cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
 
     def __post_init__(self):
         check_fields("", self)
+        if (self.init_from is None) != (self.init_sha256 is None):
+            raise UserError(
+                f"init_from={show(self.init_from)} init_sha256={show(self.init_sha256)}: compose reads the folder and "
+                'sets both; write moezoo.compose("init_from=FOLDER")'
+            )
+        if self.upcycle.experts and self.init_from is None:
+            raise UserError(
+                f"upcycle.experts={self.upcycle.experts} copies the MLPs of a dense model; name its folder as init_from"
+            )
+        if self.upcycle.experts and self.upcycle.widen(self.model) != self.model:
+            raise UserError(
+                f"upcycle.experts={self.upcycle.experts} upcycle.per_token={self.upcycle.per_token} but the model has "
+                f"{self.model.experts} and {self.model.experts_per_token}; set them when the run begins, and not later"
+            )
+        if self.init_from is None and self.execution.param_dtype == "stored":
+            raise UserError(
+                "execution.param_dtype=stored keeps what init_from has; name that folder, or write float32 or bfloat16"
+            )
+        if self.init_from is None and not self.checkpoint_frozen:
+            raise UserError(
+                "checkpoint_frozen=false leaves frozen arrays to init_from; name that folder, or leave it out"
+            )
 
 
 def check_config(cfg: Any) -> None:

@@ -96,6 +96,10 @@ class HuggingFace:
         """Return the id of the token with this text; None if there is none."""
         return self._library.token_to_id(token)
 
+    def token(self, token_id: int) -> str | None:
+        """Return the text of the token with this id; None if there is none."""
+        return self._library.id_to_token(token_id) if token_id >= 0 else None
+
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
 

@@ -19,6 +19,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache, Kept, State
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Coordinates
@@ -122,7 +123,7 @@ def generate(
         raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
     execution = execution.exact.for_rows(len(tokens))
     if execution.mesh is not None:
-        model = place(model, execution)
+        model = place(cut_pieces(model, execution), execution)
 
     # Lengths are rounded up (padding on the left, unused room on the right), so few programs are compiled.
     width, room = round_up(tokens.shape[1]), round_up(max_new_tokens)

@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
 class Boxes(Protocol):
     """An array: the boxes of it that devices of this process hold."""
 
@@ -99,7 +100,7 @@ def _places(tensor: Tensor, arrays: Mapping[str, Boxes]) -> list[_Place]:
     """Return what this process's devices hold of a tensor."""
     found = []
     for part, (path, index) in enumerate(tensor.parts):
-        for box, target in arrays[path].boxes.items():
+        for box, target in arrays[path].boxes.items() if path in arrays else ():
             if all(start <= i < end for i, (start, end) in zip(index, box, strict=False)):
                 own = tuple(i - start for i, (start, _) in zip(index, box, strict=False))
                 found.append(_Place(part, own, box[len(index) :], target))
@@ -166,7 +167,7 @@ class Holding(abc.ABC):
         """Raise `UserError` unless the files have it in the right shapes and dtypes."""
 
     def pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
-        """Yield what `arrays`, by their paths, hold of the tensor."""
+        """Yield what `arrays`, by their paths, hold of the tensor; those of other paths are not wanted."""
         places = _places(self.tensor, arrays)
         return self._pieces(places) if places else iter(())
 
@@ -336,7 +337,9 @@ class Kept(FewBits):
         region = self.files.region(few.values, numbers.dims, boxes, np.dtype(np.uint8))
         yield Piece(self.tensor.name, region, functools.partial(self._read_values, places))
         scale = few.kept_scale
-        shapes = [arrays[path].shape[len(index) :] for path, index in scale.parts]
+        shapes = {
+            part: arrays[path].shape[len(index) :] for part, (path, index) in enumerate(scale.parts) if path in arrays
+        }
         found = [
             (place, few.piece_blocks(place.part, shapes[place.part], place.box)) for place in _places(scale, arrays)
         ]

@@ -1,5 +1,6 @@
 """Models whose weights of few bits stay as a folder holds them: which arrays become containers, and how they leave."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -9,14 +10,17 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import FORMATS, FewBitTensor, Format
-from moezoo.hub.holdings import Holding, Kept
+from moezoo.hub.holdings import Holding, Kept, Widened
 from moezoo.hub.tensors import Tensor, list_names, tensors
 from moezoo.hub.values import Values
 from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits, first_of_pieces
-from moezoo.parallel.axes import Role
+from moezoo.parallel.axes import Role, parameter_table
+from moezoo.parallel.patterns import pattern_of
+from moezoo.typed import show
 
 
 class _Form(NamedTuple):
@@ -29,6 +33,20 @@ class _Form(NamedTuple):
     def __str__(self) -> str:
         rows, columns = self.block
         return f"{self.format.name} with blocks of {rows} x {columns} and scales in {self.scale.name}"
+
+    @property
+    def text(self) -> str:
+        """One line that `read` understands, with a space: "fp8 128x128 float32"."""
+        return f"{self.format.name} {self.block[0]}x{self.block[1]} {self.scale.name}"
+
+    @classmethod
+    def read(cls, text: str) -> "_Form":
+        """Return the form of a `text`. Raises `UserError` for any other."""
+        match = re.fullmatch(r"(\w+) (\d+)x(\d+) (float32|bfloat16|uint8)", text)
+        forms = {form.name: form for form in FORMATS}
+        if match is None or match[1] not in forms:
+            raise UserError(f"init_forms has {show(text)}, which is no form of this version; leave init_forms out")
+        return cls(forms[match[1]], (int(match[2]), int(match[3])), jnp.dtype(match[4]))
 
 
 def keep(shapes: LanguageModel, holdings: Iterable[Holding]) -> LanguageModel:
@@ -61,6 +79,54 @@ def _with_containers(shapes: LanguageModel, containers: Mapping[str, FewBits]) -
         return _stacked(containers[name], leaf) if name in containers else leaf
 
     return jax.tree_util.tree_map_with_path(put, shapes)
+
+
+def describe_forms(blueprint: Blueprint, holdings: Iterable[Holding]) -> dict[str, str]:
+    """Return what a folder stores the arrays as that are not trained, by patterns of paths: a dtype, or few bits.
+
+    Arrays whose tensors have several dtypes have the one that holds all their numbers. Raises `UserError` where tensors
+    of one array have several formats.
+    """
+    found: dict[str, str] = {}
+    for path, holding in ((f".{path}", each) for each in holdings for path, _ in each.tensor.parts):
+        if path not in blueprint.constant_paths:
+            continue
+        text = holding.dtype.name
+        if isinstance(holding, Kept | Widened):
+            text = _Form(holding.few.format, holding.few.block, holding.scale_dtype).text
+        if (other := found.setdefault(path, text)) != text:
+            if " " in other + text:
+                raise UserError(
+                    f"few bits cannot be kept: {path} has {other} and {text} in one array; write "
+                    "execution.param_dtype=bfloat16, or train it"
+                )
+            found[path] = jnp.promote_types(other, text).name
+    kinds: dict[str, set[str]] = {}
+    for path, *_ in parameter_table(blueprint.shapes):  # a pattern must not match what is trained
+        kinds.setdefault(pattern_of(path), set()).add(found.get(path, ""))
+    return {pattern_of(path) if len(kinds[pattern_of(path)]) == 1 else path: text for path, text in found.items()}
+
+
+def in_forms(model: LanguageModel, forms: Mapping[str, str], constant: Collection[str]) -> LanguageModel:
+    """Return a model whose arrays at the paths `constant` are as `forms` describes them; containers hold zeros."""
+    names = {path: (path, pattern_of(path), "*") for path in constant}
+    chosen = {path: forms[name] for path, some in names.items() for name in reversed(some) if name in forms}
+    containers = {}
+    for tensor in tensors(model, family_of(model.config).hub):
+        for part, (path, _) in enumerate(tensor.parts):
+            text = chosen.get(f".{path}", "")
+            if " " in text and path not in containers:
+                form = _Form.read(text)
+                containers[path] = _container(form.format.tensor(tensor, form.block), part, form)
+
+    def put(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if name[1:] in containers:
+            shapes = _stacked(containers[name[1:]], x)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return x.astype(chosen[name]) if name in chosen else x
+
+    return jax.tree_util.tree_map_with_path(put, model)
 
 
 def in_format(shapes: LanguageModel, name: str) -> LanguageModel:

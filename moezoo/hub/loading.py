@@ -9,12 +9,11 @@ Threads read and write several pieces at the same time, so few MB are in memory 
 
 import collections
 import functools
-import hashlib
 import itertools
 import math
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -23,20 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from moezoo.errors import UserError, check_type
+from moezoo.errors import UserError, check_type, describe_class
 from moezoo.host import check_host
-from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite
+from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite, keep_few_bits
 from moezoo.hub.loading_progress import LoadingProgress
-from moezoo.hub.opening import find_model, folder_argument, open_folder
+from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
-from moezoo.hub.upcycling import Upcycle, complete, copied, deviations, is_drawn
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, copied, deviations
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
-from moezoo.nn.few_bits import cut_pieces
+from moezoo.models.blueprint import Blueprint
+from moezoo.nn.few_bits import FewBits, cut_pieces
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
@@ -51,7 +52,7 @@ def from_pretrained(
     folder: str | Path,
     execution: Execution | None = None,
     dtype: DTypeLike | Literal["stored"] | None = None,
-    upcycle: Upcycle | None = None,
+    upcycle: Upcycle = NOT_UPCYCLED,
 ) -> LanguageModel:
     """Load the model from a Hugging Face folder.
 
@@ -69,7 +70,7 @@ def from_pretrained(
             have, with float32 for float64 and bfloat16 for numbers of few bits, which are widened. Choice biases are
             always float32. `stored` keeps weights of few bits as they are, in containers (`moezoo.nn.few_bits`); all
             others have the dtype that most of them are stored in.
-        upcycle: For the folder of a dense model: the experts that its MLPs are copied into. None for other folders.
+        upcycle: For the folder of a dense model: the experts that its MLPs are copied into.
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
@@ -79,24 +80,92 @@ def from_pretrained(
     """
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
-    if upcycle is not None:
-        check_type("upcycle", upcycle, Upcycle, "write moezoo.Upcycle(experts=8, per_token=2)")
+    if not isinstance(upcycle, Upcycle):
+        raise UserError(f"upcycle is {describe_class(upcycle)}; write upcycle=moezoo.Upcycle(experts=8, per_token=2)")
     where, target = folder_argument(folder), None if dtype is None else _parameter_dtype(dtype)
     mesh = None if execution is None else execution.mesh
     if isinstance(mesh, AbstractMesh):
         raise UserError(
             "execution: its mesh has no devices; take one from moezoo.execution(cfg), on a machine with them"
         )
-    load = functools.partial(_load, where, execution, target, upcycle)
+
+    def load() -> _Loaded:
+        opened = open_folder(where, upcycle)
+        found = find_model(opened, target.name if isinstance(target, np.dtype) else target)
+        named = {path: x for path, x in arrays_by_path(found.shapes).items() if not upcycle.draws(path)}
+        require_names(named, [holding.tensor for holding in found.holdings])
+        shapes = found.shapes
+        if execution is None or mesh is None:
+            here = SingleDeviceSharding(jax.local_devices()[0])
+            shardings = jax.tree.map(lambda _: here, shapes)
+        else:
+            shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), shapes)
+            shardings = execution.shardings(shapes)
+        return _load(opened, found._replace(shapes=shapes), shardings, mesh)
+
+    return _load_everywhere(load, where, mesh, upcycle)
+
+
+def load_as(
+    folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution | None, sha256: str, upcycle: Upcycle
+) -> PyTree:
+    """Load the tensors of a folder into arrays that a run describes. All processes of the execution's mesh call it.
+
+    Args:
+        folder: A Hugging Face folder.
+        shapes: The model of the run: each array has its dtype, or is a container that fits what the folder has.
+        wanted: The same, with None in place of arrays that are not wanted.
+        execution: The mesh and rules that lay out the arrays; None for one device.
+        sha256: The hash that the folder had when the run began (`OpenFolder.sha256`).
+        upcycle: What becomes of a dense model.
+
+    Returns:
+        `wanted` with arrays.
+
+    Raises:
+        UserError: The folder is missing, or another one. Otherwise as `from_pretrained` does.
+    """
+    mesh = None if execution is None else execution.mesh
+
+    def load() -> _Loaded:
+        if not folder.is_dir():
+            raise UserError(f"init_from={folder}: the folder is not there any more; put it back, or name it there")
+        opened = open_folder(folder, upcycle)
+        if opened.sha256 != sha256:
+            raise UserError(
+                f"init_from={folder} is not the folder that the run began with (sha256 {sha256}, and now "
+                f"{opened.sha256}); name that one"
+            )
+        opened = opened._replace(config=shapes.config)
+        holdings, unused = check_tensors(opened, Blueprint(shapes.config).shapes)
+        needed = {path: x for path, x in arrays_by_path(wanted).items() if jax.tree.leaves(x)}
+        kept = {path for path, x in needed.items() if isinstance(x, FewBits)}
+        both: list[Holding] = []  # a tensor may have parts of a container, and others
+        for one, few in zip(holdings, keep_few_bits(holdings), strict=True):
+            parts = {path for path, _ in one.tensor.parts} & needed.keys()
+            both += [few] * bool(parts & kept) + [one] * bool(parts - kept)
+        if execution is None:
+            here = SingleDeviceSharding(jax.local_devices()[0])
+            shardings = jax.tree.map(lambda _: here, wanted)
+        else:
+            chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
+            shardings = jax.tree.map(chosen, wanted, execution.shardings(shapes), is_leaf=lambda x: x is None)
+        return _load(opened, Found(wanted, both, unused), shardings, mesh)
+
+    return _load_everywhere(load, folder, mesh, upcycle)
+
+
+def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | None, upcycle: Upcycle) -> Any:
+    """Return what `load` does on every process that has devices of the mesh, and warn of what a user should know."""
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
-        facts = {"the tensors of the folder": loaded.digest}
-        distributed.check_same(facts, f"the processes have different folders {where}", "copy one to all of them")
+        facts = {"the tensors of the folder": loaded.sha256}
+        distributed.check_same(facts, f"the processes have different folders {folder}", "copy one to all of them")
     else:
         loaded = load()
     for note in loaded.notes:
-        warnings.warn(f"{where}: {note}", stacklevel=2)
-    return loaded.model if upcycle is None else complete(loaded.model, upcycle, loaded.noise)
+        warnings.warn(f"{folder}: {note}", stacklevel=3)
+    return complete(loaded.model, upcycle, loaded.noise) if upcycle.experts else loaded.model
 
 
 class _Loaded(NamedTuple):
@@ -105,62 +174,47 @@ class _Loaded(NamedTuple):
     Attributes:
         model: The model; with shapes in place of arrays that the folder does not have and `complete` draws.
         notes: What the user should know about it.
-        digest: A hash of the names, dtypes and shapes of the tensors.
+        sha256: The hash of the folder.
         noise: The noise that `complete` adds.
     """
 
-    model: LanguageModel
+    model: Any
     notes: Sequence[str]
-    digest: str
+    sha256: str
     noise: Mapping[str, Mapping[int, float]]
 
 
-def _load(
-    folder: Path, execution: Execution | None, dtype: np.dtype | Literal["stored"] | None, upcycle: Upcycle | None
-) -> _Loaded:
-    opened = open_folder(folder, upcycle)
-    shapes, holdings, unused = find_model(opened, dtype.name if isinstance(dtype, np.dtype) else dtype)
-    drawn = set() if upcycle is None else set(filter(is_drawn, arrays_by_path(shapes)))
-    named = {path: shape for path, shape in arrays_by_path(shapes).items() if path not in drawn}
-    require_names(named, [holding.tensor for holding in holdings])
+def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | None) -> _Loaded:
+    shapes, holdings, unused = found
+    folder, upcycle = opened.folder, opened.upcycle
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
-    mesh = None if execution is None else execution.mesh
-    if execution is None or mesh is None:
-        here = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: here, shapes)
-    else:
-        shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), shapes)
-        shardings = execution.shardings(shapes)
     arrays = {
         jax.tree_util.keystr(path).lstrip("."): _Arriving(shape, sharding)
         for (path, shape), sharding in zip(
             jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True
         )
     }
-    what, advice = (
-        f"{folder}: the model in {shapes.embedding.weight.dtype.name}",
-        "load it on a machine with more memory",
-    )
+    what = f"{folder}: the model in {jax.tree.leaves(shapes)[0].dtype.name}"
+    advice = "load it on a machine with more memory"
     if all(array.is_on_host for array in arrays.values()):
         check_host(what, sum(array.size for array in arrays.values()), advice)
     else:
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
-    noise = {} if upcycle is None else deviations(holdings, upcycle)
-    for path in arrays.keys() - drawn:
-        arrays[path].begin()
-    places = arrays if upcycle is None else copied(arrays)
+    noise = deviations(holdings, upcycle)
+    for path, array in arrays.items():
+        if not upcycle.draws(path):
+            array.begin()
+    places = copied(arrays) if upcycle.experts else arrays
     odd = _read(sorted(holdings, key=lambda holding: holding.begins), places, folder)
     if odd:
         notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
-    leaves = [array.to_draw if path in drawn else array.finish() for path, array in arrays.items()]
-    facts = sorted((name, stored.dtype, stored.shape) for name, stored in opened.files.tensors.items())
-    digest = hashlib.sha256(repr((opened.config, facts)).encode()).hexdigest()
-    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, digest, noise)
+    leaves = [array.to_draw if upcycle.draws(path) else array.finish() for path, array in arrays.items()]
+    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, opened.sha256, noise)
 
 
 def _read(holdings: Sequence[Holding], arrays: Mapping[str, Boxes], folder: Path) -> list[str]:
     """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
-    largest = max(holding.size for holding in holdings)
+    largest = max((holding.size for holding in holdings), default=0)
     most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
     pieces = [piece for holding in holdings for piece in holding.pieces(arrays)]
     sizes: dict[str, int] = {}

@@ -1,7 +1,9 @@
 """Opening a Hugging Face folder: its config.json and the headers of its files, compared before any tensor is read."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,7 @@ from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import keep
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
-from moezoo.hub.upcycling import Upcycle
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
@@ -33,6 +35,7 @@ class OpenFolder(NamedTuple):
     """A folder before its tensors are read.
 
     `mapping`: its config.json. `config`: that of the text model. `hub`: the family's mapping for it.
+    `upcycle`: what becomes of a dense model.
     """
 
     folder: Path
@@ -43,6 +46,7 @@ class OpenFolder(NamedTuple):
     quantization: Quantization
     files: WeightFiles
     nesting: Nesting
+    upcycle: Upcycle
 
     @property
     def tables(self) -> tuple[str, str]:
@@ -54,6 +58,14 @@ class OpenFolder(NamedTuple):
     def stores_tied(self) -> bool:
         """Whether the folder has an unembedding although it is the embedding."""
         return self.config.tied_embeddings and self.files.tensors.keys() >= set(self.tables)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of config.json, of the tensors' names, shapes and dtypes, and of the sizes of their files."""
+        stored = self.files.tensors.items()
+        names = sorted((name, each.dtype, each.shape, each.path.name) for name, each in stored)
+        sizes = sorted((path.name, path.stat().st_size) for path in {each.path for _, each in stored})
+        return hashlib.sha256(json.dumps([self.mapping, names, sizes], sort_keys=True).encode()).hexdigest()
 
     def tensors(self, model: Any) -> Iterator[Tensor]:
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
@@ -67,7 +79,7 @@ def folder_argument(folder: str | Path, argument: str = "folder") -> Path:
     return check_name(path, show(f"{argument}={folder}"))
 
 
-def open_folder(folder: Path, upcycle: Upcycle | None = None) -> OpenFolder:
+def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
     """Return what config.json and the headers of the files describe; both have about as many layers and experts.
 
     With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
@@ -80,7 +92,7 @@ def open_folder(folder: Path, upcycle: Upcycle | None = None) -> OpenFolder:
     except UserError as error:
         raise UserError(f"{folder}/{error}") from error
     family = _family(text, text is not mapping, folder, upcycle)
-    hub = family.hub if upcycle is None else family.dense
+    hub = family.dense if upcycle.experts else family.hub
     assert hub is not None
     keys = hub.keys(text["model_type"])
     try:
@@ -103,8 +115,8 @@ def open_folder(folder: Path, upcycle: Upcycle | None = None) -> OpenFolder:
     files = WeightFiles(folder)
     nesting = Nesting() if text is mapping else find_nesting(mapping, files.tensors, folder)
     quantization = quantization if quantization.format else inner
-    config = config if upcycle is None else upcycle.widen(config)
-    opened = OpenFolder(folder, mapping, family, hub, config, quantization, files, nesting)
+    config = upcycle.widen(config) if upcycle.experts else config
+    opened = OpenFolder(folder, mapping, family, hub, config, quantization, files, nesting, upcycle)
     _check_counts(opened, keys)
     return opened
 
@@ -168,11 +180,11 @@ def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
     return Numbers(opened.files, tensor) if few is None else Widened(opened.files, few)
 
 
-def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Upcycle | None) -> Family:
+def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Upcycle) -> Family:
     """Return the family of a folder, or with `upcycle` the one that its dense model becomes."""
     sparse = {kind: family for family in reversed(families()) for kind in family.hub.types}
     dense = {kind: family for family in reversed(families()) if family.dense for kind in family.dense.types}
-    kinds, others = (sparse, dense) if upcycle is None else (dense, sparse)
+    kinds, others = (dense, sparse) if upcycle.experts else (sparse, dense)
     kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
     where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
     if kind is None:
@@ -183,7 +195,7 @@ def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Up
             "upcycle.per_token=2 to copy its MLPs into experts, or pass upcycle=moezoo.Upcycle(experts=8, per_token=2)"
         )
         has = f"a mixture of experts, and upcycle is for {', '.join(sorted(dense))}; leave it out"
-        raise UserError(f"{where}: model_type={kind} is {need if upcycle is None else has}")
+        raise UserError(f"{where}: model_type={kind} is {has if upcycle.experts else need}")
     if not isinstance(kind, str) or kind not in kinds:
         name = show(kind)[:80]
         raise UserError(f"{where}: unknown model_type '{name}'; {nearest(name, valid)}")

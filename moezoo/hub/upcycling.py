@@ -33,24 +33,30 @@ class Upcycle:
     """How a dense model becomes a mixture of experts.
 
     Args:
-        experts: The experts per layer, each a copy of the layer's MLP.
+        experts: The experts per layer, each a copy of the layer's MLP; 0 for a model that has experts, or is random.
         per_token: The experts per token.
         noise: The standard deviation of what is added to each expert, as a fraction of that of the copied matrix. With
             noise the model does not start with the logits of the dense model.
         seed: What routers and noise are drawn from. A router is that of `build_model` with `jax.random.key(seed)`.
 
     Raises:
-        UserError: A value has a wrong type, a number is out of its range, or `per_token` exceeds `experts`.
+        UserError: A value has a wrong type, a number is out of its range, `per_token` exceeds `experts`, or others are
+            set without `experts`.
     """
 
-    experts: Size = 8
+    experts: Count = 0
     per_token: Size = 2
     noise: NotNegative = 0.0
     seed: Count = 0
 
     def __post_init__(self):
         check_fields("upcycle", self)
-        if self.per_token > self.experts:
+        if not self.experts:
+            for field in dataclasses.fields(self):
+                if (value := getattr(self, field.name)) != field.default:
+                    key = f"upcycle.{field.name}={value}"
+                    raise UserError(f"{key} but upcycle.experts=0, which copies no MLP; write upcycle.experts=8")
+        elif self.per_token > self.experts:
             raise UserError(
                 f"upcycle.per_token={self.per_token} exceeds upcycle.experts={self.experts}; choose at most "
                 f"{self.experts}"
@@ -60,10 +66,12 @@ class Upcycle:
         """Return the configuration with these experts."""
         return dataclasses.replace(config, experts=self.experts, experts_per_token=self.per_token)
 
+    def draws(self, path: str) -> bool:
+        """Return whether the array at a path is a router's, which no dense model has."""
+        return self.experts > 0 and ".router." in path
 
-def is_drawn(path: str) -> bool:
-    """Return whether the array at a path is in no dense model: it is a router's."""
-    return ".router." in path
+
+NOT_UPCYCLED = Upcycle()
 
 
 def copied(arrays: Mapping[str, Boxes]) -> dict[str, Boxes]:
@@ -113,7 +121,7 @@ def deviations(holdings: Iterable[Holding], upcycle: Upcycle) -> dict[str, dict[
         if isinstance(holding, Kept):
             raise UserError(
                 f"upcycle.noise={upcycle.noise}: {holding.names[0]} stays in few bits, which no noise can be added to; "
-                "write dtype=bfloat16, or leave the noise out"
+                "widen them with dtype=bfloat16, in a run execution.param_dtype=bfloat16, or leave the noise out"
             )
         x = holding.read(np.dtype(np.float32))
         square = np.einsum("ij,ij->", x, x, dtype=np.float64) / x.size
@@ -127,17 +135,16 @@ def complete(model: LanguageModel, upcycle: Upcycle, noise: Mapping[str, Mapping
     All is drawn where it stays, and is the same on every mesh. With several processes all of them call this.
 
     Args:
-        model: The model; the shapes have shardings.
+        model: The model, perhaps with None in place of some arrays; the shapes have shardings.
         upcycle: What the seed is of.
         noise: The result of `deviations`.
     """
     key, arrays = jax.random.key(upcycle.seed), arrays_by_path(model)
     shardings = {path: x.sharding for path, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    blueprint = Blueprint(model.config, model.embedding.weight.dtype.name)
 
     def draw(key: jax.Array) -> dict[str, jax.Array]:
-        fresh = arrays_by_path(blueprint.make(key))
-        return {path: fresh[path] for path in shardings}
+        fresh = arrays_by_path(Blueprint(model.config).make(key))
+        return {path: fresh[path].astype(arrays[path].dtype) for path in shardings}
 
     made = jax.jit(draw, out_shardings=shardings)(key)
     for path, by_layer in noise.items():

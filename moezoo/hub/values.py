@@ -52,7 +52,7 @@ class ModelValues(Values):
     """Those of a model, whose arrays lie on any devices. `arrays`: by their paths, as `arrays_by_path` returns them."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        self._arrays = {**arrays, **_inside(arrays)}
+        self._arrays = {**arrays, **inside(arrays)}
 
     def has(self, tensor: Tensor) -> bool:
         return all(path in self._arrays for path, _ in tensor.parts)
@@ -61,22 +61,23 @@ class ModelValues(Values):
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
-        parts = [self._read_part(self._arrays[path], index, process) for path, index in tensor.parts]
+        dtype = self.dtype(tensor)
+        parts = [self._read_part(self._arrays[path], index, process, dtype) for path, index in tensor.parts]
         here = [part for part in parts if part is not None]
         return tensor.to_file(here) if here else None
 
     @staticmethod
-    def _read_part(parameter: Any, index: tuple[int, ...], process: int) -> np.ndarray | None:
-        """Return one part of a parameter; a container gives what it stands for."""
+    def _read_part(parameter: Any, index: tuple[int, ...], process: int, dtype: np.dtype) -> np.ndarray | None:
+        """Return one part of a parameter; a container gives what it stands for, in `dtype`."""
         if not isinstance(parameter, Stored):
             return fetch(parameter, index, process)
         part = jax.tree.map(lambda array: fetch(array, index, process), parameter)
         if process != jax.process_index():
             return None
-        return np.asarray(materialise(jax.tree.map(jnp.asarray, part), parameter.dtype))
+        return np.asarray(materialise(jax.tree.map(jnp.asarray, part), dtype))
 
 
-def _inside(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def inside(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays of containers of few bits, by the paths that `FewBitTensor` gives them."""
     few = {path: container for path, container in arrays.items() if isinstance(container, FewBits)}
     return {
@@ -89,7 +90,7 @@ class FolderValues(Values):
 
     def __init__(self, holdings: Iterable[Holding], shapes: LanguageModel):
         arrays = arrays_by_path(shapes)
-        self._arrays = arrays | _inside(arrays)
+        self._arrays = arrays | inside(arrays)
         self._holdings = {holding.tensor.parts: holding for holding in holdings}
         for holding in holdings:
             if isinstance(holding, Kept):

@@ -1,7 +1,7 @@
 """The router: it chooses the experts of each token and computes their gates."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.stored import materialise
-from moezoo.typed import NotNegative, Positive, Size, check_fields
+from moezoo.typed import MayChange, NotNegative, Positive, Size, check_fields
 
 
 class Routed(NamedTuple):
@@ -58,7 +58,7 @@ class Choice:
     gates: Literal["renormalised", "scores"] = "renormalised"
     scale: Positive = 1.0
     choice_bias: Literal["none", "learned"] = "none"
-    bias_rate: NotNegative = 0.001
+    bias_rate: Annotated[NotNegative, MayChange(0.0, without_effect=("choice_bias", "none"))] = 0.001
     least_sum: NotNegative = 0.0
 
     def __post_init__(self):
@@ -205,7 +205,7 @@ class Router(eqx.Module):
         b_e + bias_rate * sign(mean - load_e) (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2). `load` counts the tokens
         of a training step over all devices, so the result is the same on every mesh.
         """
-        if self.choice_bias is None:
+        if self.choice_bias is None or not self.choice.bias_rate:
             return self
         num_experts = load.shape[-1]
         total = load.sum(-1, keepdims=True, dtype=jnp.int32)

@@ -313,6 +313,32 @@ def cut_pieces(model: Any, execution: Execution) -> Any:
     return jax.tree.map(cut, model, axes_of(model), is_leaf=lambda x: isinstance(x, FewBits))
 
 
+def has_few_bits(model: Any) -> bool:
+    """Return whether a model has weights of few bits."""
+    return any(isinstance(x, FewBits) for x in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, FewBits)))
+
+
+def with_pieces_of(model: Any, other: Any, spread_over: Callable[[jax.Array], jax.Array] = lambda x: x) -> Any:
+    """Return `model`, whose scales have one number per piece of `other`, a model of the same weights.
+
+    Each piece of either is within one block, so no number changes. Of scales in other pieces, those are cut that
+    `spread_over` returns of the array. Arrays may be None.
+    """
+
+    def cut(x: Any, wanted: Any) -> Any:
+        if not isinstance(x, FewBits) or x.scale is None or x.scale.shape == wanted.scale.shape:
+            return x
+        scale = spread_over(x.scale)
+        for dim, (have, want) in enumerate(zip(x.scale.shape, wanted.scale.shape, strict=True)):
+            if have != want:
+                size = x.shape[dim]
+                first = np.arange(want) * (size // want)  # the first number of each piece
+                scale = jnp.take(scale, first // (size // have), axis=dim)
+        return eqx.tree_at(lambda container: container.scale, x, scale)
+
+    return jax.tree.map(cut, model, other, is_leaf=lambda x: x is None or isinstance(x, FewBits))
+
+
 def _check_dtype(what: str, found: np.dtype, expected: Sequence[Any]) -> None:
     if found not in (allowed := [np.dtype(kind) for kind in expected]):
         names = " or ".join(kind.name for kind in allowed)

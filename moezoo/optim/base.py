@@ -25,11 +25,13 @@ class UpdateRule(abc.ABC):
 
     Attributes:
         learning_rate: The peak rate.
+        tuning_rate: The peak rate of a run that starts from weights, unless another is set.
         clip_norm: Gradients with a larger global norm are scaled down to this norm; None for no limit.
         how: What it does to a gradient, in words, for the summary of a run in which several rules update a model.
     """
 
     learning_rate: Positive
+    tuning_rate: ClassVar[float] = 2e-5
     clip_norm: Positive | None
     how: ClassVar[str] = ""
 
@@ -121,7 +123,7 @@ class Schedule(abc.ABC):
         """Return the number of updates until the peak. Raises `UserError` if a run of `steps` would end before it."""
         if self.warmup_steps is None:
             return steps // 10
-        if self.warmup_steps > steps:
+        if self.warmup_steps > steps > 0:
             raise UserError(
                 f"schedule.warmup_steps={self.warmup_steps} exceeds steps={steps}, so the learning rate would never "
                 f"reach its peak; set schedule.warmup_steps to at most {steps}"

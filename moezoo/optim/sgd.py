@@ -1,7 +1,7 @@
 """Plain gradient descent."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import PyTree
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class SGD(UpdateRule):
     """Gradient descent without momentum, decay or state. Its updates are gradients times a rate, so tests use it."""
 
+    tuning_rate: ClassVar[float] = 1e-3
     learning_rate: float = 0.1
     clip_norm: float | None = None
 

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import equinox as eqx
@@ -207,7 +207,8 @@ def trainable_mask(module: PyTree, trained: Sequence[str] | None = None, frozen:
     Args:
         module: A module of arrays or of their shapes.
         trained: Patterns of paths, such as "*.attention.query" (`moezoo.parallel.patterns`). A gradient moves what one
-            of them matches, except buffers. None: all arrays except buffers and the parts of containers.
+            of them matches, except buffers; the path of a container stands for its parts. None: all arrays except
+            buffers and the parts of containers.
         frozen: Patterns of what is not trained, of the arrays that `trained` chooses.
 
     Raises:
@@ -216,11 +217,15 @@ def trainable_mask(module: PyTree, trained: Sequence[str] | None = None, frozen:
     """
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(module)}
     axes = dict(zip(leaves, jax.tree.leaves(axes_of(module)), strict=True))
+    parts: dict[str, set[str]] = {}
+    for path, stored in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_stored):
+        name = jax.tree_util.keystr(path)
+        parts[name] = {name + jax.tree_util.keystr(below) for below, _ in jax.tree_util.tree_leaves_with_path(stored)}
     if trained is None:
         learns = {path for path, its in axes.items() if its.role not in (Role.BUFFER, Role.PART, Role.FROZEN)}
     else:
-        learns = _parameters("trained", trained, axes)
-    learns -= _parameters("frozen", frozen, axes)
+        learns = _parameters("trained", trained, axes, parts)
+    learns -= _parameters("frozen", frozen, axes, parts)
     for path in filter(learns.__contains__, leaves):
         is_frozen = axes[path].role is Role.FROZEN
         if is_frozen or not jnp.issubdtype(leaves[path].dtype, jnp.floating):
@@ -232,11 +237,15 @@ def trainable_mask(module: PyTree, trained: Sequence[str] | None = None, frozen:
     return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path) in learns, module)
 
 
-def _parameters(key: str, patterns: Sequence[str], axes: dict[str, Axes]) -> set[str]:
-    """Return the paths that the patterns match, without those of buffers. `axes` has the axes of each path."""
+def _parameters(key: str, patterns: Sequence[str], axes: Mapping[str, Axes], parts: Mapping[str, set[str]]) -> set[str]:
+    """Return the paths that the patterns match, without those of buffers.
+
+    `axes` has the axes of each path, and `parts` the paths of the arrays of each parameter, which a container has.
+    """
     found = set[str]()
     for pattern in patterns:
-        here = matching(key, [pattern], list(axes))
+        here = matching(key, [pattern], list({**parts, **axes}))
+        here = here & axes.keys() | {path for name in here & parts.keys() for path in parts[name]}
         if all(axes[path].role is Role.BUFFER for path in here):
             what = f"{min(here)}, a buffer, which has no gradient"
             raise UserError(f"{key}: {show(pattern)} matches only {what}; leave the pattern out")

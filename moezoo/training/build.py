@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from moezoo.config.build import blueprint_of
+from moezoo.config.build import blueprint_on
 from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch
@@ -13,6 +13,7 @@ from moezoo.optim import Optimizer
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.memory import local_bytes
 from moezoo.training.fit import check_model
+from moezoo.training.initial import load_initial
 from moezoo.training.step import State, Step
 
 
@@ -38,7 +39,7 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
             blueprint is of another configuration or dtype than `cfg`. A pattern matches nothing, or what cannot be
             trained, or nothing is trained.
     """
-    blueprint = blueprint_of(cfg, blueprint)
+    blueprint = blueprint_on(cfg, execution, blueprint)
     shapes = blueprint.shapes
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
     micro_steps = cfg.execution.microbatches
@@ -52,14 +53,19 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
 def build_state(cfg: TrainConfig, execution: Execution, step: Step, model: LanguageModel | None = None) -> State:
     """Return the state before the first step, laid out as the step needs it.
 
-    The state holds a copy of `model`, or a fresh model of the step's blueprint, from the seed, if `model` is None.
+    The state holds a copy of `model`. If that is None it holds the weights of `cfg.init_from`, or else a fresh model of
+    the step's blueprint, from the seed.
 
     Raises:
-        UserError: `model` has other settings, arrays, containers or dtypes than the model of the step.
+        UserError: `model` has other settings, arrays, containers or dtypes than the model of the step. `cfg.init_from`
+            is missing, damaged, or not what `cfg` was composed with.
     """
     if model is not None:
         check_model(model, step.arguments[0].model)
         return jax.jit(step.begin, out_shardings=step.state_shardings)(place(model, execution))
-    model = build_model_on_mesh(step.blueprint, execution, cfg.seed)
+    if cfg.init_from is None:
+        model = build_model_on_mesh(step.blueprint, execution, cfg.seed)
+    else:
+        model = load_initial(cfg, execution)
     rest = jax.jit(lambda m: step.begin(m)[1:], out_shardings=tuple(step.state_shardings[1:]))
     return State(model, *rest(model))

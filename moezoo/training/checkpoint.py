@@ -29,7 +29,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from moezoo.config.compose import run_folder
+from moezoo.config.run_folders import steps
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
 
@@ -182,31 +182,6 @@ def remove_beyond(folder: Path, step: int) -> None:
     """Remove checkpoints after `step`, so that they are not mistaken for those of the run that continues from it."""
     for later in [saved for saved in steps(folder) if saved > step]:
         _remove(folder, later)
-
-
-def steps(folder: Path) -> list[int]:
-    """Return the steps saved in a run's `checkpoints` folder, in ascending order."""
-    names = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
-
-
-def find(path: str | Path, key: str) -> tuple[Path, int]:
-    """Return the `checkpoints` folder and the step of a run folder (its newest) or of one `checkpoints/STEP`.
-
-    Raises `UserError` if there is no such checkpoint; `key` is the setting that has the value `path`.
-    """
-    named, run_dir = Path(path), run_folder(path)
-    folder = run_dir / "checkpoints"
-    saved = steps(folder)
-    if named != run_dir and int(named.name) not in saved:
-        there = ", ".join(map(str, saved)) or "none"
-        raise UserError(f"{key}={path}: no such checkpoint; there are {there}")
-    if not saved:
-        raise UserError(
-            f"{key}={path}: no checkpoint there (a run saves one every checkpoint_minutes and at its end); name a run "
-            "that has one, or remove this one and start again"
-        )
-    return folder, saved[-1] if named == run_dir else int(named.name)
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from moezoo.data.windows import validation_indices
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
@@ -127,5 +128,5 @@ def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda 
         )
     execution = build_execution(cfg)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, training=False)
-    model = place(model, execution)
+    model = place(cut_pieces(model, execution), execution)
     return Evaluator(model, source, cfg, execution)(model, on_batch)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from moezoo.config.build import blueprint_of
-from moezoo.config.compose import folder_path, from_mapping, read_run, run_folder
+from moezoo.config.compose import folder_path, from_mapping, read_run
 from moezoo.config.own import saved_own, without_own
+from moezoo.config.run_folders import find, run_folder
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import format_argument
@@ -32,7 +33,8 @@ from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
-from moezoo.training.checkpoint import find, read_about
+from moezoo.training.checkpoint import read_about
+from moezoo.training.initial import load_elsewhere
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
 from moezoo.typed import show
@@ -222,7 +224,7 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     check_model(cfg, about, checkpoint)
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
-    values = SavedValues(checkpoint, about, saved, wanted)
+    values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
     return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file())
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import moezoo.interrupts as interrupts
-from moezoo.config.compose import as_mapping, run_folder, to_yaml
+from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.config.run_folders import run_folder, steps
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.host import locking
 from moezoo.parallel import distributed
 from moezoo.training import report
-from moezoo.training.checkpoint import remove_beyond, steps
+from moezoo.training.checkpoint import remove_beyond
 from moezoo.training.files import check_writable, making, marking, replace_text, writing_to
 from moezoo.training.metrics import MetricsLog, MetricsRow
 from moezoo.training.resume import run_settings

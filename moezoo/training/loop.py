@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from moezoo.config.build import blueprint_of
+from moezoo.config.run_folders import steps
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source
 from moezoo.errors import UserError
@@ -17,9 +17,10 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.training import report
-from moezoo.training.checkpoint import FROZEN, Checkpoints, steps
+from moezoo.training.checkpoint import FROZEN, Checkpoints
 from moezoo.training.evaluate import Evaluation, Evaluator
 from moezoo.training.feed import Feed
+from moezoo.training.initial import as_saved_pieces
 from moezoo.training.metrics import MetricsLog, MetricsRow
 from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
@@ -71,10 +72,10 @@ class Loop:
         self.cfg, self.step, self.log, self.checkpoints, self._feed = cfg, step, log, checkpoints, feed
         self.loads: list[np.ndarray] = []
         self._source, self._clock, self._saved_at = source, clock, 0.0
-        self._evaluator = Evaluator(blueprint_of(cfg).shapes, source, cfg, execution)
+        self._evaluator = Evaluator(step.blueprint.shapes, source, cfg, execution)
 
     def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
-        """Run steps `start` + 1 to the last; evaluate and save as configured and at the end.
+        """Run steps `start` + 1 to the last; evaluate and save as configured and at the end, also without a step.
 
         Raises:
             Stopped: After the step during which a signal came, without the rest of its evaluation; its state is saved.
@@ -83,6 +84,8 @@ class Loop:
         """
         cfg = self.cfg
         check_shardings(state, self.step.state_shardings)
+        if start == cfg.steps:
+            return state, self._evaluate_only(state, signals)
         compiled = self._compile()
         tokens, since, busy = 0, start, 0.0
         evaluation, due = None, False
@@ -130,6 +133,19 @@ class Loop:
         assert evaluation is not None
         return state, evaluation
 
+    def _evaluate_only(self, state: State, signals: Signals) -> Evaluation:
+        """Evaluate and save the state of a run without steps."""
+        with signals.awaiting(), report.Progress(0, 0, bound=None) as progress:
+            evaluation = self._evaluate(state.model, signals, progress)
+            if evaluation is not None:
+                self.log.write({"step": 0, "val_loss": evaluation.loss})
+                self._save(0, state)
+                self.checkpoints.wait()
+            if asked := distributed.largest(signals.number):
+                self._stop(0, state, asked)
+        assert evaluation is not None
+        return evaluation
+
     def _evaluate(self, model: LanguageModel, signals: Signals, progress: report.Progress) -> Evaluation | None:
         """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""
 
@@ -160,7 +176,7 @@ class Loop:
     def _stop(self, done: int, state: State, number: int) -> None:
         """Raise `Stopped` after step `done` because of the signal `number`; save first if step `done` is not saved."""
         name, folder = signal.Signals(number).name, self.checkpoints.folder.parent
-        if done == 0:
+        if done == 0 and not distributed.first(lambda: 0 in steps(self.checkpoints.folder)):
             raise Stopped(f"stopped by {name} before its first step; nothing was saved: start again", number)
         if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
             self._save(done, state)
@@ -173,7 +189,9 @@ class Loop:
         read = number * self.cfg.execution.microbatches
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
         if any(jax.tree.leaves(constant := self.step.blueprint.constant)):
-            trees[FROZEN], trees["model"] = eqx.partition(state.model, constant)
+            frozen, trees["model"] = eqx.partition(state.model, constant)
+            if self.cfg.checkpoint_frozen:
+                trees[FROZEN] = as_saved_pieces(self.cfg, frozen)
         self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source)))
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: report.Progress) -> None:

@@ -27,6 +27,9 @@ _FIXED = (
     "seq_len",
     "execution.microbatches",
     "execution.param_dtype",
+    "init_forms",
+    "upcycle",
+    "checkpoint_frozen",
 )
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
 _FREE = ("data.path", "data.cache", "data.eval_sequences")  # the data may have moved to another path
@@ -43,6 +46,11 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     Raises `UserError` for a setting that a run cannot change.
     """
     before, after = flatten(with_defaults(saved)), flatten(as_mapping(run_settings(cfg)))
+    if before["init_sha256"] != after["init_sha256"]:
+        raise UserError(
+            f"init_from={show(after['init_from'])} but the run at resume={cfg.resume} began with "
+            f"init_from={show(before['init_from'])}, which holds something else; leave it out, or start a new run"
+        )
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)

@@ -9,11 +9,13 @@ import jax
 from moezoo.config.build import blueprint_of
 from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
 from moezoo.config.memory import check_arrays
+from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import make_mesh
-from moezoo.training.checkpoint import find, read_about, restore
+from moezoo.training.checkpoint import read_about
+from moezoo.training.initial import restore_run
 from moezoo.typed import show
 
 
@@ -55,6 +57,4 @@ def load_run(folder: str | Path, *overrides: str) -> tuple[LanguageModel, TrainC
     make_mesh(cfg.mesh)  # creates the CPU devices that will be needed; JAX cannot add devices later
     shapes = blueprint_of(cfg).shapes
     check_arrays(cfg, shapes, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), None)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-    return restore(checkpoints, step, about, model=target)["model"], cfg
+    return restore_run(cfg, checkpoints, step, about)["model"], cfg

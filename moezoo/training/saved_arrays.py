@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from moezoo.errors import UserError
 from moezoo.hub.tensors import Tensor, arrays_by_path
-from moezoo.hub.values import ModelValues
+from moezoo.hub.values import ModelValues, inside
 from moezoo.models.base import LanguageModel
 from moezoo.training.checkpoint import FROZEN, array_name, check_arrays, saved_arrays
 
@@ -79,22 +81,29 @@ class SavedValues(ModelValues):
     keys next to each other, so each chunk is read once.
     """
 
-    def __init__(self, checkpoint: Path, about: Mapping[str, Any], saved: LanguageModel, wanted: LanguageModel):
+    def __init__(
+        self, checkpoint: Path, about: Mapping[str, Any], saved: LanguageModel, wanted: LanguageModel, elsewhere: PyTree
+    ):
         """Read `checkpoint`, which `about` describes, a model of the shapes `saved`, in the dtypes of `wanted`.
 
-        Raises `UserError` if the checkpoint holds the arrays of another model.
+        `elsewhere` has the arrays that the checkpoint does not hold, and None in place of the others. Raises
+        `UserError` if the checkpoint holds the arrays of another model.
         """
-        check_arrays(saved_arrays(about, "model"), saved, int(checkpoint.name))
+        here = jax.tree.map(lambda array: array is None, elsewhere, is_leaf=lambda array: array is None)
+        check_arrays(saved_arrays(about, "model"), eqx.filter(saved, here), int(checkpoint.name))
         model, frozen = (checkpoint / "model").absolute(), (checkpoint.parent / FROZEN).absolute()
 
         def array(path: Any, x: Any) -> SavedArray:
             name = array_name(path)
             return SavedArray(model if name in about["arrays"]["model"] else frozen, name, np.dtype(x.dtype))
 
-        arrays = jax.tree_util.tree_map_with_path(array, saved)
-        self._saved: dict[str, SavedArray] = arrays_by_path(arrays)
-        self._wanted, self._open = arrays_by_path(wanted), set[str]()
-        super().__init__(self._saved)
+        arrays = eqx.combine(jax.tree_util.tree_map_with_path(array, eqx.filter(saved, here)), elsewhere)
+        shapes = arrays_by_path(wanted)
+        self._wanted, self._open = shapes | inside(shapes), list[SavedArray]()
+        super().__init__(arrays_by_path(arrays))
+
+    def has(self, tensor: Tensor) -> bool:
+        return all(path in self._wanted for path, _ in tensor.parts)
 
     def dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._wanted[tensor.parts[0][0]].dtype)
@@ -103,14 +112,19 @@ class SavedValues(ModelValues):
         return super().dtype(tensor)
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
-        paths = {path for path, _ in tensor.parts}
-        for path in self._open - paths:
-            self._saved[path].forget()
-        self._open = paths
+        needed = [array for path, _ in tensor.parts for array in self._saved(path)]
+        for array in self._open:
+            if array not in needed:
+                array.forget()
+        self._open = needed
         found = super().read(tensor, process)
         with np.errstate(over="ignore"):
             return None if found is None else found.astype(self.dtype(tensor), copy=False)
 
     def key(self, tensor: Tensor) -> tuple[Any, ...]:
         path, index = tensor.parts[0]
-        return path, self._saved[path].start_of_block(index)
+        return path, *(array.start_of_block(index) for array in self._saved(path))
+
+    def _saved(self, path: str) -> list[SavedArray]:
+        """Return the arrays of a parameter that are in the checkpoint."""
+        return [array for array in jax.tree.leaves(self._arrays[path]) if isinstance(array, SavedArray)]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import moezoo.interrupts as interrupts
+from moezoo.config.run_folders import steps
 from moezoo.parallel.distributed import Distributed
-from moezoo.training.checkpoint import steps
 
 _VARIABLE = "MOEZOO_SUPERVISED"
 # The exit code of a process that ended because another one did.

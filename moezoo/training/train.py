@@ -9,6 +9,7 @@ import numpy as np
 
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, folder_path
+from moezoo.config.run_folders import find, steps
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, train_batches, trigram_loss
 from moezoo.errors import UserError
@@ -18,16 +19,18 @@ from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
-from moezoo.training.checkpoint import Checkpoints, find, read_about, restore, steps
+from moezoo.training.checkpoint import Checkpoints, read_about
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, check_shared, choose, opened
+from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsRow, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.resume import flatten, list_changes, read_batch_count
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
+from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
 
 
@@ -104,9 +107,11 @@ def train(cfg: TrainConfig) -> Run:
     history, start, resumed, changes = [], 0, None, []
     if before is None:
         state = build_state(cfg, execution, step)
+        changes = [] if cfg.init_from is None else distributed.together(lambda: describe_start(cfg))
     else:
         start, resumed, target = before.step, before.run_dir, step.arguments[0]
-        saved = restore(before.run_dir / "checkpoints", start, before.about, model=target.model, training=target[1:])
+        folder = before.run_dir / "checkpoints"
+        saved = restore_run(cfg, folder, start, before.about, execution, training=target[1:])
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
         changes = _describe_resume(before, prepared)
@@ -173,6 +178,8 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     folder = choose(cfg, None if before is None else before.run_dir)
     changed = [] if before is None else list_changes(cfg, before.about["config"])
+    if before is None and cfg.init_from is not None:
+        check_tokens(cfg)
     execution = build_execution(cfg)
     step = build_step(cfg, execution)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)

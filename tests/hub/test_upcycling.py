@@ -156,6 +156,8 @@ def test_dense_folders_without_upcycling_and_others_with_it_are_refused(dense, t
         moezoo.from_pretrained(tmp_path / "m", upcycle=THREE)
     with refused("upcycle.per_token=3 exceeds upcycle.experts=2; choose at most 2"):
         moezoo.Upcycle(experts=2, per_token=3)
+    with refused("upcycle.noise=0.5 but upcycle.experts=0", "write upcycle.experts=8"):
+        moezoo.Upcycle(noise=0.5)
     with refused("mesh.expert=8", "model.experts=3"):
         moezoo.from_pretrained(folder, execution_of("fsdp_ep", expert=8), upcycle=THREE)
 
@@ -205,7 +207,7 @@ def test_published_settings(name):
     config = family.dense.read(family.config, mapping)
     assert {key: getattr(config, key) for key in wanted} == wanted
     assert (config.embed, config.layers) == (mapping["hidden_size"], mapping["num_hidden_layers"])
-    family.hub.write(moezoo.Upcycle().widen(config))  # a folder of the mixture can hold them
+    family.hub.write(moezoo.Upcycle(experts=8).widen(config))  # a folder of the mixture can hold them
 
 
 def test_all_names_are_of_types_that_are_read():

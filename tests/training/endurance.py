@@ -84,7 +84,7 @@ def endure(trial: Trial, overrides: Sequence[str], log: Callable[[str], None]) -
 
 
 def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[[str], None]) -> bool:
-    from moezoo.training.checkpoint import steps
+    from moezoo.config.run_folders import steps
 
     rng = random.Random(trial.seed)
     events = [(signal.SIGKILL, _WHEN[i % len(_WHEN)]) for i in range(trial.kills)]
@@ -219,7 +219,7 @@ def _compare_runs(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:
 
 def _try_flipped_bit(number: int, run_dir: Path, command: Sequence[str], rng: random.Random, log: Any) -> bool:
     """Flip one bit of a checkpoint; return whether the run refuses it in one line that names an older step."""
-    from moezoo.training.checkpoint import steps
+    from moezoo.config.run_folders import steps
 
     newest = run_dir / "checkpoints" / str(steps(run_dir / "checkpoints")[-1])
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
@@ -242,7 +242,8 @@ def _try_moment(
 
     A run that has done steps leaves the checkpoint of the last one.
     """
-    from moezoo.training.checkpoint import read_about, steps
+    from moezoo.config.run_folders import steps
+    from moezoo.training.checkpoint import read_about
 
     sent, late = 0.0, None
 

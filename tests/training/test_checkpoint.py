@@ -13,9 +13,10 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.overrides import groups
+from moezoo.config.run_folders import steps
 from moezoo.training import checkpoint
 from moezoo.training.build import build_step
-from moezoo.training.checkpoint import Checkpoints, read_about, restore, steps
+from moezoo.training.checkpoint import Checkpoints, read_about, restore
 
 SAVED = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
 

@@ -13,11 +13,11 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.build import build_execution
+from moezoo.config.run_folders import steps
 from moezoo.config.settings import GuardSettings
 from moezoo.data import Batch
 from moezoo.optim.guard import Guard
 from moezoo.training.build import build_state, build_step
-from moezoo.training.checkpoint import steps
 from moezoo.training.loop import Loop
 
 

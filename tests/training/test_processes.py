@@ -15,7 +15,7 @@ import pytest
 from training_runs import read_rows, steps_only
 
 import moezoo
-from moezoo.training.checkpoint import steps
+from moezoo.config.run_folders import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 TWO_TRAINS = Path(__file__).with_name("two_trains.py")

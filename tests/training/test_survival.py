@@ -24,11 +24,12 @@ from training_runs import assert_same_models, read_rows, steps_only, train_with_
 import moezoo
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.config.run_folders import steps
 from moezoo.moe.dispatch import Ragged
 from moezoo.progress import BatchCounter
 from moezoo.training import checkpoint
 from moezoo.training.build import build_step
-from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore, steps
+from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore
 from moezoo.training.files import replace_file
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics

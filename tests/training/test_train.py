@@ -17,11 +17,12 @@ from training_runs import assert_same_models, read_rows, repeatable, steps_only,
 import moezoo
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, compose, to_yaml
+from moezoo.config.run_folders import steps
 from moezoo.data import load, train_batches
 from moezoo.moe.dispatch import Gather
 from moezoo.optim import Cosine
 from moezoo.training.build import build_state, build_step
-from moezoo.training.checkpoint import Checkpoints, steps
+from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.files import making
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics

@@ -1,0 +1,166 @@
+"""What a run starts from in place of random weights: a Hugging Face folder, or a checkpoint of another run.
+
+Nothing here reads a weight. `moezoo.training.initial` does, when the run begins.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moezoo.config.own import get, path_of
+from moezoo.config.run_folders import find
+from moezoo.config.settings import TrainConfig
+from moezoo.data.tokenizer import HuggingFace
+from moezoo.errors import UserError
+from moezoo.hub.folders import end_of_text
+from moezoo.hub.kept import describe_forms
+from moezoo.hub.opening import check_tensors, open_folder
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
+from moezoo.models.blueprint import Blueprint
+from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
+
+_TOKENIZER = "tokenizer.json"
+
+
+class Origin(NamedTuple):
+    """What a run may start from.
+
+    Attributes:
+        path: A Hugging Face folder, or `checkpoints/STEP` of a run.
+        model: Its model, with the section's key `family`.
+        sha256: The hash of config.json and of the names, shapes and dtypes of tensors, or of a checkpoint's checksums.
+        stored: What most of its numbers are stored as, in words.
+        run: The configuration of the run; None for a Hugging Face folder.
+        upcycle: What becomes of a dense model.
+    """
+
+    path: Path
+    model: Mapping[str, Any]
+    sha256: str
+    stored: str
+    run: TrainConfig | None = None
+    upcycle: Upcycle = NOT_UPCYCLED
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it is known from here how text becomes tokens."""
+        return self.run is not None or (self.path / _TOKENIZER).exists()
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The path of the tokenizer.json; None for bytes."""
+        file = self.path / _TOKENIZER if self.run is None else self.run.data.tokenizer_file()
+        return None if file is None else str(file)
+
+    def end_token(self) -> str | None:
+        """Return the text of the token that ends documents; None for none.
+
+        Raises `UserError` where the folder ends texts by a token that its tokenizer does not have.
+        """
+        if self.run is not None:
+            return getattr(self.run.data, "end_token", None)
+        if not (ends := end_of_text(self.path)):
+            return None
+        found = HuggingFace(self.path / _TOKENIZER, key="data.tokenizer").token(ends[0])
+        if found is None:
+            raise UserError(
+                f"{self.path}: texts end with token {ends[0]}, which {_TOKENIZER} does not have; set data.end_token to "
+                "the text of one that it has, or to null for none"
+            )
+        return found
+
+    def forms(self, cfg: TrainConfig) -> dict[str, str]:
+        """Return what the parameters that `cfg` does not train are stored as, by patterns of their paths."""
+        if self.run is not None:
+            own = self.run.execution.param_dtype
+            return dict(self.run.init_forms) if own == "stored" else {"*": own}
+        opened = open_folder(self.path, self.upcycle)._replace(config=cfg.model)
+        blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen)
+        holdings, _ = check_tensors(opened, blueprint.shapes)
+        try:
+            return describe_forms(blueprint, holdings)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from error
+
+
+def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
+    """Return what the Hugging Face folder `path` is, which the user set init_from to as `typed`.
+
+    With `upcycle` it has a dense model, and the result describes the one that it becomes.
+
+    Raises `UserError` for what is no such folder, and as `moezoo.from_pretrained` does for what it cannot read.
+    """
+    shown = show(f"init_from={typed}")
+    if not path.exists():
+        advice = "name a Hugging Face folder or a run"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", typed) and not path.parent.exists():
+            here = path.name
+            advice = f"download it with: hf download {typed} --local-dir {here}, and write init_from={here}"
+        raise UserError(f"{shown}: there is no such folder; {advice}")
+    if not path.is_dir():
+        raise UserError(f"{shown} is a file; name the folder that has it")
+    if not (path / "config.json").exists():
+        raise UserError(
+            f"{shown}: neither a Hugging Face folder (config.json is missing) nor a run (config.yaml is missing); name "
+            "one of these"
+        )
+    opened = open_folder(path, upcycle)
+    few = opened.quantization.format
+    stored = opened.files.guess_dtype().name + f" and {few}" * bool(few)
+    model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
+    return Origin(path, model, opened.sha256, stored, upcycle=upcycle)
+
+
+def run_origin(path: Path, model: Mapping[str, Any], run: TrainConfig) -> Origin:
+    """Return what the run `path` is, or its checkpoint; `model` is the section of its configuration `run`.
+
+    Raises `UserError` if there is no complete checkpoint.
+    """
+    checkpoints, step = find(path, "init_from")
+    sums = checkpoints / str(step) / "sha256.json"
+    try:
+        digest = hashlib.sha256(sums.read_bytes()).hexdigest()
+    except OSError:
+        raise UserError(f"init_from={path}: {sums} cannot be read; name another checkpoint or run") from None
+    return Origin(checkpoints / str(step), model, digest, run.execution.param_dtype, run)
+
+
+def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's section as training begins with weights from elsewhere: no routing losses, constant biases."""
+    found = dict(section)
+    for name, note in notes_of(kind, MayChange).items():
+        if note.at_start is not None and name in found and note.without_effect not in found.items():
+            found[name] = note.at_start
+    for name, below in _sections(kind):
+        found[name] = first_settings(below, found[name])
+    return found
+
+
+def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str, Any], where: Path) -> None:
+    """Raise `UserError` for a key of `changes` that contradicts the model's `section` and may not.
+
+    Keys that a section does not have are left to the conversion.
+    """
+    free = {f"model.{name}" for name in _free(kind)}
+    for key, value in changes.items():
+        if key.startswith("model.") and key not in free:
+            has, (above, _, name) = get({"model": section}, key), key.rpartition(".")
+            if name in (get({"model": section}, above) or ()) and has != value and not isinstance(has, Mapping):
+                raise UserError(
+                    f"{key}={show(value)} but the weights of init_from={where} have {key}={show(has)}; leave it out"
+                )
+
+
+def _free(kind: type, before: str = "") -> Iterator[str]:
+    yield from (f"{before}{name}" for name in notes_of(kind, MayChange))
+    for name, below in _sections(kind):
+        yield from _free(below, f"{before}{name}.")
+
+
+def _sections(kind: type) -> Iterator[tuple[str, type]]:
+    for name, hint in types_of(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield name, hint  # pyright: ignore[reportReturnType] a class

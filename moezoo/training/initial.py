@@ -1,0 +1,151 @@
+"""The arrays that a run begins with where it starts from weights, and what its checkpoints hold of them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from moezoo.config.build import blueprint_of, blueprint_on
+from moezoo.config.compose import from_mapping, read_run
+from moezoo.config.own import saved_own, without_own
+from moezoo.config.run_folders import find, run_folder
+from moezoo.config.settings import TrainConfig
+from moezoo.errors import UserError
+from moezoo.hub.loading import load_as
+from moezoo.models.base import LanguageModel
+from moezoo.nn.few_bits import with_pieces_of
+from moezoo.parallel import distributed
+from moezoo.parallel.axes import is_stored
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.stored import materialise
+from moezoo.training.checkpoint import read_about, restore
+
+
+def load_initial(cfg: TrainConfig, execution: Execution) -> LanguageModel:
+    """Return the weights of `cfg.init_from` in the dtypes and containers of the run's model, laid out for `execution`.
+
+    All processes call this. The arrays are the caller's own: a program may donate them.
+
+    Raises:
+        UserError: The folder or the checkpoint is missing, damaged, or not the one that `cfg` was composed with.
+    """
+    shapes = blueprint_on(cfg, execution).shapes
+    return jax.tree.map(_own, _load(cfg, shapes, shapes, execution))
+
+
+def restore_run(
+    cfg: TrainConfig,
+    checkpoints: Path,
+    step: int,
+    about: Mapping[str, Any],
+    execution: Execution | None = None,
+    **targets: Any,
+) -> dict[str, Any]:
+    """Restore a checkpoint's model, and other trees of arrays, after `read_about`, which returned `about`.
+
+    Args:
+        cfg: The configuration of the run, on any mesh.
+        checkpoints: The folder `checkpoints` of the run.
+        step: The step that was saved.
+        about: The checkpoint's about.json.
+        execution: The mesh and rules that lay out the model; None for one device.
+        targets: Other trees, as in `moezoo.training.checkpoint.restore`.
+
+    Raises:
+        UserError: As `restore` does. `cfg.init_from` has frozen arrays that the checkpoint leaves there, and is missing
+            or another folder.
+    """
+    saved = blueprint_of(cfg)
+    shapes = saved.shapes if execution is None else blueprint_on(cfg, execution).shapes
+    here = SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: here, shapes) if execution is None else execution.shardings(shapes)
+
+    def as_saved(have: Any, want: Any, sharding: Any) -> Any:
+        whole = sharding if have.shape == want.shape else _on_all(sharding)
+        return jax.ShapeDtypeStruct(have.shape, have.dtype, sharding=whole)
+
+    target = jax.tree.map(as_saved, saved.shapes, shapes, shardings)
+    elsewhere = load_elsewhere(cfg, execution)
+    here = jax.tree.map(lambda array: array is None, elsewhere, is_leaf=lambda array: array is None)
+    found = restore(checkpoints, step, about, model=eqx.filter(target, here), **targets)
+    model = _fit_pieces(found["model"], shapes, shardings)
+    return {**found, "model": eqx.combine(model, elsewhere)}
+
+
+def load_elsewhere(cfg: TrainConfig, execution: Execution | None = None) -> PyTree:
+    """Return the arrays of a run that its checkpoints leave to `cfg.init_from`, and None in place of the others.
+
+    Args and errors are those of `restore_run`.
+    """
+    blueprint = blueprint_of(cfg) if execution is None else blueprint_on(cfg, execution)
+    if cfg.checkpoint_frozen:
+        return jax.tree.map(lambda _: None, blueprint.shapes)
+    wanted = eqx.filter(blueprint.shapes, blueprint.constant)
+    return jax.tree.map(_own, _load(cfg, blueprint.shapes, wanted, execution))
+
+
+def as_saved_pieces(cfg: TrainConfig, model: LanguageModel) -> LanguageModel:
+    """Return a run's model as checkpoints have it: with scales of few bits that fit any mesh."""
+    return with_pieces_of(model, blueprint_of(cfg).shapes, lambda x: jax.device_put(x, _on_all(x.sharding)))
+
+
+def _fit_pieces(model: Any, shapes: Any, shardings: Any) -> Any:
+    model = with_pieces_of(model, shapes)
+    put = lambda x, sharding: x if x is None else jax.device_put(x, sharding)  # noqa: E731
+    return jax.tree.map(put, model, shardings, is_leaf=lambda x: x is None)
+
+
+def _load(cfg: TrainConfig, shapes: LanguageModel, wanted: PyTree, execution: Execution | None) -> Any:
+    """Return `wanted`, of the shapes of the run's model, with the numbers of `cfg.init_from`."""
+    assert cfg.init_from is not None
+    assert cfg.init_sha256 is not None
+    path = Path(cfg.init_from)
+    if not (run_folder(path) / "config.yaml").exists():
+        return load_as(path, shapes, wanted, execution, cfg.init_sha256, cfg.upcycle)
+    mapping = read_run(path, "init_from")
+    run = dataclasses.replace(from_mapping(without_own(mapping, saved_own(mapping))), model=cfg.model)
+    checkpoints, step = distributed.first(lambda: _verify(path, cfg))
+    about = distributed.first(lambda: read_about(Path(checkpoints), step))
+    model = restore_run(run, Path(checkpoints), step, about, execution)["model"]
+    shardings = jax.tree.map(lambda _: None, shapes) if execution is None else execution.shardings(shapes)
+    fitted = jax.tree.map(_fit, shapes, model, shardings, is_leaf=is_stored)
+    return jax.tree.map(lambda want, have: None if want is None else have, wanted, fitted, is_leaf=lambda x: x is None)
+
+
+def _verify(path: Path, cfg: TrainConfig) -> list[Any]:
+    checkpoints, step = find(path, "init_from")
+    found = hashlib.sha256((checkpoints / str(step) / "sha256.json").read_bytes()).hexdigest()
+    if found != cfg.init_sha256:
+        raise UserError(
+            f"init_from={path} is not the checkpoint that the run began with (sha256 {cfg.init_sha256}, and now "
+            f"{found}); name that one"
+        )
+    return [str(checkpoints), step]
+
+
+def _fit(want: Any, have: Any, sharding: Any) -> Any:
+    """Return a parameter of another run in the dtype of this one, which widens a container that it does not keep."""
+    if is_stored(want):
+        assert is_stored(have), "a form describes only what that run did not train"
+        return have
+    if not is_stored(have) and have.dtype == want.dtype:
+        return have
+    return jax.jit(lambda x: materialise(x, want.dtype).astype(want.dtype), out_shardings=sharding)(have)
+
+
+def _own(x: jax.Array) -> jax.Array:
+    """Return a copy of an array in memory of its own, and delete the array: loading hands over memory that it wrote."""
+    copy = jax.block_until_ready(jnp.copy(x))
+    x.delete()
+    return copy
+
+
+def _on_all(sharding: Any) -> Any:
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

@@ -1,0 +1,71 @@
+"""A run that starts from weights, before it reads them: do its tokens fit, and what does the summary say of it?"""
+
+from pathlib import Path
+
+from moezoo.config.compose import as_mapping, read_origin
+from moezoo.config.origin import Origin
+from moezoo.config.settings import TrainConfig
+from moezoo.data import PythonStdlib, Synthetic
+from moezoo.data.file_settings import FileSettings
+from moezoo.data.tokenizer import text_tokenizer
+from moezoo.errors import UserError
+from moezoo.training.resume import flatten
+from moezoo.typed import show
+
+_BYTES = 256
+
+
+def check_tokens(cfg: TrainConfig) -> None:
+    """Raise `UserError` where the tokens of the data cannot be those of the weights that `cfg` starts from."""
+    origin, weights, vocab = (
+        read_origin(cfg.init_from, cfg.upcycle),
+        f"the weights of init_from={cfg.init_from}",
+        cfg.model.vocab,
+    )
+    if isinstance(cfg.data, FileSettings):  # its tokenizer is set, or that of the weights
+        found = text_tokenizer(cfg.data.tokenizer, key="data.tokenizer").vocab
+        if found > vocab:
+            raise UserError(
+                f"data.tokenizer={show(cfg.data.tokenizer)} makes {found} tokens but {weights} have "
+                f"model.vocab={vocab}; set data.tokenizer to the one that they were trained with"
+            )
+    elif isinstance(cfg.data, PythonStdlib):
+        if origin.has_tokenizer and origin.tokenizer:
+            why = f"have the tokens of {origin.tokenizer}"
+        elif not origin.has_tokenizer and vocab != _BYTES:
+            why = f"have {vocab} tokens and no tokenizer.json"
+        else:
+            return
+        raise UserError(f"data=python_stdlib is bytes, but {weights} {why}; write data=text data.path=FILE_OR_FOLDER")
+
+
+def describe_start(cfg: TrainConfig) -> list[tuple[str, str]]:
+    """Return the lines of the summary: what the weights are, what they become, and what differs from where they are."""
+    origin, how = read_origin(cfg.init_from, cfg.upcycle), cfg.execution.param_dtype
+    into = "frozen parameters as they are there, trained ones in float32" if how == "stored" else f"parameters in {how}"
+    lines = [f"{cfg.init_from}, stored in {origin.stored}; here {into}"]
+    theirs, ours = flatten(origin.model), flatten(as_mapping(cfg)["model"])
+    if (up := cfg.upcycle).experts:
+        same = f"noise of {up.noise} deviations: not the logits of the dense model" if up.noise else "the same logits"
+        lines.append(f"a dense model; each MLP becomes {up.experts} experts, {up.per_token} per token; {same}")
+    others = [
+        f"model.{key}={show(ours[key])} ({show(theirs[key])} there)" for key in theirs if ours[key] != theirs[key]
+    ]
+    rate = cfg.optimizer.learning_rate
+    usual = ", the default with init_from" * (rate == type(cfg.optimizer).tuning_rate)
+    lines.append("; ".join([*others, f"optimizer.learning_rate={show(rate)}{usual}"]))
+    if note := _describe_tokenizer(cfg, origin):
+        lines.append(note)
+    return [("init_from", line) for line in lines]
+
+
+def _describe_tokenizer(cfg: TrainConfig, origin: Origin) -> str:
+    """Return how the tokens of the data are not those of the weights, as far as both are known."""
+    ours, theirs = cfg.data.tokenizer_file(), Path(origin.tokenizer) if origin.tokenizer else None
+    if not origin.has_tokenizer:
+        return "no tokenizer.json there: the tokens of the data are taken to be those of the weights"
+    if isinstance(cfg.data, Synthetic) or ours == theirs:
+        return ""
+    if ours and theirs and ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
+        return ""
+    return f"the tokens of the data are those of {ours or 'no tokenizer'}, and of the weights {theirs or 'bytes'}"
