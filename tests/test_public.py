@@ -77,7 +77,7 @@ CALLS = {
     'Execution(rules="fsdp_ep")': "rules=fsdp_ep: expected a value of Rules|moezoo.compose",
     "Execution(mesh=MeshShape())": "mesh=MeshShape(|expected a value of Mesh or AbstractMesh",
     'make_mesh("ep8")': "shape is a str, expected a MeshShape",
-    "train(changed(steps=-5))": "steps=-5 must be at least 1",
+    "train(changed(steps=-5))": "steps=-5 must be at least 0",
     'train(changed(mesh="ep8"))': "mesh=ep8: expected a value of MeshShape",
     "train(changed(dispatch=Outer.Mine()))": "dispatch=__main__.Outer.Mine|at the top of a module",
     "train(5)": "cfg is an int, expected a TrainConfig|moezoo.compose",

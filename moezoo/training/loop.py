@@ -136,15 +136,15 @@ class Loop:
     def _evaluate_only(self, state: State, signals: Signals) -> Evaluation:
         """Evaluate and save the state of a run without steps."""
         with signals.awaiting(), report.Progress(0, 0, bound=None) as progress:
-            evaluation = self._evaluate(state.model, signals, progress)
-            if evaluation is not None:
-                self.log.write({"step": 0, "val_loss": evaluation.loss})
+            found = self._evaluate(state.model, signals, progress)
+            if found is not None:
+                self.log.write({"step": 0, "val_loss": found.loss})
                 self._save(0, state)
                 self.checkpoints.wait()
             if asked := distributed.largest(signals.number):
                 self._stop(0, state, asked)
-        assert evaluation is not None
-        return evaluation
+        assert found is not None
+        return found
 
     def _evaluate(self, model: LanguageModel, signals: Signals, progress: report.Progress) -> Evaluation | None:
         """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""

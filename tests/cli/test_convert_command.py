@@ -94,7 +94,7 @@ def test_each_chunk_of_a_checkpoint_is_read_once(run, tmp_path, monkeypatch):
     gates = [start for name, start in read if name.endswith("experts/gate")]
     assert sorted(gates) == [(0, 0), (0, 4)]  # of eight experts, all layers in one chunk
     assert len(read) == len({*read})
-    assert sum(array._block is not None for array in values._saved.values()) == 1
+    assert sum(array._block is not None for array in values._arrays.values()) == 1
 
 
 def test_a_folder_is_copied(folder, tmp_path, console):

@@ -222,10 +222,11 @@ SET = [  # when keys are set
 ]
 
 RANGES = {
-    "at least 1": ["steps=-1", "steps=0", "batch_size=0", "execution.microbatches=0", "mesh.expert=0"],
+    "at least 1": ["batch_size=0", "execution.microbatches=0", "mesh.expert=0"],
     "at most 2147483647": ["steps=3000000000", "batch_size=3000000000", "model.window=4000000000"],
     "at least 2": ["seq_len=1"],
     "at least 0": [
+        "steps=-1",
         "eval_every=-1",
         "checkpoint_every=-1",
         "log_every=-1",
