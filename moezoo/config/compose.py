@@ -120,7 +120,7 @@ def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
             "leave upcycle out"
         )
     mapping = read_run(path, "init_from")
-    return run_origin(path, mapping["model"], from_mapping(without_own(mapping, saved_own(mapping))))
+    return run_origin(path, mapping, from_mapping(without_own(mapping, saved_own(mapping))))
 
 
 def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moezoo.config.own import get, path_of
+from moezoo.config.own import get, path_of, saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
+from moezoo.data import DataSettings, PythonStdlib
+from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 from moezoo.hub.folders import end_of_text
@@ -34,6 +36,7 @@ class Origin(NamedTuple):
         sha256: The hash of config.json and of the names, shapes and dtypes of tensors, or of a checkpoint's checksums.
         stored: What most of its numbers are stored as, in words.
         run: The configuration of the run; None for a Hugging Face folder.
+        data: What the run was trained on; None where that is a class of the user's own.
         upcycle: What becomes of a dense model.
     """
 
@@ -42,17 +45,22 @@ class Origin(NamedTuple):
     sha256: str
     stored: str
     run: TrainConfig | None = None
+    data: DataSettings | None = None
     upcycle: Upcycle = NOT_UPCYCLED
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether it is known from here how text becomes tokens."""
-        return self.run is not None or (self.path / _TOKENIZER).exists()
+        if self.run is None:
+            return (self.path / _TOKENIZER).exists()
+        return isinstance(self.data, FileSettings | PythonStdlib) or self.tokenizer is not None
 
     @property
     def tokenizer(self) -> str | None:
         """The path of the tokenizer.json; None for bytes."""
-        file = self.path / _TOKENIZER if self.run is None else self.run.data.tokenizer_file()
+        file = self.path / _TOKENIZER
+        if self.run is not None:
+            file = None if self.data is None else self.data.tokenizer_file()
         return None if file is None else str(file)
 
     def end_token(self) -> str | None:
@@ -61,7 +69,7 @@ class Origin(NamedTuple):
         Raises `UserError` where the folder ends texts by a token that its tokenizer does not have.
         """
         if self.run is not None:
-            return getattr(self.run.data, "end_token", None)
+            return self.data.end_token if isinstance(self.data, FileSettings) else None
         if not (ends := end_of_text(self.path)):
             return None
         found = HuggingFace(self.path / _TOKENIZER, key="data.tokenizer").token(ends[0])
@@ -114,10 +122,11 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
     return Origin(path, model, opened.sha256, stored, upcycle=upcycle)
 
 
-def run_origin(path: Path, model: Mapping[str, Any], run: TrainConfig) -> Origin:
-    """Return what the run `path` is, or its checkpoint; `model` is the section of its configuration `run`.
+def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:
+    """Return what the run `path` is, or its checkpoint, with the saved configuration `mapping`.
 
-    Raises `UserError` if there is no complete checkpoint.
+    `run` is that configuration with something of moezoo's in place of what is of the user's own. Raises `UserError` if
+    there is no complete checkpoint.
     """
     checkpoints, step = find(path, "init_from")
     sums = checkpoints / str(step) / "sha256.json"
@@ -125,7 +134,8 @@ def run_origin(path: Path, model: Mapping[str, Any], run: TrainConfig) -> Origin
         digest = hashlib.sha256(sums.read_bytes()).hexdigest()
     except OSError:
         raise UserError(f"init_from={path}: {sums} cannot be read; name another checkpoint or run") from None
-    return Origin(checkpoints / str(step), model, digest, run.execution.param_dtype, run)
+    data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
+    return Origin(checkpoints / str(step), mapping["model"], digest, stored, run, data)
 
 
 def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:

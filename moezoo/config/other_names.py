@@ -14,6 +14,7 @@ _KEYS = {
         "batch_size": "batch batchsize bs global_batch_size",
         "seq_len": "block_size context_length ctx max_len max_seq_len n_ctx seqlen sequence_length",
         "run_dir": "exp_dir log_dir logdir name out out_dir output output_dir save_dir",
+        "init_from": "base_model finetune_from from_pretrained init model_name_or_path pretrained",
         "resume": "checkpoint ckpt from_checkpoint load restore",
         "log_every": "log log_interval logging_steps",
         "eval_every": "eval eval_interval eval_steps",

@@ -17,11 +17,8 @@ _BYTES = 256
 
 def check_tokens(cfg: TrainConfig) -> None:
     """Raise `UserError` where the tokens of the data cannot be those of the weights that `cfg` starts from."""
-    origin, weights, vocab = (
-        read_origin(cfg.init_from, cfg.upcycle),
-        f"the weights of init_from={cfg.init_from}",
-        cfg.model.vocab,
-    )
+    origin, vocab = read_origin(cfg.init_from, cfg.upcycle), cfg.model.vocab
+    weights = f"the weights of init_from={cfg.init_from}"
     if isinstance(cfg.data, FileSettings):  # its tokenizer is set, or that of the weights
         found = text_tokenizer(cfg.data.tokenizer, key="data.tokenizer").vocab
         if found > vocab:
