@@ -16,9 +16,9 @@ from moezoo.models.olmoe import OlmoeConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
-Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HUB)
+Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HUB, mixtral.DENSE_HUB)
 Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
-Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB)
+Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB, grouped_hub.DENSE_HUB)
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
 FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
 

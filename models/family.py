@@ -38,6 +38,8 @@ class Family:
             the same structure. Each run draws its initial values from a key of its own.
         make_block: `make_block(kind, config, dtype, key)` returns one layer.
         hub: Its mapping to Hugging Face folders.
+        dense: The same for dense models, whose MLPs become its experts (`moezoo.hub.upcycling`). It writes nothing, and
+            in every configuration that it reads the gates of a token's experts sum to 1.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Family:
     kinds: Callable[[Any], Sequence[Sequence[Hashable]]]
     make_block: Callable[[Any, Any, jnp.dtype, Array], Block]
     hub: Hub
+    dense: Hub | None = None
 
     def __post_init__(self):
         MADE[self.config] = self

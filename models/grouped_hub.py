@@ -9,8 +9,21 @@ from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
 from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
 from moezoo.models.grouped import GroupedConfig, kinds
-from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, head_dim, required
-from moezoo.models.names import BLOCK_SPARSE, MLP, MOE, SWIGLU, USUAL, change, rows
+from moezoo.models.hub import (
+    SILU,
+    Found,
+    Hub,
+    Key,
+    ModelType,
+    Part,
+    Settings,
+    common,
+    common_dense,
+    fixed,
+    head_dim,
+    required,
+)
+from moezoo.models.names import BLOCK_SPARSE, DENSE, MLP, MOE, SWIGLU, USUAL, change, rows
 from moezoo.nn.yarn import Yarn
 from moezoo.typed import show
 
@@ -142,10 +155,10 @@ def _read_window(config: ConfigJson, found: Found) -> Found:
     return {"window": None}
 
 
-def _read_window_by_layer(config: ConfigJson, found: Found) -> Found:
-    """Return the window of dots.llm1, whose layers may differ in transformers."""
+def _read_window_by_layer(config: ConfigJson, found: Found, full: int = 62) -> Found:
+    """Return the window of dots.llm1, whose layers may differ in transformers; `full`: the first ones without one."""
     window = config.read("sliding_window", int | None, 4096)
-    layers, first = found["layers"], config.read("max_window_layers", int | None, 62, least=0)
+    layers, first = found["layers"], config.read("max_window_layers", int | None, full, least=0)
     types = config.read("layer_types", tuple[Literal["full_attention", "sliding_attention"], ...] | None, None)
     if types is None:
         full = layers if window is None else min(layers, first or 0)
@@ -156,6 +169,14 @@ def _read_window_by_layer(config: ConfigJson, found: Found) -> Found:
             f"only one window for all {layers} layers; load a folder with sliding_window=null"
         )
     return {"window": window if types[0] == "sliding_attention" else None}
+
+
+def _read_window_of_qwen3(config: ConfigJson, found: Found) -> Found:
+    """Return the window of the dense Qwen3."""
+    for key in ("sliding_window", "max_window_layers", "layer_types"):
+        config.get(key)
+    used = config.read("use_sliding_window", bool, False)
+    return _read_window_by_layer(config, found, 28) if used else {"window": None}
 
 
 def _write_window_by_layer(c: GroupedConfig) -> Mapping[str, Any]:
@@ -333,3 +354,18 @@ def _check(config: GroupedConfig, mapping: Mapping[str, Any]) -> None:
 
 
 HUB = Hub(_ABOUT, _TYPES, lambda config: config.model_type, _check, find_unused)
+DENSE_HUB = Hub(
+    {"qwen3": "Qwen3 without experts"},
+    {
+        "qwen3": ModelType(
+            "Qwen3",
+            {"model_type": fixed({"model_type": "qwen3_moe"})}
+            | common_dense(32768, kv_heads=32)
+            | {"mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]})}
+            | _BIAS,
+            _further(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
+            DENSE,
+        )
+    },
+    lambda config: "qwen3",
+)

@@ -97,6 +97,18 @@ def common(max_length: int, init_std: float = 0.02, norm_eps: Any = REQUIRED, ti
     }
 
 
+def common_dense(max_length: int, kv_heads: int | None) -> Settings:
+    """Return the settings that have the same keys in all dense models that become mixtures of experts.
+
+    `max_length` and `kv_heads` are the values of missing keys; without key-value heads there are as many as heads.
+    """
+    settings = common(max_length, norm_eps=1e-6) | {
+        "kv_heads": Key("num_key_value_heads", kv_heads, null=lambda found: found["heads"]),
+        "expert_mlp": Key("intermediate_size"),
+    }
+    return {ours: entry for ours, entry in settings.items() if ours != "experts_per_token"}
+
+
 def head_dim(found: Found) -> int:
     """Return the size of a head where no key has it."""
     return found["embed"] // found["heads"]

@@ -19,8 +19,8 @@ from jaxtyping import Array
 
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, Window
-from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, head_dim, rope
-from moezoo.models.names import BLOCK_SPARSE
+from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, common_dense, head_dim, rope
+from moezoo.models.names import BLOCK_SPARSE, DENSE
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
@@ -63,4 +63,38 @@ HUB = Hub(
     {"mixtral": "softmax router; Mixtral 8x7B and 8x22B"},
     {"mixtral": ModelType("Mixtral", _SETTINGS, _FURTHER, BLOCK_SPARSE, _ONLY)},
     lambda config: "mixtral",
+)
+_REST: Settings = {"head_dim": Key("head_dim", None, null=head_dim), "rope": rope(yarn=False)}
+_NO_BIAS = {"attention_bias": (False,)}
+
+
+def _find_frequencies(left: set[str], expected: set[str]) -> dict[str, str]:
+    """Return the rotary frequencies that older folders of Llama hold; they follow from config.json."""
+    return {name: "rotary frequencies" for name in left if name.endswith(".rotary_emb.inv_freq")}
+
+
+DENSE_HUB = Hub(
+    {
+        "mistral": "Mistral 7B and Nemo",
+        "llama": "Llama 2, Llama 3 and their kin, without scaled positions",
+    },
+    {
+        "mistral": ModelType(
+            "Mistral",
+            common_dense(131072, kv_heads=8) | {"window": Key("sliding_window", 4096)},
+            _REST,
+            DENSE,
+            _NO_BIAS,
+        ),
+        "llama": ModelType(
+            "Llama",
+            common_dense(2048, kv_heads=None),
+            _REST,
+            DENSE,
+            _NO_BIAS | {"rope_interleaved": (False,)},
+            "is_llama_config transformers.js_config",
+        ),
+    },
+    lambda config: "llama",  # both have the same names
+    find_unused=_find_frequencies,
 )

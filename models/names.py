@@ -15,7 +15,8 @@ class Row(NamedTuple):
     """The arrays at the paths `ours`, joined along their last dimension, are the tensor `name`.
 
     In a row with `{layer}`, and perhaps `{expert}`, in its name paths start at the block, in others at the model. A row
-    whose arrays a model does not have counts for nothing.
+    whose arrays a model does not have counts for nothing. In one without `{expert}` for arrays of experts the tensor is
+    that of one expert, which all others are copies of.
     """
 
     ours: tuple[str, ...]
@@ -78,3 +79,5 @@ BLOCK_SPARSE = change(
     *rows(f"{MOE}router.", _SPARSE, "weight=gate.weight choice_bias=e_score_correction_bias"),
     *rows(f"{MOE}experts.", f"{_SPARSE}experts.{{expert}}.", "gate=w1.weight up=w3.weight down=w2.weight"),
 )
+# The names in folders of dense models, whose MLP is one expert.
+DENSE = layers(feed_forward=rows(f"{MOE}experts.", MLP, SWIGLU))

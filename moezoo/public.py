@@ -11,6 +11,7 @@ from moezoo.errors import UserError
 from moezoo.generation.generate import generate
 from moezoo.hub.loading import from_pretrained
 from moezoo.hub.saving import save_pretrained
+from moezoo.hub.upcycling import Upcycle
 from moezoo.models import build_model
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.kernels import Kernels
@@ -29,6 +30,7 @@ __all__ = [
     "Rules",
     "Run",
     "Stopped",
+    "Upcycle",
     "UserError",
     "build_model",
     "compose",

@@ -43,6 +43,7 @@ from moezoo.config.settings import TAG, TrainConfig
 from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
+from moezoo.hub.upcycling import Upcycle
 from moezoo.parallel.rules import Rules
 from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
@@ -71,7 +72,7 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
         return compose_onto(read_run(folder, "resume"), *overrides)
     checks = _import_own(asked)
     if asked.changes.get("init_from") is not None:
-        return _compose_from(read_origin(asked.changes["init_from"]), asked, checks)
+        return _compose_from(read_origin(asked.changes["init_from"], _read_upcycle({}, asked)), asked, checks)
     return _finish(_compose_groups(asked.choices, checks), asked, checks)
 
 
@@ -101,17 +102,31 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
                 else:
                     base[key] = {**base[key], **value} if isinstance(value, dict) else value
     if asked.changes.get("init_from") is not None:  # where the weights are now
-        asked = _at(read_origin(asked.changes["init_from"]), asked)
+        asked = _at(read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked)), asked)
     return _finish(base, asked, checks)
 
 
-def read_origin(folder: Any) -> Origin:
-    """Return what the user set `init_from` to. Raises `UserError` where it is no Hugging Face folder and no run."""
+def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
+    """Return what the user set `init_from` to, with `upcycle` for a dense model.
+
+    Raises `UserError` where it is no Hugging Face folder and no run, or a run that `upcycle` is for.
+    """
     path = folder_path(folder, "init_from")
     if not (run_folder(path) / "config.yaml").exists():
-        return folder_origin(path, str(folder))
+        return folder_origin(path, str(folder), upcycle)
+    if upcycle.experts:
+        raise UserError(
+            f"upcycle.experts={upcycle.experts} but init_from={show(str(folder))} is a run, whose model has experts; "
+            "leave upcycle out"
+        )
     mapping = read_run(path, "init_from")
     return run_origin(path, mapping, from_mapping(without_own(mapping, saved_own(mapping))))
+
+
+def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
+    """Return the section `upcycle` of a configuration."""
+    changes = {key.removeprefix("upcycle."): value for key, value in asked.changes.items() if key[:8] == "upcycle."}
+    return convert(Upcycle, {**saved, **changes}, "upcycle")
 
 
 def _at(origin: Origin, asked: Asked) -> Asked:

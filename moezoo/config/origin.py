@@ -18,14 +18,12 @@ from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 from moezoo.hub.folders import end_of_text
-from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import describe_forms
 from moezoo.hub.opening import check_tensors, open_folder
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.blueprint import Blueprint
 from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
 
-# Models without experts, which have the tensors of a family of ours otherwise.
-_DENSE = ("llama", "mistral", "qwen3")
 _TOKENIZER = "tokenizer.json"
 
 
@@ -39,6 +37,7 @@ class Origin(NamedTuple):
         stored: What most of its numbers are stored as, in words.
         run: The configuration of the run; None for a Hugging Face folder.
         data: What the run was trained on; None where that is a class of the user's own.
+        upcycle: What becomes of a dense model.
     """
 
     path: Path
@@ -47,6 +46,7 @@ class Origin(NamedTuple):
     stored: str
     run: TrainConfig | None = None
     data: DataSettings | None = None
+    upcycle: Upcycle = NOT_UPCYCLED
 
     @property
     def has_tokenizer(self) -> bool:
@@ -85,7 +85,7 @@ class Origin(NamedTuple):
         if self.run is not None:
             own = self.run.execution.param_dtype
             return dict(self.run.init_forms) if own == "stored" else {"*": own}
-        opened = open_folder(self.path)._replace(config=cfg.model)
+        opened = open_folder(self.path, self.upcycle)._replace(config=cfg.model)
         blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen)
         holdings, _ = check_tensors(opened, blueprint.shapes)
         try:
@@ -94,8 +94,10 @@ class Origin(NamedTuple):
             raise UserError(f"{self.path}: {error}") from error
 
 
-def folder_origin(path: Path, typed: str) -> Origin:
+def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
     """Return what the Hugging Face folder `path` is, which the user set init_from to as `typed`.
+
+    With `upcycle` it has a dense model, and the result describes the one that it becomes.
 
     Raises `UserError` for what is no such folder, and as `moezoo.from_pretrained` does for what it cannot read.
     """
@@ -113,16 +115,11 @@ def folder_origin(path: Path, typed: str) -> Origin:
             f"{shown}: neither a Hugging Face folder (config.json is missing) nor a run (config.yaml is missing); name "
             "one of these"
         )
-    kind = read_json(path / "config.json").get("model_type")
-    if kind in _DENSE:
-        raise UserError(
-            f"{shown}: model_type={kind} is a model without experts; write upcycle.experts=8 to make experts of "
-            "its MLPs"
-        )
-    opened = open_folder(path)
+    opened = open_folder(path, upcycle)
     few = opened.quantization.format
     stored = opened.files.guess_dtype().name + f" and {few}" * bool(few)
-    return Origin(path, {"family": path_of(type(opened.config)), **to_plain(opened.config)}, opened.sha256, stored)
+    model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
+    return Origin(path, model, opened.sha256, stored, upcycle=upcycle)
 
 
 def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:

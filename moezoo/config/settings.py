@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from moezoo.data import SOURCES, DataSettings
 from moezoo.errors import UserError, check_type
+from moezoo.hub.upcycling import Upcycle
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.models import FAMILIES, ModelConfig
@@ -111,6 +112,7 @@ class TrainConfig:
     init_from: str | None = dataclasses.field(default=None, kw_only=True)
     init_sha256: str | None = dataclasses.field(default=None, kw_only=True)
     init_forms: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
+    upcycle: Upcycle = dataclasses.field(default_factory=Upcycle, kw_only=True)
     run_dir: str | None
     resume: str | None
     eval_every: Count
@@ -127,6 +129,15 @@ class TrainConfig:
             raise UserError(
                 f"init_from={show(self.init_from)} init_sha256={show(self.init_sha256)}: compose reads the folder and "
                 'sets both; write moezoo.compose("init_from=FOLDER")'
+            )
+        if self.upcycle.experts and self.init_from is None:
+            raise UserError(
+                f"upcycle.experts={self.upcycle.experts} copies the MLPs of a dense model; name its folder as init_from"
+            )
+        if self.upcycle.experts and self.upcycle.widen(self.model) != self.model:
+            raise UserError(
+                f"upcycle.experts={self.upcycle.experts} upcycle.per_token={self.upcycle.per_token} but the model has "
+                f"{self.model.experts} and {self.model.experts_per_token}; set them when the run begins, and not later"
             )
         if self.init_from is None and self.execution.param_dtype == "stored":
             raise UserError(

@@ -6,16 +6,19 @@ from pathlib import Path
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import folder_argument, open_folder
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models import ModelConfig
 from moezoo.typed import convert
 
 
-def hub_model_config(folder: str | Path) -> ModelConfig:
+def hub_model_config(folder: str | Path, upcycle: Upcycle = NOT_UPCYCLED) -> ModelConfig:
     """Return the configuration of the model in a Hugging Face folder, whose files have its layers and experts.
+
+    With `upcycle` it is that of the mixture of experts which the dense model in the folder becomes.
 
     Raises `UserError` as `from_pretrained` does.
     """
-    return open_folder(folder_argument(folder)).config
+    return open_folder(folder_argument(folder), upcycle).config
 
 
 def end_of_text(folder: str | Path) -> list[int]:

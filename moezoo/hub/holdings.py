@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
 class Boxes(Protocol):
     """An array: the boxes of it that devices of this process hold."""
 

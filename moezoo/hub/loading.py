@@ -26,13 +26,14 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from moezoo.errors import UserError, check_type
+from moezoo.errors import UserError, check_type, describe_class
 from moezoo.host import check_host
-from moezoo.hub.holdings import Holding, Piece, Target, are_finite, keep_few_bits
+from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite, keep_few_bits
 from moezoo.hub.loading_progress import LoadingProgress
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, copied, deviations
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -48,7 +49,10 @@ _ALIGNED = 64  # JAX takes over an array in host memory that begins at a multipl
 
 
 def from_pretrained(
-    folder: str | Path, execution: Execution | None = None, dtype: DTypeLike | Literal["stored"] | None = None
+    folder: str | Path,
+    execution: Execution | None = None,
+    dtype: DTypeLike | Literal["stored"] | None = None,
+    upcycle: Upcycle = NOT_UPCYCLED,
 ) -> LanguageModel:
     """Load the model from a Hugging Face folder.
 
@@ -66,6 +70,7 @@ def from_pretrained(
             have, with float32 for float64 and bfloat16 for numbers of few bits, which are widened. Choice biases are
             always float32. `stored` keeps weights of few bits as they are, in containers (`moezoo.nn.few_bits`); all
             others have the dtype that most of them are stored in.
+        upcycle: For the folder of a dense model: the experts that its MLPs are copied into.
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
@@ -75,6 +80,8 @@ def from_pretrained(
     """
     if execution is not None:
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
+    if not isinstance(upcycle, Upcycle):
+        raise UserError(f"upcycle is {describe_class(upcycle)}; write upcycle=moezoo.Upcycle(experts=8, per_token=2)")
     where, target = folder_argument(folder), None if dtype is None else _parameter_dtype(dtype)
     mesh = None if execution is None else execution.mesh
     if isinstance(mesh, AbstractMesh):
@@ -83,9 +90,10 @@ def from_pretrained(
         )
 
     def load() -> _Loaded:
-        opened = open_folder(where)
+        opened = open_folder(where, upcycle)
         found = find_model(opened, target.name if isinstance(target, np.dtype) else target)
-        require_names(arrays_by_path(found.shapes), [holding.tensor for holding in found.holdings])
+        named = {path: x for path, x in arrays_by_path(found.shapes).items() if not upcycle.draws(path)}
+        require_names(named, [holding.tensor for holding in found.holdings])
         shapes = found.shapes
         if execution is None or mesh is None:
             here = SingleDeviceSharding(jax.local_devices()[0])
@@ -95,10 +103,12 @@ def from_pretrained(
             shardings = execution.shardings(shapes)
         return _load(opened, found._replace(shapes=shapes), shardings, mesh)
 
-    return _load_everywhere(load, where, mesh)
+    return _load_everywhere(load, where, mesh, upcycle)
 
 
-def load_as(folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution | None, sha256: str) -> PyTree:
+def load_as(
+    folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution | None, sha256: str, upcycle: Upcycle
+) -> PyTree:
     """Load the tensors of a folder into arrays that a run describes. All processes of the execution's mesh call it.
 
     Args:
@@ -107,6 +117,7 @@ def load_as(folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution |
         wanted: The same, with None in place of arrays that are not wanted.
         execution: The mesh and rules that lay out the arrays; None for one device.
         sha256: The hash that the folder had when the run began (`OpenFolder.sha256`).
+        upcycle: What becomes of a dense model.
 
     Returns:
         `wanted` with arrays.
@@ -119,7 +130,7 @@ def load_as(folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution |
     def load() -> _Loaded:
         if not folder.is_dir():
             raise UserError(f"init_from={folder}: the folder is not there any more; put it back, or name it there")
-        opened = open_folder(folder)
+        opened = open_folder(folder, upcycle)
         if opened.sha256 != sha256:
             raise UserError(
                 f"init_from={folder} is not the folder that the run began with (sha256 {sha256}, and now "
@@ -141,10 +152,10 @@ def load_as(folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution |
             shardings = jax.tree.map(chosen, wanted, execution.shardings(shapes), is_leaf=lambda x: x is None)
         return _load(opened, Found(wanted, both, unused), shardings, mesh)
 
-    return _load_everywhere(load, folder, mesh)
+    return _load_everywhere(load, folder, mesh, upcycle)
 
 
-def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | None) -> Any:
+def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | None, upcycle: Upcycle) -> Any:
     """Return what `load` does on every process that has devices of the mesh, and warn of what a user should know."""
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
@@ -154,20 +165,28 @@ def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | N
         loaded = load()
     for note in loaded.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=3)
-    return loaded.model
+    return complete(loaded.model, upcycle, loaded.noise) if upcycle.experts else loaded.model
 
 
 class _Loaded(NamedTuple):
-    """A loaded model, what the user should know about it, and the hash of the folder."""
+    """What a process has loaded.
+
+    Attributes:
+        model: The model; with shapes in place of arrays that the folder does not have and `complete` draws.
+        notes: What the user should know about it.
+        sha256: The hash of the folder.
+        noise: The noise that `complete` adds.
+    """
 
     model: Any
     notes: Sequence[str]
     sha256: str
+    noise: Mapping[str, Mapping[int, float]]
 
 
 def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | None) -> _Loaded:
     shapes, holdings, unused = found
-    folder = opened.folder
+    folder, upcycle = opened.folder, opened.upcycle
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     arrays = {
         jax.tree_util.keystr(path).lstrip("."): _Arriving(shape, sharding)
@@ -181,18 +200,21 @@ def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | None
         check_host(what, sum(array.size for array in arrays.values()), advice)
     else:
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
-    for array in arrays.values():
-        array.begin()
-    odd = _read(sorted(holdings, key=lambda holding: holding.begins), arrays, folder)
+    noise = deviations(holdings, upcycle)
+    for path, array in arrays.items():
+        if not upcycle.draws(path):
+            array.begin()
+    places = copied(arrays) if upcycle.experts else arrays
+    odd = _read(sorted(holdings, key=lambda holding: holding.begins), places, folder)
     if odd:
         notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
-    leaves = [array.finish() for array in arrays.values()]
-    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, opened.sha256)
+    leaves = [array.to_draw if upcycle.draws(path) else array.finish() for path, array in arrays.items()]
+    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, opened.sha256, noise)
 
 
-def _read(holdings: Sequence[Holding], arrays: Mapping[str, "_Arriving"], folder: Path) -> list[str]:
+def _read(holdings: Sequence[Holding], arrays: Mapping[str, Boxes], folder: Path) -> list[str]:
     """Read tensors into `arrays`; return the names of those with numbers that are not finite."""
-    largest = max(holding.size for holding in holdings)
+    largest = max((holding.size for holding in holdings), default=0)
     most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
     pieces = [piece for holding in holdings for piece in holding.pieces(arrays)]
     sizes: dict[str, int] = {}
@@ -311,6 +333,11 @@ class _Arriving:
     def size(self) -> int:
         """The bytes that CPU devices of this process hold together; those that hold the same box share its memory."""
         return self.size_per_device * len(self._devices)
+
+    @property
+    def to_draw(self) -> jax.ShapeDtypeStruct:
+        """Its shape and layout, where its numbers are not in the folder."""
+        return jax.ShapeDtypeStruct(self.shape, self._shape.dtype, sharding=self._sharding)
 
     def begin(self) -> None:
         """Make room for the numbers."""

@@ -20,30 +20,38 @@ from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import keep
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
+from moezoo.models.hub import Hub
 from moezoo.typed import convert, show
 
 _PIECE = 2**24  # bytes of two tables that are compared at a time
 
 
 class OpenFolder(NamedTuple):
-    """A folder before its tensors are read. `mapping`: its config.json. `config`: that of the text model."""
+    """A folder before its tensors are read.
+
+    `mapping`: its config.json. `config`: that of the text model. `hub`: the family's mapping for it.
+    `upcycle`: what becomes of a dense model.
+    """
 
     folder: Path
     mapping: Mapping[str, Any]
     family: Family
+    hub: Hub
     config: ModelConfig
     quantization: Quantization
     files: WeightFiles
     nesting: Nesting
+    upcycle: Upcycle
 
     @property
     def tables(self) -> tuple[str, str]:
         """The names of the embedding and the unembedding in this folder."""
-        names = {row.ours[0]: self.nesting.to_folder(row.name) for row in self.family.hub.rows(self.config)}
+        names = {row.ours[0]: self.nesting.to_folder(row.name) for row in self.hub.rows(self.config)}
         return names["embedding.weight"], names["unembedding.weight"]
 
     @property
@@ -61,7 +69,7 @@ class OpenFolder(NamedTuple):
 
     def tensors(self, model: Any) -> Iterator[Tensor]:
         """Yield the tensors of `model`, which may hold shapes in place of arrays, by their names in this folder."""
-        for tensor in tensors(model, self.family.hub):
+        for tensor in tensors(model, self.hub):
             yield dataclasses.replace(tensor, name=self.nesting.to_folder(tensor.name))
 
 
@@ -71,8 +79,11 @@ def folder_argument(folder: str | Path, argument: str = "folder") -> Path:
     return check_name(path, show(f"{argument}={folder}"))
 
 
-def open_folder(folder: Path) -> OpenFolder:
-    """Return what config.json and the headers of the files describe; both have about as many layers and experts."""
+def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
+    """Return what config.json and the headers of the files describe; both have about as many layers and experts.
+
+    With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
+    """
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
     mapping = read_json(folder / "config.json")
@@ -80,10 +91,12 @@ def open_folder(folder: Path) -> OpenFolder:
         text = text_config(mapping)
     except UserError as error:
         raise UserError(f"{folder}/{error}") from error
-    family = _family(text, text is not mapping, folder)
-    keys = family.hub.keys(text["model_type"])
+    family = _family(text, text is not mapping, folder, upcycle)
+    hub = family.dense if upcycle.experts else family.hub
+    assert hub is not None
+    keys = hub.keys(text["model_type"])
     try:
-        config = family.hub.read(family.config, text)
+        config = hub.read(family.config, text)
         inner = read_quantization(text)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
@@ -102,7 +115,8 @@ def open_folder(folder: Path) -> OpenFolder:
     files = WeightFiles(folder)
     nesting = Nesting() if text is mapping else find_nesting(mapping, files.tensors, folder)
     quantization = quantization if quantization.format else inner
-    opened = OpenFolder(folder, mapping, family, config, quantization, files, nesting)
+    config = upcycle.widen(config) if upcycle.experts else config
+    opened = OpenFolder(folder, mapping, family, hub, config, quantization, files, nesting, upcycle)
     _check_counts(opened, keys)
     return opened
 
@@ -166,12 +180,22 @@ def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
     return Numbers(opened.files, tensor) if few is None else Widened(opened.files, few)
 
 
-def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path) -> Family:
-    kinds = {kind: family for family in reversed(families()) for kind in family.hub.types}
+def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Upcycle) -> Family:
+    """Return the family of a folder, or with `upcycle` the one that its dense model becomes."""
+    sparse = {kind: family for family in reversed(families()) for kind in family.hub.types}
+    dense = {kind: family for family in reversed(families()) if family.dense for kind in family.dense.types}
+    kinds, others = (dense, sparse) if upcycle.experts else (sparse, dense)
     kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
     where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
     if kind is None:
         raise UserError(f"{where} has no model_type; expected one of {', '.join(sorted(valid))}")
+    if isinstance(kind, str) and kind in others:
+        need = (
+            "a dense model, and moezoo runs mixtures of experts; train with init_from=FOLDER upcycle.experts=8 "
+            "upcycle.per_token=2 to copy its MLPs into experts, or pass upcycle=moezoo.Upcycle(experts=8, per_token=2)"
+        )
+        has = f"a mixture of experts, and upcycle is for {', '.join(sorted(dense))}; leave it out"
+        raise UserError(f"{where}: model_type={kind} is {has if upcycle.experts else need}")
     if not isinstance(kind, str) or kind not in kinds:
         name = show(kind)[:80]
         raise UserError(f"{where}: unknown model_type '{name}'; {nearest(name, valid)}")
@@ -184,7 +208,7 @@ def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
     A few are built, so that the missing tensors can be listed.
     """
     for ours, field in (("layers", "{layer}"), ("experts", "{expert}")):
-        names = (opened.nesting.to_folder(row.name) for row in opened.family.hub.rows(opened.config))
+        names = (opened.nesting.to_folder(row.name) for row in opened.hub.rows(opened.config))
         heads = {name.partition(field)[0] for name in names if field in name}
         ways = "|".join(re.escape(head).replace(re.escape("{layer}"), r"\d+") for head in heads)
         found = {m[1] for name in opened.files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
@@ -199,7 +223,7 @@ def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
 def _check_names(opened: OpenFolder, expected: set[str]) -> dict[str, list[str]]:
     found, folder = _without_copy(opened), opened.folder
     left = found - expected
-    over = opened.nesting.find_unused(opened.family.hub, left, expected)
+    over = opened.nesting.find_unused(opened.hub, left, expected)
     over |= {name: "products in FP8" for name in left if name.endswith(ACTIVATION_SCALES)}
     if missing := sorted(expected - found):
         raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")

@@ -4,7 +4,7 @@ The family's file has rows of names. Shapes follow from our annotations, which n
 
 - a matrix is stored as [outputs, inputs], with all output (and input) dimensions flattened into one;
 - a bias is stored as one dimension;
-- each layer and each expert has its own tensor;
+- each layer and each expert has its own tensor, the expert only if its number is in the name;
 - where a row has another layout (`moezoo.models.names`), the tensor has that one.
 """
 
@@ -138,7 +138,8 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
             axes, shape = table[paths[0]]
             apart = () if row.layout in ("of_experts", "alternating") else axes.stacked[1:]
             shapes = tuple(table[path][1][len(at) + len(apart) :] for path in paths)
-            for index in np.ndindex(shape[len(at) : len(at) + len(apart)]):
+            sizes = shape[len(at) : len(at) + len(apart)] if "{expert}" in row.name else (1,) * len(apart)
+            for index in np.ndindex(sizes):
                 name = row.name.format(layer=number, **dict(zip(apart, index, strict=True)))
                 parts = tuple((path, (*at, *index)) for path in paths)
                 yield Tensor(name, parts, dataclasses.replace(axes, stacked=()), shapes, row.layout)

@@ -108,7 +108,7 @@ def _load(cfg: TrainConfig, shapes: LanguageModel, wanted: PyTree, execution: Ex
     assert cfg.init_sha256 is not None
     path = Path(cfg.init_from)
     if not (run_folder(path) / "config.yaml").exists():
-        return load_as(path, shapes, wanted, execution, cfg.init_sha256)
+        return load_as(path, shapes, wanted, execution, cfg.init_sha256, cfg.upcycle)
     mapping = read_run(path, "init_from")
     run = dataclasses.replace(from_mapping(without_own(mapping, saved_own(mapping))), model=cfg.model)
     checkpoints, step = distributed.first(lambda: _verify(path, cfg))

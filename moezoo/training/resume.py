@@ -28,6 +28,7 @@ _FIXED = (
     "execution.microbatches",
     "execution.param_dtype",
     "init_forms",
+    "upcycle",
     "checkpoint_frozen",
 )
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))

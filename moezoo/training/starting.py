@@ -17,7 +17,8 @@ _BYTES = 256
 
 def check_tokens(cfg: TrainConfig) -> None:
     """Raise `UserError` where the tokens of the data cannot be those of the weights that `cfg` starts from."""
-    origin, weights, vocab = read_origin(cfg.init_from), f"the weights of init_from={cfg.init_from}", cfg.model.vocab
+    origin, vocab = read_origin(cfg.init_from, cfg.upcycle), cfg.model.vocab
+    weights = f"the weights of init_from={cfg.init_from}"
     if isinstance(cfg.data, FileSettings):  # its tokenizer is set, or that of the weights
         found = text_tokenizer(cfg.data.tokenizer, key="data.tokenizer").vocab
         if found > vocab:
@@ -37,10 +38,13 @@ def check_tokens(cfg: TrainConfig) -> None:
 
 def describe_start(cfg: TrainConfig) -> list[tuple[str, str]]:
     """Return the lines of the summary: what the weights are, what they become, and what differs from where they are."""
-    origin, how = read_origin(cfg.init_from), cfg.execution.param_dtype
+    origin, how = read_origin(cfg.init_from, cfg.upcycle), cfg.execution.param_dtype
     into = "frozen parameters as they are there, trained ones in float32" if how == "stored" else f"parameters in {how}"
     lines = [f"{cfg.init_from}, stored in {origin.stored}; here {into}"]
     theirs, ours = flatten(origin.model), flatten(as_mapping(cfg)["model"])
+    if (up := cfg.upcycle).experts:
+        same = f"noise of {up.noise} deviations: not the logits of the dense model" if up.noise else "the same logits"
+        lines.append(f"a dense model; each MLP becomes {up.experts} experts, {up.per_token} per token; {same}")
     others = [
         f"model.{key}={show(ours[key])} ({show(theirs[key])} there)" for key in theirs if ours[key] != theirs[key]
     ]

@@ -53,13 +53,20 @@ def render() -> str:
         lines += [f"## {name}", "", _wrap(f"{_about(family.config.__module__)} File: `models/{module}.py`."), ""]
         lines += ["| `model_type` | what distinguishes it |", "|---|---|"]
         lines += [f"| `{kind}` | {text} |" for kind, text in family.hub.about.items()]
+        if family.dense is not None:
+            others = "; ".join(f"`{kind}`, {text}" for kind, text in family.dense.about.items())
+            lines += [
+                "",
+                _wrap(f"Dense folders that [upcycling](folders.md#upcycling) makes such models of: {others}."),
+            ]
         lines += ["", f"Laptop: {_code(laptop)}. As released:"]
         lines += ["", "| `model=` | size |", "|---|---|"]
         lines += [f"| `{entry}` | {_size(path)} |" for entry, path in mine.items() if entry not in laptop]
         lines.append("")
     lines += [_LISTED.strip(), _wrap(_code(sorted(WITHOUT_EFFECT)) + "."), "", "Besides these:", ""]
     for family in FAMILIES.values():
-        for kind, each in family.hub.types.items():
+        dense = {} if family.dense is None else family.dense.types
+        for kind, each in (*family.hub.types.items(), *dense.items()):
             keys = each.without_effect.split()
             lines += [_wrap(f"- `{kind}`: {_code(sorted(keys))}.", "  ")] * bool(keys)
     return "\n".join(lines) + "\n"

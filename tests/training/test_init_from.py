@@ -283,12 +283,6 @@ def test_settings_that_make_no_other_model_may_change(folders):
     assert cfg.data.end_token is None
 
 
-def test_a_dense_model_is_named(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with refused(f"init_from={tmp_path}: model_type=llama is a model without experts", "upcycle.experts=8"):
-        moezoo.compose(f"init_from={tmp_path}")
-
-
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
     """Bytes for a model of words, a tokenizer with more tokens than the model, and an end token that it lacks."""
     words = (f"init_from={folders.wide}", f"run_dir={tmp_path}/run", "mesh=single", "dispatch=gather")
