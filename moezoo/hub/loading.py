@@ -144,7 +144,7 @@ def load_as(folder: Path, shapes: PyTree, wanted: PyTree, execution: Execution |
     return _load_everywhere(load, folder, mesh)
 
 
-def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | None) -> Any:
+def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | AbstractMesh | None) -> Any:
     """Return what `load` does on every process that has devices of the mesh, and warn of what a user should know."""
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
@@ -165,7 +165,7 @@ class _Loaded(NamedTuple):
     sha256: str
 
 
-def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | None) -> _Loaded:
+def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | AbstractMesh | None) -> _Loaded:
     shapes, holdings, unused = found
     folder = opened.folder
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
