@@ -255,6 +255,7 @@ def test_a_run_may_start_from_a_run(stored):
     ("words", "parts"),
     [
         ("init_from=WIDE model=mixtral", "model=mixtral but init_from=|has its own model; leave model out"),
+        ("init_from=WIDE model=deepseek", "model=deepseek but init_from=|has its own model; leave model out"),
         ("init_from=WIDE model.layers=3", "model.layers=3 but the weights of init_from=|have model.layers=2"),
         ("init_from=WIDE model.router.scale=1", "model.router.scale=1 but the weights|have model.router.scale=2.5"),
         ("init_from=WIDE init_sha256=00", "init_sha256=00 but init_from=|leave init_sha256 out"),
