@@ -60,7 +60,7 @@ def _describe_tokenizer(cfg: TrainConfig, origin: Origin) -> str:
     """Return how the tokens of the data are not those of the weights, as far as both are known."""
     ours, theirs = cfg.data.tokenizer_file(), Path(origin.tokenizer) if origin.tokenizer else None
     if not origin.has_tokenizer:
-        return "no tokenizer.json there: the tokens of the data are taken to be those of the weights"
+        return "no tokenizer there: the tokens of the data are taken to be those of the weights"
     if isinstance(cfg.data, Synthetic) or ours == theirs:
         return ""
     if ours and theirs and ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
