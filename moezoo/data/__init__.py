@@ -6,6 +6,8 @@ from moezoo.data.batches import train_batches as train_batches
 from moezoo.data.batches import validation_batches as validation_batches
 from moezoo.data.corpus import Corpus as Corpus
 from moezoo.data.jsonl import Jsonl as Jsonl
+from moezoo.data.mixture import Mixture as Mixture
+from moezoo.data.mixture import Weighted as Weighted
 from moezoo.data.parquet import Parquet as Parquet
 from moezoo.data.python_stdlib import PythonStdlib as PythonStdlib
 from moezoo.data.rows import Batch as Batch
@@ -23,4 +25,5 @@ SOURCES: dict[str, type[DataSettings]] = {
     "parquet": Parquet,
     "tokens": Tokens,
     "synthetic": Synthetic,
+    "mixture": Mixture,
 }
