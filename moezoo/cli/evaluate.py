@@ -114,16 +114,22 @@ def main(arguments: Sequence[str]) -> None:
     with bar_on(sys.stderr) as bar:
         counter = BatchCounter(bar, lambda line: print(line, file=sys.stderr))
         result = evaluate(model, cfg, counter, split=use, source=source)
-    unit = result.unit
-    per_byte = result.bits_per_byte
-    more = "" if per_byte is None or unit == "byte" else f", {per_byte:.6f} bits per byte"
-    print(
-        f"{use:11} {result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity "
-        f"{result.perplexity:.4f}{more}, over {result.tokens:,} {unit}s in {result.windows:,} of "
-        f"{result.all_windows:,} windows of {cfg.seq_len}"
-    )
-    if per_byte is None:
+    packings = {part.packing for part in source.parts.values()}
+    rows = {("stream",): "windows", ("whole",): "rows of whole documents, each"}.get((*packings,), "rows")
+    for name, each in {use: result, **result.by_source}.items():
+        print(f"{name:11} {_describe(each)} {rows} of {cfg.seq_len}")
+    if result.bits_per_byte is None:
         print(f"bits per byte are not known: {result.text or 'the predicted tokens stand for no text'}")
+
+
+def _describe(result: Any) -> str:
+    """Return the line of an `Evaluation`, up to the kind of its rows."""
+    unit, per_byte = result.unit, result.bits_per_byte
+    more = "" if per_byte is None or unit == "byte" else f", {per_byte:.6f} bits per byte"
+    return (
+        f"{result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity {result.perplexity:.4f}"
+        f"{more}, over {result.tokens:,} {unit}s in {result.rows:,} of {result.all_rows:,}"
+    )
 
 
 COMMAND = ConfiguredCommand(

@@ -1,10 +1,14 @@
 """The contract of the configuration group `data`, whose entries are frozen dataclasses, and how an entry is loaded."""
 
 import abc
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from moezoo.data.corpus import Corpus
+from moezoo.data.packing import Packing, fit
 from moezoo.data.source import Source
 from moezoo.errors import UserError, check_type
 from moezoo.typed import Count, Range, check_fields, convert
@@ -14,11 +18,14 @@ from moezoo.typed import Count, Range, check_fields, convert
 class DataSettings(abc.ABC):
     """The settings of a data source.
 
-    `eval_sequences` is the number of validation windows per evaluation, evenly spaced over the validation split; 0
-    reads all of them.
+    - `eval_sequences`: the number of validation rows per evaluation, evenly spaced over the validation split; 0 reads
+      all of them;
+    - `packing`: `stream` reads documents one after another in windows of one row; `whole` puts whole documents into
+      rows, as in `moezoo.data.packing`.
     """
 
     eval_sequences: Count = dataclasses.field(default=256, kw_only=True)
+    packing: Packing = dataclasses.field(default="stream", kw_only=True)
 
     def __post_init__(self):
         check_fields("data", self)
@@ -53,37 +60,79 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, use: Us
 
     Args:
         settings: An entry of the configuration group `data`.
-        seq_len: The tokens per window.
+        seq_len: The tokens per row.
         seed: The seed of the run. It decides synthetic data only; the held-out documents never depend on it.
         vocab: The vocabulary size of the model.
         use: What is read: "training" needs both splits, "validation" that one alone, and "all" makes it all documents.
 
     Raises:
         UserError: The data are missing or damaged, their vocabulary is larger than the model's, or a split that is
-            needed has less than one window; `use` is "all", and validation documents are not held out of others.
+            needed has less than one window or, packed, no document; `use` is "all", and validation documents are not
+            held out of others.
     """
     check_type("settings", settings, DataSettings, "write moezoo.data.Text(path=...), or take cfg.data")
     seq_len = convert(int, seq_len, "seq_len", valid=Range(at_least=1))
     seed = convert(int, seed, "seed", valid=Range(at_least=0, at_most=2**32 - 1))
     vocab = convert(int, vocab, "vocab", valid=Range(at_least=1))
     use = convert(Use, use, "use")
-    source = settings.load(seed=seed, vocab=vocab)
+    source = load_unchecked(settings, seed=seed, vocab=vocab)
     if use == "all":
-        if source.whole is None:
-            how = source.summary.get("held out", "of a source of your own")
-            raise UserError(
-                f"split=all: the validation documents of data={source.name} are apart ({how}); choose split=validation"
-            )
-        source = dataclasses.replace(source, validation=source.whole)
-    if use == "training" and not len(source.train):
-        raise UserError(f"data.path is required to train with data={source.name}; pass data.path=FILE_OR_FOLDER")
-    needed = {"training": source.train, "validation": source.validation}
-    for split, corpus in needed.items() if use == "training" else [(use, source.validation)]:
-        if len(corpus) < seq_len + 1:
-            what = "has" if split == "all" else "leaves"
-            whole = "" if split == "all" else f" for {split}"
-            raise UserError(
-                f"data={source.name} {what} {len(corpus)} {source.unit}s{whole}, but seq_len={seq_len} needs "
-                f"{seq_len + 1} for one window; give more data or a smaller seq_len"
-            )
+        source = _with_all(source)
+    for name, part in source.parts.items():
+        trained = use == "training" and (not name or source.weighted[name].weight > 0)
+        with naming(name):
+            if trained:
+                if not len(part.train):
+                    raise UserError(
+                        f"data.path is required to train with data={part.name}; pass data.path=FILE_OR_FOLDER"
+                    )
+                _check_size(part, part.train, seq_len, "training")
+            _check_size(part, part.validation, seq_len, "all" if use == "all" else "validation")
     return source
+
+
+def load_unchecked(settings: DataSettings, *, seed: int, vocab: int) -> Source:
+    """Do what `load` does, without looking at the sizes of splits."""
+    return dataclasses.replace(settings.load(seed=seed, vocab=vocab), packing=settings.packing)
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let a mistake in the block begin with the name of a source of a mixture; an empty name changes nothing."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.sources.{name}: {error}" if name else str(error)) from error
+
+
+def _with_all(source: Source) -> Source:
+    """Return a source that validates on all documents; of a mixture, each of its sources does."""
+    if source.weighted:
+        parts = {}
+        for name, part in source.weighted.items():
+            with naming(name):
+                parts[name] = part._replace(source=_with_all(part.source))
+        return dataclasses.replace(source, weighted=parts)
+    if source.whole is None:
+        how = source.summary.get("held out", "of a source of your own")
+        raise UserError(
+            f"split=all: the validation documents of data={source.name} are apart ({how}); choose split=validation"
+        )
+    return dataclasses.replace(source, validation=source.whole)
+
+
+def _check_size(source: Source, corpus: Corpus, seq_len: int, split: Use) -> None:
+    """Raise `UserError` unless the documents of a split make a row."""
+    what, purpose = ("has", "") if split == "all" else ("leaves", f" for {split}")
+    if source.packing == "stream" and len(corpus) < seq_len + 1:
+        raise UserError(
+            f"data={source.name} {what} {len(corpus)} {source.unit}s{purpose}, but seq_len={seq_len} needs "
+            f"{seq_len + 1} for one window; give more data or a smaller seq_len"
+        )
+    if not corpus.predicts():
+        raise UserError(f"data={source.name} has no {source.unit} to predict{purpose}; give data that have some")
+    if source.packing == "whole" and not len(fit(corpus, seq_len, source.too_long).inputs):
+        raise UserError(
+            f"data={source.name} has no document{purpose} that predicts a {source.unit} within seq_len={seq_len}; "
+            "give shorter documents or a larger seq_len"
+        )

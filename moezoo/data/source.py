@@ -2,16 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 from jaxtyping import Integer
 
 from moezoo.data.corpus import Corpus, Split, fingerprint
+from moezoo.data.packing import Packing, TooLong, fit, pack
+from moezoo.data.rows import Batch, Rows
 from moezoo.data.token_bytes import TokenBytes
 from moezoo.data.tokenizer import Bytes, Tokenizer
-from moezoo.data.windows import Batch, read_windows, window_count
+from moezoo.data.windows import Windows
 from moezoo.errors import UserError
+
+
+class Part(NamedTuple):
+    """A source of a mixture, and how often a row is of it, relative to the others."""
+
+    source: "Source"
+    weight: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +36,9 @@ class Source:
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
     - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
       shards in a random order, and the documents of each; None shuffles windows instead;
+    - `packing`: whether rows are windows of the stream of documents, or hold whole documents;
+    - `too_long`: what packing does with a document that is longer than a row;
+    - `weighted`: the sources of a mixture, by name; then `train` and `validation` hold nothing;
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `token_bytes`: returns the bytes of text that each id stands for; raises `UserError` where that is not known;
     - `whole`: the documents of both splits in their order, where validation documents are held out of them.
@@ -43,14 +55,35 @@ class Source:
     decode: Callable[[Iterable[SupportsIndex]], str]
     token_bytes: Callable[[], TokenBytes]
     shards: np.ndarray | None = None
+    packing: Packing = "stream"
+    too_long: TooLong = "parts"
+    weighted: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     whole: Corpus | None = None
 
-    def facts(self, seq_len: int) -> dict[str, str | int | None]:
-        """Return what is the same for the same data, as title and value; windows have `seq_len` tokens."""
+    @property
+    def parts(self) -> dict[str, "Source"]:
+        """The sources of a mixture by name; of any other data, these alone, without a name."""
+        return {name: part.source for name, part in self.weighted.items()} or {"": self}
+
+    def rows(self, corpus: Corpus, seq_len: int) -> Rows:
+        """Return the rows of `seq_len` tokens that documents make in the order in which they are."""
+        if self.packing == "stream":
+            return Windows(corpus, seq_len)
+        return pack(fit(corpus, seq_len, self.too_long).inputs, seq_len)
+
+    def facts(self, seq_len: int) -> dict[str, str | int | float | None]:
+        """Return what is the same for the same data, as title and value; rows have `seq_len` tokens."""
+        if self.weighted:
+            return {
+                f"{title} of data.sources.{name}": fact
+                for name, part in self.weighted.items()
+                for title, fact in {"the weight": part.weight, **part.source.facts(seq_len)}.items()
+            }
         sides = {"training": self.train, "validation": self.validation}
         return {
             "the vocabulary": self.vocab,
-            **{f"the number of {side} windows": window_count(corpus, seq_len) for side, corpus in sides.items()},
+            "the packing": f"{self.packing}, {self.too_long}",
+            **{f"the number of {side} windows": len(Windows(corpus, seq_len)) for side, corpus in sides.items()},
             "the sha256 of all token ids": self.summary.get("sha256"),
             **{f"the hash of the {side} tokens": fingerprint(corpus) for side, corpus in sides.items()},
         }
@@ -84,22 +117,19 @@ def require_vocab(what: str, needed: int, vocab: int, *, or_else: str = "") -> N
         raise UserError(f"{what} but model.vocab={vocab}; set model.vocab={needed}{or_else}")
 
 
-def read_checked(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
-    """Return the windows `indices` of one of the splits.
+def read_checked(source: Source, rows: Rows, indices: Integer[np.ndarray, "batch"]) -> Batch:
+    """Return the rows `indices` of one of the splits.
 
     Raises `UserError` for ids outside the vocabulary, which a model would take for another token. Only token files can
     hold such ids. They are too long to be searched before a run, so each batch is checked.
     """
-    batch = read_windows(corpus, indices, seq_len)
+    batch = rows.read(indices)
     # Ids too large for int32 are negative in tokens.
     for later, ids in enumerate((batch.tokens.view(np.uint32), batch.labels)):
         top = int(ids.max(initial=0))
         if top >= source.vocab:
-            row, column = divmod(int(ids.argmax()), seq_len)
-            place = int(indices[row]) * seq_len + column + later  # in the stream
-            document = np.searchsorted(corpus.offsets, place, side="right") - 1
-            at = corpus.starts[document] + place - corpus.offsets[document]
-            file = f" ({corpus.tokens.filename})" if isinstance(corpus.tokens, np.memmap) else ""
+            at = int(rows.locate(indices).ravel()[ids.argmax()]) + later
+            file = f" ({rows.stored.filename})" if isinstance(rows.stored, np.memmap) else ""
             raise UserError(
                 f"data={source.name}{file} holds token {top} at index {at} but its vocabulary is "
                 f"{source.vocab} tokens; make the file again with moezoo prepare-data, or correct vocab in the .json "

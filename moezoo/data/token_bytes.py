@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from moezoo.data.corpus import Corpus
-from moezoo.data.windows import read_windows
+from moezoo.data.rows import Rows
 from moezoo.errors import UserError
 
-_WINDOWS = 2**10  # to have in memory at once
+_ROWS = 2**10  # to have in memory at once
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -110,38 +110,33 @@ def _byte_level() -> dict[str, int]:
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
 
 
-def count_bytes(corpus: Corpus, indices: Integer[np.ndarray, "windows"], seq_len: int, table: TokenBytes) -> int:
-    """Return the bytes of text that the tokens predicted in the windows `indices` stand for."""
+def count_bytes(rows: Rows, corpus: Corpus, indices: Integer[np.ndarray, "chosen"], table: TokenBytes) -> int:
+    """Return the bytes of text that the tokens predicted in the rows `indices`, made of `corpus`, stand for."""
     inside, change = (np.append(sizes, 0) for sizes in (table.inside, table.first - table.inside))
     beyond = len(table.inside)  # an id that the tokenizer does not have decodes to nothing
+    first = _first_texts(corpus, inside == 0) if change.any() else np.zeros(0, np.int64)
     total = 0
-    for begin in range(0, len(indices), _WINDOWS):
-        labels = read_windows(corpus, indices[begin : begin + _WINDOWS], seq_len).labels
-        total += int(inside[np.minimum(labels[labels >= 0], beyond)].sum())
-    if change.any():
-        places = _first_texts(corpus, np.append(table.inside, 0) == 0)
-        predicted = (places.token > corpus.offsets[places.document]) & np.isin((places.token - 1) // seq_len, indices)
-        ids = corpus.tokens[corpus.starts[places.document] + places.token - corpus.offsets[places.document]]
-        total += int(change[np.minimum(ids[predicted], beyond)].sum())
+    for begin in range(0, len(indices), _ROWS):
+        some = indices[begin : begin + _ROWS]
+        batch = rows.read(some)
+        predicted = batch.labels >= 0
+        labels = batch.labels[predicted]
+        total += int(inside[np.minimum(labels, beyond)].sum())
+        if len(first):
+            is_first = np.isin(rows.locate(some)[predicted] + 1, first)
+            total += int(change[np.minimum(labels[is_first], beyond)].sum())
     return total
 
 
-class _Places(NamedTuple):
-    """Documents, and for each the index in the stream of its first token that is text."""
-
-    document: Int64[np.ndarray, "found"]
-    token: Int64[np.ndarray, "found"]
-
-
-def _first_texts(corpus: Corpus, is_silent: np.ndarray) -> _Places:
-    """Return where the text of each document begins; documents without text are left out.
+def _first_texts(corpus: Corpus, is_silent: np.ndarray) -> Int64[np.ndarray, "found"]:
+    """Return the index in the stored tokens at which the text of each document begins; some have no text.
 
     `is_silent` says of each id, and last of all ids beyond them, whether it is no text.
     """
-    looking, found = np.arange(corpus.documents), []
-    place = 0
-    while len(looking := looking[corpus.offsets[looking] + place < corpus.offsets[looking + 1]]):
-        silent = is_silent[np.minimum(corpus.tokens[corpus.starts[looking] + place], len(is_silent) - 1)]
-        found.append(_Places(looking[~silent], corpus.offsets[looking[~silent]] + place))
-        looking, place = looking[silent], place + 1
-    return _Places(*(np.concatenate([np.zeros(0, np.int64), *part]) for part in zip(*found, strict=True)))
+    begin, end, found = corpus.starts, corpus.starts + np.diff(corpus.offsets), []
+    while len(begin := begin[looking := begin < end]):
+        end = end[looking]
+        silent = is_silent[np.minimum(corpus.tokens[begin], len(is_silent) - 1)]
+        found.append(begin[~silent])
+        begin, end = begin[silent] + 1, end[silent]
+    return np.concatenate([np.zeros(0, np.int64), *found])

@@ -1,6 +1,9 @@
 """Evaluate a model: the mean cross-entropy of held-out tokens, or of all, on any mesh."""
 
+import itertools
 import math
+import types
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +15,6 @@ from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.data.token_bytes import count_bytes
-from moezoo.data.windows import validation_indices, window_count
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -36,17 +38,19 @@ class Evaluation(NamedTuple):
     - `tokens`: the number of predicted tokens;
     - `dropped`: assignments that no expert computed;
     - `unit`: "token" or "byte";
-    - `windows`: the number of windows that were read, of `all_windows` there are;
-    - `text`: the bytes of text that the predicted tokens stand for, or why they are not known.
+    - `rows`: the number of rows that were read, of `all_rows` there are: windows, or rows of whole documents;
+    - `text`: the bytes of text that the predicted tokens stand for, or why they are not known;
+    - `by_source`: the same of each source of a mixture, by name.
     """
 
     loss: float
     tokens: int
     dropped: int
     unit: str
-    windows: int
-    all_windows: int
+    rows: int
+    all_rows: int
     text: int | str = "only an evaluation on its own counts bytes"
+    by_source: Mapping[str, "Evaluation"] = types.MappingProxyType({})
 
     @property
     def bits(self) -> float:
@@ -97,29 +101,34 @@ class Evaluator:
         self.sums = make_sums(model, execution)
 
     def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
-        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split.
+        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` rows of the validation split.
+
+        Of a mixture, on so many rows of each source; the loss is then the mean over all predicted tokens.
 
         What `on_batch` raises ends the evaluation.
         """
-        cfg, limit = self._cfg, self._cfg.data.eval_sequences
-        windows = validation_indices(self._source.validation, limit=limit, seq_len=cfg.seq_len)
-        count = -(-len(windows) // cfg.batch_size)
-        nats, tokens, dropped = 0.0, 0, 0
-        batches = validation_batches(
-            self._source,
-            seq_len=cfg.seq_len,
-            batch_size=cfg.batch_size,
-            limit=limit,
-            rows=self._feed.rows,
-        )
-        for done, batch in enumerate(batches):
-            on_batch(done, count)
-            # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
-            a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
-            nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+        cfg, unit = self._cfg, self._source.unit
+        sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size, "limit": cfg.data.eval_sequences}
+        parts = {
+            name: validation_batches(part, **sizes, rows=self._feed.rows) for name, part in self._source.parts.items()
+        }
+        done, count = itertools.count(), sum(map(len, parts.values()))
+        sums = {}
+        for name, batches in parts.items():
+            nats, tokens, dropped = 0.0, 0, 0
+            for batch in batches:
+                on_batch(next(done), count)
+                # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
+                a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
+                nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+            sums[name] = nats, tokens, dropped, batches.rows, batches.all_rows
         on_batch(count, count)
-        all_windows = window_count(self._source.validation, cfg.seq_len)
-        return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit, len(windows), all_windows)
+
+        def result(nats: float, tokens: int, dropped: int, rows: int, all_rows: int) -> Evaluation:
+            return Evaluation(nats / max(tokens, 1), tokens, dropped, unit, rows, all_rows)
+
+        by_source = {name: result(*its) for name, its in sums.items()} if self._source.weighted else {}
+        return result(*map(sum, zip(*sums.values(), strict=True)))._replace(by_source=by_source)
 
 
 def evaluate(
@@ -134,7 +143,8 @@ def evaluate(
 
     Args:
         model: The model that `cfg.model` describes.
-        cfg: A configuration; `data.eval_sequences` windows are read, evenly spaced, or all for 0.
+        cfg: A configuration; `data.eval_sequences` rows are read, evenly spaced, or all for 0; of a mixture, for
+            each source.
         on_batch: `on_batch(done, total)` is called before each batch and at the end, to show progress; what it raises
             ends the call.
         split: The documents: those for validation, or all, those to train on included.
@@ -158,14 +168,17 @@ def evaluate(
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, use=split)
     model = place(cut_pieces(model, execution), execution)
     result = Evaluator(model, source, cfg, execution)(model, on_batch)
-    return result._replace(text=_count_text(source, cfg))
+    texts = {name: _count_text(part, cfg) for name, part in source.parts.items()}
+    unknown = [text for text in texts.values() if isinstance(text, str)]
+    by_source = {name: own._replace(text=texts[name]) for name, own in result.by_source.items()}
+    return result._replace(text=unknown[0] if unknown else sum(texts.values()), by_source=by_source)
 
 
 def _count_text(source: Source, cfg: TrainConfig) -> int | str:
-    """Return the bytes of text of an evaluation, or why they are not known."""
+    """Return the bytes of text of an evaluation of a source that is no mixture, or why they are not known."""
     try:
         table = source.token_bytes()
     except UserError as reason:
         return str(reason)
-    windows = validation_indices(source.validation, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
-    return count_bytes(source.validation, windows, cfg.seq_len, table)
+    rows = source.rows(source.validation, cfg.seq_len)
+    return count_bytes(rows, source.validation, rows.choose(cfg.data.eval_sequences), table)

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
+from moezoo.data.epochs import Epochs
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
@@ -213,7 +214,7 @@ def trained_rows(blueprint: Blueprint) -> list[tuple[str, str]]:
 
 
 def summarize(
-    cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
+    cfg: TrainConfig, execution: Execution, step: Step, source: Source, epochs: Epochs, baseline: float | None
 ) -> list[tuple[str, str]]:
     """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
@@ -257,6 +258,7 @@ def summarize(
             f"gradient sums {cfg.execution.reduce_dtype}; remat {execution.remat}",
         ),
         *_data_rows(source),
+        *(("packing", line) for line in epochs.describe()),
     ]
     if baseline is not None:
         rows.append(("baseline", f"{baseline:.3f} nats per {source.unit}, the validation loss of a trigram model"))
@@ -267,6 +269,15 @@ def summarize(
 
 def _data_rows(source: Source) -> list[tuple[str, str]]:
     facts = dict(source.summary)
+    if source.weighted:
+        return [
+            ("data", f"mixture of {facts['rows']} of the rows, sha256 of all token ids {facts['sha256']}"),
+            *(
+                (title, f"{name}: {line}")
+                for name, part in source.weighted.items()
+                for title, line in _data_rows(part.source)
+            ),
+        ]
     train, validation, split = (facts.pop(key) for key in ("train", "validation", "held out"))
     if "sha256" in facts:
         facts["sha256 of all token ids"] = facts.pop("sha256")
@@ -300,10 +311,16 @@ def print_lines(rows: Sequence[tuple[str, str]]) -> None:
     sys.stdout.flush()
 
 
-def print_results(evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str) -> None:
-    """Print the validation loss, a sample, and the files of the run."""
+def print_results(
+    evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str, seen: Mapping[str, int]
+) -> None:
+    """Print the validation loss, a sample, and the files of the run; `seen` are the tokens that were read by source."""
     compared = f" (trigram {baseline:.3f})" if baseline is not None else ""
     rows = [("validation", f"{evaluation.loss:.4f} nats per {unit} over {evaluation.tokens:,} {unit}s{compared}")]
+    rows += [
+        ("", f"{name}: {own.loss:.4f} nats per {unit} over {own.tokens:,} {unit}s; trained on {seen[name]:,} {unit}s")
+        for name, own in evaluation.by_source.items()
+    ]
     rows.append(("sample", "the model continues a held-out text; its continuation is between ⟦ and ⟧"))
     rows += [("", line) for line in f"{sample.prompt}⟦{sample.continuation}⟧".splitlines()]
     for name, what in (

@@ -24,10 +24,12 @@ class Sample(NamedTuple):
 
 
 def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution) -> Sample:
-    """Continue the start of a validation window, to `seq_len` or 256 tokens, at temperature 0.7, by the run's seed."""
+    """Continue the start of a validation row, to `seq_len` or 256 tokens, at temperature 0.7, by the run's seed."""
+    source = next(iter(source.parts.values()))  # of a mixture the first
     (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
     longest = min(cfg.seq_len, _LONGEST)
-    length = max(1, longest // 4)
+    first_document = int((np.asarray(batch.segments) == 1).sum())
+    length = max(1, min(longest // 4, first_document))
     ids = generate(
         model,
         np.asarray(batch.tokens)[:, :length],

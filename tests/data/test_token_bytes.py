@@ -9,8 +9,10 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers_of_kinds import KINDS, TEXT, with_start
 
 from moezoo.data.corpus import concatenate
+from moezoo.data.packing import fit, pack
 from moezoo.data.token_bytes import count_bytes, measure_tokens
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers
+from moezoo.data.windows import Windows
 
 SEQ = 5
 TEXTS = [TEXT[:90], "Bär", "", "😀😀 <think>x</think>", " two  spaces", TEXT[20:200]]
@@ -34,10 +36,11 @@ def test_all_windows_hold_the_text(kind, starts):
         assert decoded == TEXTS
     first = 0 if starts else sum(table.first[ids[0]] for ids in documents)
     windows = np.arange(-(-(len(corpus) - 1) // SEQ))
-    assert count_bytes(corpus, windows, SEQ, table) == sum(map(size, decoded)) - first
+    rows = Windows(corpus, SEQ)
+    assert count_bytes(rows, corpus, windows, table) == sum(map(size, decoded)) - first
     assert (first == 0) == starts
-    parts = [count_bytes(corpus, windows[i::3], SEQ, table) for i in range(3)]
-    assert sum(parts) == count_bytes(corpus, windows, SEQ, table)
+    parts = [count_bytes(rows, corpus, windows[i::3], table) for i in range(3)]
+    assert sum(parts) == count_bytes(rows, corpus, windows, table)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +59,31 @@ def test_each_window_holds_what_decoding_adds(kind):
     table = measure_tokens(library, library.get_vocab_size(), "it")
     for window in range(-(-(len(adds) - 1) // SEQ)):
         labels = adds[window * SEQ + 1 : (window + 1) * SEQ + 1]
-        assert count_bytes(corpus, np.array([window]), SEQ, table) == sum(filter(None, labels))
+        assert count_bytes(Windows(corpus, SEQ), corpus, np.array([window]), table) == sum(filter(None, labels))
+
+
+@pytest.mark.parametrize("too_long", ["parts", "cut", "drop"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_documents_with_a_mask(kind, too_long):
+    """Packed. The oracle decodes what is before and up to each token that is predicted."""
+    library: Any = with_start(KINDS[kind]())
+    texts = ["The cat sat on", "", "the mat. print", "on the mat. ", "The", "a mat on the cat sat on the mat"]
+    documents = [[*library.encode(text).ids, library.token_to_id("</s>")] for text in texts]
+    masks = [[(3 * number + place) % 4 > 0 for place in range(len(ids))] for number, ids in enumerate(documents)]
+    longest = {"parts": 1000, "cut": SEQ + 1, "drop": SEQ + 1}[too_long]  # of which tokens are predicted
+    predicted = [
+        size(library.decode(ids[: k + 1])) - size(library.decode(ids[:k]))
+        for ids, mask in zip(documents, masks, strict=True)
+        for k in range(1, min(len(ids), longest))
+        if mask[k] and not (too_long == "drop" and len(ids) > longest)
+    ]
+    assert 0 < sum(predicted) < sum(map(size, texts))
+    arrays = [np.array(ids) for ids in documents], np.dtype(np.uint16), [np.array(mask, bool) for mask in masks]
+    corpus = concatenate(*arrays)
+    rows = pack(fit(corpus, SEQ, too_long).inputs, SEQ)
+    table = measure_tokens(library, library.get_vocab_size(), "it")
+    assert count_bytes(rows, corpus, np.arange(len(rows)), table) == sum(predicted)
+    assert sum(count_bytes(rows, corpus, np.array([row]), table) for row in range(len(rows))) == sum(predicted)
 
 
 def test_several_special_tokens_before_a_text():
@@ -66,7 +93,7 @@ def test_several_special_tokens_before_a_text():
     documents = [[start, start, *library.encode("The cat").ids, end], [start, start, end], [start]]
     corpus = concatenate([np.array(ids) for ids in documents], np.dtype(np.uint16))
     table = measure_tokens(library, library.get_vocab_size(), "it")
-    assert count_bytes(corpus, np.arange(len(corpus)), 1, table) == size("The cat")
+    assert count_bytes(Windows(corpus, 1), corpus, np.arange(len(corpus)), table) == size("The cat")
 
 
 def test_tokens_without_text(tmp_path):

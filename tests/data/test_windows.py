@@ -6,18 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.data.corpus import Corpus, concatenate
-from moezoo.data.windows import read_windows, validation_indices, window_count
+from moezoo.data.windows import Windows
 
 
-def corpus_of(lengths: list[int], dtype=np.uint8) -> Corpus:
+def corpus_of(lengths: list[int], dtype=np.uint8, predicted=None) -> Corpus:
     """Documents of these lengths with different tokens, separated in the file by documents that are not selected."""
     ids = iter(range(10_000))
     documents = [np.array([next(ids) for _ in range(n)], dtype) for n in lengths]
     both = [part for document in documents for part in (document, np.array([77, 77], dtype))]
-    return concatenate(both, np.dtype(dtype)).select(np.arange(len(both)) % 2 == 0)
+    masks = [np.array([predicted(i) for i in part], bool) for part in both] if predicted else None
+    return concatenate(both, np.dtype(dtype), masks).select(np.arange(len(both)) % 2 == 0)
 
 
-def one_by_one(lengths: list[int], row: int, seq_len: int):
+def one_by_one(lengths: list[int], row: int, seq_len: int, predicted=lambda token: True):
     """Return tokens, labels, segments and positions of one window."""
     owner = [d for d, n in enumerate(lengths) for _ in range(n)]
     result, segment, position = [], 0, -1
@@ -29,7 +30,7 @@ def one_by_one(lengths: list[int], row: int, seq_len: int):
             segment, position = segment + 1, -1
         position += 1
         goes_on = place + 1 < len(owner) and owner[place + 1] == owner[place]
-        result.append((place, place + 1 if goes_on else -1, segment, position))
+        result.append((place, place + 1 if goes_on and predicted(place + 1) else -1, segment, position))
     return [list(column) for column in zip(*result, strict=True)]
 
 
@@ -37,8 +38,8 @@ def one_by_one(lengths: list[int], row: int, seq_len: int):
 @given(st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 20]), min_size=1, max_size=8), st.integers(1, 9))
 def test_windows_against_a_loop(lengths, seq_len):
     corpus = corpus_of(lengths)
-    count = window_count(corpus, seq_len)
-    batch = read_windows(corpus, np.arange(count), seq_len)
+    count = len(Windows(corpus, seq_len))
+    batch = Windows(corpus, seq_len).read(np.arange(count))
     for array in batch:
         assert (array.shape, array.dtype) == ((count, seq_len), np.int32)
     for row in range(count):
@@ -49,10 +50,23 @@ def test_windows_against_a_loop(lengths, seq_len):
     assert sorted(batch.labels[batch.labels >= 0].tolist()) == expected
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from([0, 1, 2, 5, 9]), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 4))
+def test_a_token_that_the_mask_leaves_out_is_no_label(lengths, seq_len, period):
+    def predicted(token):
+        return token % 5 >= period
+
+    corpus = corpus_of(lengths, predicted=predicted)
+    count = len(Windows(corpus, seq_len))
+    batch = Windows(corpus, seq_len).read(np.arange(count))
+    for row in range(count):
+        assert [array[row].tolist() for array in batch] == one_by_one(lengths, row, seq_len, predicted)
+
+
 def test_any_order_and_beyond_the_end():
     corpus = corpus_of([5, 6])
-    every = read_windows(corpus, np.arange(3), 4)
-    some = read_windows(corpus, np.array([2, 0, 2, 9]), 4)
+    every = Windows(corpus, 4).read(np.arange(3))
+    some = Windows(corpus, 4).read(np.array([2, 0, 2, 9]))
     for whole, part in zip(every, some, strict=True):
         np.testing.assert_array_equal(part[:3], whole[[2, 0, 2]])
     assert [array[3].tolist() for array in some] == [[0] * 4, [-1] * 4, [0] * 4, [0] * 4]
@@ -60,7 +74,7 @@ def test_any_order_and_beyond_the_end():
 
 def test_ids_wider_than_a_byte():
     corpus = concatenate([np.array([70_000, 65_535, 3])], np.dtype(np.uint32))
-    assert read_windows(corpus, np.array([0]), 2).labels.tolist() == [[65_535, 3]]
+    assert Windows(corpus, 2).read(np.array([0])).labels.tolist() == [[65_535, 3]]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +82,10 @@ def test_ids_wider_than_a_byte():
     [(0, list(range(10))), (10, list(range(10))), (99, list(range(10))), (4, [0, 2, 5, 7]), (1, [0])],
 )
 def test_validation_windows_are_evenly_spaced(limit, expected):
-    assert validation_indices(corpus_of([21]), limit=limit, seq_len=2).tolist() == expected
+    assert Windows(corpus_of([21]), 2).choose(limit).tolist() == expected
 
 
 def test_nothing_to_predict_makes_no_window():
     for lengths in ([], [0], [1]):
-        assert window_count(corpus_of(lengths), 4) == 0
-        assert validation_indices(corpus_of(lengths), limit=3, seq_len=4).tolist() == []
+        assert len(Windows(corpus_of(lengths), 4)) == 0
+        assert Windows(corpus_of(lengths), 4).choose(3).tolist() == []

@@ -18,7 +18,9 @@ import moezoo
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, compose, to_yaml
 from moezoo.config.run_folders import steps
-from moezoo.data import load, train_batches
+from moezoo.data import load
+from moezoo.data.batches import read_batches
+from moezoo.data.epochs import make_epochs
 from moezoo.moe.dispatch import Gather
 from moezoo.optim import Cosine
 from moezoo.training.build import build_state, build_step
@@ -170,14 +172,14 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     step = build_step(cfg, execution)
     feed = step.feed()
-    sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
+    epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
     for save_seconds, saved in ((0, [3, 6, 8]), (10, [4, 8])):
         seconds = property(lambda self, taken=save_seconds: taken, lambda self, value: None)
         monkeypatch.setattr(Checkpoints, "seconds", seconds, False)
         log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 9, size=0)
         minutes = map(float, itertools.count(step=60))
-        loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=minutes.__next__)
-        batches = train_batches(source, **sizes, seed=cfg.seed, rows=feed.rows)
+        loop = Loop(cfg, execution, step, source, epochs, log, checkpoints, feed, clock=minutes.__next__)
+        batches = read_batches(source, epochs, batch_size=cfg.batch_size, rows=feed.rows, start=0)
         loop.train(build_state(cfg, execution, step), batches, 0, Signals())
         checkpoints.close()
         assert steps(checkpoints.folder) == saved
@@ -301,7 +303,7 @@ def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
     # The position in the data that a checkpoint holds is meaningless for other data.
     (tmp_path / "a.txt").write_text("one two three four " * 200)
     cfg = moezoo.compose(*tiny_text, f"data.path={tmp_path}/a.txt")
-    state = loader_state(7, load(cfg.data, seq_len=16, seed=0, vocab=256))
+    state = loader_state(7, load(cfg.data, seq_len=16, seed=0, vocab=256), {})
     assert read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg) == 7
     (tmp_path / "a.txt").write_text("another text " * 200)
     with pytest.raises(moezoo.UserError, match=r"was trained on data with sha256 \w+, and this data has \w+; use"):

@@ -1,0 +1,213 @@
+"""The training rows of all epochs, numbered one after another: the order in which a run reads its data."""
+
+import abc
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from moezoo.data.base import naming
+from moezoo.data.draws import Draws
+from moezoo.data.order import reorder
+from moezoo.data.packing import Fitted, Packed, fit, pack
+from moezoo.data.rows import Batch, Rows
+from moezoo.data.source import Source, read_checked
+from moezoo.data.windows import Windows
+
+# More rows than a run can read. The length of grain's own endless repetition overflows in batches of one.
+ENDLESS = 2**62
+
+_Numbers = Integer[np.ndarray, "batch"]
+
+
+class _Places(NamedTuple):
+    """Where rows are: the epoch of each, and its index there."""
+
+    epochs: Int64[np.ndarray, "batch"]
+    indices: Int64[np.ndarray, "batch"]
+
+
+class Epochs(abc.ABC):
+    """The training rows of a source, in an order that follows from the seed. Threads may read at the same time."""
+
+    @abc.abstractmethod
+    def read(self, numbers: _Numbers) -> Batch:
+        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_checked`."""
+
+    @abc.abstractmethod
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        """Return the number of tokens in each row, padding not counted, without reading any."""
+
+    def by_source(self, numbers: _Numbers) -> dict[str, int]:
+        """Return how many tokens of each source of a mixture are in rows; nothing for other data."""
+        del numbers
+        return {}
+
+    def describe(self) -> list[str]:
+        """Return lines for the summary of a run; none where rows are windows."""
+        return []
+
+
+class _OneSource(Epochs):
+    """The training rows of a source that is no mixture."""
+
+    def __init__(self, source: Source, make: Callable[[int], Rows]):
+        """`make` returns the rows of an epoch, from 0."""
+        self._source, self._lock = source, threading.Lock()
+        self._make = functools.lru_cache(maxsize=2)(make)  # a batch may have rows of two epochs
+
+    def rows(self, epoch: int) -> Rows:
+        """Return the rows of an epoch."""
+        with self._lock:
+            return self._make(epoch)
+
+    @abc.abstractmethod
+    def locate(self, numbers: _Numbers) -> _Places:
+        """Return where the rows of these numbers are."""
+
+    def read(self, numbers: _Numbers) -> Batch:
+        places = self.locate(numbers)
+
+        def part(epoch: int, chosen: np.ndarray) -> Batch:
+            return read_checked(self._source, self.rows(epoch), places.indices[chosen])
+
+        return _join(places.epochs, part)
+
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        places = self.locate(numbers)
+        sizes = np.empty(len(numbers), np.int64)
+        for epoch in np.unique(places.epochs):
+            chosen = places.epochs == epoch
+            sizes[chosen] = self.rows(int(epoch)).sizes(places.indices[chosen])
+        return sizes
+
+
+def _join(groups: np.ndarray, part: Callable[[int, np.ndarray], Batch]) -> Batch:
+    """Return a batch of which each row is of a group; `part` returns the rows `chosen` of a group."""
+    chosen = {int(group): np.flatnonzero(groups == group) for group in np.unique(groups)}
+    batches = [part(group, rows) for group, rows in chosen.items()]
+    order = np.argsort(np.concatenate(list(chosen.values())))
+    return Batch(*(np.concatenate(arrays)[order] for arrays in zip(*batches, strict=True)))
+
+
+class _Shuffled(_OneSource):
+    """Windows in random order."""
+
+    def __init__(self, source: Source, seq_len: int, seed: int):
+        import grain  # takes a second to import, and a configuration can be read without it
+
+        windows = Windows(source.train, seq_len)
+        super().__init__(source, lambda epoch: windows)
+        count = len(windows)
+        # Epochs are repeated before rows are grouped, so that no remainder of an epoch is lost.
+        self._order: Any = grain.MapDataset.range(count).seed(seed).shuffle().repeat(ENDLESS // count)
+
+    def locate(self, numbers: _Numbers) -> _Places:
+        indices = np.array([self._order[int(number)] for number in numbers], np.int64)
+        return _Places(np.zeros_like(indices), indices)
+
+
+class _Reordered(_OneSource):
+    """Windows of documents in random order."""
+
+    def __init__(self, source: Source, shards: np.ndarray, seq_len: int, seed: int):
+        self._count = len(Windows(source.train, seq_len))
+        super().__init__(source, lambda epoch: Windows(reorder(source.train, shards, seed=seed, epoch=epoch), seq_len))
+
+    def locate(self, numbers: _Numbers) -> _Places:
+        return _Places(*np.divmod(numbers.astype(np.int64), self._count))
+
+
+class PackedEpochs(_OneSource):
+    """Whole documents in random order; each epoch packs them anew. `fitted` describes them."""
+
+    def __init__(self, source: Source, seq_len: int, seed: int):
+        self.fitted: Fitted = fit(source.train, seq_len, source.too_long)
+        shards = np.zeros(1, np.int64) if source.shards is None else source.shards
+        inputs = self.fitted.inputs
+        super().__init__(source, lambda epoch: pack(reorder(inputs, shards, seed=seed, epoch=epoch), seq_len))
+        self._ends = [0]  # the numbers of rows before each epoch
+
+    def rows(self, epoch: int) -> Packed:
+        found = super().rows(epoch)
+        assert isinstance(found, Packed)
+        return found
+
+    def describe(self) -> list[str]:
+        documents, rows, source = self.fitted.inputs.documents, self.rows(0), self._source
+        how = {"parts": "are cut into parts", "cut": "are cut at their end", "drop": "are left out"}[source.too_long]
+        lines = [f"whole: {documents:,} documents in {len(rows):,} rows in the first epoch, {rows.padding:.2%} padding"]
+        if self.fitted.too_long:
+            lines.append(f"{self.fitted.too_long:,} documents longer than a row {how}")
+        if self.fitted.without_label:
+            lines.append(f"{self.fitted.without_label:,} documents without a {source.unit} to predict are left out")
+        return lines
+
+    def locate(self, numbers: _Numbers) -> _Places:
+        # How many rows an epoch has is known when it is packed. Threads may add the same number at the same time.
+        ends = self._ends
+        while ends[-1] <= numbers.max(initial=0):
+            ends = [*ends, ends[-1] + len(self.rows(len(ends) - 1))]
+        self._ends = max(self._ends, ends, key=len)
+        epochs = np.searchsorted(ends, numbers, side="right") - 1
+        return _Places(epochs, numbers - np.array(ends, np.int64)[epochs])
+
+
+class _Mixed(Epochs):
+    """Rows of several sources, drawn by weight. Each source has epochs of its own."""
+
+    def __init__(self, source: Source, seq_len: int, seed: int):
+        self._names = list(source.weighted)
+        self._draws = Draws([part.weight for part in source.weighted.values()], seed)
+        self._epochs = {
+            number: make_epochs(part.source, seq_len=seq_len, seed=seed)
+            for number, part in enumerate(source.weighted.values())
+            if part.weight  # another may have no text to train on
+        }
+
+    def describe(self) -> list[str]:
+        return [f"{self._names[i]}: {line}" for i, epochs in self._epochs.items() for line in epochs.describe()]
+
+    def read(self, numbers: _Numbers) -> Batch:
+        drawn = self._draws.locate(numbers)
+
+        def part(number: int, chosen: np.ndarray) -> Batch:
+            with naming(self._names[number]):
+                return self._epochs[number].read(drawn.indices[chosen])
+
+        return _join(drawn.sources, part)
+
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        drawn = self._draws.locate(numbers)
+        sizes = np.empty(len(numbers), np.int64)
+        for number in np.unique(drawn.sources):
+            chosen = drawn.sources == number
+            sizes[chosen] = self._epochs[int(number)].sizes(drawn.indices[chosen])
+        return sizes
+
+    def by_source(self, numbers: _Numbers) -> dict[str, int]:
+        sources, sizes = self._draws.locate(numbers).sources, self.sizes(numbers)
+        return {name: int(sizes[sources == number].sum()) for number, name in enumerate(self._names)}
+
+
+def make_epochs(source: Source, *, seq_len: int, seed: int) -> Epochs:
+    """Return the training rows of a source: the windows of its stream, or its packed documents.
+
+    Windows are shuffled; of a source with shards, documents are, and windows follow their order. Packed documents, and
+    parts of long ones, are shuffled in the order of shards, or all together. Rows of a mixture are drawn by weight.
+
+    Args:
+        source: The data.
+        seq_len: The tokens per row.
+        seed: The seed of the order.
+    """
+    if source.weighted:
+        return _Mixed(source, seq_len, seed)
+    if source.packing == "whole":
+        return PackedEpochs(source, seq_len, seed)
+    if source.shards is None:
+        return _Shuffled(source, seq_len, seed)
+    return _Reordered(source, source.shards, seq_len, seed)
