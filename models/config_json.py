@@ -1,5 +1,6 @@
 """Reading and writing a Hugging Face config.json: what several families use."""
 
+import operator
 import reprlib
 import types
 import typing
@@ -7,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from moezoo.errors import UserError
-from moezoo.nn.yarn import Yarn
 from moezoo.typed import ANY_NUMBER, Range, convert, show
 
 REQUIRED: Any = object()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _LARGEST = 2**31 - 1
+Extension = Literal["default", "yarn", "llama3"]
 
 # Keys that change nothing that moezoo computes, in every family: of files, of tokens, of what transformers returns, of
 # other tasks, of sampling.
@@ -148,13 +149,13 @@ def _show(value: Any) -> str:
 def read_rope(
     config: ConfigJson,
     max_length: int,
-    extensions: tuple[str, ...] = ("default",),
+    extensions: tuple[Extension, ...],
     base: float = 1e4,
     share: float | None = None,
     others: Iterable[str] = (),
     missing: Mapping[str, Any] = _NOTHING,
 ) -> tuple[float, dict[str, Any], float]:
-    """Return the base of the rotary frequencies, the settings of `Yarn`, {} for none, and the rotated share of heads.
+    """Return the base of the rotary frequencies, the settings of the extension, and the rotated share of heads.
 
     They are under `rope_scaling`, else `rope_parameters`, or at the top. Null and 0 of `mscale` and `mscale_all_dim`
     mean the same, and null of `factor`, `beta_fast` and `beta_slow` is no value: transformers reads them so.
@@ -162,7 +163,7 @@ def read_rope(
     Args:
         config: The keys of config.json.
         max_length: The value of `max_position_embeddings`.
-        extensions: The values of `rope_type` that the family has, of `default` and `yarn`.
+        extensions: The values of `rope_type` that the family has; `default` is no extension, and has no settings.
         base: The base where no key has it.
         share: The share where no key has it; None where the family rotates whole heads, and refuses another share.
         others: Keys of the table that the caller reads, or that change nothing.
@@ -189,28 +190,38 @@ def read_rope(
         found = rope.read(key, float | None, None)
         return default if found is None else found
 
-    yarn = {
-        "factor": number("factor", max_length / length),
-        "length": length,
-        "beta_fast": number("beta_fast", 32.0),
-        "beta_slow": number("beta_slow", 1.0),
-        "mscale": number("mscale", 0.0),
-        "mscale_all": number("mscale_all_dim", 0.0),
-        "truncate": rope.read("truncate", bool, True),
-    }
+    if kind == "llama3":
+        found = {
+            "factor": rope.read("factor", float),
+            "length": length,
+            "low": rope.read("low_freq_factor", float),
+            "high": rope.read("high_freq_factor", float),
+        }
+    else:
+        found = {
+            "factor": number("factor", max_length / length),
+            "length": length,
+            "beta_fast": number("beta_fast", 32.0),
+            "beta_slow": number("beta_slow", 1.0),
+            "mscale": number("mscale", 0.0),
+            "mscale_all": number("mscale_all_dim", 0.0),
+            "truncate": rope.read("truncate", bool, True),
+        }
     rope.refuse_others({"partial_rotary_factor": (1,)}, others)
-    return base, yarn if kind == "yarn" else {}, 1.0 if share is None else share
+    return base, {} if kind == "default" else found, 1.0 if share is None else share
 
 
-# The settings of YaRN: ours, and the keys of config.json.
+# The settings of extensions: ours, and the keys of config.json.
 YARN_KEYS = {"yarn.factor": "factor", "yarn.length": "original_max_position_embeddings", "yarn.mscale": "mscale"}
 YARN_KEYS |= {"yarn.beta_fast": "beta_fast", "yarn.beta_slow": "beta_slow", "yarn.mscale_all": "mscale_all_dim"}
 YARN_KEYS |= {"yarn.truncate": "truncate"}
+LLAMA3_KEYS = {"llama3.factor": "factor", "llama3.length": "original_max_position_embeddings"}
+LLAMA3_KEYS |= {"llama3.low": "low_freq_factor", "llama3.high": "high_freq_factor"}
+ROPE_KEYS: Mapping[Extension, Mapping[str, str]] = {"default": {}, "yarn": YARN_KEYS, "llama3": LLAMA3_KEYS}
 
 
-def write_rope(base: float, yarn: Yarn) -> dict[str, Any]:
-    """Return the rotary settings for a config.json."""
-    if yarn.factor == 1:
-        return {"rope_type": "default", "rope_theta": base}
-    settings = {key: getattr(yarn, ours.removeprefix("yarn.")) for ours, key in YARN_KEYS.items()}
-    return {"rope_type": "yarn", "rope_theta": base, **settings}
+def write_rope(config: Any, extension: Extension) -> dict[str, Any]:
+    """Return the rotary settings for a config.json, of a configuration with `rope_base` and this extension."""
+    keys = {key: operator.attrgetter(ours)(config) for ours, key in ROPE_KEYS[extension].items()}
+    used = keys.get("factor", 1) != 1
+    return {"rope_type": extension if used else "default", "rope_theta": config.rope_base, **(keys if used else {})}

@@ -194,7 +194,7 @@ def _type(
         "router.kept_groups": Key("topk_group", groups[1]),
         "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
         "router.scale": Key("routed_scaling_factor", scale),
-        "rope": rope(),
+        "rope": rope("yarn"),
         "rope_pairs": Key("rope_interleave", True, words=("halves", "interleaved")),
         "hidden_act": SILU,
         "fixed": fixed(attention_bias=False, num_nextn_predict_layers=0),

@@ -146,7 +146,7 @@ _SETTINGS = common(131072, norm_eps=1e-5) | {
 _FURTHER = {
     "attention_bias": Key("attention_bias", True, words=("none", "all")),
     "windows": Part(_read_windows, _write_windows, {"window": "sliding_window", "full_layers": "layer_types"}),
-    "rope": rope(150000.0, missing=_YARN),
+    "rope": rope("yarn", 150000.0, _YARN),
     "hidden_act": SILU,
 }
 # Second names of settings, which transformers does not read.

@@ -136,7 +136,7 @@ def _further(
         return {"rope_base": rope_base, "yarn": yarn, "rotary_dims": None if part == 1 else rotated}
 
     def write(c: GroupedConfig) -> Mapping[str, Any]:
-        rope, dims = write_rope(c.rope_base, c.yarn), c.rotary_dims or c.head_dim
+        rope, dims = write_rope(c, "yarn"), c.rotary_dims or c.head_dim
         if share is not None:
             exact = dims / c.head_dim  # transformers rounds the product down
             rope["partial_rotary_factor"] = exact if int(c.head_dim * exact) == dims else math.nextafter(exact, 2)

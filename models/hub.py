@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moezoo.errors import UserError
-from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
+from moezoo.models.config_json import REQUIRED, ROPE_KEYS, ConfigJson, Extension, read_rope, write_rope
 from moezoo.models.names import Rows
-from moezoo.nn.yarn import Yarn
 from moezoo.typed import convert, types_of
 
 # Our settings by their names, those of sections as `router.NAME`.
@@ -114,18 +113,22 @@ def head_dim(found: Found) -> int:
     return found["embed"] // found["heads"]
 
 
-def rope(base: float = 1e4, *, yarn: bool = True, missing: Mapping[str, Any] | None = None) -> Part:
-    """Return the rotary settings. `base`: where no key has it; `missing`: their table where there is none."""
-    extensions = ("default", "yarn") if yarn else ("default",)
+def rope(extension: Extension = "default", base: float = 1e4, missing: Mapping[str, Any] | None = None) -> Part:
+    """Return the rotary settings, with a setting named as the extension that the family has.
+
+    `base`: where no key has it; `missing`: their table where there is none.
+    """
+    has = extension != "default"
+    extensions: tuple[Extension, ...] = ("default", extension) if has else ("default",)
 
     def read(config: ConfigJson, found: Found) -> Found:
         rope_base, settings, _ = read_rope(config, found["max_length"], extensions, base, missing=missing or {})
-        return {"rope_base": rope_base} | ({"yarn": settings} if yarn else {})
+        return {"rope_base": rope_base} | ({extension: settings} if has else {})
 
     def write(config: Any) -> Mapping[str, Any]:
-        return {"rope_parameters": write_rope(config.rope_base, config.yarn if yarn else Yarn())}
+        return {"rope_parameters": write_rope(config, extension)}
 
-    return Part(read, write, {"rope_base": "rope_theta", **YARN_KEYS})
+    return Part(read, write, {"rope_base": "rope_theta", **ROPE_KEYS[extension]})
 
 
 SILU = fixed(hidden_act="silu")

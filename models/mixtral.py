@@ -23,6 +23,7 @@ from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, commo
 from moezoo.models.names import BLOCK_SPARSE, DENSE
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
+from moezoo.nn.llama3 import Llama3
 from moezoo.nn.rotary import Rotary
 
 
@@ -30,7 +31,12 @@ from moezoo.nn.rotary import Rotary
 class MixtralConfig(GroupedAttentionConfig):
     """Settings of a Mixtral model. The defaults are the laptop size.
 
-    `window`: the tokens that a query sees, itself included; None for all. `moezoo.models.config` describes the others.
+    | field | meaning |
+    |---|---|
+    | `window` | the tokens that a query sees, itself included; None for all |
+    | `llama3` | the extension to longer texts; a factor of 1 is none |
+
+    `moezoo.models.config` describes the others.
     """
 
     expert_mlp: int = 256
@@ -40,12 +46,13 @@ class MixtralConfig(GroupedAttentionConfig):
     rope_base: float = 1e6
     max_length: int = 32768
     z_loss: float = 0.001
+    llama3: Llama3 = dataclasses.field(default_factory=Llama3)
 
 
 def make_block(kind: None, c: MixtralConfig, dtype: jnp.dtype, key: Array) -> Block:
     """Return one layer."""
     first, *others = jax.random.split(key, 3)
-    attention = grouped_attention(c, dtype, first, rotary=Rotary(c.head_dim, c.rope_base), window=c.window)
+    attention = grouped_attention(c, dtype, first, rotary=Rotary(c.head_dim, c.rope_base, c.llama3), window=c.window)
     return block(c, dtype, attention, mixture(c, dtype, others, Choice()))
 
 
@@ -58,13 +65,13 @@ _SETTINGS = common(131072) | {
     "experts": Key("num_local_experts num_experts"),
 }
 _ONLY = {"attention_bias": (False,), "router_jitter_noise": (0,)}
-_FURTHER: Settings = {"rope": rope(1e6, yarn=False), "hidden_act": SILU}
+_FURTHER: Settings = {"rope": rope("llama3", 1e6), "hidden_act": SILU}
 HUB = Hub(
     {"mixtral": "softmax router; Mixtral 8x7B and 8x22B"},
     {"mixtral": ModelType("Mixtral", _SETTINGS, _FURTHER, BLOCK_SPARSE, _ONLY)},
     lambda config: "mixtral",
 )
-_REST: Settings = {"head_dim": Key("head_dim", None, null=head_dim), "rope": rope(yarn=False)}
+_REST: Settings = {"head_dim": Key("head_dim", None, null=head_dim), "rope": rope("llama3")}
 _NO_BIAS = {"attention_bias": (False,)}
 
 
@@ -76,7 +83,7 @@ def _find_frequencies(left: set[str], expected: set[str]) -> dict[str, str]:
 DENSE_HUB = Hub(
     {
         "mistral": "Mistral 7B and Nemo",
-        "llama": "Llama 2, Llama 3 and their kin, without scaled positions",
+        "llama": "Llama 2, Llama 3 to 3.3 and their kin",
     },
     {
         "mistral": ModelType(

@@ -95,7 +95,7 @@ _SETTINGS = common(4096) | {
 _FURTHER = {
     "router.gates": Key("norm_topk_prob", False, words=("scores", "renormalised")),
     "attention_bias": Key("attention_bias", False, words=("none", "all")),
-    "rope": rope(yarn=False),
+    "rope": rope(),
     "hidden_act": SILU,
 }
 _ONLY = {"head_dim": lambda found: found["head_dim"]}

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from moezoo.cli.command import ConfiguredCommand
@@ -27,53 +26,30 @@ class Keys(ModelKeys):
 
 def configure(*arguments: str) -> Any:
     """Return the run's configuration, or the default one with the folder's model and tokenizer; overrides applied."""
+    from moezoo.data.file_settings import FileSettings
+    from moezoo.hub.folders import text_settings
+    from moezoo.hub.opening import folder_argument
+
     keys, changes = take(Keys, arguments)
     cfg = configure_model(keys, changes)
-    return cfg if keys.folder is None else _with_tokenizer(cfg, keys.folder, changes)
-
-
-def _with_tokenizer(cfg: Any, folder: str, changes: Sequence[str]) -> Any:
-    """Return `cfg` with the folder's tokenizer and end token for data of files, unless `changes` set them.
-
-    Raises `UserError` where the folder has none, or one of another model.
-    """
-    from moezoo.data.file_settings import FileSettings
-    from moezoo.data.tokenizer import HuggingFace
-    from moezoo.hub.folders import end_of_text
-
-    if not isinstance(cfg.data, FileSettings) or _is_set("data.tokenizer", changes):
+    if keys.folder is None or not isinstance(cfg.data, FileSettings):
         return cfg
-    file, shown = Path(folder).expanduser() / "tokenizer.json", show(f"folder={folder}")
-    if not file.exists():
-        raise UserError(
-            f"{shown} has no tokenizer.json, which data={cfg.data.kind} needs; put it there, or set "
-            "data.tokenizer=FILE, or data.tokenizer=null for a model of bytes"
-        )
-    tokenizer, end = HuggingFace(file, key="tokenizer"), cfg.data.end_token
-    if tokenizer.vocab > cfg.model.vocab:
-        raise UserError(
-            f"{shown}: tokenizer.json has {tokenizer.vocab} tokens but the model {cfg.model.vocab}; they belong to "
-            "different models"
-        )
-    if not _is_set("data.end_token", changes) and (ends := end_of_text(folder)):
-        end = tokenizer.token_text(ends[0])
-        if end is None:
-            raise UserError(
-                f"{shown}: eos_token_id={ends[0]} is no token of tokenizer.json; set data.end_token, null for none"
-            )
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer=str(file), end_token=end))
+    found = text_settings(folder_argument(keys.folder), "folder", cfg.model.vocab, _keys(changes))
+    own = {key.removeprefix("data."): value for key, value in found.items()}
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **own))
 
 
-def _is_set(name: str, changes: Sequence[str]) -> bool:
-    return any(change.partition("=")[0] == name for change in changes)
+def _keys(changes: Sequence[str]) -> set[str]:
+    return {change.partition("=")[0] for change in changes}
 
 
 def _check_tokens(cfg: Any, source: Any, folder: str, changes: Sequence[str]) -> None:
     """Raise `UserError` if the tokens of `source` are known to be of another tokenizer than the folder's."""
     from moezoo.data.tokenizer import is_same_tokenizer
+    from moezoo.hub.folders import find_tokenizer
 
-    own, made_by = Path(folder).expanduser() / "tokenizer.json", cfg.data.tokenizer_file()
-    if not own.exists() or _is_set("data.tokenizer", changes):
+    own, made_by = find_tokenizer(folder), cfg.data.tokenizer_file()
+    if own is None or "data.tokenizer" in _keys(changes):
         return
     shown = show(f"folder={folder}")
     if source.unit == "byte":

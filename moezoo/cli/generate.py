@@ -116,15 +116,14 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.config.build import build_execution
     from moezoo.data import load
     from moezoo.data.tokenizer import Numbers, folder_tokenizer
-    from moezoo.hub.folders import end_of_text
+    from moezoo.hub.folders import end_of_text, find_tokenizer
 
     execution = build_execution(cfg, batches="any")
     model = load_model(request, changes, execution)
     if not (folder := request.folder):
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
         return _Loaded(model, execution, source, [])
-    has_own = (Path(folder).expanduser() / "tokenizer.json").exists()
-    tokenizer = folder_tokenizer(folder) if has_own else Numbers(model.vocab, folder)
+    tokenizer = folder_tokenizer(folder) if find_tokenizer(folder) else Numbers(model.vocab, folder)
     return _Loaded(model, execution, tokenizer, end_of_text(folder))
 
 

@@ -159,16 +159,10 @@ def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
     if rule is not None and "learning_rate" in base["optimizer"]:
         base["optimizer"]["learning_rate"] = rule.tuning_rate
     data = checks.tags["data"][1].get(base["data"].get("name"))
-    if data is not None and issubclass(data, FileSettings) and "data.tokenizer" not in asked.changes:
-        if not origin.has_tokenizer:
-            raise UserError(
-                f"{shown} has no tokenizer.json; set data.tokenizer to the path of its own, or to null if its tokens "
-                "are bytes"
-            )
-        base["data"]["tokenizer"] = origin.tokenizer
-        if "data.end_token" not in asked.changes:
-            base["data"]["end_token"] = origin.end_token()
-    cfg = _finish(base, _at(origin, asked), checks)
+    asked = _at(origin, asked)
+    if data is not None and issubclass(data, FileSettings):
+        asked = asked._replace(changes=origin.text_settings(asked.changes) | asked.changes)
+    cfg = _finish(base, asked, checks)
     if cfg.execution.param_dtype == "stored":
         cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
     return cfg

@@ -6,7 +6,7 @@ Nothing here reads a weight. `moezoo.training.initial` does, when the run begins
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +15,13 @@ from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
 from moezoo.data import DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
-from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
-from moezoo.hub.folders import end_of_text
+from moezoo.hub.folders import find_tokenizer, no_tokenizer, text_settings
 from moezoo.hub.kept import describe_forms
 from moezoo.hub.opening import check_tensors, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.blueprint import Blueprint
 from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
-
-_TOKENIZER = "tokenizer.json"
 
 
 class Origin(NamedTuple):
@@ -52,33 +49,29 @@ class Origin(NamedTuple):
     def has_tokenizer(self) -> bool:
         """Whether it is known from here how text becomes tokens."""
         if self.run is None:
-            return (self.path / _TOKENIZER).exists()
+            return self.tokenizer is not None
         return isinstance(self.data, FileSettings | PythonStdlib) or self.tokenizer is not None
 
     @property
-    def tokenizer(self) -> str | None:
-        """The path of the tokenizer.json; None for bytes."""
-        file = self.path / _TOKENIZER
-        if self.run is not None:
-            file = None if self.data is None else self.data.tokenizer_file()
-        return None if file is None else str(file)
+    def tokenizer(self) -> Path | None:
+        """The path of the tokenizer.json; None without one."""
+        if self.run is None:
+            return find_tokenizer(self.path)
+        return None if self.data is None else self.data.tokenizer_file()
 
-    def end_token(self) -> str | None:
-        """Return the text of the token that ends documents; None for none.
+    def text_settings(self, given: Container[str]) -> dict[str, str | None]:
+        """Return what data of files needs to make the tokens of these weights, unless it is in `given`.
 
-        Raises `UserError` where the folder ends texts by a token that its tokenizer does not have.
+        Those of a run are those of its data. Raises `UserError` as `moezoo.hub.folders.text_settings` does.
         """
-        if self.run is not None:
-            return self.data.end_token if isinstance(self.data, FileSettings) else None
-        if not (ends := end_of_text(self.path)):
-            return None
-        found = HuggingFace(self.path / _TOKENIZER, key="data.tokenizer").token_text(ends[0])
-        if found is None:
-            raise UserError(
-                f"{self.path}: texts end with token {ends[0]}, which {_TOKENIZER} does not have; set data.end_token to "
-                "the text of one that it has, or to null for none"
-            )
-        return found
+        if self.run is None:
+            return text_settings(self.path, "init_from", self.model["vocab"], given)
+        if "data.tokenizer" in given:
+            return {}
+        if not self.has_tokenizer:
+            raise no_tokenizer(show(f"init_from={self.path}"))
+        end = self.data.end_token if isinstance(self.data, FileSettings) else None
+        return {"data.tokenizer": self.tokenizer and str(self.tokenizer), "data.end_token": end}
 
     def forms(self, cfg: TrainConfig) -> dict[str, str]:
         """Return what the parameters that `cfg` does not train are stored as, by patterns of their paths."""

@@ -75,7 +75,7 @@ class Numbers:
 
 
 class HuggingFace:
-    """A Hugging Face `tokenizer.json`, which adds the special tokens that the file defines.
+    """A Hugging Face `tokenizer.json`, which adds the special tokens that the file defines; `shown` names it.
 
     Raises `UserError`, naming `key`, if there is no such file or it is not a tokenizer.
     """
@@ -83,18 +83,18 @@ class HuggingFace:
     def __init__(self, path: Path, *, key: str):
         from tokenizers import Tokenizer as Library
 
-        self._shown = show(f"{key}={path}")
-        check_file(path, self._shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
+        self.shown = show(f"{key}={path}")
+        check_file(path, self.shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
         try:
             self._library: Any = Library.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"{self._shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
+            raise UserError(f"{self.shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
         # A file saved by a fine-tuning run may truncate every text to some length, or pad it.
         self._library.no_truncation()
         self._library.no_padding()
         self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab:
-            raise UserError(f"{self._shown} has an empty vocabulary; give another tokenizer.json")
+            raise UserError(f"{self.shown} has an empty vocabulary; give another tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
         """Return the ids. Raises `UserError` for text that the tokenizer refuses, such as words unknown to it."""
@@ -102,7 +102,7 @@ class HuggingFace:
             return self._library.encode(text).ids
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(
-                f"{self._shown} cannot encode the text ({one_line(error)}); give another text or tokenizer"
+                f"{self.shown} cannot encode the text ({one_line(error)}); give another text or tokenizer"
             ) from error
 
     def token_id(self, token: str) -> int | None:
@@ -117,7 +117,7 @@ class HuggingFace:
         return self._library.decode([int(i) for i in ids])
 
     def token_bytes(self) -> TokenBytes:
-        return measure_tokens(self._library, self.vocab, self._shown)
+        return measure_tokens(self._library, self.vocab, self.shown)
 
 
 def folder_tokenizer(folder: str | Path) -> Tokenizer:
@@ -162,7 +162,7 @@ def end_id(tokenizer: Tokenizer, token: str, *, key: str) -> int:
         raise UserError(f"{shown} needs a tokenizer that has this token; set data.tokenizer, or leave {key} out")
     found = tokenizer.token_id(token)
     if found is None:
-        raise UserError(f"{shown} is not a token of data.tokenizer; give the text of one, such as </s>")
+        raise UserError(f"{shown} is not a token of {tokenizer.shown}; give the text of one, such as </s>")
     return found
 
 

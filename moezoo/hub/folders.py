@@ -1,14 +1,16 @@
 """What a Hugging Face folder says of its model, without its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
+from moezoo.data.tokenizer import HuggingFace
+from moezoo.errors import UserError
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models import ModelConfig
-from moezoo.typed import convert
+from moezoo.typed import convert, show
 
 
 def hub_model_config(folder: str | Path, upcycle: Upcycle = NOT_UPCYCLED) -> ModelConfig:
@@ -32,3 +34,52 @@ def end_of_text(folder: str | Path) -> list[int]:
                 tokens = found if isinstance(found, list) else [found]
                 return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
     return []
+
+
+def find_tokenizer(folder: str | Path) -> Path | None:
+    """Return the path of a folder's tokenizer.json; None without one."""
+    path = Path(folder).expanduser() / "tokenizer.json"
+    return path if path.exists() else None
+
+
+def text_settings(folder: Path, key: str, vocab: int, given: Container[str]) -> dict[str, str | None]:
+    """Return what data of files needs to make the tokens of a folder: `data.tokenizer` and `data.end_token`.
+
+    The end token is the first of `end_of_text`.
+
+    Args:
+        folder: The Hugging Face folder.
+        key: The user's name of it, `folder` or `init_from`.
+        vocab: The vocabulary of its model.
+        given: The keys that the user has set. With another tokenizer there is nothing to return.
+
+    Raises:
+        UserError: There is no tokenizer.json, it has more tokens than the model, or it lacks the end token.
+    """
+    if "data.tokenizer" in given:
+        return {}
+    shown, file = show(f"{key}={folder}"), find_tokenizer(folder)
+    if file is None:
+        raise no_tokenizer(shown)
+    tokenizer = HuggingFace(file, key="data.tokenizer")
+    if tokenizer.vocab > vocab:
+        raise UserError(
+            f"{shown}: tokenizer.json has {tokenizer.vocab} tokens but the model {vocab}; they belong to different "
+            "models"
+        )
+    found: dict[str, str | None] = {"data.tokenizer": str(file)}
+    if "data.end_token" not in given and (ends := end_of_text(folder)):
+        found["data.end_token"] = tokenizer.token_text(ends[0])
+        if found["data.end_token"] is None:
+            raise UserError(
+                f"{shown}: eos_token_id={ends[0]} is no token of tokenizer.json; set data.end_token to the text of "
+                "one, or to null for none"
+            )
+    return found
+
+
+def no_tokenizer(shown: str) -> UserError:
+    """Return the error of weights from which it is not known how text becomes tokens."""
+    return UserError(
+        f"{shown} has no tokenizer.json; set data.tokenizer to the path of its own, or to null if its tokens are bytes"
+    )

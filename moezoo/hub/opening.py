@@ -100,7 +100,7 @@ def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
         inner = read_quantization(text)
     except UserError as error:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
-        words = re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
+        words = re.sub(r"\bmodel\.([a-z_0-9]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         words = words.removeprefix("config.json: ")
         table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
         raise UserError(f"{folder}/config.json: {table}{words}") from error

@@ -1,13 +1,11 @@
 """A run that starts from weights, before it reads them: do its tokens fit, and what does the summary say of it?"""
 
-from pathlib import Path
-
 from moezoo.config.compose import as_mapping, read_origin
 from moezoo.config.origin import Origin
 from moezoo.config.settings import TrainConfig
 from moezoo.data import PythonStdlib, Synthetic
 from moezoo.data.file_settings import FileSettings
-from moezoo.data.tokenizer import text_tokenizer
+from moezoo.data.tokenizer import is_same_tokenizer, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.training.resume import flatten
 from moezoo.typed import show
@@ -58,11 +56,10 @@ def describe_start(cfg: TrainConfig) -> list[tuple[str, str]]:
 
 def _describe_tokenizer(cfg: TrainConfig, origin: Origin) -> str:
     """Return how the tokens of the data are not those of the weights, as far as both are known."""
-    ours, theirs = cfg.data.tokenizer_file(), Path(origin.tokenizer) if origin.tokenizer else None
+    ours, theirs = cfg.data.tokenizer_file(), origin.tokenizer
     if not origin.has_tokenizer:
         return "no tokenizer there: the tokens of the data are taken to be those of the weights"
-    if isinstance(cfg.data, Synthetic) or ours == theirs:
-        return ""
-    if ours and theirs and ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
+    there = [path for path in (ours, theirs) if path and path.is_file()]
+    if isinstance(cfg.data, Synthetic) or ours == theirs or (len(there) == 2 and is_same_tokenizer(*there)):
         return ""
     return f"the tokens of the data are those of {ours or 'no tokenizer'}, and of the weights {theirs or 'bytes'}"

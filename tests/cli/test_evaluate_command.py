@@ -136,8 +136,10 @@ def test_what_does_not_fit(folder, texts, tmp_path):
     own = (f"folder={tmp_path}/m", "data=text", f"data.path={texts}", *RUNS)
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m/generation_config.json").write_text(json.dumps({"eos_token_id": 390}))
-    with refused(f"folder={tmp_path}/m: eos_token_id=390 is no token of tokenizer.json; set data.end_token, null for"):
+    with refused(f"folder={tmp_path}/m: eos_token_id=390 is no token of tokenizer.json; set data.end_token to the"):
         evaluate.configure(*own)
+    with refused("data.end_token=nothing is not a token of data.tokenizer=", "m/tokenizer.json; give the text of one"):
+        evaluate.main([*own, "data.end_token=nothing"])
     large = KINDS["byte level"]()
     large.add_tokens([f"<{i}>" for i in range(80)])
     large.save(f"{tmp_path}/m/tokenizer.json")
@@ -146,9 +148,7 @@ def test_what_does_not_fit(folder, texts, tmp_path):
     ):
         evaluate.configure(*own)
     (tmp_path / "m/tokenizer.json").unlink()
-    with refused(
-        f"folder={tmp_path}/m has no tokenizer.json, which data=text needs; put it there, or set data.tokenizer"
-    ):
+    with refused(f"folder={tmp_path}/m has no tokenizer.json; set data.tokenizer to the path of its own, or to null"):
         evaluate.configure(*own)
     with refused("model.layers=2: the model is that of folder="):
         evaluate.configure(*own, "model.layers=2")

@@ -69,6 +69,7 @@ NO_PAPER |= {"yarn.truncate"}
 # Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}
+UNUSED |= {f"llama3.{name}" for name in ("factor", "length", "low", "high")}
 # The defaults of their family are those of Qwen3-MoE.
 QWEN3 = {"model_type", "shared_experts", "norm_over", "rotary_dims", "rope_pairs"}
 # What these sizes of DeepSeek do not have: sparse attention, and queries that are scaled by their position.

@@ -18,6 +18,9 @@ SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 50.0,
 }
+# One pair of a head of 8 keeps its frequency, one is between, two are divided.
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 WITH = {
     "qwen3": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     "qwen3 window": {"head_dim": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
@@ -29,6 +32,7 @@ WITH = {
     },
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "mistral whole": {"sliding_window": None, "tie_word_embeddings": True},
+    "llama scaled": {"head_dim": 8, "rope_scaling": LLAMA3},
     "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None},
 }
 

@@ -307,7 +307,7 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("quantization_config.quant_method=awq", "another version"),
     ),
     ("mixtral", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "only 1")),
-    ("mixtral", {"rope_parameters": YARN}, ("rope_type=yarn", "only default")),
+    ("mixtral", {"rope_parameters": YARN}, ("rope_type=yarn", "only default and llama3")),
     ("mixtral", {"\x1b[31mkey": 1}, ("'\\x1b[31mkey'=1", "does not know this key", "delete")),
     ("olmoe", {"head_dim": 8}, ("head_dim=8", "only 4")),
     ("qwen3", {"layer_types": ["full_attention"]}, ("layer_types=['full_attention']", "does not know this key")),

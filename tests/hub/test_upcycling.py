@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_folders import WITH, write_config, write_dense
+from dense_folders import LLAMA3, WITH, write_config, write_dense
 from few_bit_folders import FP8_CONFIG, Case, encode_fp8, is_projection, write_few_bits, write_folder
 from refusals import refused
 
@@ -16,6 +16,7 @@ import moezoo
 from moezoo.hub.folders import hub_model_config
 from moezoo.models import FAMILIES, build_model
 from moezoo.nn.containers import as_arrays
+from moezoo.nn.llama3 import Llama3
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 12)).astype(np.int32)
 THREE = moezoo.Upcycle(experts=3, per_token=2, seed=5)
@@ -124,7 +125,12 @@ REFUSED = {
     "llama attention_bias": (True, "supports only false"),
     "llama mlp_bias": (True, "supports only false"),
     "llama hidden_act": ("gelu", "supports only silu"),
-    "llama rope_scaling": ({"rope_type": "llama3", "factor": 8.0}, "rope_type=llama3: this family supports only"),
+    "mistral rope_scaling": ({"rope_type": "yarn", "factor": 8.0}, "rope_type=yarn: this family supports only"),
+    "llama rope_scaling": ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
+    "llama rope_parameters": (
+        LLAMA3 | {"high_freq_factor": 0.5},
+        "low_freq_factor=1.0 must be less than high_freq_factor=0.5",
+    ),
     "qwen3 rope_scaling": ({"rope_type": "dynamic", "factor": 8.0}, "rope_type=dynamic: this family supports only"),
     "mistral head_dim": (7, "head_dim=7 must be even"),
     "qwen3 num_hidden_layers": (3, "15 tensors are missing: model.layers.2"),
@@ -187,6 +193,15 @@ PUBLISHED = {
         | {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "rms_norm_eps": 1e-05}
         | {"max_position_embeddings": 4096, "pretraining_tp": 1, "rope_scaling": None, "tie_word_embeddings": False},
         {"head_dim": 128, "window": None, "rope_base": 1e4, "kv_heads": 32, "max_length": 4096, "norm_eps": 1e-5},
+    ),
+    "Llama-3.2-1B": (
+        _FULL
+        | {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256}
+        | {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 131072, "mlp_bias": False}
+        | {"tie_word_embeddings": True, "attention_bias": False, "eos_token_id": [128001, 128008, 128009]}
+        | {"rope_scaling": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}},
+        {"head_dim": 64, "kv_heads": 8, "rope_base": 5e5, "llama3": Llama3(32.0, 8192, 1.0, 4.0)},
     ),
     "SmolLM2-135M": (
         _FULL

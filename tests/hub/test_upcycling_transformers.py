@@ -34,7 +34,8 @@ def test_the_mixture_starts_with_the_logits_of_the_dense_model(name, tmp_path):
     assert type(sparse).__name__ == CLASSES[name.split()[0]]
     assert sparse.config.num_experts_per_tok == 3
     np.testing.assert_allclose(logits_of(sparse), wanted, rtol=0, atol=1e-5)
-    again = moezoo.from_pretrained(tmp_path / "sparse")
+    again = moezoo.from_pretrained(tmp_path / "sparse")  # scaled positions are under rope_parameters
+    assert again.config == model.config
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
 

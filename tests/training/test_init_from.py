@@ -298,12 +298,17 @@ def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
     text = ("data=text", f"data.path={folders.text}")
     with refused("data.tokenizer=null makes 256 tokens but the weights of init_from=", "model.vocab=40"):
         moezoo.train(moezoo.compose(*words, *text, "data.tokenizer=null"))
-    with refused("data.end_token=nothing is not a token of data.tokenizer"):
+    with refused("data.end_token=nothing is not a token of data.tokenizer=", "tokenizer.json; give the text"):
         moezoo.train(moezoo.compose(*words, *text, "data.end_token=nothing", "seq_len=16"))
     copy = tmp_path / "copy"
     shutil.copytree(folders.wide, copy)
     (copy / "generation_config.json").write_text('{"eos_token_id": 30}')
-    with refused(f"{copy}: texts end with token 30, which tokenizer.json does not have; set data.end_token"):
+    with refused(f"init_from={copy}: eos_token_id=30 is no token of tokenizer.json; set data.end_token"):
+        moezoo.compose(f"init_from={copy}", *text)
+    library = json.loads((copy / "tokenizer.json").read_text())
+    library["model"]["vocab"]["more"] = 40
+    (copy / "tokenizer.json").write_text(json.dumps(library))
+    with refused(f"init_from={copy}: tokenizer.json has 41 tokens but the model 40; they belong to different models"):
         moezoo.compose(f"init_from={copy}", *text)
 
 

@@ -1,0 +1,51 @@
+"""The extension of Llama 3.1: each frequency against its definition, by wavelengths."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moezoo.errors import UserError
+from moezoo.nn.llama3 import Llama3
+from moezoo.nn.rope import frequencies
+
+
+def test_a_factor_of_one_changes_nothing_to_the_bit():
+    np.testing.assert_array_equal(Llama3(1.0, 64).frequencies(16, 1e4), frequencies(16, 1e4))
+    assert (Llama3(8.0).magnitude, Llama3(8.0).score_scale) == (1, 1)
+
+
+@pytest.mark.parametrize(("size", "base", "scaling"), [(128, 5e5, Llama3(8.0)), (8, 50.0, Llama3(4.0, 32, 0.5, 2.0))])
+def test_long_waves_are_slowed_and_short_ones_kept(size, base, scaling):
+    wanted, kinds = [], set()
+    for pair in range(size // 2):
+        plain = base ** (-2 * pair / size)
+        wavelength = 2 * math.pi / plain
+        if wavelength > scaling.length / scaling.low:
+            kinds.add("long")
+            wanted.append(plain / scaling.factor)
+        elif wavelength < scaling.length / scaling.high:
+            kinds.add("short")
+            wanted.append(plain)
+        else:
+            kinds.add("between")
+            smooth = (scaling.length / wavelength - scaling.low) / (scaling.high - scaling.low)
+            wanted.append((1 - smooth) * plain / scaling.factor + smooth * plain)
+    assert kinds == {"long", "between", "short"}
+    found = scaling.frequencies(size, base)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-23)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"factor": 0.5}, r"^model\.llama3\.factor=0.5 must be at least 1"),
+        ({"length": 0}, r"^model\.llama3\.length=0 must be at least 1"),
+        ({"low": 4.0}, r"^model\.llama3\.low=4\.0 must be less than model\.llama3\.high=4\.0$"),
+    ],
+)
+def test_refuses(wrong, message):
+    with pytest.raises(UserError, match=message):
+        Llama3(**wrong)
