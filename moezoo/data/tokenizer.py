@@ -1,9 +1,11 @@
 """Convert text to token ids and back: raw bytes, or a Hugging Face tokenizer. Only this module uses that library."""
 
+import copy
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
@@ -61,6 +63,13 @@ class Numbers:
         return " ".join(str(int(i)) for i in ids)
 
 
+class Places(NamedTuple):
+    """Token ids, and the part of the text that each stands for, as indices of characters."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
 class HuggingFace:
     """A Hugging Face `tokenizer.json`, which adds the special tokens that the file defines.
 
@@ -70,27 +79,46 @@ class HuggingFace:
     def __init__(self, path: Path, *, key: str):
         from tokenizers import Tokenizer as Library
 
-        self._shown = show(f"{key}={path}")
-        check_file(path, self._shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
+        self._path, self.shown = path, show(f"{key}={path}")
+        check_file(path, self.shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
         try:
             self._library: Any = Library.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"{self._shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
+            raise UserError(f"{self.shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
         # A file saved by a fine-tuning run may truncate every text to some length, or pad it.
         self._library.no_truncation()
         self._library.no_padding()
         self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab:
-            raise UserError(f"{self._shown} has an empty vocabulary; give another tokenizer.json")
+            raise UserError(f"{self.shown} has an empty vocabulary; give another tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
         """Return the ids. Raises `UserError` for text that the tokenizer refuses, such as words unknown to it."""
         try:
             return self._library.encode(text).ids
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(
-                f"{self._shown} cannot encode the text ({one_line(error)}); give another text or tokenizer"
-            ) from error
+            raise self._refuse(error) from error
+
+    def encode_places(self, text: str) -> "Places":
+        """Return the ids, without special tokens that the file adds, and their places. Raises as `encode` does."""
+        try:
+            found = self._library.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions
+            raise self._refuse(error) from error
+        return Places(found.ids, found.offsets)
+
+    def contents(self) -> dict[str, Any]:
+        """Return what the file holds."""
+        return json.loads(self._path.read_bytes())
+
+    def changed(self, change: Callable[[dict[str, Any]], None]) -> "HuggingFace":
+        """Return the tokenizer of the file's contents after `change`, which changes them in place."""
+        contents, other = self.contents(), copy.copy(self)
+        change(contents)
+        other._library = type(self._library).from_str(json.dumps(contents))
+        other._library.no_truncation()
+        other._library.no_padding()
+        return other
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text; None if there is none."""
@@ -98,6 +126,9 @@ class HuggingFace:
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
+
+    def _refuse(self, error: Exception) -> UserError:
+        return UserError(f"{self.shown} cannot encode the text ({one_line(error)}); give another text or tokenizer")
 
 
 def folder_tokenizer(folder: str | Path) -> Tokenizer:
