@@ -66,4 +66,6 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, trainin
                 f"data={source.name} leaves {len(corpus)} {source.unit}s for {split}, but seq_len={seq_len} needs "
                 f"{seq_len + 1} for one window; give more data or a smaller seq_len"
             )
+        if not corpus.predicts():
+            raise UserError(f"data={source.name} has no {source.unit} to predict for {split}; give data that have some")
     return source

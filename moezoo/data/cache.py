@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from moezoo.data.corpus import Corpus, concatenate
-from moezoo.data.documents import Document, tokenize
+from moezoo.data.corpus import Corpus, Ids, concatenate
+from moezoo.data.documents import Document, Make, all_of_text, tokenize
 from moezoo.data.files import Found
 from moezoo.data.token_files import read_token_files, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, Tokenizer
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     - `corpus`: the documents; their ids stay on disk;
     - `names`: the name of each document, or none;
     - `shards`: the index in the ids at which each shard begins;
-    - `sha256`: of all ids.
+    - `sha256`: of all ids and, with one, of the mask.
     """
 
     corpus: Corpus
@@ -49,10 +49,11 @@ class Kept(NamedTuple):
 class How(NamedTuple):
     """How text becomes ids.
 
-    - `reader`: what documents are read from the files, in words;
+    - `reader`: what documents are read from the files, and how `make` works, in words;
     - `tokenizer`, `tokenizer_path`: what makes the ids, and its file; None for bytes;
     - `end`: the id at the end of each document; None for none;
-    - `dtype`: it holds every id.
+    - `dtype`: it holds every id;
+    - `make`: makes the ids of a document, and its mask; None for those of all its text.
     """
 
     reader: str
@@ -60,6 +61,7 @@ class How(NamedTuple):
     tokenizer_path: Path | None
     end: int | None
     dtype: np.dtype
+    make: Make | None = None
 
 
 def nothing(dtype: np.dtype) -> Kept:
@@ -119,14 +121,14 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
     names: list[str] = []
     shards: list[int] = []
 
-    def ids() -> Iterator[np.ndarray]:
+    def ids() -> Iterator[Ids]:
         tokens, size, group = 0, 0, None
-        for document, made in tokenize(documents, how.tokenizer, how.dtype, how.end):
+        for document, made in tokenize(documents, how.make or all_of_text(how.tokenizer, how.dtype, how.end)):
             if not shards or size >= SHARD or document.group != group:
                 shards.append(tokens)
                 size, group = 0, document.group
             size += len(document.text)
-            tokens += len(made)
+            tokens += len(made.ids)
             if document.name:
                 names.append(document.name)
             yield made

@@ -1,12 +1,13 @@
 """Documents of text, and their tokens, made on several threads."""
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
+from moezoo.data.corpus import Ids
 from moezoo.data.tokenizer import Tokenizer, document_ids
 from moezoo.errors import UserError
 from moezoo.host import processors
@@ -31,38 +32,52 @@ class Document(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """A document and its token ids [length]."""
+    """A document, and the same as tokens."""
 
     document: Document
-    ids: np.ndarray
+    made: Ids
 
 
-def tokenize(
-    documents: Iterable[Document], tokenizer: Tokenizer, dtype: np.dtype, end: int | None = None
-) -> Iterator[Tokenized]:
-    """Yield documents in order with their ids, as `dtype`; threads make the ids of those that are read next.
+Make = Callable[[Document], Ids]
+
+
+def all_of_text(tokenizer: Tokenizer, dtype: np.dtype, end: int | None = None) -> Make:
+    """Return what makes the ids of a document, as `dtype`, of all its text. Every token is predicted.
 
     Args:
-        documents: What is read; few of them are in memory at once.
         tokenizer: Makes the ids; the library lets other threads run meanwhile.
         dtype: It must hold every id.
         end: The id to append to each document that does not end with it; None for none.
-
-    Raises:
-        UserError: The tokenizer refuses a text; the message begins with its place.
     """
 
-    def ids(document: Document) -> Tokenized:
+    def make(document: Document) -> Ids:
+        ids = document_ids(tokenizer, document.text, dtype)
+        if end is not None and (not len(ids) or ids[-1] != end):
+            ids = np.append(ids, dtype.type(end))
+        return Ids(ids)
+
+    return make
+
+
+def tokenize(documents: Iterable[Document], make: Make) -> Iterator[Tokenized]:
+    """Yield documents in order with their ids; threads make the ids of those that are read next.
+
+    Args:
+        documents: What is read; few of them are in memory at once.
+        make: Makes the ids, and the mask, of a document.
+
+    Raises:
+        UserError: `make` refuses a document; the message begins with its place.
+    """
+
+    def tokens(document: Document) -> Tokenized:
         try:
-            found = document_ids(tokenizer, document.text, dtype)
+            return Tokenized(document, make(document))
         except UserError as error:
             raise UserError(f"{document.where}: {error}") from error
-        if end is not None and (not len(found) or found[-1] != end):
-            found = np.append(found, dtype.type(end))
-        return Tokenized(document, found)
 
     def run(task: list[Document]) -> list[Tokenized]:
-        return [ids(document) for document in task]
+        return [tokens(document) for document in task]
 
     threads = processors()
     with ThreadPoolExecutor(threads, "tokenize") as pool:

@@ -2,7 +2,9 @@
 
     NAME.npy               uint16 or uint32 [tokens]: the ids of all documents, joined
     NAME.offsets.npy       int64 [documents + 1]: the index of each document's first token, then the number of tokens
-    NAME.json              optional: vocabulary size, unit, SHA-256 of the ids, name of the tokenizer's file
+    NAME.mask.npy          optional: bool [tokens]: whether a token is predicted; absent if all are
+    NAME.json              optional: vocabulary size, unit, SHA-256 of ids and mask, name of the tokenizer's file, and
+                           with a mask the number of tokens that are predicted
     NAME.tokenizer.json    optional: the Hugging Face tokenizer; absent if each token is a byte
 
 NumPy alone makes such files from int64 ids, here of two documents:
@@ -16,6 +18,7 @@ same.
 """
 
 import array
+import contextlib
 import hashlib
 import json
 import os
@@ -29,79 +32,111 @@ import numpy as np
 from numpy.lib import format as npy
 
 import moezoo.interrupts as interrupts
-from moezoo.data.corpus import Corpus
+from moezoo.data.corpus import Corpus, Ids
 from moezoo.data.tokenizer import one_line
 from moezoo.errors import UserError
 from moezoo.host import check_file
 from moezoo.typed import show
 
 _MAKE = "make the files again with moezoo prepare-data"
+_PREDICTED = "predicted"  # the key of NAME.json that belongs to a mask
 _OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"
 
 
-def beside(path: Path) -> tuple[Path, Path, Path, Path]:
-    """Return the paths of tokens, offsets, metadata and tokenizer."""
-    return path, path.with_suffix(".offsets.npy"), path.with_suffix(".json"), path.with_suffix(".tokenizer.json")
+class Beside(NamedTuple):
+    """The paths of token files."""
+
+    tokens: Path
+    offsets: Path
+    mask: Path
+    metadata: Path
+    tokenizer: Path
+
+
+def beside(path: Path) -> Beside:
+    """Return the paths of the files that belong to the ids in the file `path`."""
+    suffixes = (".offsets.npy", ".mask.npy", ".json", ".tokenizer.json")
+    return Beside(path, *map(path.with_suffix, suffixes))
 
 
 def write_token_files(
     path: Path,
-    documents: Iterable[np.ndarray],
+    documents: Iterable[Ids],
     dtype: np.dtype,
     about: Callable[[], Mapping[str, Any]],
     tokenizer: Path | None = None,
 ) -> dict[str, Any]:
-    """Write the ids of documents, arrays [length], one after another; the files appear complete or not at all.
+    """Write documents one after another; the files appear complete or not at all.
 
     Args:
         path: The file of ids; the others are next to it.
         documents: What is written; one at a time is in memory.
-        dtype: Of the documents and of the file.
+        dtype: Of all ids.
         about: Returns what NAME.json holds besides sizes and hash; called after the last document.
         tokenizer: A file to copy.
 
     Returns:
         The contents of NAME.json.
     """
-    tokens, offsets, described, copy = beside(path)
+    files = beside(path)
     # Files are renamed at the end, the tokens last: if they exist, the others do.
-    finals = [file for file in (offsets, described, copy, tokens) if file != copy or tokenizer is not None]
-    partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in finals}
+    partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in (*files[1:], path)}
 
     def remove() -> None:
-        for file in (*partial.values(), *(() if tokens.exists() else finals)):
+        for file in (*partial.values(), *(() if path.exists() else partial)):
             file.unlink(missing_ok=True)
 
     with interrupts.undoing(remove):
-        with partial[tokens].open("wb") as file:
-            ends, digest = _append_all(file, documents, dtype)
-        with partial[offsets].open("wb") as file:
+        with contextlib.ExitStack() as opened:
+            ids = _Growing(opened.enter_context(partial[path].open("wb")), dtype)
+            mask, ends, predicted = None, array.array("q", [0]), 0
+            for document in documents:
+                ids.append(document.ids)
+                ends.append(ids.length)
+                if document.mask is not None:
+                    if mask is None:
+                        mask = _Growing(opened.enter_context(partial[files.mask].open("wb")), np.dtype(bool))
+                    mask.append(document.mask)
+                    predicted += int(document.mask.sum())
+            digest = ids.finish()
+            if mask is not None:
+                assert mask.length == ids.length, "a document without a mask among others with one"
+                digest = hashlib.sha256(f"{digest} {mask.finish()}".encode()).hexdigest()
+        with partial[files.offsets].open("wb") as file:
             np.save(file, np.array(ends, np.int64))
-        sizes = {"tokens": ends[-1], "documents": len(ends) - 1, "sha256": digest}
-        metadata = {**about(), **sizes}
-        partial[described].write_text(json.dumps(metadata, indent=2) + "\n")
+        sizes: dict[str, Any] = {"tokens": ends[-1], "documents": len(ends) - 1, "sha256": digest}
+        metadata = {**about(), **sizes, **({} if mask is None else {_PREDICTED: predicted})}
+        partial[files.metadata].write_text(json.dumps(metadata, indent=2) + "\n")
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial[copy])
-        for file in finals:
-            os.replace(partial[file], file)
+            shutil.copyfile(tokenizer, partial[files.tokenizer])
+        for file, written in partial.items():
+            if written.exists():
+                os.replace(written, file)
     return metadata
 
 
-def _append_all(file: BinaryIO, documents: Iterable[np.ndarray], dtype: np.dtype) -> tuple[array.array, str]:
-    """Write an array document by document, so that one is in memory; return offsets and the SHA-256 of the ids."""
-    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False}
-    # The length is known at the end; numpy leaves space in the header for it.
-    npy.write_array_header_1_0(file, {**header, "shape": (0,)})
-    begin = file.tell()
-    ends, digest = array.array("q", [0]), hashlib.sha256()
-    for document in documents:
-        file.write(document.data)
-        digest.update(document.data)
-        ends.append(ends[-1] + len(document))
-    file.seek(0)
-    npy.write_array_header_1_0(file, {**header, "shape": (ends[-1],)})
-    assert file.tell() == begin
-    return ends, digest.hexdigest()
+class _Growing:
+    """A `.npy` file of one dimension, written part by part, so that one is in memory."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype):
+        self.length, self._file, self._digest = 0, file, hashlib.sha256()
+        self._header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False}
+        # The length is known at the end; numpy leaves space in the header for it.
+        npy.write_array_header_1_0(file, {**self._header, "shape": (0,)})
+        self._begin = file.tell()
+
+    def append(self, part: np.ndarray) -> None:
+        """Write `part` [length], of the dtype of the file."""
+        self._file.write(part.data)
+        self._digest.update(part.data)
+        self.length += len(part)
+
+    def finish(self) -> str:
+        """Write the length; return the SHA-256 of all parts."""
+        self._file.seek(0)
+        npy.write_array_header_1_0(self._file, {**self._header, "shape": (self.length,)})
+        assert self._file.tell() == self._begin
+        return self._digest.hexdigest()
 
 
 class TokenFiles(NamedTuple):
@@ -113,8 +148,8 @@ class TokenFiles(NamedTuple):
 
 def read_token_files(path: Path, *, key: str, dtypes: tuple[str, ...] = ("uint16", "uint32")) -> TokenFiles:
     """Map token files into memory; ids have one of `dtypes`. Raises `UserError`, naming `key`, if they are damaged."""
-    tokens = _open(path, key=key)
-    _, places, described, _ = beside(path)
+    tokens, files = _open(path, key=key), beside(path)
+    places = files.offsets
     if str(tokens.dtype) not in dtypes or tokens.ndim != 1:
         raise UserError(
             f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}, "
@@ -131,8 +166,27 @@ def read_token_files(path: Path, *, key: str, dtypes: tuple[str, ...] = ("uint16
     offsets = np.asarray(_open(places, key=key))
     if fault := _find_fault(offsets, len(tokens), places.name):
         raise UserError(f"{key}={path}{fault}; it must hold {_OFFSETS}")
-    metadata = _read_metadata(described, tokens, key=f"{key}={path}")
-    return TokenFiles(Corpus.from_tokens(tokens, offsets), metadata)
+    metadata = _read_metadata(files.metadata, tokens, key=f"{key}={path}")
+    mask = _read_mask(files, tokens, metadata, key=key)
+    return TokenFiles(Corpus.from_tokens(tokens, offsets, mask), metadata)
+
+
+def _read_mask(files: Beside, tokens: np.ndarray, metadata: dict[str, Any], *, key: str) -> np.ndarray | None:
+    """Map the mask into memory, if there is one. Raises `UserError` where it does not belong to the other files."""
+    shown, name, described = f"{key}={files.tokens}", files.mask.name, files.metadata.name
+    if not files.mask.is_file():
+        if _PREDICTED in metadata:
+            raise UserError(f"{shown} needs {name} next to it: {described} says that not all tokens are predicted")
+        return None
+    mask = _open(files.mask, key=key)
+    if mask.dtype != np.bool_ or mask.shape != tokens.shape:
+        raise UserError(
+            f"{shown}: {name} has dtype {mask.dtype} and shape {list(mask.shape)}, expected bool [{len(tokens)}]: "
+            "whether each token is predicted"
+        )
+    if _PREDICTED not in metadata and files.metadata.is_file():
+        raise UserError(f"{shown}: {name} is not of the data in {described}; remove one of the two files")
+    return mask
 
 
 def _find_fault(offsets: np.ndarray, tokens: int, name: str) -> str:

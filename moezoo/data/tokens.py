@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from moezoo.data.base import DataSettings
-from moezoo.data.corpus import Split, hold_out, select_held_out_by_index
-from moezoo.data.documents import tokenize
+from moezoo.data.corpus import Ids, Split, hold_out, select_held_out_by_index
+from moezoo.data.documents import all_of_text, tokenize
 from moezoo.data.files import describe_skipped, find_files, read_texts
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.token_files import TokenFiles, beside, read_token_files, write_token_files
@@ -60,7 +60,7 @@ class Tokens(DataSettings):
     def tokenizer_file(self) -> Path | None:
         if self.path is None:
             return None
-        *_, copy = beside(Path(os.path.expanduser(self.path)))
+        copy = beside(Path(os.path.expanduser(self.path))).tokenizer
         return copy if copy.is_file() else None
 
 
@@ -88,12 +88,12 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     copied = None if tokenizer is None else Path(os.path.expanduser(tokenizer))
     names: set[str] = set()
 
-    def documents() -> Iterator[np.ndarray]:
+    def documents() -> Iterator[Ids]:
         tokens = 0
-        for document, ids in tokenize(read_texts(found), coder, dtype):
+        for document, made in tokenize(read_texts(found), all_of_text(coder, dtype)):
             names.add(document.name)
-            tokens += len(ids)
-            yield ids
+            tokens += len(made.ids)
+            yield made
         if not tokens:
             raise UserError(f"{found.shown}: {NO_TOKENS}")
 
@@ -117,7 +117,7 @@ def _read(path: Path, vocab: int, *, key: str) -> TokenFiles:
 
 
 def _tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
-    *_, copy = beside(path)
+    copy = beside(path).tokenizer
     if metadata["unit"] == "byte":
         return Bytes()
     return HuggingFace(copy, key=f"data.path={path}: tokenizer") if copy.is_file() else Numbers(metadata["vocab"])

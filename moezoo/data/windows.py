@@ -34,7 +34,7 @@ def read_windows(corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len:
     """Return the windows `indices` [batch] as a batch [batch, seq_len].
 
     Window i reads the stream from token i * seq_len and predicts one token further. The first token of a document is
-    never predicted, because the token before it belongs to another document.
+    never predicted, because the token before it belongs to another document; nor is one that the mask leaves out.
     """
     begin = indices.astype(np.int64)[:, None] * seq_len
     index = begin + np.arange(seq_len + 1)  # in the stream; the last column is only ever a label
@@ -42,9 +42,12 @@ def read_windows(corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len:
     # Of documents that share an offset all but the last are empty, so side="right" passes them over.
     document = np.searchsorted(corpus.offsets, np.minimum(index, len(corpus) - 1), side="right") - 1
     within = np.minimum(index, len(corpus) - 1) - corpus.offsets[document]
-    ids = corpus.tokens[corpus.starts[document] + within].astype(np.int32)
+    stored = corpus.starts[document] + within
+    ids = corpus.tokens[stored].astype(np.int32)
 
     same = (document[:, 1:] == document[:, :-1]) & exists[:, 1:]
+    if corpus.mask is not None:
+        same &= corpus.mask[stored[:, 1:]]
     segments = np.ones((len(begin), seq_len), np.int32)
     segments[:, 1:] += np.cumsum(document[:, 1:-1] != document[:, :-2], axis=1, dtype=np.int32)
     positions = index - np.maximum(corpus.offsets[document], begin)

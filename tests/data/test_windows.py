@@ -9,15 +9,16 @@ from moezoo.data.corpus import Corpus, concatenate
 from moezoo.data.windows import read_windows, validation_indices, window_count
 
 
-def corpus_of(lengths: list[int], dtype=np.uint8) -> Corpus:
+def corpus_of(lengths: list[int], dtype=np.uint8, predicted=None) -> Corpus:
     """Documents of these lengths with different tokens, separated in the file by documents that are not selected."""
     ids = iter(range(10_000))
     documents = [np.array([next(ids) for _ in range(n)], dtype) for n in lengths]
     both = [part for document in documents for part in (document, np.array([77, 77], dtype))]
-    return concatenate(both, np.dtype(dtype)).select(np.arange(len(both)) % 2 == 0)
+    masks = [np.array([predicted(i) for i in part], bool) for part in both] if predicted else None
+    return concatenate(both, np.dtype(dtype), masks).select(np.arange(len(both)) % 2 == 0)
 
 
-def one_by_one(lengths: list[int], row: int, seq_len: int):
+def one_by_one(lengths: list[int], row: int, seq_len: int, predicted=lambda token: True):
     """Return tokens, labels, segments and positions of one window."""
     owner = [d for d, n in enumerate(lengths) for _ in range(n)]
     result, segment, position = [], 0, -1
@@ -29,7 +30,7 @@ def one_by_one(lengths: list[int], row: int, seq_len: int):
             segment, position = segment + 1, -1
         position += 1
         goes_on = place + 1 < len(owner) and owner[place + 1] == owner[place]
-        result.append((place, place + 1 if goes_on else -1, segment, position))
+        result.append((place, place + 1 if goes_on and predicted(place + 1) else -1, segment, position))
     return [list(column) for column in zip(*result, strict=True)]
 
 
@@ -47,6 +48,19 @@ def test_windows_against_a_loop(lengths, seq_len):
     firsts = np.cumsum([0, *lengths])
     expected = [place for n, first in zip(lengths, firsts, strict=False) for place in range(first + 1, first + n)]
     assert sorted(batch.labels[batch.labels >= 0].tolist()) == expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from([0, 1, 2, 5, 9]), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 4))
+def test_a_token_that_the_mask_leaves_out_is_no_label(lengths, seq_len, period):
+    def predicted(token):
+        return token % 5 >= period
+
+    corpus = corpus_of(lengths, predicted=predicted)
+    count = window_count(corpus, seq_len)
+    batch = read_windows(corpus, np.arange(count), seq_len)
+    for row in range(count):
+        assert [array[row].tolist() for array in batch] == one_by_one(lengths, row, seq_len, predicted)
 
 
 def test_any_order_and_beyond_the_end():
