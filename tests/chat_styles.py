@@ -3,6 +3,8 @@
 In a table, what the assistant has written, and with it what is trained, stands between ⟦ and ⟧.
 """
 
+# ruff: noqa: RUF001 the bars of DeepSeek's special tokens are wide
+
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,8 +135,9 @@ LLAMA = Style(
     chats={
         "plain": (
             PLAIN,
-            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 03 Feb 2025\n\nBe brief.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 03 Feb 2025\n\n"
+            "Be brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
             "⟦Hello!<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n⟦See you.<|eot_id|>⟧",
         ),
@@ -193,7 +196,7 @@ DEEPSEEK = Style(
 {%- for message in messages %}
     {%- if message['role'] == 'user' %}
         {{- '<｜User｜>' + message['content'] + '<｜Assistant｜>' }}
-    {%- elif message['role'] == 'assistant' and message['content'] is none %}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] is defined %}
         {%- for call in message['tool_calls'] %}
             {{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '\\n' }}
             {{- call['function']['arguments'] | tojson(ensure_ascii=True) }}{{ '<｜tool▁call▁end｜>' }}
@@ -311,8 +314,10 @@ STYLES = {
 CASES = [(style, chat) for style in STYLES for chat in STYLES[style].chats]
 
 
-def save_tokenizer(path: Path, special: tuple[str, ...], words: tuple[str, ...] = ()) -> Path:
-    """Write a tokenizer.json: byte-level, each byte a token, except pairs that make up `words`, and special tokens."""
+def save_tokenizer(
+    path: Path, special: tuple[str, ...], words: tuple[str, ...] = (), added: tuple[str, ...] = ("<think>",)
+) -> Path:
+    """Write a tokenizer.json: byte-level, each byte a token, also the beginnings of `words`, special and other ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -326,6 +331,6 @@ def save_tokenizer(path: Path, special: tuple[str, ...], words: tuple[str, ...] 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
-    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_tokens(list(added))
     tokenizer.save(str(path))
     return path

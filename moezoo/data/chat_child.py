@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import ext, nodes, sandbox
+from jinja2 import ext, nodes, sandbox, utils
 
 _NAME = "<chat template>"
 # How much of two texts that differ is shown, on each side of the first difference.
@@ -27,7 +27,7 @@ _AROUND = 30
 _ESCAPED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """The template or the record is at fault: `kind` and `facts` of the answer."""
 
     def __init__(self, kind: str, **facts: Any):
@@ -35,7 +35,7 @@ class Refusal(Exception):
         self.answer = {"fault": kind, **facts}
 
 
-class _Raised(Exception):
+class _RaisedError(Exception):
     """The template called `raise_exception`."""
 
 
@@ -68,6 +68,25 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         raise sandbox.SecurityError(f"access to {attribute!r} of {type(obj).__name__}")
 
 
+class _Namespace(utils.Namespace):
+    """What `namespace()` makes, without names that Python keeps for itself."""
+
+    def __init__(*items: Any, **named: Any):
+        self, *items = items
+        for name in (values := dict(*items, **named)):
+            _check_name(name)
+        utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise sandbox.SecurityError(f"a namespace with {name!r}")
+
+
 class Chats:
     """The templates of a tokenizer.
 
@@ -84,7 +103,8 @@ class Chats:
         date = datetime.datetime.fromisoformat(setup["date"])
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": date.strftime}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: date.strftime(form)}
+        environment.globals |= {"dict": lambda *items, **named: dict(*items, **named), "namespace": _Namespace}
         # They would render a chat differently in every run.
         del environment.filters["random"], environment.globals["lipsum"]
         self._templates = {name: self._compile(environment, name, text) for name, text in setup["templates"].items()}
@@ -95,9 +115,11 @@ class Chats:
             code = environment.compile(text, name, _NAME)
             return environment.template_class.from_code(environment, code, environment.make_globals(None))
         except jinja2.TemplateError as error:
-            raise Refusal("syntax", template=name, line=getattr(error, "lineno", None), text=_words(error)) from error
+            raise RefusalError(
+                "syntax", template=name, line=getattr(error, "lineno", None), text=_words(error)
+            ) from error
         except (RecursionError, SyntaxError, OverflowError, ValueError) as error:
-            raise Refusal("syntax", template=name, line=None, text=_words(error)) from error
+            raise RefusalError("syntax", template=name, line=None, text=_words(error)) from error
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Render a chat.
@@ -117,7 +139,7 @@ class Chats:
         def render(until: int, prompt: bool = False) -> _Rendered:
             try:
                 return self._render(self._templates[name], request, messages[:until], prompt)
-            except Refusal as error:
+            except RefusalError as error:
                 if until < len(messages):
                     error.answer["until"] = until
                 raise
@@ -146,25 +168,25 @@ class Chats:
             for part in template.generate(documents=None, tools=request["tools"], **values):
                 size += len(part.encode(errors="surrogatepass"))
                 if size > self._most:
-                    raise Refusal("size")
+                    raise RefusalError("size")
                 parts.append(part)
-        except Refusal:
+        except RefusalError:
             raise
-        except _Raised as error:
-            raise Refusal("raised", text=_words(error)) from error
+        except _RaisedError as error:
+            raise RefusalError("raised", text=_words(error)) from error
         except sandbox.SecurityError as error:
-            raise Refusal("unsafe", text=_words(error), line=_line(error)) from error
+            raise RefusalError("unsafe", text=_words(error), line=_line(error)) from error
         except MemoryError as error:
-            raise Refusal("memory") from error
+            raise RefusalError("memory") from error
         except Exception as error:  # a template can raise whatever Python raises
-            raise Refusal("failed", text=_words(error), line=_line(error)) from error
+            raise RefusalError("failed", text=_words(error), line=_line(error)) from error
         text, spans, begin = "", [], 0
         for part in self._marked.split("".join(parts)):
             if self._marked.fullmatch(part):
                 part = part[1:-1]
                 spans.append([begin, begin + len(part)])
             if self._stray.search(part):
-                raise Refusal("failed", text="a block {% generation %} is inside another, or cut", line=None)
+                raise RefusalError("failed", text="a block {% generation %} is inside another, or cut", line=None)
             text += part
             begin += len(part)
         return _Rendered(text, [span for span in spans if span[0] < span[1]])
@@ -178,12 +200,12 @@ def _find_turn(number: int, render: Any, whole: str) -> list[int]:
         if not text.startswith(begin):
             at = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(begin, text, strict=False)))
             around = slice(max(0, at - _AROUND), at + _AROUND)
-            raise Refusal("no_prefix", what=what, message=number, first=begin[around], second=text[around])
+            raise RefusalError("no_prefix", what=what, message=number, first=begin[around], second=text[around])
     return [len(before), len(with_turn)]
 
 
 def _raise(message: Any) -> None:
-    raise _Raised(str(message))
+    raise _RaisedError(str(message))
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -220,7 +242,7 @@ def _serve(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
                 chats, answer = Chats(message), {}
             else:
                 answer = chats.answer(message)
-        except Refusal as refusal:
+        except RefusalError as refusal:
             answer = refusal.answer
         except MemoryError:
             answer = {"fault": "memory"}

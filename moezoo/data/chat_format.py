@@ -42,7 +42,7 @@ class ChatFormat:
     """
 
     def __init__(self, template: Template, tokenizer: Bytes | HuggingFace, date: str):
-        self._guarded = Guarded(tokenizer)
+        self._guarded = Guarded(tokenizer, template.texts.values())
         self._renderer = Renderer(template, date)
 
     def __enter__(self) -> "ChatFormat":
@@ -81,7 +81,9 @@ class ChatFormat:
         """Return the tokens of a chat and of the beginning of the assistant's answer to it. Raises as `encode` does."""
         rendered = self._renderer.render(self._request(chat, "prompt"))
         found = self._guarded.encode(rendered.text)
-        return EncodedChat(self._guarded.restore(rendered.text), found.ids, found.begins, np.zeros(len(found.ids), bool))
+        return EncodedChat(
+            self._guarded.restore(rendered.text), found.ids, found.begins, np.zeros(len(found.ids), bool)
+        )
 
     def _request(self, chat: Chat, task: str) -> dict[str, object]:
         return {**chat.guarded(self._guarded.guard)._asdict(), "task": task}

@@ -11,8 +11,8 @@ from moezoo.typed import show
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What a chat's own variables must not replace.
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
-# What an assistant's message may hold instead of content.
-_INSTEAD = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+# The names under which an assistant's thoughts are stored; templates read the first two.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Halves of surrogate pairs, which no UTF-8 can hold, and plane 16, whose characters stand for special tokens here.
 _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
 
@@ -20,7 +20,7 @@ _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
 class Chat(NamedTuple):
     """A chat, checked.
 
-    - `messages`: objects with `role`, `content` (a text, or None) and what else a template reads;
+    - `messages`: objects with `role`, `content` (a text, where there is one) and what else a template reads;
     - `tools`: descriptions of tools; None without any;
     - `variables`: further variables of the template.
     """
@@ -45,8 +45,10 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
 
     Args:
         record: The object. `field` is a list of messages, which have `role` and `content`: a text, a list of parts such
-            as {"type": "text", "text": ...}, which are joined, or null next to `tool_calls`. Instead of it there may be
-            `prompt` and `completion`: lists of messages, or the texts of one of the user and one of the assistant.
+            as {"type": "text", "text": ...}, which are joined, or null next to `tool_calls`. Keys that are null are
+            left out, and thoughts get both names that templates have for them, as in transformers. Instead of
+            `field` there may be `prompt` and `completion`: lists of messages, or the texts of one of the user and one
+            of the assistant.
             Optional are `tools` and `chat_template_kwargs`, an object of variables for the template. A list of tools
             and the arguments of a call may also be JSON text. Other keys have no effect.
         field: The key of the messages.
@@ -91,32 +93,41 @@ def _find_messages(record: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message with one text as its content."""
+    """Return a message as templates read it."""
     if not isinstance(message, dict):
         raise UserError(f'{where} is {kind(message)}, not an object; write {{"role": ..., "content": ...}}')
+    message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
         found = "no role" if role is None else f"role {show(json.dumps(role))}"
         raise UserError(f"{where} has {found}; valid: {', '.join(ROLES)}")
-    calls = message.get("tool_calls")
-    if not (calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls))):
+    calls = message.get("tool_calls", [])
+    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
-    content = message.get("content")
+    if calls:
+        message["tool_calls"] = [_read_arguments(call) for call in calls]
+    thoughts = next((message[name] for name in _REASONING if name in message), None)
+    if thoughts is not None:
+        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    if "content" not in message:
+        if role != "assistant" or not (calls or thoughts):
+            raise UserError(f"{where} has no content; only an assistant's message with tool_calls may have none")
+        return message
+    content = message["content"]
     if isinstance(content, list):
         content = "".join(_part_text(part, f"{where}: part {number}") for number, part in enumerate(content, 1))
-    if content is None and not (role == "assistant" and any(message.get(name) for name in _INSTEAD)):
-        raise UserError(f"{where} has no content; only an assistant's message with tool_calls may have none")
-    if not (content is None or isinstance(content, str)):
+    if not isinstance(content, str):
         raise UserError(f"{where}: content is {kind(content)}, expected a string; correct it")
-    checked = {**message, "content": content}
-    return {**checked, "tool_calls": [_read_arguments(call) for call in calls]} if calls else checked
+    return {**message, "content": content}
 
 
 def _part_text(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise UserError(f'{where} of content is {kind(part)}, expected {{"type": "text", "text": ...}}')
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise UserError(f"{where} of content has type {show(json.dumps(part.get('type')))} and no text; only text is read")
+        raise UserError(
+            f"{where} of content has type {show(json.dumps(part.get('type')))} and no text; only text is read"
+        )
     return part["text"]
 
 

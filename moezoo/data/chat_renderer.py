@@ -1,13 +1,14 @@
 """Rendering chats by a template, in processes of their own (`chat_child`), within limits of time and size."""
 
 import contextlib
+import importlib.metadata
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from moezoo.typed import show
 SECONDS, MOST_BYTES, MEMORY = 5.0, 10_000_000, 2**30
 # Two characters for private use, which no text may have: they stand around what the assistant has written.
 MARKS = ("\U0010fffc", "\U0010fffd")
+# The sandbox of older ones can be left.
+_OLDEST = (3, 1, 6)
 _CHILD = Path(__file__).with_name("chat_child.py")
 
 
@@ -43,12 +46,13 @@ class Renderer:
         date: What the template sees as today, as YYYY-MM-DD, so that every run has the same texts.
 
     Raises:
-        UserError: jinja2 is not installed.
+        UserError: jinja2 is not installed, or too old.
     """
 
     def __init__(self, template: Template, date: str):
-        if find_spec("jinja2") is None:
-            raise UserError(f"{template.shown} needs jinja2, which renders chats; pip install 'moezoo[chat]'")
+        if (found := _jinja2()) < _OLDEST:
+            have = f"{'.'.join(map(str, found))} is installed" if found else "which renders chats"
+            raise UserError(f"{template.shown} needs jinja2 3.1.6 or newer, {have}; pip install 'moezoo[chat]'")
         self._template, self._lock = template, threading.Lock()
         self._idle: list[_Child] = []
         self._all: list[_Child] = []
@@ -133,6 +137,14 @@ class Renderer:
         return f"rendering{some} it by {shown} {_limit(answer)}; correct the template or leave the chat out"
 
 
+def _jinja2() -> tuple[int, ...]:
+    """Return the version of jinja2; empty if it is not installed."""
+    try:
+        return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("jinja2"))[:3])
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
 def _at_line(answer: Mapping[str, Any]) -> str:
     return "" if answer["line"] is None else f" line {answer['line']}"
 
@@ -175,7 +187,9 @@ class _Child:
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of the process, or that it has ended."""
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         line = b""
         try:
             process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -193,7 +207,8 @@ class _Child:
         process, self._process = self._process, None
         if process is None:
             return None
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

@@ -1,7 +1,8 @@
 """A tokenizer that tells special tokens of a template from texts that look like them.
 
 A user's text may hold the text of a special token, such as <|im_end|>. It must stay text: otherwise a user could end
-his own turn. So two changes are made with characters of plane 16, which no text has:
+his own turn. The same holds for other tokens that the template writes, such as <tool_response>. So two changes are made
+with characters of plane 16, which no text has:
 
 1. `guard` replaces, in a text of the user, the first character of each special token by a stand-in. Templates trim,
    split and compare the text as before, and no length changes.
@@ -27,7 +28,7 @@ _CODE, _STAND_IN, _END = 0x100000, 0x10FF00, 0x10FFF0
 
 
 class Encoded(NamedTuple):
-    """Token ids [tokens], the index of the first character of each, and whether a template has written it as special."""
+    """Token ids [tokens], the index of the first character of each, and whether it is a special token of a template."""
 
     ids: Int64[np.ndarray, "tokens"]
     begins: Int64[np.ndarray, "tokens"]
@@ -39,15 +40,21 @@ class Guarded:
 
     Args:
         tokenizer: The tokenizer; of bytes none is special.
+        templates: The texts of templates. Tokens that were added to the tokenizer count as special if they are in one.
 
     Raises:
         UserError: A special token cannot be told from its text.
     """
 
-    def __init__(self, tokenizer: Bytes | HuggingFace):
+    def __init__(self, tokenizer: Bytes | HuggingFace, templates: Iterable[str] = ()):
         self._tokenizer = tokenizer
         tokens = tokenizer.contents().get("added_tokens", []) if isinstance(tokenizer, HuggingFace) else []
-        special = [token["content"] for token in tokens if token["special"] and token["content"]]
+        written = "\n".join(templates)
+        special = [
+            text
+            for token in tokens
+            if (text := token["content"]) and (token["special"] or (text in written and not text.isspace()))
+        ]
         self._codes = {text: chr(_CODE + number) for number, text in enumerate(special)}
         firsts = {first: chr(_STAND_IN + number) for number, first in enumerate(dict.fromkeys(t[0] for t in special))}
         if len(special) > _STAND_IN - _CODE or len(firsts) > _END - _STAND_IN:
@@ -121,8 +128,8 @@ class Guarded:
     def _replace(self, contents: dict[str, Any]) -> None:
         """Give each special token in a tokenizer.json its code as its text."""
         for token in contents["added_tokens"]:
-            if token["special"] and token["content"]:
-                token["content"] = self._codes[token["content"]] * len(token["content"])
+            text = token["content"]
+            token["content"] = self._codes[text] * len(text) if text in self._codes else text
         contents["post_processor"] = None  # it adds tokens, and leaves the spaces around words out of their places
         # These models can make a whole word a token without merging its parts.
         model, codes = contents["model"], {text: code * len(text) for text, code in self._codes.items()}
@@ -143,4 +150,3 @@ def _unknown(model: dict[str, Any]) -> str | None:
 def _pattern(choices: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of what one of the choices matches; of none, nothing."""
     return re.compile("|".join(choices) or r"(?!)")
-

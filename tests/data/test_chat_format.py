@@ -1,5 +1,7 @@
 """Chats in templates: their text and tokens, and which are trained, against tables written by hand."""
 
+# ruff: noqa: RUF001 the bars of DeepSeek's special tokens are wide
+
 import json
 from pathlib import Path
 
@@ -255,8 +257,14 @@ BAD = [
     ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
     ({"messages": PLAIN, "chat_template_kwargs": []}, "chat_template_kwargs is an array, not an object; write names"),
     ({"messages": PLAIN, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools, which every templa"),
-    ({"prompt": "a\ud800", "completion": ""}, "a text has U+D800, half of a surrogate pair, which no UTF-8 can hold; corre"),
-    ({"prompt": "\U0010fffc", "completion": ""}, "a text has the private character U+10FFFC, which moezoo needs for itself"),
+    (
+        {"prompt": "a\ud800", "completion": ""},
+        "a text has U+D800, half of a surrogate pair, which no UTF-8 can hold; corre",
+    ),
+    (
+        {"prompt": "\U0010fffc", "completion": ""},
+        "a text has the private character U+10FFFC, which moezoo needs for itself",
+    ),
 ]
 
 
