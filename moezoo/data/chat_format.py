@@ -1,5 +1,6 @@
 """The tokens of a chat in its template, and which of them a model learns to predict."""
 
+import functools
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +29,15 @@ class EncodedChat(NamedTuple):
     begins: Int64[np.ndarray, "tokens"]
     mask: Bool[np.ndarray, "tokens"]
 
+    def with_marks(self, begin: str, end: str) -> str:
+        """Return the text with `begin` and `end` around what is predicted."""
+        parts, inside = [], False
+        ends = np.append(self.begins, len(self.text))[1:]
+        for first, last, predicted in zip(self.begins, ends, self.mask.tolist(), strict=True):
+            parts.append((begin if predicted else end) * (predicted != inside) + self.text[first:last])
+            inside = predicted
+        return "".join(parts) + end * inside
+
 
 class ChatFormat:
     """Chats in a template, as tokens of a tokenizer; from any number of threads. `close` ends its processes.
@@ -38,12 +48,16 @@ class ChatFormat:
         date: What the template sees as today, as YYYY-MM-DD.
 
     Raises:
-        UserError: jinja2 is not installed, or the tokenizer has a special token that cannot be told from its text.
+        UserError: The library jinja2 is not installed, or too old.
     """
 
     def __init__(self, template: Template, tokenizer: Bytes | HuggingFace, date: str):
-        self._guarded = Guarded(tokenizer, template.texts.values())
+        self._make = lambda: Guarded(tokenizer, template.texts.values())
         self._renderer = Renderer(template, date)
+
+    @functools.cached_property
+    def _guarded(self) -> Guarded:
+        return self._make()  # takes a moment, and data may be in the cache
 
     def __enter__(self) -> "ChatFormat":
         return self
@@ -66,7 +80,8 @@ class ChatFormat:
                 answer to the messages before it, without white space after the token that ends it.
 
         Raises:
-            UserError: The template cannot render the chat, or the tokenizer cannot read the text.
+            UserError: The template cannot render the chat, or the tokenizer cannot read the text or has a special token
+                that cannot be told from its text.
         """
         rendered = self._renderer.render(self._request(chat, loss_on))
         found = self._guarded.encode(rendered.text)
@@ -78,7 +93,7 @@ class ChatFormat:
         return EncodedChat(text, found.ids, found.begins, mask)
 
     def prompt(self, chat: Chat) -> EncodedChat:
-        """Return the tokens of a chat and of the beginning of the assistant's answer to it. Raises as `encode` does."""
+        """Return the tokens of a chat and of the beginning of an answer to it. Raises `UserError` as `encode` does."""
         rendered = self._renderer.render(self._request(chat, "prompt"))
         found = self._guarded.encode(rendered.text)
         return EncodedChat(

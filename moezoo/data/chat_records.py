@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from moezoo.data.jsonl import kind
 from moezoo.errors import UserError, nearest
 from moezoo.typed import show
 
@@ -167,9 +168,3 @@ def _check_text(text: str) -> str:
             raise UserError(f"a text has {what}, half of a surrogate pair, which no UTF-8 can hold; correct it")
         raise UserError(f"a text has the private character {what}, which moezoo needs for itself; replace it")
     return text
-
-
-def kind(value: object) -> str:
-    """Return what JSON calls a value."""
-    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number")

@@ -46,7 +46,7 @@ class Renderer:
         date: What the template sees as today, as YYYY-MM-DD, so that every run has the same texts.
 
     Raises:
-        UserError: jinja2 is not installed, or too old.
+        UserError: The library jinja2 is not installed, or too old.
     """
 
     def __init__(self, template: Template, date: str):

@@ -1,4 +1,4 @@
-"""What the sources `text`, `jsonl` and `parquet` share: files, a tokenizer, and the choice of validation documents."""
+"""What sources share that read files: a tokenizer, the cache, and the choice of validation documents."""
 
 import abc
 import dataclasses
@@ -70,9 +70,7 @@ class FileSettings(DataSettings):
         if own is None:
             assert found is not None
             read = self._read(found, how)
-            by_name = read.names or None
-            chosen = select_held_out_by_name(by_name) if by_name else select_held_out_by_index(read.corpus.documents)
-            split = hold_out(read.corpus, chosen, read.names)
+            split = self.split(read)
         else:
             apart = find_files(own, key="data.validation", suffixes=self.suffixes)
             if found is not None:
@@ -90,6 +88,12 @@ class FileSettings(DataSettings):
             self.kind, split, how.tokenizer, vocab=how.tokenizer.vocab, sha256=read.sha256[:16], **extra
         )
         return dataclasses.replace(source, shards=self.shards(read))
+
+    def split(self, read: Kept) -> Split:
+        """Return the training and the validation documents."""
+        by_name = read.names or None
+        chosen = select_held_out_by_name(by_name) if by_name else select_held_out_by_index(read.corpus.documents)
+        return hold_out(read.corpus, chosen, read.names)
 
     def shards(self, read: Kept) -> np.ndarray | None:
         """Return the shards of the training order; None shuffles windows."""

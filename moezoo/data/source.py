@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import SupportsIndex
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Int32, Integer
 
 from moezoo.data.corpus import Corpus, Split, fingerprint
 from moezoo.data.tokenizer import Bytes, Tokenizer
@@ -26,7 +26,8 @@ class Source:
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
     - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
       shards in a random order, and the documents of each; None shuffles windows instead;
-    - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers.
+    - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
+    - `ends`: the tokens that end an answer.
     """
 
     name: str
@@ -39,6 +40,26 @@ class Source:
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[SupportsIndex]], str]
     shards: np.ndarray | None = None
+    ends: tuple[int, ...] = ()
+
+    def question(self, longest: int) -> Int32[np.ndarray, "length"] | None:
+        """Return a validation document up to its first token that is predicted, for a model to answer.
+
+        It is the first document of which that is less than `longest` tokens, or else the last tokens of the first; None
+        if all tokens are predicted.
+        """
+        corpus = self.validation
+        if corpus.mask is None:
+            return None
+        last = None
+        for start, length in zip(corpus.starts, np.diff(corpus.offsets), strict=True):
+            predicted = corpus.mask[start + 1 : start + length]
+            if predicted.any():
+                ids = corpus.tokens[start : start + 1 + predicted.argmax()].astype(np.int32)
+                if len(ids) < longest:
+                    return ids
+                last = ids[1 - longest :] if last is None else last
+        return last
 
     def facts(self, seq_len: int) -> dict[str, str | int | None]:
         """Return what is the same for the same data, as title and value; windows have `seq_len` tokens."""

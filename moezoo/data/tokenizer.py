@@ -79,18 +79,18 @@ class HuggingFace:
     def __init__(self, path: Path, *, key: str):
         from tokenizers import Tokenizer as Library
 
-        self._path, self.shown = path, show(f"{key}={path}")
-        check_file(path, self.shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
+        self._path, self._shown = path, show(f"{key}={path}")
+        check_file(path, self._shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
         try:
             self._library: Any = Library.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"{self.shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
+            raise UserError(f"{self._shown} is not a Hugging Face tokenizer.json: {one_line(error)}") from error
         # A file saved by a fine-tuning run may truncate every text to some length, or pad it.
         self._library.no_truncation()
         self._library.no_padding()
         self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab:
-            raise UserError(f"{self.shown} has an empty vocabulary; give another tokenizer.json")
+            raise UserError(f"{self._shown} has an empty vocabulary; give another tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
         """Return the ids. Raises `UserError` for text that the tokenizer refuses, such as words unknown to it."""
@@ -98,6 +98,11 @@ class HuggingFace:
             return self._library.encode(text).ids
         except Exception as error:  # the library raises bare Exceptions
             raise self._refuse(error) from error
+
+    @property
+    def shown(self) -> str:
+        """What the user wrote, as messages begin."""
+        return self._shown
 
     def encode_places(self, text: str) -> "Places":
         """Return the ids, without special tokens that the file adds, and their places. Raises as `encode` does."""
@@ -127,8 +132,12 @@ class HuggingFace:
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
 
+    def decode_special(self, ids: Iterable[SupportsIndex]) -> str:
+        """Return the text with that of special tokens."""
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
     def _refuse(self, error: Exception) -> UserError:
-        return UserError(f"{self.shown} cannot encode the text ({one_line(error)}); give another text or tokenizer")
+        return UserError(f"{self._shown} cannot encode the text ({one_line(error)}); give another text or tokenizer")
 
 
 def folder_tokenizer(folder: str | Path) -> Tokenizer:

@@ -5,7 +5,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from chat_styles import CASES, HARMONY, MARKED, PLAIN, QWEN, STYLES, THINKING, WITH_TOOL, save_tokenizer
 from hypothesis import given, settings
@@ -42,12 +41,7 @@ def formats(tmp_path_factory):
 
 def table(found: EncodedChat) -> str:
     """Return the text with ⟦ and ⟧ around what is trained."""
-    ends = np.append(found.begins, len(found.text))[1:]
-    parts, inside = [], False
-    for begin, end, trained in zip(found.begins, ends, found.mask.tolist(), strict=True):
-        parts.append(("⟦" if trained else "⟧") * (trained != inside) + found.text[begin:end])
-        inside = trained
-    return "".join(parts) + "⟧" * inside
+    return found.with_marks("⟦", "⟧")
 
 
 @pytest.mark.parametrize(("style", "chat"), CASES)
