@@ -74,9 +74,9 @@ def _print_chat(keys: Keys) -> None:
     encoded = chat.encode_line(keys.number)
     console = Console(highlight=False, soft_wrap=True)
     open_, close = ("\033[1;32m", "\033[0m") if console.color_system else ("[", "]")
-    sys.stdout.write(encoded.with_marks(open_, close))
+    print(encoded.with_marks(open_, close))
     predicted = int(encoded.mask[1:].sum())
-    print(f"\n{len(encoded.ids):,} tokens, of which {predicted:,} are predicted", file=sys.stderr)
+    print(f"{len(encoded.ids):,} tokens, of which {predicted:,} are predicted", file=sys.stderr)
 
 
 COMMAND = KeysCommand(
