@@ -1,4 +1,4 @@
-"""Data: documents, split into training and validation, and read in windows. Only NumPy; nothing here starts JAX."""
+"""Data: documents, split into training and validation, and read in rows. Only NumPy; nothing here starts JAX."""
 
 from moezoo.data.base import DataSettings as DataSettings
 from moezoo.data.base import load as load
@@ -9,13 +9,13 @@ from moezoo.data.corpus import Corpus as Corpus
 from moezoo.data.jsonl import Jsonl as Jsonl
 from moezoo.data.parquet import Parquet as Parquet
 from moezoo.data.python_stdlib import PythonStdlib as PythonStdlib
+from moezoo.data.rows import Batch as Batch
 from moezoo.data.source import Source as Source
 from moezoo.data.synthetic import Synthetic as Synthetic
 from moezoo.data.text import Text as Text
 from moezoo.data.tokens import Tokens as Tokens
 from moezoo.data.tokens import tokenize_files as tokenize_files
 from moezoo.data.trigram import trigram_loss as trigram_loss
-from moezoo.data.windows import Batch as Batch
 
 SOURCES: dict[str, type[DataSettings]] = {
     "python_stdlib": PythonStdlib,

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from pathlib import Path
 
+from moezoo.data.packing import Packing, fit
 from moezoo.data.source import Source
 from moezoo.errors import UserError, check_type
 from moezoo.typed import Count, Range, check_fields, convert
@@ -13,11 +14,14 @@ from moezoo.typed import Count, Range, check_fields, convert
 class DataSettings(abc.ABC):
     """The settings of a data source.
 
-    `eval_sequences` is the number of validation windows per evaluation, evenly spaced over the validation split; 0
-    reads all of them.
+    - `eval_sequences`: the number of validation rows per evaluation, evenly spaced over the validation split; 0 reads
+      all of them;
+    - `packing`: `stream` reads documents one after another in windows of one row; `whole` puts whole documents into
+      rows, as in `moezoo.data.packing`.
     """
 
     eval_sequences: Count = dataclasses.field(default=256, kw_only=True)
+    packing: Packing = dataclasses.field(default="stream", kw_only=True)
 
     def __post_init__(self):
         check_fields("data", self)
@@ -44,28 +48,33 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, trainin
 
     Args:
         settings: An entry of the configuration group `data`.
-        seq_len: The tokens per window.
+        seq_len: The tokens per row.
         seed: The seed of the run. It decides synthetic data only; the held-out documents never depend on it.
         vocab: The vocabulary size of the model.
         training: Whether the training split is needed; an evaluation reads the other one alone.
 
     Raises:
         UserError: The data are missing or damaged, their vocabulary is larger than the model's, or a split that is
-            needed has less than one window.
+            needed has less than one window or, packed, no document.
     """
     check_type("settings", settings, DataSettings, "write moezoo.data.Text(path=...), or take cfg.data")
     seq_len = convert(int, seq_len, "seq_len", valid=Range(at_least=1))
     seed = convert(int, seed, "seed", valid=Range(at_least=0, at_most=2**32 - 1))
     vocab = convert(int, vocab, "vocab", valid=Range(at_least=1))
-    source = settings.load(seed=seed, vocab=vocab)
+    source = dataclasses.replace(settings.load(seed=seed, vocab=vocab), packing=settings.packing)
     if training and not len(source.train):
         raise UserError(f"data.path is required to train with data={source.name}; pass data.path=FILE_OR_FOLDER")
     for split, corpus in (("training", source.train), ("validation", source.validation))[not training :]:
-        if len(corpus) < seq_len + 1:
+        if source.packing == "stream" and len(corpus) < seq_len + 1:
             raise UserError(
                 f"data={source.name} leaves {len(corpus)} {source.unit}s for {split}, but seq_len={seq_len} needs "
                 f"{seq_len + 1} for one window; give more data or a smaller seq_len"
             )
         if not corpus.predicts():
             raise UserError(f"data={source.name} has no {source.unit} to predict for {split}; give data that have some")
+        if source.packing == "whole" and not len(fit(corpus, seq_len, source.too_long).inputs):
+            raise UserError(
+                f"data={source.name} has no document for {split} that predicts a {source.unit} within "
+                f"seq_len={seq_len}; give shorter documents or a larger seq_len"
+            )
     return source

@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from moezoo.data.cache import How, Kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import read_chat
 from moezoo.data.chat_template import Template, file_template, folder_template
-from moezoo.data.corpus import Ids, Split, hold_out, select_held_out_by_index
+from moezoo.data.corpus import Ids, Split
 from moezoo.data.documents import Document
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
 from moezoo.data.jsonl import parse_object, read_lines
+from moezoo.data.packing import Packing
 from moezoo.data.source import Source
 from moezoo.data.tokenizer import Bytes, HuggingFace, text_tokenizer
 from moezoo.errors import UserError
@@ -39,7 +38,8 @@ class Chat(FileSettings):
     - `template`: a file with the template; None for that in the folder of `tokenizer`;
     - `date`: what the template sees as today, as YYYY-MM-DD;
     - `loss_on`: which tokens are predicted, as in `moezoo.data.chat_format.ChatFormat.encode`;
-    - `too_long`: whether a chat that is longer than a row is cut at its end, or left out;
+    - `too_long`: whether a chat that is longer than a row is cut at its end, or left out; chats in `packing=stream` are
+      neither;
     - `end_token`: the token that ends the assistant's turn; None for `eos_token` of tokenizer_config.json. None is
       added: the template writes it. Text that is generated ends at it.
     """
@@ -49,7 +49,7 @@ class Chat(FileSettings):
     date: str = DATE
     loss_on: LossOn = "assistant"
     too_long: Literal["cut", "drop"] = "cut"
-    packing: Literal["stream", "whole"] = dataclasses.field(default="whole", kw_only=True)
+    packing: Packing = dataclasses.field(default="whole", kw_only=True)
 
     kind: ClassVar[str] = "chat"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
@@ -72,17 +72,13 @@ class Chat(FileSettings):
     def load(self, *, seed: int, vocab: int) -> Source:
         source, tokenizer = super().load(seed=seed, vocab=vocab), self.read_tokenizer()
         decode = tokenizer.decode_special if isinstance(tokenizer, HuggingFace) else tokenizer.decode
-        return dataclasses.replace(source, decode=decode, ends=self.ends(tokenizer))
+        return dataclasses.replace(source, decode=decode, ends=self.ends(tokenizer), too_long=self.too_long)
 
     def split(self, read: Kept) -> Split:
-        """Return the two splits; each has whole chats, of two chats one."""
-        chosen = select_held_out_by_index(read.corpus.documents)
-        if chosen.any() and not chosen.all():
-            return hold_out(read.corpus, chosen)
-        if len(chosen) < 2:
+        # The hash of an index holds out one of two documents; of a single one, the end would be held out.
+        if read.corpus.documents < 2:
             raise UserError(f"data.path={self.path} has one chat alone; give more, or set data.validation")
-        last = np.arange(len(chosen)) == len(chosen) - 1
-        return Split(read.corpus.select(~last), read.corpus.select(last), "the last chat")
+        return super().split(read)
 
     def encode_line(self, number: int) -> EncodedChat:
         """Return the chat number `number`, from 1, of `path`. Raises `UserError` as training on it does."""

@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from moezoo.data.corpus import Corpus, Split, fingerprint
+from moezoo.data.packing import Packing, TooLong, fit, pack
+from moezoo.data.rows import Batch, Rows
 from moezoo.data.tokenizer import Bytes, Tokenizer
-from moezoo.data.windows import Batch, read_windows, window_count
+from moezoo.data.windows import Windows
 from moezoo.errors import UserError
 
 
@@ -26,6 +28,8 @@ class Source:
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
     - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
       shards in a random order, and the documents of each; None shuffles windows instead;
+    - `packing`: whether rows are windows of the stream of documents, or hold whole documents;
+    - `too_long`: what packing does with a document that is longer than a row;
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `ends`: the tokens that end an answer.
     """
@@ -40,6 +44,8 @@ class Source:
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[SupportsIndex]], str]
     shards: np.ndarray | None = None
+    packing: Packing = "stream"
+    too_long: TooLong = "parts"
     ends: tuple[int, ...] = ()
 
     def question(self, longest: int) -> Int32[np.ndarray, "length"] | None:
@@ -61,12 +67,19 @@ class Source:
                 last = ids[1 - longest :] if last is None else last
         return last
 
+    def rows(self, corpus: Corpus, seq_len: int) -> Rows:
+        """Return the rows of `seq_len` tokens that documents make in the order in which they are."""
+        if self.packing == "stream":
+            return Windows(corpus, seq_len)
+        return pack(fit(corpus, seq_len, self.too_long).inputs, seq_len)
+
     def facts(self, seq_len: int) -> dict[str, str | int | None]:
-        """Return what is the same for the same data, as title and value; windows have `seq_len` tokens."""
+        """Return what is the same for the same data, as title and value; rows have `seq_len` tokens."""
         sides = {"training": self.train, "validation": self.validation}
         return {
             "the vocabulary": self.vocab,
-            **{f"the number of {side} windows": window_count(corpus, seq_len) for side, corpus in sides.items()},
+            "the packing": f"{self.packing}, {self.too_long}",
+            **{f"the number of {side} windows": len(Windows(corpus, seq_len)) for side, corpus in sides.items()},
             "the sha256 of all token ids": self.summary.get("sha256"),
             **{f"the hash of the {side} tokens": fingerprint(corpus) for side, corpus in sides.items()},
         }
@@ -98,13 +111,13 @@ def require_vocab(what: str, needed: int, vocab: int, *, or_else: str = "") -> N
         raise UserError(f"{what} but model.vocab={vocab}; set model.vocab={needed}{or_else}")
 
 
-def read_checked(source: Source, corpus: Corpus, indices: Integer[np.ndarray, "batch"], seq_len: int) -> Batch:
-    """Return the windows `indices` of one of the splits.
+def read_checked(source: Source, rows: Rows, indices: Integer[np.ndarray, "batch"]) -> Batch:
+    """Return the rows `indices` of one of the splits.
 
     Raises `UserError` for ids outside the vocabulary, which a model would take for another token. Only token files can
     hold such ids. They are too long to be searched before a run, so each batch is checked.
     """
-    batch = read_windows(corpus, indices, seq_len)
+    batch = rows.read(indices)
     for ids in (batch.tokens.view(np.uint32), batch.labels):  # ids too large for int32 are negative in tokens
         top = int(ids.max(initial=0))
         if top >= source.vocab:

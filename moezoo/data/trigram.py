@@ -3,8 +3,9 @@
 import numpy as np
 from jaxtyping import Int32
 
+from moezoo.data.rows import Batch
 from moezoo.data.source import Source, read_checked
-from moezoo.data.windows import Batch, validation_indices, window_count
+from moezoo.data.windows import Windows
 
 _LARGEST_VOCAB = 256  # the table of trigrams takes 64 MiB
 
@@ -24,7 +25,7 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
 
     Args:
         source: The data.
-        limit, seq_len: The validation windows, as in `validation_batches`. No window sees tokens of the one before it.
+        limit, seq_len: The validation rows, as in `validation_batches`. No row sees tokens of the one before it.
         counted: The number of training tokens to count. More than the default take minutes and change little.
         chunk: The number of tokens to process together.
     """
@@ -33,8 +34,9 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
         return None
     unigrams, bigrams = np.zeros(vocab, np.int64), np.zeros((vocab, vocab), np.int64)
     trigrams = np.zeros((vocab, vocab, vocab), np.uint32)
-    for index in range(min(window_count(source.train, chunk), counted // chunk)):
-        first, second, third = _trigrams(read_checked(source, source.train, np.array([index]), chunk))
+    windows = Windows(source.train, chunk)
+    for index in range(min(len(windows), counted // chunk)):
+        first, second, third = _trigrams(read_checked(source, windows, np.array([index])))
         unigrams += np.bincount(third, minlength=vocab)
         bigrams += np.bincount(second * vocab + third, minlength=vocab**2).reshape(vocab, vocab)
         seen = first >= 0
@@ -46,9 +48,10 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
     total, different = (x[..., 0] for x in _history(trigrams))
 
     nats, predicted = 0.0, 0
-    indices = validation_indices(source.validation, limit=limit, seq_len=seq_len)
+    held_out = source.rows(source.validation, seq_len)
+    indices = held_out.choose(limit)
     for group in np.array_split(indices, max(1, len(indices) * seq_len // chunk)):
-        first, second, third = _trigrams(read_checked(source, source.validation, group, seq_len))
+        first, second, third = _trigrams(read_checked(source, held_out, group))
         shorter, seen = after_one[second, third], first >= 0
         h = first[seen], second[seen]
         longer = _witten_bell(trigrams[(*h, third[seen])], total[h], different[h], shorter[seen])

@@ -11,7 +11,6 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
-from moezoo.data.windows import validation_indices
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -84,13 +83,11 @@ class Evaluator:
         self.sums = make_sums(model, execution)
 
     def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
-        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` windows of the validation split.
+        """Evaluate `model`, laid out for the execution, on `data.eval_sequences` rows of the validation split.
 
         What `on_batch` raises ends the evaluation.
         """
         cfg, limit = self._cfg, self._cfg.data.eval_sequences
-        windows = validation_indices(self._source.validation, limit=limit, seq_len=cfg.seq_len)
-        count = -(-len(windows) // cfg.batch_size)
         nats, tokens, dropped = 0.0, 0, 0
         batches = validation_batches(
             self._source,
@@ -99,6 +96,7 @@ class Evaluator:
             limit=limit,
             rows=self._feed.rows,
         )
+        count = len(batches)
         for done, batch in enumerate(batches):
             on_batch(done, count)
             # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
+from moezoo.data.epochs import Epochs
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
@@ -213,7 +214,7 @@ def trained_rows(blueprint: Blueprint) -> list[tuple[str, str]]:
 
 
 def summarize(
-    cfg: TrainConfig, execution: Execution, step: Step, source: Source, baseline: float | None
+    cfg: TrainConfig, execution: Execution, step: Step, source: Source, epochs: Epochs, baseline: float | None
 ) -> list[tuple[str, str]]:
     """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
@@ -257,6 +258,7 @@ def summarize(
             f"gradient sums {cfg.execution.reduce_dtype}; remat {execution.remat}",
         ),
         *_data_rows(source),
+        *(("packing", line) for line in epochs.describe()),
     ]
     if baseline is not None:
         rows.append(("baseline", f"{baseline:.3f} nats per {source.unit}, the validation loss of a trigram model"))

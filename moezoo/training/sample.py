@@ -26,13 +26,14 @@ class Sample(NamedTuple):
 def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution) -> Sample:
     """Continue a validation text, to `seq_len` or 256 tokens, at temperature 0.7, by the run's seed.
 
-    The prompt is what stands before the first predicted token of a document, or else the start of a window.
+    The prompt is what stands before the first predicted token of a document, or else the start of a validation row.
     """
     longest = min(cfg.seq_len, _LONGEST)
     prompt = source.question(longest)
     if prompt is None:
         (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
-        prompt = np.asarray(batch.tokens)[0, : max(1, longest // 4)]
+        first_document = int((np.asarray(batch.segments) == 1).sum())
+        prompt = np.asarray(batch.tokens)[0, : max(1, min(longest // 4, first_document))]
     length = len(prompt)
     ids = generate(
         model,

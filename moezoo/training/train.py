@@ -10,7 +10,9 @@ import numpy as np
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, folder_path
 from moezoo.config.settings import TrainConfig, check_config
-from moezoo.data import Source, load, train_batches, trigram_loss
+from moezoo.data import Source, load, trigram_loss
+from moezoo.data.batches import read_batches
+from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
@@ -61,6 +63,7 @@ class _Prepared(NamedTuple):
 
     execution: Execution
     source: Source
+    epochs: Epochs
     baseline: float | None
     step: Step
     folder: Path
@@ -110,7 +113,11 @@ def train(cfg: TrainConfig) -> Run:
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
         changes = _describe_resume(before, prepared)
-    summary = [*report.summarize(cfg, execution, step, source, prepared.baseline), ("cache", cache), *changes]
+    summary = [
+        *report.summarize(cfg, execution, step, source, prepared.epochs, prepared.baseline),
+        ("cache", cache),
+        *changes,
+    ]
 
     with opened(prepared.folder, cfg, resumed, start, history, source.held_out) as run:
         report.print_lines([*summary, ("run_dir", str(run.path))])
@@ -123,9 +130,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
     supervisor.report_to_watcher(str(folder))
     feed = step.feed()
     micro = cfg.batch_size // cfg.execution.microbatches
-    batches = train_batches(
-        source, seq_len=cfg.seq_len, batch_size=micro, seed=cfg.seed, rows=feed.rows, start=prepared.batches_read
-    )
+    batches = read_batches(source, prepared.epochs, batch_size=micro, rows=feed.rows, start=prepared.batches_read)
     with writing_to("run_dir", folder):
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep, size)
@@ -178,7 +183,8 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
-    return _Prepared(execution, source, baseline, step, folder, batches_read, changed)
+    epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
+    return _Prepared(execution, source, epochs, baseline, step, folder, batches_read, changed)
 
 
 def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:

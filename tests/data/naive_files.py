@@ -72,3 +72,58 @@ def rows(shards: list[Shard], *, seed: int, seq_len: int) -> Iterator[list[list[
                 goes_on = i + 1 < len(part) and part[i + 1][0] == part[i][0]
                 row.append((part[i][2], part[i + 1][2] if goes_on else -1, segment, position))
             yield [list(column) for column in zip(*row, strict=True)]
+
+
+Row = list[list[int]]  # tokens, labels, segments and positions
+
+
+def pack(documents: list[list[int]], seq_len: int, buffer: int) -> list[Row]:
+    """Return rows of whole documents; a long one becomes parts first, of which each begins with the last token before.
+
+    Of each `buffer` documents the longest goes first, into the fullest row that has room for it.
+    """
+    parts = [part for document in documents for part in cut_long(document, seq_len)]
+    rows = []
+    for begin in range(0, len(parts), buffer):
+        some, boxes = parts[begin : begin + buffer], []
+        for number in sorted(range(len(some)), key=lambda i: (-len(some[i]), i)):
+            fitting = [box for box in boxes if sum(len(some[i]) - 1 for i in [*box, number]) <= seq_len]
+            if fitting:
+                max(fitting, key=lambda box: sum(len(some[i]) - 1 for i in box)).append(number)
+            else:
+                boxes.append([number])
+        rows += [[some[i] for i in sorted(box)] for box in sorted(boxes, key=min)]
+    return [lay_out(row, seq_len) for row in rows]
+
+
+def cut_long(document: list[int], seq_len: int) -> list[list[int]]:
+    """Return parts that predict at most `seq_len` tokens each."""
+    return [document[at : at + seq_len + 1] for at in range(0, len(document) - 1, seq_len)]
+
+
+def lay_out(documents: list[list[int]], seq_len: int) -> Row:
+    """Return the row that holds documents one after another."""
+    places = [
+        (document[i], document[i + 1], segment, i)
+        for segment, document in enumerate(documents, 1)
+        for i in range(len(document) - 1)
+    ]
+    return [list(column) for column in zip(*places, *[(0, -1, 0, 0)] * (seq_len - len(places)), strict=True)]
+
+
+def packed_rows(shards: list[Shard], *, seed: int, seq_len: int, buffer: int) -> Iterator[Row]:
+    """Yield packed rows of the documents that are trained on, epoch after epoch, without end."""
+    chosen = [
+        [
+            part
+            for document, number in zip(*shard, strict=True)
+            if not is_held_out(number)
+            for part in cut_long(document, seq_len)
+        ]
+        for shard in shards
+    ]
+    for epoch in itertools.count():
+        draw = iter(np.random.Philox(key=[seed, epoch]).random_raw(10**5).tolist())
+        of_shard = [next(draw) for _ in chosen]
+        keyed = [(of_shard[i], next(draw), part) for i, parts in enumerate(chosen) for part in parts]
+        yield from pack([part for *_, part in sorted(keyed)], seq_len, buffer)

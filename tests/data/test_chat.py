@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from moezoo.data import Chat, Source, chat_renderer, load
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
 from moezoo.data.corpus import select_held_out_by_index
+from moezoo.data.epochs import make_epochs
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 
@@ -87,7 +89,7 @@ def tokenizer(folder: Path) -> HuggingFace:
 def test_everything_that_decides_the_tokens_makes_another_entry(folder, tmp_path):
     path = write(tmp_path / "a.jsonl", [{**record, "also": PLAIN} for record in CHATS])
     template = tmp_path / "t.jinja"
-    template.write_text(QWEN.template.replace("You help.", "{{ strftime_now('%Y') }} {{ eos_token }}"))
+    template.write_text(QWEN.template.replace("'You help.'", "strftime_now('%Y') + eos_token"))
     first = settings(path, folder)
     others = [first, settings(path, folder, template=str(template))]
     others += [dataclasses.replace(others[1], date="2026-01-01"), dataclasses.replace(first, field="also")]
@@ -121,12 +123,39 @@ def test_a_question_ends_where_the_answer_begins(folder, tmp_path):
 
 
 def test_few_chats(folder, tmp_path):
-    """Chats stay whole where few are there: the last one is held out."""
-    source = load_chats(settings(write(tmp_path / "a.jsonl", CHATS), folder, eval_sequences=0))
-    assert (source.train.documents, source.validation.documents) == (4, 1)
-    assert source.summary["held out"] == "the last chat"
+    """Each split has whole chats."""
+    source = load_chats(settings(write(tmp_path / "a.jsonl", CHATS[:2]), folder))
+    assert (source.train.documents, source.validation.documents) == (1, 1)
     with refused(f"data.path={tmp_path}/a.jsonl has one chat alone; give more, or set data.validation"):
         load_chats(settings(write(tmp_path / "a.jsonl", CHATS[:1]), folder))
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_chats_longer_than_a_row(folder, tmp_path, too_long):
+    """Cut at their end, with the loss up to there, or left out; what has no loss then is in no row. All is counted."""
+    seq_len, late = 50, {"prompt": "why? " * 9, "completion": "b"}
+    chat = settings(write(tmp_path / "a.jsonl", [*CHATS, late]), folder, too_long=too_long)
+    source = load(chat, seq_len=seq_len, seed=0, vocab=300)
+    trained = documents(source)[: source.train.documents]
+    fits = [len(ids) <= seq_len + 1 for ids, _ in trained]
+    if too_long == "drop":
+        trained = [document for document, fit in zip(trained, fits, strict=True) if fit]
+    labels = [
+        [token for token, predicted in zip(ids[1 : seq_len + 1], mask[1 : seq_len + 1], strict=True) if predicted]
+        for ids, mask in trained
+    ]
+    epochs = make_epochs(source, seq_len=seq_len, seed=0)
+    rows = epochs.rows(0)
+    batch = rows.read(np.arange(len(rows)))
+    assert sorted(batch.labels[batch.labels != -1]) == sorted(itertools.chain.from_iterable(labels))
+    packed, *counted = epochs.describe()
+    assert packed.startswith(f"whole: {len([ids for ids in labels if ids])} documents in {len(rows)} rows")
+    how = {"cut": "are cut at their end", "drop": "are left out"}[too_long]
+    expected = [f"{fits.count(False)} documents longer than a row {how}"]
+    if empty := labels.count([]):
+        expected.append(f"{empty} documents without a token to predict are left out")
+    assert counted == expected
+    assert (empty > 0) == (too_long == "cut")
 
 
 GOOD = {"prompt": "a", "completion": "b"}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.data.corpus import Corpus, concatenate
-from moezoo.data.windows import read_windows, validation_indices, window_count
+from moezoo.data.windows import Windows
 
 
 def corpus_of(lengths: list[int], dtype=np.uint8, predicted=None) -> Corpus:
@@ -38,8 +38,8 @@ def one_by_one(lengths: list[int], row: int, seq_len: int, predicted=lambda toke
 @given(st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 20]), min_size=1, max_size=8), st.integers(1, 9))
 def test_windows_against_a_loop(lengths, seq_len):
     corpus = corpus_of(lengths)
-    count = window_count(corpus, seq_len)
-    batch = read_windows(corpus, np.arange(count), seq_len)
+    count = len(Windows(corpus, seq_len))
+    batch = Windows(corpus, seq_len).read(np.arange(count))
     for array in batch:
         assert (array.shape, array.dtype) == ((count, seq_len), np.int32)
     for row in range(count):
@@ -57,16 +57,16 @@ def test_a_token_that_the_mask_leaves_out_is_no_label(lengths, seq_len, period):
         return token % 5 >= period
 
     corpus = corpus_of(lengths, predicted=predicted)
-    count = window_count(corpus, seq_len)
-    batch = read_windows(corpus, np.arange(count), seq_len)
+    count = len(Windows(corpus, seq_len))
+    batch = Windows(corpus, seq_len).read(np.arange(count))
     for row in range(count):
         assert [array[row].tolist() for array in batch] == one_by_one(lengths, row, seq_len, predicted)
 
 
 def test_any_order_and_beyond_the_end():
     corpus = corpus_of([5, 6])
-    every = read_windows(corpus, np.arange(3), 4)
-    some = read_windows(corpus, np.array([2, 0, 2, 9]), 4)
+    every = Windows(corpus, 4).read(np.arange(3))
+    some = Windows(corpus, 4).read(np.array([2, 0, 2, 9]))
     for whole, part in zip(every, some, strict=True):
         np.testing.assert_array_equal(part[:3], whole[[2, 0, 2]])
     assert [array[3].tolist() for array in some] == [[0] * 4, [-1] * 4, [0] * 4, [0] * 4]
@@ -74,7 +74,7 @@ def test_any_order_and_beyond_the_end():
 
 def test_ids_wider_than_a_byte():
     corpus = concatenate([np.array([70_000, 65_535, 3])], np.dtype(np.uint32))
-    assert read_windows(corpus, np.array([0]), 2).labels.tolist() == [[65_535, 3]]
+    assert Windows(corpus, 2).read(np.array([0])).labels.tolist() == [[65_535, 3]]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_ids_wider_than_a_byte():
     [(0, list(range(10))), (10, list(range(10))), (99, list(range(10))), (4, [0, 2, 5, 7]), (1, [0])],
 )
 def test_validation_windows_are_evenly_spaced(limit, expected):
-    assert validation_indices(corpus_of([21]), limit=limit, seq_len=2).tolist() == expected
+    assert Windows(corpus_of([21]), 2).choose(limit).tolist() == expected
 
 
 def test_nothing_to_predict_makes_no_window():
     for lengths in ([], [0], [1]):
-        assert window_count(corpus_of(lengths), 4) == 0
-        assert validation_indices(corpus_of(lengths), limit=3, seq_len=4).tolist() == []
+        assert len(Windows(corpus_of(lengths), 4)) == 0
+        assert Windows(corpus_of(lengths), 4).choose(3).tolist() == []

@@ -9,7 +9,7 @@ from refusals import refused
 
 import moezoo
 from moezoo.data import load
-from moezoo.data.windows import read_windows
+from moezoo.data.windows import Windows
 
 DEEPSEEK = moezoo.models.DeepSeekConfig(vocab=24, embed=8, layers=2, heads=2, mlp=6, expert_mlp=6)
 
@@ -25,7 +25,7 @@ def test_the_mean_over_predicted_tokens_of_all_windows():
     corpus = load(cfg.data, seq_len=16, seed=cfg.seed, vocab=cfg.model.vocab).validation
     windows = -(-(len(corpus) - 1) // 16)
     assert windows > 7
-    batch = read_windows(corpus, np.array([i * windows // 7 for i in range(7)]), 16)
+    batch = Windows(corpus, 16).read(np.array([i * windows // 7 for i in range(7)]))
     read = jax.jit(lambda model: model(batch.tokens, segments=batch.segments, positions=batch.positions).logits)
     log_p = np.asarray(jax.nn.log_softmax(read(model)), np.float64)
     nats = [-log_p[i, j, label] for (i, j), label in np.ndenumerate(batch.labels) if label >= 0]

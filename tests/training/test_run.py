@@ -10,7 +10,7 @@ from training_runs import assert_same_models
 
 import moezoo
 from moezoo.config.build import blueprint_of, build_execution
-from moezoo.data import load, trigram_loss, validation_batches
+from moezoo.data import load, train_batches, trigram_loss, validation_batches
 from moezoo.training import loop
 from moezoo.training import train as module
 from moezoo.training.build import build_model_on_mesh
@@ -24,23 +24,24 @@ def test_a_model_on_a_mesh_has_the_seed_and_dtype_of_the_run(tiny):
 
 def test_figures_of_a_run(tiny, monkeypatch, capsys):
     """With a clock that advances by half a second per look, which is twice per step of 8 x 16 tokens."""
-    looks, asked, read = itertools.count(), [], module.train_batches
+    looks, asked, read = itertools.count(), [], module.read_batches
     clock = types.SimpleNamespace(perf_counter=lambda: next(looks) / 2, monotonic=time.monotonic)
     monkeypatch.setattr(loop, "time", clock)
 
-    def read_and_note(source, **settings):
-        asked.append(settings)
-        return read(source, **settings)
+    def read_and_note(source, epochs, **settings):
+        asked.append((settings["batch_size"], settings["start"], epochs.read(np.arange(8)).tokens.tolist()))
+        return read(source, epochs, **settings)
 
-    monkeypatch.setattr(module, "train_batches", read_and_note)
+    monkeypatch.setattr(module, "read_batches", read_and_note)
     overrides = ("mesh=single", "dispatch=gather", "model.layers=1", "model.z_loss=0", "seed=3")
     cfg = moezoo.compose(*tiny, *overrides, "steps=5", "log_every=3", "eval_every=0")
     run = moezoo.train(cfg)
     assert [(row["step"], row["tokens_per_second"]) for row in run.history] == [(1, 256), (3, 256), (5, 256)]
     assert all(row["z_loss"] == 0 < row["load_balance_loss"] for row in run.history)
-    assert [(settings["seed"], settings["batch_size"], settings["start"]) for settings in asked] == [(3, 8, 0)]
 
     source = load(cfg.data, seq_len=16, seed=3, vocab=32)
+    batch = next(train_batches(source, seq_len=16, batch_size=8, seed=3))
+    assert asked == [(8, 0, batch.tokens.tolist())]
     baseline = trigram_loss(source, limit=16, seq_len=16)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("baseline")]
     assert f"{baseline:.3f}" in line
