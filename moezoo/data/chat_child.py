@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import ext, nodes, sandbox, utils
+from jinja2.exceptions import SecurityError
 
 _NAME = "<chat template>"
 # How much of two texts that differ is shown, on each side of the first difference.
@@ -65,14 +66,13 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, in which what is not allowed ends the template, instead of being empty text."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        raise sandbox.SecurityError(f"access to {attribute!r} of {type(obj).__name__}")
+        raise SecurityError(f"access to {attribute!r} of {type(obj).__name__}")
 
 
 class _Namespace(utils.Namespace):
     """What `namespace()` makes, without names that Python keeps for itself."""
 
-    def __init__(*items: Any, **named: Any):
-        self, *items = items
+    def __init__(self, /, *items: Any, **named: Any):
         for name in (values := dict(*items, **named)):
             _check_name(name)
         utils.Namespace.__init__(self, values)
@@ -84,7 +84,7 @@ class _Namespace(utils.Namespace):
 
 def _check_name(name: Any) -> None:
     if str(name).startswith("_"):
-        raise sandbox.SecurityError(f"a namespace with {name!r}")
+        raise SecurityError(f"a namespace with {name!r}")
 
 
 class Chats:
@@ -174,7 +174,7 @@ class Chats:
             raise
         except _RaisedError as error:
             raise RefusalError("raised", text=_words(error)) from error
-        except sandbox.SecurityError as error:
+        except SecurityError as error:
             raise RefusalError("unsafe", text=_words(error), line=_line(error)) from error
         except MemoryError as error:
             raise RefusalError("memory") from error

@@ -86,7 +86,7 @@ class ChatFormat:
         rendered = self._renderer.render(self._request(chat, loss_on))
         found = self._guarded.encode(rendered.text)
         text = self._guarded.restore(rendered.text)
-        spans = rendered.spans if rendered.marked else [_trim(*span, text, found) for span in rendered.spans]
+        spans = rendered.spans if rendered.marked else [_trim(*each, text, found) for each in rendered.spans]
         mask = np.full(len(found.ids), loss_on == "all")
         for begin, end in spans:
             mask |= (begin <= found.begins) & (found.begins < end)

@@ -34,7 +34,7 @@ class Rendered(NamedTuple):
     """
 
     text: str
-    spans: list[list[int]]
+    spans: list[tuple[int, int]]
     marked: bool
 
 
@@ -96,7 +96,7 @@ class Renderer:
                 self._idle.append(child)
         if "fault" in answer:
             raise UserError(self._explain(answer))
-        return Rendered(**answer)
+        return Rendered(answer["text"], [(begin, end) for begin, end in answer["spans"]], answer["marked"])
 
     def _take(self) -> "_Child":
         with self._lock:

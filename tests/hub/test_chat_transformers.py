@@ -1,5 +1,6 @@
 """Rendered chats, their tokens and what is trained, against transformers' `apply_chat_template`."""
 
+import datetime
 import json
 
 import pytest
@@ -31,7 +32,7 @@ def today(monkeypatch):
     """transformers shows templates the date of today, and moezoo a fixed one."""
     from transformers.utils import chat_template_utils as utils
 
-    class Fixed(utils.datetime):
+    class Fixed(datetime.datetime):
         @classmethod
         def now(cls, tz=None):
             return cls(2025, 2, 3)
