@@ -54,12 +54,19 @@ class Name(str):
 class Checks(NamedTuple):
     """What types cannot express, by dotted key."""
 
-    # For a section whose class depends on one of its keys: that key, and the class by its value.
+    # For a section whose class depends on one of its keys: that key, and the class by its value. `SECTION.*` stands for
+    # all sections in it.
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
     renamed: Mapping[str, str] = types.MappingProxyType({})  # old key -> new key
 
+    def tag(self, key: str) -> tuple[str, Mapping[str, type]] | None:
+        """Return the key that chooses the class of a section, and the classes; None where it has one class."""
+        return self.tags.get(key) or self.tags.get(f"{key.rpartition('.')[0]}.*")
+
 
 NO_CHECKS = Checks()
+# Metadata of the field of a dataclass whose keys stand beside the others in a configuration, not in a section.
+INLINED = "inlined"
 
 _SCALARS = {int: "a whole number such as 4", float: "a number such as 0.5", bool: "true or false", str: "text"}
 
@@ -80,7 +87,7 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     Raises:
         UserError: `value` does not fit. The message has the key, what was expected and what was found.
     """
-    if key in checks.tags or dataclasses.is_dataclass(kind):
+    if checks.tag(key) or dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, key, checks)
     inner, classes = _apart(kind)
     origin, arguments, choices = typing.get_origin(inner), typing.get_args(inner), _choices(inner)
@@ -96,7 +103,7 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
             return tuple(convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     elif origin is Mapping:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-            return {name: convert(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
+            return {name: convert(arguments[1], item, f"{key}.{name}", checks) for name, item in value.items()}
     elif (scalar := _scalar(inner, value)) is not None:
         unbounded = inner is int and valid.at_most == math.inf
         if wrong := [limits for limits in (valid, _INT32)[: 1 + unbounded] if not limits.holds(scalar)]:
@@ -156,13 +163,20 @@ def to_plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
     """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None."""
     if dataclasses.is_dataclass(value):
         names = (field.name for field in dataclasses.fields(value))
+        if inlined := _inlined(type(value)):
+            beside = to_plain(getattr(value, inlined), key, checks)
+            return beside | {name: to_plain(getattr(value, name)) for name in names if name != inlined}
         fields = {name: to_plain(getattr(value, name), _join(key, name), checks) for name in names}
-        if key not in checks.tags:
+        if (tagged := checks.tag(key)) is None:
             return fields
-        tag, classes = checks.tags[key]
-        return {tag: next(name for name, kind in classes.items() if type(value) is kind), **fields}
+        for name, kind in tagged[1].items():
+            if type(value) is kind:
+                return {tagged[0]: name, **fields}
+        raise UserError(
+            f"{key}: a configuration cannot record {type(value).__name__} here, only {', '.join(tagged[1])}"
+        )
     if isinstance(value, Mapping):
-        return {name: to_plain(item) for name, item in value.items()}
+        return {name: to_plain(item, _join(key, name), checks) for name, item in value.items()}
     return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -172,9 +186,16 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
     Defaults are those of the dataclass instance `default`, otherwise of `kind`. What `convert` refuses is kept as it
     is.
     """
-    if key in checks.tags and isinstance(value, Mapping):
-        tag, classes = checks.tags[key]
-        kind = classes.get(show(value.get(tag)))
+    if typing.get_origin(kind) is Mapping and isinstance(value, Mapping):
+        inside = typing.get_args(kind)[1]
+        return {name: complete(inside, item, _join(key, show(name)), checks) for name, item in value.items()}
+    if isinstance(value, Mapping) and (inlined := _inlined(kind)):
+        own, beside = _split_inlined(kind, value)
+        usual = {field.name: field.default for field in dataclasses.fields(kind)}
+        known = {name: default for name, default in usual.items() if default is not dataclasses.MISSING}
+        return complete(types_of(kind)[inlined], beside, key, checks) | known | own
+    if isinstance(value, Mapping) and (tagged := checks.tag(key)):
+        kind = tagged[1].get(show(value.get(tagged[0])))
     if not dataclasses.is_dataclass(kind) or not isinstance(value, Mapping):
         return value
     hints, completed = types_of(kind), dict(value)
@@ -273,7 +294,7 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
                 raise UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
             raise _unknown_key_error(key, at, name, named, fields, checks)
         kind = fields[name]
-        if here not in checks.tags and not dataclasses.is_dataclass(kind):
+        if checks.tag(here) is None and not dataclasses.is_dataclass(kind):
             break
         at, named, section = here, "", section.setdefault(name, {})
         if not isinstance(section, dict):
@@ -282,22 +303,37 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
             raise UserError(
                 f"{key}={show(value)}: {at} is a section; set its keys, such as {at}.{next(iter(section))}=VALUE"
             )
-        if at in checks.tags:
-            if names[0] == checks.tags[at][0]:
+        if tagged := checks.tag(at):
+            if names[0] == tagged[0]:
                 raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
             named, kind = _class_of(section, at, checks)
     if names and typing.get_origin(kind) is Mapping:  # its keys are free
         section = section.setdefault(name, {})
         name, *names = names
+        if names and dataclasses.is_dataclass(typing.get_args(kind)[1]) and isinstance(section, dict):
+            section = section.setdefault(name, {})  # its class is known when all its keys are
+            name, *names = names
     if names or not isinstance(section, dict):
         parent = key.rpartition(".")[0]
         raise UserError(f"{key}: {parent} is one value and has no keys; write {parent}=VALUE")
     section[name] = value
 
 
+def _inlined(kind: Any) -> str | None:
+    """Return the field whose keys stand beside the others; None without one."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return next((field.name for field in fields if field.metadata.get(INLINED)), None)
+
+
+def _split_inlined(kind: type, section: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Separate the keys of a class from those of its field whose keys stand beside them."""
+    names = types_of(kind).keys() - {_inlined(kind)}
+    return {n: v for n, v in section.items() if n in names}, {n: v for n, v in section.items() if n not in names}
+
+
 def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str, type]:
     """Return the tag of a section and the class that it selects."""
-    tag, classes = checks.tags[key]
+    tag, classes = checks.tag(key) or ("", {})
     if tag not in section:
         raise UserError(f"{key}.{tag} is missing; set it to one of {', '.join(classes)}")
     name = show(section[tag])
@@ -310,9 +346,14 @@ def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
     if not isinstance(value, Mapping):
         raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
     section, named, completed = dict(value), "", complete(kind, value, key, checks)
-    if key in checks.tags:
+    if inlined := _inlined(kind):
+        own, beside = _split_inlined(kind, section)
+        hints, valid = types_of(kind), ranges_of(kind)
+        own = {name: convert(hints[name], item, _join(key, name), checks, valid[name]) for name, item in own.items()}
+        return kind(**{inlined: convert(hints[inlined], beside, key, checks)}, **own)
+    if tagged := checks.tag(key):
         named, kind = _class_of(section, key, checks)
-        del section[checks.tags[key][0]]
+        del section[tagged[0]]
     hints, valid = types_of(kind), ranges_of(kind)
     for name in section:
         if name not in hints:
@@ -331,7 +372,7 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
         return UserError(f"{old} is now {new}")
     where = f" in {at} {named}".rstrip() if at else ""
     hint = nearest(show(name), valid) if valid else "it takes none"
-    tag, kinds = checks.tags.get(at, ("", {}))
+    tag, kinds = checks.tag(at) or ("", {})
     # An entry of a group has the name of its class, except that several models are of one family.
     also = f"{tag} " if tag == "family" else f"{at}="
     others = [f"{also}{entry}" for entry, kind in kinds.items() if name in types_of(kind)]

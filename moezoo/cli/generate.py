@@ -188,11 +188,13 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
 
 
 def _run_chats(cfg: Any) -> Any:
-    from moezoo.data import Chat
+    from moezoo.data import Chat, Mixture
 
-    if not isinstance(cfg.data, Chat):
+    sources = [each.source for each in cfg.data.sources.values()] if isinstance(cfg.data, Mixture) else [cfg.data]
+    chats = next((source for source in sources if isinstance(source, Chat)), None)
+    if chats is None:
         raise UserError("chat= needs a run on data=chat, which has a template; write prompt=TEXT, or name a folder")
-    return cfg.data.format()
+    return chats.format()
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -36,13 +36,14 @@ from moezoo.config.own import (
     without_own,
 )
 from moezoo.config.renamed import BEFORE, RENAMED
-from moezoo.config.settings import TAG, TrainConfig
+from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
 from moezoo.parallel.rules import Rules
 from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
-_CHECKS = Checks(TAG, RENAMED)
+_CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
+_SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 
@@ -191,7 +192,7 @@ def _import_own(asked: Asked) -> Checks:
 
 def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
     tags = {key: (TAGS[key][0], {**classes, **TAGS[key][1]}) for key, classes in own.items()}
-    return _CHECKS._replace(tags={**TAG, **tags}) if own else _CHECKS
+    return _CHECKS._replace(tags={**_CHECKS.tags, **tags}) if own else _CHECKS
 
 
 def _place_own(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
@@ -272,6 +273,8 @@ def _finish(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfi
     mapping = _place_own(copy.deepcopy(mapping), asked, checks)
     for key, value in asked.changes.items():
         if key not in checks.tags:  # a class of the user's own, placed above
+            if key == _SOURCES and isinstance(value, str):
+                value = read_yaml(value, key)
             set_key(TrainConfig, mapping, key, value, checks)
     return convert(TrainConfig, _resolve(mapping), "", checks)
 

@@ -125,3 +125,5 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "data": ("name", SOURCES),
     "distributed": ("name", DISTRIBUTED),
 }
+# The same for sections inside a group's.
+INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {"data.sources.*": TAG["data"]}

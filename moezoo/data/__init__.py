@@ -7,6 +7,8 @@ from moezoo.data.batches import validation_batches as validation_batches
 from moezoo.data.chat import Chat as Chat
 from moezoo.data.corpus import Corpus as Corpus
 from moezoo.data.jsonl import Jsonl as Jsonl
+from moezoo.data.mixture import Mixture as Mixture
+from moezoo.data.mixture import Weighted as Weighted
 from moezoo.data.parquet import Parquet as Parquet
 from moezoo.data.python_stdlib import PythonStdlib as PythonStdlib
 from moezoo.data.rows import Batch as Batch
@@ -25,4 +27,5 @@ SOURCES: dict[str, type[DataSettings]] = {
     "chat": Chat,
     "tokens": Tokens,
     "synthetic": Synthetic,
+    "mixture": Mixture,
 }

@@ -1,7 +1,9 @@
 """The contract of the configuration group `data`, whose entries are frozen dataclasses, and how an entry is loaded."""
 
 import abc
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.data.packing import Packing, fit
@@ -61,7 +63,29 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, trainin
     seq_len = convert(int, seq_len, "seq_len", valid=Range(at_least=1))
     seed = convert(int, seed, "seed", valid=Range(at_least=0, at_most=2**32 - 1))
     vocab = convert(int, vocab, "vocab", valid=Range(at_least=1))
-    source = dataclasses.replace(settings.load(seed=seed, vocab=vocab), packing=settings.packing)
+    source = load_unchecked(settings, seed=seed, vocab=vocab)
+    for name, part in source.parts.items():
+        trained = training and (not name or source.weighted[name].weight > 0)
+        with naming(name):
+            _check_splits(part, seq_len, trained)
+    return source
+
+
+def load_unchecked(settings: DataSettings, *, seed: int, vocab: int) -> Source:
+    """Do what `load` does, without looking at the sizes of splits."""
+    return dataclasses.replace(settings.load(seed=seed, vocab=vocab), packing=settings.packing)
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let a mistake in the block begin with the name of a source of a mixture; an empty name changes nothing."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.sources.{name}: {error}" if name else str(error)) from error
+
+
+def _check_splits(source: Source, seq_len: int, training: bool) -> None:
     if training and not len(source.train):
         raise UserError(f"data.path is required to train with data={source.name}; pass data.path=FILE_OR_FOLDER")
     for split, corpus in (("training", source.train), ("validation", source.validation))[not training :]:
@@ -77,4 +101,3 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, trainin
                 f"data={source.name} has no document for {split} that predicts a {source.unit} within "
                 f"seq_len={seq_len}; give shorter documents or a larger seq_len"
             )
-    return source

@@ -51,7 +51,7 @@ def read_batches(
         return epochs.read(numbers if rows is None else numbers[rows])
 
     # Reading from memory takes a fraction of a step; a file may be on a slow disk, so it is read ahead.
-    ahead = 4 if isinstance(source.train.tokens, np.memmap) else 0
+    ahead = 4 if any(isinstance(part.train.tokens, np.memmap) for part in source.parts.values()) else 0
     options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
     batches: Any = iter(grain.MapDataset.range(ENDLESS).batch(batch_size).map(read).to_iter_dataset(options))
     batches.set_state({"next_index": start})
@@ -85,7 +85,7 @@ def validation_batches(
     All batches are full: the last one is filled with rows of padding, which have segment 0 and label -1.
 
     Args:
-        source: The data.
+        source: The data; of a mixture one of its sources.
         seq_len: The tokens per row.
         batch_size: The rows per batch.
         limit: The number of rows to read, evenly spaced; 0 for all.

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer
 
+from moezoo.data.base import naming
+from moezoo.data.draws import Draws
 from moezoo.data.order import reorder
 from moezoo.data.packing import Fitted, Packed, fit, pack
 from moezoo.data.rows import Batch, Rows
@@ -31,6 +33,27 @@ class _Places(NamedTuple):
 class Epochs(abc.ABC):
     """The training rows of a source, in an order that follows from the seed. Threads may read at the same time."""
 
+    @abc.abstractmethod
+    def read(self, numbers: _Numbers) -> Batch:
+        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_checked`."""
+
+    @abc.abstractmethod
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        """Return the number of tokens in each row, padding not counted, without reading any."""
+
+    def by_source(self, numbers: _Numbers) -> dict[str, int]:
+        """Return how many tokens of each source of a mixture are in rows; nothing for other data."""
+        del numbers
+        return {}
+
+    def describe(self) -> list[str]:
+        """Return lines for the summary of a run; none where rows are windows."""
+        return []
+
+
+class _OneSource(Epochs):
+    """The training rows of a source that is no mixture."""
+
     def __init__(self, source: Source, make: Callable[[int], Rows]):
         """`make` returns the rows of an epoch, from 0."""
         self._source, self._lock = source, threading.Lock()
@@ -45,21 +68,32 @@ class Epochs(abc.ABC):
     def locate(self, numbers: _Numbers) -> _Places:
         """Return where the rows of these numbers are."""
 
-    def describe(self) -> list[str]:
-        """Return lines for the summary of a run; none where rows are windows."""
-        return []
-
     def read(self, numbers: _Numbers) -> Batch:
-        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_checked`."""
-        places, parts = self.locate(numbers), {}
+        places = self.locate(numbers)
+
+        def part(epoch: int, chosen: np.ndarray) -> Batch:
+            return read_checked(self._source, self.rows(epoch), places.indices[chosen])
+
+        return _join(places.epochs, part)
+
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        places = self.locate(numbers)
+        sizes = np.empty(len(numbers), np.int64)
         for epoch in np.unique(places.epochs):
-            chosen = np.flatnonzero(places.epochs == epoch)
-            parts[epoch] = chosen, read_checked(self._source, self.rows(int(epoch)), places.indices[chosen])
-        order = np.argsort(np.concatenate([chosen for chosen, _ in parts.values()]))
-        return Batch(*(np.concatenate(arrays)[order] for arrays in zip(*(b for _, b in parts.values()), strict=True)))
+            chosen = places.epochs == epoch
+            sizes[chosen] = self.rows(int(epoch)).sizes(places.indices[chosen])
+        return sizes
 
 
-class _Shuffled(Epochs):
+def _join(groups: np.ndarray, part: Callable[[int, np.ndarray], Batch]) -> Batch:
+    """Return a batch of which each row is of a group; `part` returns the rows `chosen` of a group."""
+    chosen = {int(group): np.flatnonzero(groups == group) for group in np.unique(groups)}
+    batches = [part(group, rows) for group, rows in chosen.items()]
+    order = np.argsort(np.concatenate(list(chosen.values())))
+    return Batch(*(np.concatenate(arrays)[order] for arrays in zip(*batches, strict=True)))
+
+
+class _Shuffled(_OneSource):
     """Windows in random order."""
 
     def __init__(self, source: Source, seq_len: int, seed: int):
@@ -76,7 +110,7 @@ class _Shuffled(Epochs):
         return _Places(np.zeros_like(indices), indices)
 
 
-class _Reordered(Epochs):
+class _Reordered(_OneSource):
     """Windows of documents in random order."""
 
     def __init__(self, source: Source, shards: np.ndarray, seq_len: int, seed: int):
@@ -87,7 +121,7 @@ class _Reordered(Epochs):
         return _Places(*np.divmod(numbers.astype(np.int64), self._count))
 
 
-class PackedEpochs(Epochs):
+class PackedEpochs(_OneSource):
     """Whole documents in random order; each epoch packs them anew. `fitted` describes them."""
 
     def __init__(self, source: Source, seq_len: int, seed: int):
@@ -122,17 +156,56 @@ class PackedEpochs(Epochs):
         return _Places(epochs, numbers - np.array(ends, np.int64)[epochs])
 
 
+class _Mixed(Epochs):
+    """Rows of several sources, drawn by weight. Each source has epochs of its own."""
+
+    def __init__(self, source: Source, seq_len: int, seed: int):
+        self._names = list(source.weighted)
+        self._draws = Draws([part.weight for part in source.weighted.values()], seed)
+        self._epochs = {
+            number: make_epochs(part.source, seq_len=seq_len, seed=seed)
+            for number, part in enumerate(source.weighted.values())
+            if part.weight  # another may have no text to train on
+        }
+
+    def describe(self) -> list[str]:
+        return [f"{self._names[i]}: {line}" for i, epochs in self._epochs.items() for line in epochs.describe()]
+
+    def read(self, numbers: _Numbers) -> Batch:
+        drawn = self._draws.locate(numbers)
+
+        def part(number: int, chosen: np.ndarray) -> Batch:
+            with naming(self._names[number]):
+                return self._epochs[number].read(drawn.indices[chosen])
+
+        return _join(drawn.sources, part)
+
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        drawn = self._draws.locate(numbers)
+        sizes = np.empty(len(numbers), np.int64)
+        for number in np.unique(drawn.sources):
+            chosen = drawn.sources == number
+            sizes[chosen] = self._epochs[int(number)].sizes(drawn.indices[chosen])
+        return sizes
+
+    def by_source(self, numbers: _Numbers) -> dict[str, int]:
+        sources, sizes = self._draws.locate(numbers).sources, self.sizes(numbers)
+        return {name: int(sizes[sources == number].sum()) for number, name in enumerate(self._names)}
+
+
 def make_epochs(source: Source, *, seq_len: int, seed: int) -> Epochs:
     """Return the training rows of a source: the windows of its stream, or its packed documents.
 
     Windows are shuffled; of a source with shards, documents are, and windows follow their order. Packed documents, and
-    parts of long ones, are shuffled in the order of shards, or all together.
+    parts of long ones, are shuffled in the order of shards, or all together. Rows of a mixture are drawn by weight.
 
     Args:
         source: The data.
         seq_len: The tokens per row.
         seed: The seed of the order.
     """
+    if source.weighted:
+        return _Mixed(source, seq_len, seed)
     if source.packing == "whole":
         return PackedEpochs(source, seq_len, seed)
     if source.shards is None:

@@ -93,8 +93,8 @@ class Packed(Rows):
         return (places - len(self.inputs)) / max(1, places)
 
     def sizes(self, indices: Integer[np.ndarray, "batch"]) -> Int64[np.ndarray, "batch"]:
-        ends = self.inputs.offsets[self.first]
-        return ends[np.minimum(indices + 1, len(self))] - ends[np.minimum(indices, len(self))]
+        first, end = (self.first[np.minimum(at, len(self))] for at in (indices, indices + 1))
+        return self.inputs.offsets[end] - self.inputs.offsets[first]
 
     def read(self, indices: Integer[np.ndarray, "batch"]) -> Batch:
         corpus = self.inputs

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -13,6 +13,13 @@ from moezoo.data.rows import Batch, Rows
 from moezoo.data.tokenizer import Bytes, Tokenizer
 from moezoo.data.windows import Windows
 from moezoo.errors import UserError
+
+
+class Part(NamedTuple):
+    """A source of a mixture, and how often a row is of it, relative to the others."""
+
+    source: "Source"
+    weight: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Source:
       shards in a random order, and the documents of each; None shuffles windows instead;
     - `packing`: whether rows are windows of the stream of documents, or hold whole documents;
     - `too_long`: what packing does with a document that is longer than a row;
+    - `weighted`: the sources of a mixture, by name; then `train` and `validation` hold nothing;
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `ends`: the tokens that end an answer.
     """
@@ -46,7 +54,13 @@ class Source:
     shards: np.ndarray | None = None
     packing: Packing = "stream"
     too_long: TooLong = "parts"
+    weighted: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     ends: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, "Source"]:
+        """The sources of a mixture by name; of any other data, these alone, without a name."""
+        return {name: part.source for name, part in self.weighted.items()} or {"": self}
 
     def question(self, longest: int) -> Int32[np.ndarray, "length"] | None:
         """Return a validation document up to its first token that is predicted, for a model to answer.
@@ -73,8 +87,14 @@ class Source:
             return Windows(corpus, seq_len)
         return pack(fit(corpus, seq_len, self.too_long).inputs, seq_len)
 
-    def facts(self, seq_len: int) -> dict[str, str | int | None]:
+    def facts(self, seq_len: int) -> dict[str, str | int | float | None]:
         """Return what is the same for the same data, as title and value; rows have `seq_len` tokens."""
+        if self.weighted:
+            return {
+                f"{title} of data.sources.{name}": fact
+                for name, part in self.weighted.items()
+                for title, fact in {"the weight": part.weight, **part.source.facts(seq_len)}.items()
+            }
         sides = {"training": self.train, "validation": self.validation}
         return {
             "the vocabulary": self.vocab,

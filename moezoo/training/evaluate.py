@@ -1,6 +1,9 @@
 """Evaluate a model: the mean cross-entropy of held-out tokens, on any mesh."""
 
+import itertools
 import math
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,13 +34,15 @@ class Evaluation(NamedTuple):
     - `loss`: cross-entropy in nats per predicted `unit`;
     - `tokens`: the number of predicted tokens;
     - `dropped`: assignments that no expert computed;
-    - `unit`: "token" or "byte".
+    - `unit`: "token" or "byte";
+    - `by_source`: the same of each source of a mixture, by name.
     """
 
     loss: float
     tokens: int
     dropped: int
     unit: str
+    by_source: Mapping[str, "Evaluation"] = types.MappingProxyType({})
 
     @property
     def bits(self) -> float:
@@ -85,25 +90,32 @@ class Evaluator:
     def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
         """Evaluate `model`, laid out for the execution, on `data.eval_sequences` rows of the validation split.
 
+        Of a mixture, on so many rows of each source; the loss is then the mean over all predicted tokens.
+
         What `on_batch` raises ends the evaluation.
         """
-        cfg, limit = self._cfg, self._cfg.data.eval_sequences
-        nats, tokens, dropped = 0.0, 0, 0
-        batches = validation_batches(
-            self._source,
-            seq_len=cfg.seq_len,
-            batch_size=cfg.batch_size,
-            limit=limit,
-            rows=self._feed.rows,
-        )
-        count = len(batches)
-        for done, batch in enumerate(batches):
-            on_batch(done, count)
-            # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
-            a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
-            nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+        cfg, unit = self._cfg, self._source.unit
+        sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size, "limit": cfg.data.eval_sequences}
+        parts = {
+            name: validation_batches(part, **sizes, rows=self._feed.rows) for name, part in self._source.parts.items()
+        }
+        done, count = itertools.count(), sum(map(len, parts.values()))
+        sums = {}
+        for name, batches in parts.items():
+            nats, tokens, dropped = 0.0, 0, 0
+            for batch in batches:
+                on_batch(next(done), count)
+                # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
+                a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
+                nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
+            sums[name] = nats, tokens, dropped
         on_batch(count, count)
-        return Evaluation(nats / max(tokens, 1), tokens, dropped, self._source.unit)
+
+        def result(nats: float, tokens: int, dropped: int) -> Evaluation:
+            return Evaluation(nats / max(tokens, 1), tokens, dropped, unit)
+
+        by_source = {name: result(*its) for name, its in sums.items()} if self._source.weighted else {}
+        return result(*map(sum, zip(*sums.values(), strict=True)))._replace(by_source=by_source)
 
 
 def evaluate(model: LanguageModel, cfg: TrainConfig, on_batch: OnBatch = lambda done, total: None) -> Evaluation:

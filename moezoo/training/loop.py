@@ -1,8 +1,10 @@
 """The steps of a run, and what happens between them: logging, evaluation, checkpoints, and stopping."""
 
+import collections
 import signal
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,6 +14,7 @@ import numpy as np
 from moezoo.config.build import blueprint_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source
+from moezoo.data.epochs import Epochs
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
@@ -54,7 +57,11 @@ class _Interrupted(Exception):  # noqa: N818  (it is not an error)
 
 
 class Loop:
-    """Trains, logs, evaluates and saves. `loads` holds the assignments per expert of the last logged steps."""
+    """Trains, logs, evaluates and saves.
+
+    - `loads`: the assignments per expert of the last logged steps;
+    - `seen`: of a mixture, how many tokens of each source were read, padding not counted.
+    """
 
     def __init__(
         self,
@@ -62,14 +69,20 @@ class Loop:
         execution: Execution,
         step: Step,
         source: Source,
+        epochs: Epochs,
         log: MetricsLog,
         checkpoints: Checkpoints,
         feed: Feed,
+        seen: Mapping[str, int] = types.MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`clock` returns seconds; it decides when a checkpoint is due by `checkpoint_minutes`."""
+        """Prepare for the steps after a checkpoint, which has counted `seen`, or for those of a new run.
+
+        `clock` returns seconds; it decides when a checkpoint is due by `checkpoint_minutes`.
+        """
         self.cfg, self.step, self.log, self.checkpoints, self._feed = cfg, step, log, checkpoints, feed
         self.loads: list[np.ndarray] = []
+        self._epochs, self.seen = epochs, collections.Counter(seen)
         self._source, self._clock, self._saved_at = source, clock, 0.0
         self._evaluator = Evaluator(blueprint_of(cfg).shapes, source, cfg, execution)
 
@@ -104,6 +117,9 @@ class Loop:
                 # loses no more steps than there are between two saves, and a failed save ends the run immediately.
                 self.checkpoints.wait()
                 tokens += cfg.batch_size * cfg.seq_len
+                self.seen.update(
+                    self._epochs.by_source(np.arange((number - 1) * cfg.batch_size, number * cfg.batch_size))
+                )
                 progress.step(number)
                 self._check_skipped(number, metrics, progress)
                 last = number == cfg.steps
@@ -112,7 +128,7 @@ class Loop:
                     evaluation = self._evaluate(state.model, signals, progress)
                 logged = cfg.log_every > 0 and number % cfg.log_every == 0
                 if logged or evaluate or number == 1:
-                    row = _row(number, metrics, tokens / busy, evaluation if evaluate else None)
+                    row = _row(number, metrics, tokens / busy, evaluation if evaluate else None, self.seen)
                     self.log.write(row)
                     self.loads = [*self.loads, np.asarray(metrics.load)][-_LOAD_ROWS:]
                     left = busy / (number - since) * (cfg.steps - number)
@@ -174,7 +190,7 @@ class Loop:
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
         if any(jax.tree.leaves(constant := self.step.blueprint.constant)):
             trees[FROZEN], trees["model"] = eqx.partition(state.model, constant)
-        self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source)))
+        self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source, self.seen)))
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: report.Progress) -> None:
         """Report a skipped step; raise `UserError` after too many in a row."""
@@ -193,7 +209,9 @@ class Loop:
             )
 
 
-def _row(step: int, metrics: Metrics, tokens_per_second: float, evaluation: Evaluation | None) -> MetricsRow:
+def _row(
+    step: int, metrics: Metrics, tokens_per_second: float, evaluation: Evaluation | None, seen: Mapping[str, int]
+) -> MetricsRow:
     values = jax.device_get(metrics)
     row: MetricsRow = {
         "step": step,
@@ -209,4 +227,10 @@ def _row(step: int, metrics: Metrics, tokens_per_second: float, evaluation: Eval
     }
     if row["dropped"]:
         row["dropped_by_layer"] = values.dropped.tolist()
-    return row | ({"val_loss": evaluation.loss} if evaluation is not None else {})
+    if seen:
+        row["tokens_by_source"] = dict(seen)
+    if evaluation is not None:
+        row["val_loss"] = evaluation.loss
+        if evaluation.by_source:
+            row["val_loss_by_source"] = {name: own.loss for name, own in evaluation.by_source.items()}
+    return row

@@ -269,6 +269,15 @@ def summarize(
 
 def _data_rows(source: Source) -> list[tuple[str, str]]:
     facts = dict(source.summary)
+    if source.weighted:
+        return [
+            ("data", f"mixture of {facts['rows']} of the rows, sha256 of all token ids {facts['sha256']}"),
+            *(
+                (title, f"{name}: {line}")
+                for name, part in source.weighted.items()
+                for title, line in _data_rows(part.source)
+            ),
+        ]
     train, validation, split = (facts.pop(key) for key in ("train", "validation", "held out"))
     if "sha256" in facts:
         facts["sha256 of all token ids"] = facts.pop("sha256")
@@ -302,10 +311,16 @@ def print_lines(rows: Sequence[tuple[str, str]]) -> None:
     sys.stdout.flush()
 
 
-def print_results(evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str) -> None:
-    """Print the validation loss, a sample, and the files of the run."""
+def print_results(
+    evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str, seen: Mapping[str, int]
+) -> None:
+    """Print the validation loss, a sample, and the files of the run; `seen` are the tokens that were read by source."""
     compared = f" (trigram {baseline:.3f})" if baseline is not None else ""
     rows = [("validation", f"{evaluation.loss:.4f} nats per {unit} over {evaluation.tokens:,} {unit}s{compared}")]
+    rows += [
+        ("", f"{name}: {own.loss:.4f} nats per {unit} over {own.tokens:,} {unit}s; trained on {seen[name]:,} {unit}s")
+        for name, own in evaluation.by_source.items()
+    ]
     rows.append(("sample", "the model continues a held-out text; its continuation is between ⟦ and ⟧"))
     rows += [("", line) for line in f"{sample.prompt}⟦{sample.continuation}⟧".splitlines()]
     for name, what in (

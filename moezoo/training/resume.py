@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ _FIXED = (
     "execution.param_dtype",
 )
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
-_FREE = ("data.path", "data.cache", "data.eval_sequences")  # the data may have moved to another path
+# The data, and those of a source of a mixture, may have moved to another path.
+_FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)")
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
@@ -48,7 +50,7 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
         old, new = before.get(key), after.get(key)
         if old == new:
             continue
-        if any(key == kept or key.startswith(f"{kept}.") for kept in _FIXED) and key not in _FREE:
+        if any(key == kept or key.startswith(f"{kept}.") for kept in _FIXED) and not _FREE.fullmatch(key):
             raise UserError(
                 f"{key}={show(new)} but the run at resume={cfg.resume} has {key}={show(old)}, which cannot change "
                 "during a run; leave it out, or start a new run"
@@ -71,9 +73,9 @@ def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def loader_state(batches: int, source: Source) -> dict[str, Any]:
-    """Return the position in the data, and a hash of the data if it was read from files."""
-    return {"batches": batches, "sha256": source.summary.get("sha256")}
+def loader_state(batches: int, source: Source, seen: Mapping[str, int]) -> dict[str, Any]:
+    """Return the position in the data, a hash of the data if it was read from files, and tokens seen by source."""
+    return {"batches": batches, "sha256": source.summary.get("sha256"), **({"seen": dict(seen)} if seen else {})}
 
 
 def read_batch_count(state: Mapping[str, Any], source: Source, cfg: TrainConfig) -> int:

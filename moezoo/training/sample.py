@@ -28,6 +28,7 @@ def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Ex
 
     The prompt is what stands before the first predicted token of a document, or else the start of a validation row.
     """
+    source = next(iter(source.parts.values()))  # of a mixture the first
     longest = min(cfg.seq_len, _LONGEST)
     prompt = source.question(longest)
     if prompt is None:

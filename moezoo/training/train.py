@@ -68,6 +68,7 @@ class _Prepared(NamedTuple):
     step: Step
     folder: Path
     batches_read: int
+    seen: dict[str, int]
     changed: list[str]
 
 
@@ -134,7 +135,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
     with writing_to("run_dir", folder):
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep, size)
-    loop = Loop(cfg, execution, step, source, log, checkpoints, feed)
+    loop = Loop(cfg, execution, step, source, prepared.epochs, log, checkpoints, feed, prepared.seen)
     with Signals() as signals:
         try:
             state, evaluation = loop.train(state, batches, start, signals)
@@ -148,7 +149,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
             if loop.loads:
                 steps_shown = f"last {len(loop.loads)} logged steps"
                 load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=steps_shown)
-    report.print_results(evaluation, prepared.baseline, text, folder, source.unit)
+    report.print_results(evaluation, prepared.baseline, text, folder, source.unit, loop.seen)
     return Run(state.model, log.history, folder, evaluation, text)
 
 
@@ -183,8 +184,9 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
+    seen = {} if before is None else before.about["loader"].get("seen", {})
     epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
-    return _Prepared(execution, source, epochs, baseline, step, folder, batches_read, changed)
+    return _Prepared(execution, source, epochs, baseline, step, folder, batches_read, seen, changed)
 
 
 def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:

@@ -17,7 +17,9 @@ from training_runs import assert_same_models, read_rows, repeatable, steps_only,
 import moezoo
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, compose, to_yaml
-from moezoo.data import load, train_batches
+from moezoo.data import load
+from moezoo.data.batches import read_batches
+from moezoo.data.epochs import make_epochs
 from moezoo.moe.dispatch import Gather
 from moezoo.optim import Cosine
 from moezoo.training.build import build_state, build_step
@@ -169,14 +171,14 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     step = build_step(cfg, execution)
     feed = step.feed()
-    sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
+    epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
     for save_seconds, saved in ((0, [3, 6, 8]), (10, [4, 8])):
         seconds = property(lambda self, taken=save_seconds: taken, lambda self, value: None)
         monkeypatch.setattr(Checkpoints, "seconds", seconds, False)
         log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 9, size=0)
         minutes = map(float, itertools.count(step=60))
-        loop = Loop(cfg, execution, step, source, log, checkpoints, feed, clock=minutes.__next__)
-        batches = train_batches(source, **sizes, seed=cfg.seed, rows=feed.rows)
+        loop = Loop(cfg, execution, step, source, epochs, log, checkpoints, feed, clock=minutes.__next__)
+        batches = read_batches(source, epochs, batch_size=cfg.batch_size, rows=feed.rows, start=0)
         loop.train(build_state(cfg, execution, step), batches, 0, Signals())
         checkpoints.close()
         assert steps(checkpoints.folder) == saved
