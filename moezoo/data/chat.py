@@ -40,8 +40,8 @@ class Chat(FileSettings):
     - `loss_on`: which tokens are predicted, as in `moezoo.data.chat_format.ChatFormat.encode`;
     - `too_long`: whether a chat that is longer than a row is cut at its end, or left out; chats in `packing=stream` are
       neither;
-    - `end_token`: the token that ends the assistant's turn; None for `eos_token` of tokenizer_config.json. None is
-      added: the template writes it. Text that is generated ends at it.
+    - `end_token`: a token at which answers end, next to `eos_token` of tokenizer_config.json. It is added to no chat:
+      the template writes what ends a turn.
     """
 
     field: str = "messages"
@@ -94,9 +94,11 @@ class Chat(FileSettings):
 
     def ends(self, tokenizer: Bytes | HuggingFace) -> tuple[int, ...]:
         """Return the tokens that end the assistant's turn."""
-        text = self.end_token or self.read_template().variables.get("eos_token")
-        found = tokenizer.token_id(text) if isinstance(tokenizer, HuggingFace) and text else None
-        return () if found is None else (found,)
+        if not isinstance(tokenizer, HuggingFace):
+            return ()
+        texts = (self.end_token, self.read_template().variables.get("eos_token"))
+        ids = [tokenizer.token_id(text) for text in texts if text]
+        return tuple(dict.fromkeys(number for number in ids if number is not None))
 
     def read_template(self) -> Template:
         """Return the chat template. Raises `UserError` if there is none, or it is damaged."""

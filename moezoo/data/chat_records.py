@@ -14,6 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 # The names under which an assistant's thoughts are stored; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_DEEPEST = 100
 # Halves of surrogate pairs, which no UTF-8 can hold, and plane 16, whose characters stand for special tokens here.
 _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
 
@@ -150,14 +151,16 @@ def _from_json(value: Any, expected: type) -> Any:
     return found if isinstance(found, expected) else value
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with all texts changed, those of keys too."""
+def _map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """Return a JSON value with all texts changed, those of keys too. Raises `UserError` if it is nested deeply."""
+    if depth > _DEEPEST:
+        raise UserError(f"objects and arrays are more than {_DEEPEST} deep; correct it")
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
+        return [_map_texts(item, change, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {change(key): _map_texts(item, change) for key, item in value.items()}
+        return {change(key): _map_texts(item, change, depth + 1) for key, item in value.items()}
     return value
 
 

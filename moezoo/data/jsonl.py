@@ -11,6 +11,8 @@ from moezoo.data.files import Found, opened
 from moezoo.errors import UserError, nearest
 from moezoo.typed import show
 
+MOST_LINE = 2**28  # bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Jsonl(FileSettings):
@@ -48,13 +50,20 @@ class Jsonl(FileSettings):
 
 
 def read_lines(found: Found) -> Iterator[Document]:
-    """Yield all lines of files as they are, except those of white space. Raises `UserError` for an unreadable file."""
+    """Yield all lines of files as they are, except those of white space.
+
+    Raises `UserError` for a file that cannot be read, and a line that is too long.
+    """
     for path in found.paths:
         shown = found.describe(path)
         with opened(path, shown) as file:
-            for number, line in enumerate(file, 1):
+            # Bounded: a file of another kind may have no line end, and be larger than memory.
+            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), 1):
+                where = f"{shown} line {number}"
+                if len(line) > MOST_LINE:
+                    raise UserError(f"{where} has more than {MOST_LINE:,} bytes; write one object per line")
                 if not line.isspace():
-                    yield Document(line, f"{shown} line {number}")
+                    yield Document(line, where)
 
 
 def parse_object(line: bytes, where: str, like: str) -> dict[str, Any]:
@@ -65,7 +74,9 @@ def parse_object(line: bytes, where: str, like: str) -> dict[str, Any]:
         byte = f"byte {error.start} is 0x{line[error.start]:02x}"
         raise UserError(f"{where} is not UTF-8: {byte}; convert the file to UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
+        # The library counts the line as the first one.
+        reason = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{where} is not JSON ({reason}); write one object per line") from error
     if not isinstance(value, dict):
         raise UserError(f"{where} is {kind(value)}, not an object; write {like}")
     return value

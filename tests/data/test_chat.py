@@ -119,7 +119,9 @@ def test_a_question_ends_where_the_answer_begins(folder, tmp_path):
     assert source.decode(own.encode(short)) == short
     assert source.ends == (own.token_id("<|im_end|>"),)
     other = dataclasses.replace(chat, end_token="<|im_start|>")
-    assert load(other, seq_len=SEQ, seed=0, vocab=300, training=False).ends == (own.token_id("<|im_start|>"),)
+    assert load(other, seq_len=SEQ, seed=0, vocab=300, training=False).ends == tuple(
+        map(own.token_id, ("<|im_start|>", "<|im_end|>"))
+    )
 
 
 def test_few_chats(folder, tmp_path):
@@ -164,7 +166,7 @@ GOOD = {"prompt": "a", "completion": "b"}
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["{'messages'"], " line 3 is not JSON (Expecting property name enclosed in double quotes"),
+        (["{'messages'"], " line 3 is not JSON (column 2: Expecting property name enclosed"),
         (["[]"], ' line 3 is an array, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}'),
         ([{"messages": []}], " line 3: messages is empty; give at least one message, or leave the line out"),
         ([GOOD, "", {"messages": [{"role": "bot"}]}], ' line 5: message 1 has role "bot"; valid: system, developer'),

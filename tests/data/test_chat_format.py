@@ -251,6 +251,7 @@ BAD = [
     ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
     ({"messages": PLAIN, "chat_template_kwargs": []}, "chat_template_kwargs is an array, not an object; write names"),
     ({"messages": PLAIN, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools, which every templa"),
+    ({"messages": PLAIN, "tools": [json.loads("[" * 100 + "]" * 100)]}, "objects and arrays are more than 100 deep"),
     (
         {"prompt": "a\ud800", "completion": ""},
         "a text has U+D800, half of a surrogate pair, which no UTF-8 can hold; corre",

@@ -218,7 +218,7 @@ GOOD = b'{"text": "good"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "settings", "message"),
     [
-        ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (Expecting property name enclosed in double"),
+        ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (column 2: Expecting property name enclosed"),
         ("a.jsonl", GOOD + b"\n" + b"[" * 10**5, {}, " line 3 is not JSON ("),
         ("a.jsonl", GOOD * 3 + b'"text"\n', {}, ' line 4 is a string, not an object; write {"text": ...}'),
         ("a.jsonl", b"[1]\n", {}, ' line 1 is an array, not an object; write {"text": ...}'),
