@@ -73,7 +73,7 @@ def _print_chat(keys: Keys) -> None:
     chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on)
     encoded = chat.encode_line(keys.number)
     console = Console(highlight=False, soft_wrap=True)
-    open_, close = ("\033[1;32m", "\033[0m") if console.color_system else ("[", "]")
+    open_, close = ("\033[1;32m", "\033[0m") if console.color_system and not console.no_color else ("[", "]")
     print(encoded.with_marks(open_, close))
     predicted = int(encoded.mask[1:].sum())
     print(f"{len(encoded.ids):,} tokens, of which {predicted:,} are predicted", file=sys.stderr)

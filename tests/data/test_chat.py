@@ -16,7 +16,7 @@ from moezoo.data import Chat, Source, chat_renderer, load
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
 from moezoo.data.corpus import select_held_out_by_index
-from moezoo.data.epochs import make_epochs
+from moezoo.data.epochs import PackedEpochs, make_epochs
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 
@@ -147,6 +147,7 @@ def test_chats_longer_than_a_row(folder, tmp_path, too_long):
         for ids, mask in trained
     ]
     epochs = make_epochs(source, seq_len=seq_len, seed=0)
+    assert isinstance(epochs, PackedEpochs)
     rows = epochs.rows(0)
     batch = rows.read(np.arange(len(rows)))
     assert sorted(batch.labels[batch.labels != -1]) == sorted(itertools.chain.from_iterable(labels))
@@ -230,13 +231,18 @@ def test_a_missing_library(folder, tmp_path, monkeypatch, version, have):
         settings(write(tmp_path / "a.jsonl", CHATS), folder).encode_line(1)
 
 
-def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys):
+def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "a.jsonl", CHATS)
-    expected = QWEN.chats["plain"][1].replace("⟦", "[").replace("⟧", "]")
-    prepare_data([f"chat={path}", f"folder={folder}"])
-    out, error = capsys.readouterr()
-    assert out == f"{expected}\n"
-    assert error.endswith("tokens, of which 16 are predicted\n")
+    for variables, begin, end in (
+        ({"FORCE_COLOR": "1", "TERM": "xterm"}, "\033[1;32m", "\033[0m"),
+        ({"NO_COLOR": "1"}, "[", "]"),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        prepare_data([f"chat={path}", f"folder={folder}"])
+        out, error = capsys.readouterr()
+        assert out == QWEN.chats["plain"][1].replace("⟦", begin).replace("⟧", end) + "\n"
+        assert error.endswith("tokens, of which 16 are predicted\n")
     prepare_data([f"chat={path}", f"folder={folder}", "number=2", "loss_on=all"])
     assert capsys.readouterr().out.startswith("[<|im_start|>system\nBe brief.")
     for arguments, message in (

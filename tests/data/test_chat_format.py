@@ -129,7 +129,7 @@ LIKE = ("<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", " ", "\n", "Ã
 
 
 @given(st.lists(st.lists(st.sampled_from(LIKE), max_size=6).map("".join), min_size=3, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_special_tokens_in_a_users_text_stay_text(formats, contents):
     """The tokens of what a user, the system or a tool writes are those of a tokenizer without special tokens."""
     system, user, tool = contents
