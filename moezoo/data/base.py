@@ -44,6 +44,10 @@ class DataSettings(abc.ABC):
         """Return the path of the Hugging Face `tokenizer.json` that made the tokens; None without one."""
         return None
 
+    def chat_files(self) -> dict[str, Path]:
+        """Return the files by which a Hugging Face folder shows its chat template, by their names there, if any."""
+        return {}
+
 
 def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, training: bool = True) -> Source:
     """Read the data that `settings` describe. Token ids of files stay on disk.

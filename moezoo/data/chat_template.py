@@ -10,7 +10,7 @@ from moezoo.errors import UserError
 from moezoo.host import check_file
 from moezoo.typed import show
 
-_CONFIG, _TEMPLATE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+CONFIG, TEMPLATE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _GIVE = "give a .jinja file, or a tokenizer_config.json that has chat_template"
 _MOST_BYTES = 10**8  # of a file that is read whole
 
@@ -36,17 +36,17 @@ def folder_template(folder: str | Path, *, key: str) -> Template:
     Raises `UserError`, naming `key`, if there is none, or a file is damaged.
     """
     folder = Path(os.path.expanduser(folder))
-    texts, shown = {}, show(str(folder / _TEMPLATE))
-    if (folder / _TEMPLATE).exists():
-        texts = {"default": _read_text(folder / _TEMPLATE, shown)}
+    texts, shown = {}, show(str(folder / TEMPLATE))
+    if (folder / TEMPLATE).exists():
+        texts = {"default": _read_text(folder / TEMPLATE, shown)}
         for path in sorted((folder / _OTHERS).glob("*.jinja")):
             texts[path.stem] = _read_text(path, show(str(path)))
     else:
-        shown = show(str(folder / _CONFIG))
-        texts = _config_texts(_read_config(folder / _CONFIG, shown), shown)
+        shown = show(str(folder / CONFIG))
+        texts = _config_texts(_read_config(folder / CONFIG, shown), shown)
     if not texts:
         raise UserError(
-            f"{key}: {show(str(folder))} has no chat template ({_TEMPLATE}, or chat_template in {_CONFIG}); "
+            f"{key}: {show(str(folder))} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); "
             "set data.template=FILE"
         )
     return Template(shown, texts, _special_tokens(folder))
@@ -92,7 +92,7 @@ def _config_texts(config: Mapping[str, Any], shown: str) -> dict[str, str]:
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
     """Return the variables that tokenizer_config.json gives to templates, as transformers does; none without it."""
-    if not (path := folder / _CONFIG).exists():
+    if not (path := folder / CONFIG).exists():
         return {}
     config = _read_config(path, show(str(path)))
     extra = config.get("extra_special_tokens")
