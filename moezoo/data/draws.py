@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64, Integer
+from jaxtyping import Int64, Integer
 
 # Rows whose draws are made together.
 _BLOCK = 2**14
@@ -32,7 +32,7 @@ class Draws:
     def __init__(self, weights: Sequence[float], seed: int):
         """`weights` are not negative, and not all zero."""
         total = np.cumsum(np.array(weights, np.float64))
-        self._until: Float64[np.ndarray, sources] = total / total[-1]
+        self._until = total / total[-1]
         self._seed, self._lock = seed, threading.Lock()
         self._before = np.zeros((1, len(weights)), np.int64)  # the rows of each source before each block
         self._block = functools.lru_cache(maxsize=4)(self._draw)

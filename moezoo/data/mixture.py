@@ -48,6 +48,9 @@ class Mixture(DataSettings):
     def __post_init__(self):
         super().__post_init__()
         usual = DataSettings.eval_sequences
+        if not isinstance(self.sources, Mapping):
+            found = describe_class(self.sources)
+            raise UserError(f"data.sources={show(self.sources)}: expected names and their sources, found {found}")
         for name, weighted in self.sources.items():
             key = f"data.sources.{show(name)}"
             if not isinstance(name, str) or not _NAME.fullmatch(name):

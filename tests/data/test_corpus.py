@@ -30,7 +30,8 @@ def texts_of(corpus: Corpus) -> list[list[int]]:
 
 def masks_of(corpus: Corpus) -> list[list[bool]]:
     assert corpus.mask is not None
-    return texts_of(Corpus(corpus.mask, corpus.starts, corpus.offsets))
+    masks = texts_of(Corpus(corpus.mask, corpus.starts, corpus.offsets))
+    return [[bool(predicted) for predicted in mask] for mask in masks]
 
 
 @settings(deadline=None, max_examples=50)

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -77,7 +78,11 @@ def test_a_new_source_is_one_class():
 
     source = load(Doubled(), seq_len=8, seed=0, vocab=256)
     assert source.train.documents + source.validation.documents == 40
-    for wrong, message in (({"times": 0}, "data.times=0"), ({"eval_sequences": -1}, "data.eval_sequences=-1")):
+    wrongs: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"times": 0}, "data.times=0"),
+        ({"eval_sequences": -1}, "data.eval_sequences=-1"),
+    )
+    for wrong, message in wrongs:
         with pytest.raises(UserError, match=rf"^{message} must be at least"):
             Doubled(**wrong)
     with pytest.raises(UserError, match=r"^data=synthetic leaves \d+ tokens for training, but seq_len=999 needs 1000"):

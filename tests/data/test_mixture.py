@@ -174,14 +174,10 @@ def test_refusals(words, message):
 
 
 def test_refusals_in_python():
-    with refused("data.sources.a is a Text, expected a source with its weight; write Weighted(source, 0.5)"):
-        Mixture(sources={"a": Text()})
     with refused("data.sources.a.b: expected a name of letters, digits and _, found a.b"):
         Mixture(sources={"a.b": Weighted(Text())})
     with refused("weight=-1 must be at least 0"):
         Weighted(Text(), -1)
-    with refused("source=text: expected a value of DataSettings, found text"):
-        Weighted("text")
 
     @dataclasses.dataclass(frozen=True)
     class Own(Text):

@@ -1,5 +1,6 @@
 """Runs on a mixture: resumed in the middle, with figures of each source."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ from refusals import refused
 from training_runs import assert_same_models, repeatable
 
 import moezoo
-from moezoo.data import load, train_batches
+from moezoo.data import Jsonl, Text, load, train_batches
 
 ONE_DEVICE = ("mesh=single", "dispatch=gather", "model.layers=1", "model.vocab=256", "seed=3")
 SOURCES = (
@@ -52,10 +53,10 @@ def test_a_mixture_resumed_in_the_middle(overrides, capsys):
     sums = sum(own.loss * own.tokens for own in evaluation.by_source.values())
     np.testing.assert_allclose(evaluation.loss, sums / evaluation.tokens)
     # The loss of a source is that of the same model on this source alone.
+    sources = {"lines": Jsonl(path="lines.jsonl", packing="whole"), "text": Text(path="text.txt")}
     for name, own in evaluation.by_source.items():
-        alone = [f"data={cfg.data.sources[name].source.kind}", f"data.path={cfg.data.sources[name].source.path}"]
-        packing = f"data.packing={cfg.data.sources[name].source.packing}"
-        found = moezoo.evaluate(whole.model, moezoo.compose(*overrides[:-8], *alone, packing, "data.eval_sequences=5"))
+        alone = dataclasses.replace(sources[name], eval_sequences=5)
+        found = moezoo.evaluate(whole.model, dataclasses.replace(cfg, data=alone))
         assert (found.loss, found.tokens) == (own.loss, own.tokens)
         counted = f"over {own.tokens:,} bytes; trained on {last['tokens_by_source'][name]:,} bytes"
         assert any(f"{name}: {own.loss:.4f} nats per byte {counted}" in line for line in printed.splitlines())

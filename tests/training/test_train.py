@@ -302,7 +302,7 @@ def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
     # The position in the data that a checkpoint holds is meaningless for other data.
     (tmp_path / "a.txt").write_text("one two three four " * 200)
     cfg = moezoo.compose(*tiny_text, f"data.path={tmp_path}/a.txt")
-    state = loader_state(7, load(cfg.data, seq_len=16, seed=0, vocab=256))
+    state = loader_state(7, load(cfg.data, seq_len=16, seed=0, vocab=256), {})
     assert read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg) == 7
     (tmp_path / "a.txt").write_text("another text " * 200)
     with pytest.raises(moezoo.UserError, match=r"was trained on data with sha256 \w+, and this data has \w+; use"):
