@@ -8,8 +8,9 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -50,12 +51,14 @@ class _Origin(NamedTuple):
         wanted: The shapes of the model as they are written.
         values: Its numbers, in the dtypes of `wanted`.
         tokenizer: The tokenizer of a run's data, if there is one.
+        chat_files: The files of its chat template, by their names in a folder.
     """
 
     where: Path
     wanted: LanguageModel
     values: Values
     tokenizer: Path | None
+    chat_files: Mapping[str, Path] = MappingProxyType({})
 
 
 class _Dtypes(NamedTuple):
@@ -204,7 +207,8 @@ def plan_export(
     if base is None:
         plan = plan_folder(origin.wanted, origin.values, max_shard_size)
         if origin.tokenizer is not None and origin.tokenizer.is_file():
-            plan = plan._replace(copies={"tokenizer.json": origin.tokenizer})
+            copies = {"tokenizer.json": origin.tokenizer, **origin.chat_files}
+            plan = plan._replace(copies={name: file for name, file in copies.items() if file.is_file()})
         return Export(origin, new, plan, None)
     copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
     return Export(origin, new, copying.plan, (base, copying))
@@ -225,7 +229,7 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
-    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file())
+    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), cfg.data.chat_files())
 
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:

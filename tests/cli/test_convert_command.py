@@ -195,6 +195,15 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     _, out, _ = console("convert", "run", "new")
     assert f"tokenizer   {tmp_path}/words.json\n" in out
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
+    # A run on chats also leaves its template.
+    for name, text in (("tokenizer_config.json", "{}"), ("chat_template.jinja", "beside"), ("own.jinja", "own")):
+        (tmp_path / name).write_text(text)
+    for template, expected in ((None, "beside"), (str(tmp_path / "own.jinja"), "own")):
+        chats = {"data": {**data, "name": "chat", "template": template}}
+        (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | chats))
+        assert console("convert", "run", expected)[0] == 0
+        assert (tmp_path / expected / "chat_template.jinja").read_text() == expected
+        assert (tmp_path / expected / "tokenizer_config.json").read_text() == "{}"
     (tmp_path / "words.json").unlink()
     code, out, _ = console("convert", "run", "without")
     assert code == 0
