@@ -47,10 +47,8 @@ class Origin(NamedTuple):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it is known from here how text becomes tokens."""
-        if self.run is None:
-            return self.tokenizer is not None
-        return isinstance(self.data, FileSettings | PythonStdlib) or self.tokenizer is not None
+        """Whether it is known from here how text becomes tokens; data of a run without a tokenizer may be bytes."""
+        return self.tokenizer is not None or isinstance(self.data, FileSettings | PythonStdlib)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -118,17 +116,33 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
 def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:
     """Return what the run `path` is, or its checkpoint, with the saved configuration `mapping`.
 
-    `run` is that configuration with something of moezoo's in place of what is of the user's own. Raises `UserError` if
-    there is no complete checkpoint.
+    `run` is that configuration with something of moezoo's in place of what is of the user's own. Raises as
+    `find_weights` does.
+    """
+    weights = find_weights(path)
+    data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
+    return Origin(weights.checkpoints / str(weights.step), mapping["model"], weights.sha256, stored, run, data)
+
+
+class RunWeights(NamedTuple):
+    """A checkpoint, `checkpoints/step`, and the hash of its checksums."""
+
+    checkpoints: Path
+    step: int
+    sha256: str
+
+
+def find_weights(path: Path) -> RunWeights:
+    """Return the checkpoint that `init_from` names: the newest of a run, or one of its `checkpoints/STEP`.
+
+    Raises `UserError` if there is none.
     """
     checkpoints, step = find(path, "init_from")
     sums = checkpoints / str(step) / "sha256.json"
     try:
-        digest = hashlib.sha256(sums.read_bytes()).hexdigest()
+        return RunWeights(checkpoints, step, hashlib.sha256(sums.read_bytes()).hexdigest())
     except OSError:
         raise UserError(f"init_from={path}: {sums} cannot be read; name another checkpoint or run") from None
-    data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
-    return Origin(checkpoints / str(step), mapping["model"], digest, stored, run, data)
 
 
 def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:
