@@ -189,9 +189,8 @@ def _advise(cfg: TrainConfig, mesh: Mesh | AbstractMesh, batches: Batches) -> st
     # A mesh made in Python may have axes of other names; what fits here was refused for its devices, not its sizes.
     if len(asked) > len(AXES) or _fits(cfg, asked, batches):
         return ""
-    shapes = (
-        Blueprint(cfg.model).shapes if cfg.init_forms else blueprint_of(cfg).shapes
-    )  # pieces of blocks set no limit
+    # Pieces of blocks set no limit: they are cut.
+    shapes = Blueprint(cfg.model).shapes if cfg.init_forms else blueprint_of(cfg).shapes
     devices, limits = math.prod(asked.values()), limits_of(cfg, shapes, batches)
 
     def order(sizes: dict[str, int]) -> tuple[float, ...]:

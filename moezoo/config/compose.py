@@ -143,8 +143,9 @@ def _at(origin: Origin, asked: Asked) -> Asked:
 def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
     """Compose a run that starts from weights: with their model, and with defaults for them."""
     family, shown = origin.model["family"], f"init_from={origin.path}"
-    if "model" in asked.choices and asked.choices["model"] != family:
-        raise UserError(f"model={show(asked.choices['model'])} but {shown} has its own model; leave model out")
+    named = asked.choices.get("model", family)
+    if named != family or ("model" in asked.choices and not is_own("model", family)):
+        raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
     families = checks.tags["model"][1]
     if family not in families:
         raise refuse_saved({"model": family})

@@ -96,8 +96,7 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
     if not path.exists():
         advice = "name a Hugging Face folder or a run"
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", typed) and not path.parent.exists():
-            here = path.name
-            advice = f"download it with: hf download {typed} --local-dir {here}, and write init_from={here}"
+            advice += f"; a model of this name is downloaded with: hf download {typed} --local-dir {path.name}"
         raise UserError(f"{shown}: there is no such folder; {advice}")
     if not path.is_dir():
         raise UserError(f"{shown} is a file; name the folder that has it")
@@ -108,7 +107,7 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
         )
     opened = open_folder(path, upcycle)
     few = opened.quantization.format
-    stored = opened.files.guess_dtype().name + f" and {few}" * bool(few)
+    stored = opened.files.guess_dtype().name + f", {few}" * bool(few)
     model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
     return Origin(path, model, opened.sha256, stored, upcycle=upcycle)
 
@@ -121,6 +120,8 @@ def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Orig
     """
     weights = find_weights(path)
     data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
+    if stored == "stored":
+        stored = ", ".join(dict.fromkeys(["float32", *(form.partition(" ")[0] for form in run.init_forms.values())]))
     return Origin(weights.checkpoints / str(weights.step), mapping["model"], weights.sha256, stored, run, data)
 
 

@@ -155,7 +155,9 @@ def load_as(
     return _load_everywhere(load, folder, mesh, upcycle)
 
 
-def _load_everywhere(load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | None, upcycle: Upcycle) -> Any:
+def _load_everywhere(
+    load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | AbstractMesh | None, upcycle: Upcycle
+) -> Any:
     """Return what `load` does on every process that has devices of the mesh, and warn of what a user should know."""
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
@@ -184,7 +186,7 @@ class _Loaded(NamedTuple):
     noise: Mapping[str, Mapping[int, float]]
 
 
-def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | None) -> _Loaded:
+def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | AbstractMesh | None) -> _Loaded:
     shapes, holdings, unused = found
     folder, upcycle = opened.folder, opened.upcycle
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]

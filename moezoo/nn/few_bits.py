@@ -318,7 +318,7 @@ def has_few_bits(model: Any) -> bool:
     return any(isinstance(x, FewBits) for x in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, FewBits)))
 
 
-def with_pieces_of(model: Any, other: Any, spread_over: Callable[[jax.Array], jax.Array] = lambda x: x) -> Any:
+def with_pieces_of(model: Any, other: Any, spread_over: Callable[[Any], Any] = lambda x: x) -> Any:
     """Return `model`, whose scales have one number per piece of `other`, a model of the same weights.
 
     Each piece of either is within one block, so no number changes. Of scales in other pieces, those are cut that

@@ -58,7 +58,7 @@ def _describe_tokenizer(cfg: TrainConfig, origin: Origin) -> str:
     """Return how the tokens of the data are not those of the weights, as far as both are known."""
     ours, theirs = cfg.data.tokenizer_file(), origin.tokenizer
     if not origin.has_tokenizer:
-        return "no tokenizer.json there: the tokens of the data are taken to be those of the weights"
+        return "no tokenizer there: the tokens of the data are taken to be those of the weights"
     there = [path for path in (ours, theirs) if path and path.is_file()]
     if isinstance(cfg.data, Synthetic) or ours == theirs or (len(there) == 2 and is_same_tokenizer(*there)):
         return ""

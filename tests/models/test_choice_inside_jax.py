@@ -19,8 +19,7 @@ SIZES = ("model=mixtral", "model.layers=1", "model.embed=16", "model.expert_mlp=
 SIZES += ("model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6", "mesh=ep8")
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize("ambient", ["no mesh", "its mesh"])
+@pytest.mark.parametrize(("types", "ambient"), [("auto", "no mesh"), ("auto", "its mesh"), ("explicit", "its mesh")])
 def test_a_call_inside_jit_and_grad_runs_what_it_runs_outside(types, ambient):
     cfg = moezoo.compose(*SIZES, f"mesh.axis_types={types}", "dispatch=auto")
     execution = moezoo.execution(cfg)

@@ -116,9 +116,7 @@ LAYOUTS = (
     ("deepseek", "fsdp2_ep4", "fsdp_ep"),
     ("deepseek", "fsdp2_ep4", "shard_exp_on_fsdp"),
     ("grouped", "fsdp2_ep2_context2", "cp_as_ep"),
-    ("olmoe", "data2_fsdp2_ep2", "ep_as_dp"),
     ("grouped_periodic", "ep8", "ep_as_cp"),
-    ("grouped", "fsdp2_tensor4", "tensor"),
     ("deepseek", "ep2_context2_tensor2", "tensor"),
 )
 

@@ -227,12 +227,10 @@ TRACED = [
     ("deepseek_v3", "ep_as_cp", 64, "ragged"),
     ("kimi_k2", "fsdp_ep", 256, "ragged"),
     ("deepseek_v2", "cp_as_ep", 64, "ring"),
-    ("mixtral_8x7b", "shard_exp_on_fsdp", 64, "ring"),
-    ("mixtral_8x22b", "ep_as_cp", 8, "gather"),
+    ("mixtral_8x7b", "shard_exp_on_fsdp", 8, "gather"),
     ("olmoe_1b_7b", "ep_as_dp", 256, "ragged"),
     ("qwen3_30b_a3b", "pure_fsdp", 256, "ring"),
     ("olmoe_1b_7b", "tensor", 64, "capacity"),
-    ("mixtral_8x7b", "tensor", 8, "gather"),
 ]
 
 

@@ -18,6 +18,9 @@ import moezoo
 from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig
+from moezoo.data import Text
+from moezoo.hub.folders import hub_model_config
+from moezoo.models import DeepSeekConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import is_stored
@@ -95,10 +98,12 @@ def test_a_run_without_steps_evaluates_samples_draws_and_saves(start, folders):
 
 
 def test_model_tokenizer_and_end_token_come_from_the_folder(start, folders):
-    cfg, config = start.cfg, moezoo.from_pretrained(folders.wide).config
+    cfg, config = start.cfg, hub_model_config(folders.wide)
+    assert isinstance(config, DeepSeekConfig)
     calm = dataclasses.replace(config, load_balance=0.0, router=dataclasses.replace(config.router, bias_rate=0.0))
     assert cfg.model == calm != config
-    assert (cfg.data.tokenizer, cfg.data.end_token) == (str(folders.wide / "tokenizer.json"), "</s>")
+    text = Text(path=str(folders.text), tokenizer=f"{folders.wide}/tokenizer.json", end_token="</s>", eval_sequences=8)
+    assert cfg.data == text
     assert cfg.optimizer.learning_rate == 2e-5
     assert moezoo.saved_config(start.run.folder) == dataclasses.replace(cfg, run_dir=None)
 
@@ -250,12 +255,13 @@ def test_a_run_may_start_from_a_run(stored):
     ("words", "parts"),
     [
         ("init_from=WIDE model=mixtral", "model=mixtral but init_from=|has its own model; leave model out"),
+        ("init_from=WIDE model=deepseek", "model=deepseek but init_from=|has its own model; leave model out"),
         ("init_from=WIDE model.layers=3", "model.layers=3 but the weights of init_from=|have model.layers=2"),
         ("init_from=WIDE model.router.scale=1", "model.router.scale=1 but the weights|have model.router.scale=2.5"),
         ("init_from=WIDE init_sha256=00", "init_sha256=00 but init_from=|leave init_sha256 out"),
         (
             "init_from=no/such",
-            "init_from=no/such: there is no such folder; download it|hf download no/such --local-dir",
+            "init_from=no/such: there is no such folder|hf download no/such --local-dir such",
         ),
         ("init_from=/no/such", "init_from=/no/such: there is no such folder; name a Hugging Face folder or a run"),
         ("init_from=WIDE/config.json", "init_from=|/config.json is a file; name the folder that has it"),
@@ -278,9 +284,10 @@ def test_settings_that_make_no_other_model_may_change(folders):
     cfg = moezoo.compose(
         f"init_from={folders.wide}", *words, "optimizer.learning_rate=0.25", "data.end_token=null", "data=text"
     )
+    assert isinstance(cfg.model, DeepSeekConfig)
     assert (cfg.model.load_balance, cfg.model.router.bias_rate, cfg.model.max_length) == (0.1, 0.5, 99)
     assert cfg.optimizer.learning_rate == 0.25
-    assert cfg.data.end_token is None
+    assert cfg.data == Text(tokenizer=f"{folders.wide}/tokenizer.json")
 
 
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
