@@ -293,7 +293,7 @@ def test_settings_that_make_no_other_model_may_change(folders):
 
 def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, start, tmp_path):
     """Of a folder, and of a run on chats, whose template they take as well; what is set in a file stays."""
-    own = {"tokenizer": f"{folders.wide}/tokenizer.json", "end_token": "</s>"}
+    own: dict[str, Any] = {"tokenizer": f"{folders.wide}/tokenizer.json", "end_token": "</s>"}
     chat = ("data=chat", "data.path=chats.jsonl")
     assert moezoo.compose(f"init_from={folders.wide}", *chat).data == Chat(path="chats.jsonl", **own)
     sources = {
