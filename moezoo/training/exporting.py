@@ -22,7 +22,7 @@ from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import format_argument
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
-from moezoo.hub.opening import find_model, open_folder
+from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
@@ -190,6 +190,10 @@ def plan_export(
     if os.path.lexists(new):
         raise UserError(f"{show(target)} exists; name a new folder for the model")
     is_run = (run_folder(path) / "config.yaml").exists()
+    if not is_run and not path.exists():
+        raise UserError(
+            f"{show(source)}: there is no such folder; name a run or a Hugging Face folder{describe_download(path)}"
+        )
     if not is_run and not (path / "config.json").exists():
         raise UserError(
             f"{show(source)}: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json is "
