@@ -31,7 +31,8 @@ class ModelKeys:
             raise UserError(f"run_dir={self.run_dir} and folder={self.folder} name two models; leave one of them out")
         if self.run_dir is None and self.folder is None:
             raise UserError(
-                "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format (init_from is for training)"
+                "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format; "
+                "init_from is of training"
             )
         if self.dtype is not None and self.folder is None:
             raise UserError(

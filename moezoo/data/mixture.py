@@ -100,6 +100,9 @@ class Mixture(DataSettings):
     def has_own_validation(self) -> bool:
         return any(weighted.source.has_own_validation for weighted in self.sources.values())
 
+    def text_ends(self) -> tuple[int, ...]:
+        return tuple({end: None for each in self.sources.values() for end in each.source.text_ends()})
+
     def tokenizer_file(self) -> Path | None:
         return next((weighted.source.tokenizer_file() for weighted in self.sources.values()), None)
 

@@ -92,7 +92,8 @@ def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
     With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
     """
     if not folder.exists():
-        raise UserError(f"{folder}: there is no such folder; name a Hugging Face model folder{describe_download(folder)}")
+        advice = f"name a Hugging Face model folder{describe_download(folder)}"
+        raise UserError(f"{folder}: there is no such folder; {advice}")
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
     mapping = read_json(folder / "config.json")

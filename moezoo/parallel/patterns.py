@@ -17,9 +17,7 @@ def matching(key: str, patterns: Iterable[str], paths: Sequence[str]) -> set[str
     for pattern in patterns:
         here = _matches(pattern, paths)
         if not here:
-            raise UserError(
-                f"{key}: {show(pattern)} matches no whole path of a parameter; {_advise(pattern, paths)}"
-            )
+            raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {_advise(pattern, paths)}")
         found |= here
     return found
 

@@ -6,9 +6,10 @@ No device holds the model: the arrays are read from the files part by part, and 
 import collections
 import dataclasses
 import functools
+import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,12 @@ from moezoo.config.build import blueprint_of
 from moezoo.config.compose import folder_path, from_mapping, read_run
 from moezoo.config.own import saved_own, without_own
 from moezoo.config.run_folders import find, run_folder
+from moezoo.config.settings import TrainConfig
+from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.few_bits import format_argument
+from moezoo.hub.few_bits import CONFIG, format_argument
+from moezoo.hub.folders import end_of_text, find_tokenizer
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
 from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
@@ -35,6 +39,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
 from moezoo.training.checkpoint import read_about
 from moezoo.training.initial import load_elsewhere
+from moezoo.training.resume import flatten
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
 from moezoo.typed import show
@@ -50,12 +55,14 @@ class _Origin(NamedTuple):
         wanted: The shapes of the model as they are written.
         values: Its numbers, in the dtypes of `wanted`.
         tokenizer: The tokenizer of a run's data, if there is one.
+        text_ends: The tokens that end its texts, as far as they are known.
     """
 
     where: Path
     wanted: LanguageModel
     values: Values
     tokenizer: Path | None
+    text_ends: Sequence[int]
 
 
 class _Dtypes(NamedTuple):
@@ -111,10 +118,26 @@ class Export:
         if (tokenizer := self.origin.tokenizer) is not None and self.like is None:
             gone = "" if tokenizer.is_file() else " is not there any more, so the folder has none"
             lines.append(("tokenizer", f"{tokenizer}{gone}"))
-        if self.like is not None:
+        if self.like is None:
+            if ends := self.origin.text_ends:
+                lines.append(("texts", f"end with token {' or '.join(map(str, ends))}"))
+        else:
+            lines += [("config.json", change) for change in self._changes]
             for use, names in self.like[1].carried.tensors.items():
                 lines.append(("copied", f"{count(names)} as in {self.like[0]}, for {use}: {list_names(names)}"))
         return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
+
+    @property
+    def _changes(self) -> list[str]:
+        """The keys of config.json that differ from those of `like`, without those of few bits."""
+        assert self.like is not None
+        files = self.like[0] / "config.json", self.plan.texts["config.json"]
+        before, after = (flatten(json.loads(text)) for text in (files[0].read_bytes(), files[1]))
+        return [
+            f"{key}={show(after.get(key))} ({show(before.get(key))} there)"
+            for key in before | after
+            if before.get(key) != after.get(key) and not key.startswith(f"{CONFIG}.")
+        ]
 
     @functools.cached_property
     def _leaves(self) -> Leaving:
@@ -206,7 +229,7 @@ def plan_export(
     if like is not None:
         base = folder_path(like, "like")
     if base is None:
-        plan = plan_folder(origin.wanted, origin.values, max_shard_size)
+        plan = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends)
         if origin.tokenizer is not None and origin.tokenizer.is_file():
             plan = plan._replace(copies={"tokenizer.json": origin.tokenizer})
         return Export(origin, new, plan, None)
@@ -229,13 +252,29 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
-    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file())
+    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), _text_ends(cfg))
+
+
+def _text_ends(cfg: TrainConfig) -> Sequence[int]:
+    """Return the tokens that end a text of a run: in its data, or else in the folder with its tokenizer it began with.
+
+    There are none where the files that say so are gone.
+    """
+    tokenizer = cfg.data.tokenizer_file()
+    if tokenizer is not None and not tokenizer.is_file():
+        return ()
+    if ends := cfg.data.text_ends():
+        return ends
+    folder = Path(cfg.init_from or "")
+    if tokenizer is None or not cfg.init_from or not (own := find_tokenizer(folder)):
+        return ()
+    return end_of_text(folder) if is_same_tokenizer(own, tokenizer) else ()
 
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
     found = find_model(source, dtype or "stored")
-    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
+    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None, ())
 
 
 def _counted(number: int, noun: str) -> str:
