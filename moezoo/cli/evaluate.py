@@ -26,30 +26,30 @@ class Keys(ModelKeys):
 
 def configure(*arguments: str) -> Any:
     """Return the run's configuration, or the default one with the folder's model and tokenizer; overrides applied."""
-    from moezoo.data.file_settings import FileSettings
+    from moezoo.config.compose import given_keys
+    from moezoo.data.file_settings import fill_in
     from moezoo.hub.folders import text_settings
     from moezoo.hub.opening import folder_argument
 
     keys, changes = take(Keys, arguments)
     cfg = configure_model(keys, changes)
-    if keys.folder is None or not isinstance(cfg.data, FileSettings):
+    if keys.folder is None:
         return cfg
-    found = text_settings(folder_argument(keys.folder), "folder", cfg.model.vocab, _keys(changes))
-    own = {key.removeprefix("data."): value for key, value in found.items()}
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **own))
-
-
-def _keys(changes: Sequence[str]) -> set[str]:
-    return {change.partition("=")[0] for change in changes}
+    folder = folder_argument(keys.folder)
+    data = fill_in(
+        cfg.data, given_keys(*changes), lambda _, given: text_settings(folder, "folder", cfg.model.vocab, given)
+    )
+    return dataclasses.replace(cfg, data=data)
 
 
 def _check_tokens(cfg: Any, source: Any, folder: str, changes: Sequence[str]) -> None:
     """Raise `UserError` if the tokens of `source` are known to be of another tokenizer than the folder's."""
+    from moezoo.config.compose import given_keys
     from moezoo.data.tokenizer import is_same_tokenizer
     from moezoo.hub.folders import find_tokenizer
 
     own, made_by = find_tokenizer(folder), cfg.data.tokenizer_file()
-    if own is None or "data.tokenizer" in _keys(changes):
+    if own is None or any(key.endswith(".tokenizer") for key in given_keys(*changes)):
         return
     shown = show(f"folder={folder}")
     if source.unit == "byte":
@@ -90,21 +90,22 @@ def main(arguments: Sequence[str]) -> None:
     with bar_on(sys.stderr) as bar:
         counter = BatchCounter(bar, lambda line: print(line, file=sys.stderr))
         result = evaluate(model, cfg, counter, split=use, source=source)
-    packings = {part.packing for part in source.parts.values()}
-    rows = {("stream",): "windows", ("whole",): "rows of whole documents, each"}.get((*packings,), "rows")
-    for name, each in {use: result, **result.by_source}.items():
-        print(f"{name:11} {_describe(each)} {rows} of {cfg.seq_len}")
+    print(f"{use:11} {_describe(result, source)} of {cfg.seq_len}")
+    for name, own in result.by_source.items():
+        print(f"{name:11} {_describe(own, source.parts[name])} of {cfg.seq_len}")
     if result.bits_per_byte is None:
         print(f"bits per byte are not known: {result.text or 'the predicted tokens stand for no text'}")
 
 
-def _describe(result: Any) -> str:
-    """Return the line of an `Evaluation`, up to the kind of its rows."""
+def _describe(result: Any, source: Any) -> str:
+    """Return the line of an `Evaluation` of a source, up to the kind of its rows."""
     unit, per_byte = result.unit, result.bits_per_byte
+    packings = {part.packing for part in source.parts.values()}
+    rows = {("stream",): "windows", ("whole",): "rows of whole documents, each"}.get((*packings,), "rows")
     more = "" if per_byte is None or unit == "byte" else f", {per_byte:.6f} bits per byte"
     return (
         f"{result.loss:.6f} nats per {unit}, {result.bits:.6f} bits per {unit}, perplexity {result.perplexity:.4f}"
-        f"{more}, over {result.tokens:,} {unit}s in {result.rows:,} of {result.all_rows:,}"
+        f"{more}, over {result.tokens:,} {unit}s in {result.rows:,} of {result.all_rows:,} {rows}"
     )
 
 

@@ -1,9 +1,9 @@
-"""`moezoo generate`: continue texts with the model of a run or of a Hugging Face folder."""
+"""`moezoo generate`: continue texts, or answer in chats, with the model of a run or of a Hugging Face folder."""
 
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,12 @@ class Request(ModelKeys):
         '"TEXT"',
         default=(),
     )
+    chat: tuple[str, ...] = key(
+        "instead of prompt: a message of a user to answer, in the chat template of the folder, or of a run on "
+        "data=chat; @FILE as for prompt; repeat it for several chats",
+        '"TEXT"',
+        default=(),
+    )
     max_new_tokens: int = key("tokens to add to each text", default=64)
     temperature: float = key("0 takes the most likely token; above 0, seed decides what is drawn", default=0.0)
     top_k: int | None = key("draw from the N most likely tokens only", "N", default=None)
@@ -38,6 +44,7 @@ class _Loaded(NamedTuple):
     execution: Any
     tokenizer: Any
     stops: list[int]
+    chats: Callable[[], Any]  # returns the format of chats
 
 
 def configure(*arguments: str) -> Any:
@@ -46,7 +53,10 @@ def configure(*arguments: str) -> Any:
 
 
 def continuations(arguments: Sequence[str]) -> list[str]:
-    """Return every prompt with its continuation. Raises `UserError` for mistakes in the arguments."""
+    """Return every prompt with its continuation, or the answer to every message.
+
+    Raises `UserError` for mistakes in the arguments.
+    """
     import jax
     import numpy as np
 
@@ -56,14 +66,17 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     from moezoo.training.report import choice_lines
 
     request, changes = take(Request, arguments)
-    if not request.prompt:
-        raise UserError('prompt is missing; write prompt="some text", once for each text')
-    prompts = [_read_prompt(prompt) for prompt in request.prompt]
+    if request.prompt and request.chat:
+        raise UserError("prompt= continues a text, and chat= answers a message; leave one of them out")
+    if not (request.prompt or request.chat):
+        raise UserError('prompt is missing; write prompt="some text", once for each text, or chat="a message"')
+    prompts = [_read_text("prompt", prompt) for prompt in request.prompt]
+    messages = [_read_text("chat", message) for message in request.chat]
     cfg = configure(*arguments)
     loaded = _load(request, changes, cfg)
     use_cache(cfg.cache_dir, loaded.execution.mesh)
-    texts = [loaded.tokenizer.encode(prompt) for prompt in prompts]
-    if empty := [prompt for prompt, text in zip(request.prompt, texts, strict=True) if not text]:
+    texts = _ask(loaded, messages) if messages else [loaded.tokenizer.encode(prompt) for prompt in prompts]
+    if empty := [prompt for prompt, text in zip(request.prompt or request.chat, texts, strict=True) if not text]:
         raise UserError(f"prompt={show(empty[0])}: the tokenizer makes no token of it; write another text")
     length = max(map(len, texts))
     mask = np.array([[False] * (length - len(text)) + [True] * len(text) for text in texts])
@@ -93,15 +106,25 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     for row, text in zip(longer, texts, strict=True):
         ends = np.flatnonzero(np.isin(row[length:], stops))
         until = length + ends[0] if len(ends) else None  # the first new token that ends the text
-        continued.append(loaded.tokenizer.decode(row[length - len(text) : until]))
+        begin = length if messages else length - len(text)
+        continued.append(loaded.tokenizer.decode(row[begin:until]))
     return continued
 
 
-def _read_prompt(prompt: str) -> str:
-    """Return the text that a prompt is or names. Raises `UserError` for a file that is no text."""
+def _ask(loaded: _Loaded, messages: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of a chat with each message of a user, up to the beginning of the answer."""
+    from moezoo.data.chat_records import read_chat
+
+    with loaded.chats() as chats:
+        asked = [read_chat({"messages": [{"role": "user", "content": message}]}) for message in messages]
+        return [chats.prompt(chat).ids.tolist() for chat in asked]
+
+
+def _read_text(name: str, prompt: str) -> str:
+    """Return the text that the value of the key `name` is or names. Raises `UserError` for a file that is no text."""
     if not prompt.startswith("@") or prompt.startswith("@@"):
         return prompt.removeprefix("@")
-    shown, advice = f"prompt={show(prompt)}", "name a UTF-8 text file; a text that begins with @ is written @@..."
+    shown, advice = f"{name}={show(prompt)}", "name a UTF-8 text file; a text that begins with @ is written @@..."
     path = Path(os.path.expanduser(prompt[1:]))
     check_file(path, shown, advice)
     try:
@@ -115,6 +138,7 @@ def _read_prompt(prompt: str) -> str:
 def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.config.build import build_execution
     from moezoo.data import load
+    from moezoo.data.chat import folder_format
     from moezoo.data.tokenizer import Numbers, folder_tokenizer
     from moezoo.hub.folders import end_of_text, find_tokenizer
 
@@ -122,13 +146,22 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     model = load_model(request, changes, execution)
     if not (folder := request.folder):
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
-        return _Loaded(model, execution, source, [])
+        return _Loaded(model, execution, source, list(source.ends), lambda: _run_chats(cfg))
     tokenizer = folder_tokenizer(folder) if find_tokenizer(folder) else Numbers(model.vocab, folder)
-    return _Loaded(model, execution, tokenizer, end_of_text(folder))
+    return _Loaded(model, execution, tokenizer, end_of_text(folder), lambda: folder_format(folder))
+
+
+def _run_chats(cfg: Any) -> Any:
+    from moezoo.data import Chat
+
+    chats = next((source for source in cfg.data.parts.values() if isinstance(source, Chat)), None)
+    if chats is None:
+        raise UserError("chat= needs a run on data=chat, which has a template; write prompt=TEXT, or name a folder")
+    return chats.format()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print every prompt with its continuation; number them if there are several."""
+    """Print every prompt with its continuation, or every answer; number them if there are several."""
     texts = continuations(arguments)
     for number, text in enumerate(texts, 1):
         print(f"{'' if number == 1 else chr(10)}[{number} of {len(texts)}]\n{text}" if len(texts) > 1 else text)
@@ -136,9 +169,10 @@ def main(arguments: Sequence[str]) -> None:
 
 COMMAND = ConfiguredCommand(
     "generate",
-    "continue texts",
+    "continue texts, or answer in chats",
     main,
-    description="Continue texts with the model of a run or of a Hugging Face folder, and print them.\n"
+    description="Continue texts, or answer messages, with the model of a run or of a Hugging Face folder, and print "
+    "them.\n"
     "Keys of training alone have no effect.",
     keys=Request,
     configure=configure,
@@ -147,6 +181,7 @@ COMMAND = ConfiguredCommand(
         "run_dir=runs/NAME prompt=@FILE",
         'folder=FOLDER prompt="Once" prompt="Then" mesh=ep8 dispatch=gather execution.dtype=bfloat16',
         'folder=FOLDER prompt="Once" mesh=ep8 dtype=stored',
+        'folder=FOLDER chat="What is the capital of France?"',
     ),
     groups=("mesh", "rules", "dispatch"),
 )

@@ -40,7 +40,7 @@ from moezoo.config.own import (
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.run_folders import run_folder
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
-from moezoo.data.file_settings import FileSettings
+from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
 from moezoo.hub.upcycling import Upcycle
@@ -107,6 +107,27 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     return _finish(base, asked, checks)
 
 
+def given_keys(*overrides: str) -> set[str]:
+    """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
+    return _given(read(overrides))
+
+
+def _given(asked: Asked) -> set[str]:
+    found = set()
+
+    def add(key: str, value: Any) -> None:
+        found.add(key)
+        if key == _SOURCES and isinstance(value, str):
+            value = read_yaml(value, key)
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                add(f"{key}.{name}", inner)
+
+    for key, value in asked.changes.items():
+        add(key, value)
+    return found
+
+
 def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
     """Return what the user set `init_from` to, with `upcycle` for a dense model.
 
@@ -158,11 +179,8 @@ def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
     rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
     if rule is not None and "learning_rate" in base["optimizer"]:
         base["optimizer"]["learning_rate"] = rule.tuning_rate
-    data = checks.tags["data"][1].get(base["data"].get("name"))
-    asked = _at(origin, asked)
-    if data is not None and issubclass(data, FileSettings):
-        asked = asked._replace(changes=origin.text_settings(asked.changes) | asked.changes)
-    cfg = _finish(base, asked, checks)
+    cfg = _finish(base, _at(origin, asked), checks)
+    cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, _given(asked), origin.text_settings))
     if cfg.execution.param_dtype == "stored":
         cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
     return cfg

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moezoo.config.own import get, path_of, saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
-from moezoo.data import DataSettings, PythonStdlib
+from moezoo.data import Chat, DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError
 from moezoo.hub.folders import find_tokenizer, no_tokenizer, text_settings
@@ -49,7 +49,8 @@ class Origin(NamedTuple):
         """Whether it is known from here how text becomes tokens."""
         if self.run is None:
             return self.tokenizer is not None
-        return isinstance(self.data, FileSettings | PythonStdlib) or self.tokenizer is not None
+        parts = () if self.data is None else self.data.parts.values()
+        return any(isinstance(part, FileSettings | PythonStdlib) for part in parts) or self.tokenizer is not None
 
     @property
     def tokenizer(self) -> Path | None:
@@ -58,19 +59,25 @@ class Origin(NamedTuple):
             return find_tokenizer(self.path)
         return None if self.data is None else self.data.tokenizer_file()
 
-    def text_settings(self, given: Container[str]) -> dict[str, str | None]:
-        """Return what data of files needs to make the tokens of these weights, unless it is in `given`.
+    def text_settings(self, ours: FileSettings, given: Container[str]) -> dict[str, str | None]:
+        """Return what the data `ours` need to make the tokens of these weights, unless their tokenizer is `given`.
 
-        Those of a run are those of its data. Raises `UserError` as `moezoo.hub.folders.text_settings` does.
+        For a run it is what its data have; of a mixture, its first source of files, or of chats.
+
+        Raises `UserError` as `moezoo.hub.folders.text_settings` does.
         """
         if self.run is None:
             return text_settings(self.path, "init_from", self.model["vocab"], given)
-        if "data.tokenizer" in given:
+        if "tokenizer" in given:
             return {}
         if not self.has_tokenizer:
             raise no_tokenizer(show(f"init_from={self.path}"))
-        end = self.data.end_token if isinstance(self.data, FileSettings) else None
-        return {"data.tokenizer": self.tokenizer and str(self.tokenizer), "data.end_token": end}
+        parts = () if self.data is None else self.data.parts.values()
+        end = next((part.end_token for part in parts if isinstance(part, FileSettings)), None)
+        found = {"tokenizer": self.tokenizer and str(self.tokenizer), "end_token": end}
+        if isinstance(ours, Chat):
+            found["template"] = next((part.template for part in parts if isinstance(part, Chat)), None)
+        return found
 
     def forms(self, cfg: TrainConfig) -> dict[str, str]:
         """Return what the parameters that `cfg` does not train are stored as, by patterns of their paths."""

@@ -4,6 +4,7 @@ from moezoo.data.base import DataSettings as DataSettings
 from moezoo.data.base import load as load
 from moezoo.data.batches import train_batches as train_batches
 from moezoo.data.batches import validation_batches as validation_batches
+from moezoo.data.chat import Chat as Chat
 from moezoo.data.corpus import Corpus as Corpus
 from moezoo.data.jsonl import Jsonl as Jsonl
 from moezoo.data.mixture import Mixture as Mixture
@@ -23,6 +24,7 @@ SOURCES: dict[str, type[DataSettings]] = {
     "text": Text,
     "jsonl": Jsonl,
     "parquet": Parquet,
+    "chat": Chat,
     "tokens": Tokens,
     "synthetic": Synthetic,
     "mixture": Mixture,

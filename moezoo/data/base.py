@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +43,15 @@ class DataSettings(abc.ABC):
         """
 
     @property
+    def parts(self) -> Mapping[str, "DataSettings"]:
+        """The settings of the sources of a mixture by name; of any other data, these alone, without a name."""
+        return {"": self}
+
+    def with_parts(self, parts: Mapping[str, "DataSettings"]) -> "DataSettings":
+        """Return the settings with others in place of `parts`."""
+        return parts[""]
+
+    @property
     def has_own_validation(self) -> bool:
         """Whether the settings name validation documents, apart from those to train on."""
         return False
@@ -54,6 +63,10 @@ class DataSettings(abc.ABC):
     def tokenizer_file(self) -> Path | None:
         """Return the path of the Hugging Face `tokenizer.json` that made the tokens; None without one."""
         return None
+
+    def chat_files(self) -> dict[str, Path]:
+        """Return the files by which a Hugging Face folder shows its chat template, by their names there, if any."""
+        return {}
 
 
 Use = Literal["training", "validation", "all"]

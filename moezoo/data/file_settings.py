@@ -1,15 +1,15 @@
-"""What the sources `text`, `jsonl` and `parquet` share: files, a tokenizer, and the choice of validation documents."""
+"""What sources share that read files: a tokenizer, the cache, and the choice of validation documents."""
 
 import abc
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from moezoo.data.base import DataSettings
+from moezoo.data.base import DataSettings, naming
 from moezoo.data.cache import How, Kept, cache_folder, kept, nothing
 from moezoo.data.corpus import (
     Split,
@@ -21,7 +21,7 @@ from moezoo.data.corpus import (
 from moezoo.data.documents import Document
 from moezoo.data.files import Found, find_files
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.tokenizer import Tokenizer, end_id, text_tokenizer
+from moezoo.data.tokenizer import HuggingFace, Tokenizer, end_id, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -71,9 +71,7 @@ class FileSettings(DataSettings):
         if own is None:
             assert found is not None
             read = self._read(found, how)
-            by_name = read.names or None
-            chosen = select_held_out_by_name(by_name) if by_name else select_held_out_by_index(read.corpus.documents)
-            split = hold_out(read.corpus, chosen, read.names)
+            split = self.split(read)
         else:
             apart = find_files(own, key="data.validation", suffixes=self.suffixes)
             if found is not None:
@@ -87,11 +85,21 @@ class FileSettings(DataSettings):
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
         split = split._replace(held_out=tuple(dict.fromkeys(split.held_out)))  # a long file is several documents
         extra = {} if found is None else self.describe(found, read)
-        extra |= {"tokenizer": show(self.tokenizer or "bytes"), "end token": show(self.end_token or "none")}
+        ends = map(how.tokenizer.token_text, self.ends(how.tokenizer)) if isinstance(how.tokenizer, HuggingFace) else ()
+        extra |= {
+            "tokenizer": show(self.tokenizer or "bytes"),
+            "end token": show(" or ".join(filter(None, ends)) or "none"),
+        }
         source = make_source(
             self.kind, split, how.tokenizer, vocab=how.tokenizer.vocab, sha256=read.sha256[:16], **extra
         )
         return dataclasses.replace(source, shards=self.shards(read))
+
+    def split(self, read: Kept) -> Split:
+        """Return the training and the validation documents."""
+        by_name = read.names or None
+        chosen = select_held_out_by_name(by_name) if by_name else select_held_out_by_index(read.corpus.documents)
+        return hold_out(read.corpus, chosen, read.names)
 
     def shards(self, read: Kept) -> np.ndarray | None:
         """Return the shards of the training order; None shuffles windows."""
@@ -107,7 +115,11 @@ class FileSettings(DataSettings):
         return self.validation is not None
 
     def text_ends(self) -> tuple[int, ...]:
-        end = self._end(text_tokenizer(self.tokenizer, key="data.tokenizer"))
+        return self.ends(text_tokenizer(self.tokenizer, key="data.tokenizer"))
+
+    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the tokens that end a document or, in chats, an answer."""
+        end = self._end(tokenizer)
         return () if end is None else (end,)
 
     def tokenizer_file(self) -> Path | None:
@@ -125,3 +137,27 @@ class FileSettings(DataSettings):
 
     def _read(self, found: Found, how: How) -> Kept:
         return kept(cache_folder(self.cache), found, self.documents(found), how)
+
+
+def fill_in(
+    data: DataSettings,
+    given: Collection[str],
+    find: Callable[[FileSettings, Collection[str]], Mapping[str, str | None]],
+) -> DataSettings:
+    """Return settings in which sources of files, alone or in a mixture, have what `find` returns, field by field.
+
+    Args:
+        data: The settings.
+        given: The keys that the user has set, such as data.tokenizer. They stay.
+        find: Is called with each source and the fields of it that are in `given`.
+    """
+    parts = {}
+    for name, part in data.parts.items():
+        before = f"data.sources.{name}." if name else "data."
+        own = [key.removeprefix(before) for key in given if key.startswith(before)]
+        if isinstance(part, FileSettings):
+            with naming(name):
+                found = {field: value for field, value in find(part, own).items() if field not in own}
+            part = dataclasses.replace(part, **found)
+        parts[name] = part
+    return data.with_parts(parts)

@@ -97,14 +97,25 @@ class Mixture(DataSettings):
         )
 
     @property
+    def parts(self) -> Mapping[str, DataSettings]:
+        return {name: weighted.source for name, weighted in self.sources.items()}
+
+    def with_parts(self, parts: Mapping[str, DataSettings]) -> "Mixture":
+        own = {name: dataclasses.replace(weighted, source=parts[name]) for name, weighted in self.sources.items()}
+        return dataclasses.replace(self, sources=own)
+
+    @property
     def has_own_validation(self) -> bool:
-        return any(weighted.source.has_own_validation for weighted in self.sources.values())
+        return any(part.has_own_validation for part in self.parts.values())
 
     def text_ends(self) -> tuple[int, ...]:
         return tuple({end: None for each in self.sources.values() for end in each.source.text_ends()})
 
     def tokenizer_file(self) -> Path | None:
-        return next((weighted.source.tokenizer_file() for weighted in self.sources.values()), None)
+        return next((part.tokenizer_file() for part in self.parts.values()), None)
+
+    def chat_files(self) -> dict[str, Path]:
+        return next((files for part in self.parts.values() if (files := part.chat_files())), {})
 
     def _settings(self) -> dict[str, tuple[DataSettings, float]]:
         """Return the settings of each source, packed as the mixture is, and its weight."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, SupportsIndex
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Int32, Integer
 
 from moezoo.data.corpus import Corpus, Split, fingerprint
 from moezoo.data.packing import Packing, TooLong, fit, pack
@@ -41,7 +41,8 @@ class Source:
     - `weighted`: the sources of a mixture, by name; then `train` and `validation` hold nothing;
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `token_bytes`: returns the bytes of text that each id stands for; raises `UserError` where that is not known;
-    - `whole`: the documents of both splits in their order, where validation documents are held out of them.
+    - `whole`: the documents of both splits in their order, where validation documents are held out of them;
+    - `ends`: the tokens that end an answer.
     """
 
     name: str
@@ -59,11 +60,31 @@ class Source:
     too_long: TooLong = "parts"
     weighted: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     whole: Corpus | None = None
+    ends: tuple[int, ...] = ()
 
     @property
     def parts(self) -> dict[str, "Source"]:
         """The sources of a mixture by name; of any other data, these alone, without a name."""
         return {name: part.source for name, part in self.weighted.items()} or {"": self}
+
+    def question(self, longest: int) -> Int32[np.ndarray, "length"] | None:
+        """Return a validation document up to its first token that is predicted, for a model to answer.
+
+        It is the first document of which that is less than `longest` tokens, or else the last tokens of the first; None
+        if all tokens are predicted.
+        """
+        corpus = self.validation
+        if corpus.mask is None:
+            return None
+        last = None
+        for start, length in zip(corpus.starts, np.diff(corpus.offsets), strict=True):
+            predicted = corpus.mask[start + 1 : start + length]
+            if predicted.any():
+                ids = corpus.tokens[start : start + 1 + predicted.argmax()].astype(np.int32)
+                if len(ids) < longest:
+                    return ids
+                last = ids[1 - longest :] if last is None else last
+        return last
 
     def rows(self, corpus: Corpus, seq_len: int) -> Rows:
         """Return the rows of `seq_len` tokens that documents make in the order in which they are."""
@@ -89,7 +110,7 @@ class Source:
         }
 
 
-def make_source(name: str, split: Split, tokenizer: Tokenizer, *, vocab: int, **summary: str) -> Source:
+def make_source(name: str, split: Split, tokenizer: Tokenizer, /, *, vocab: int, **summary: str) -> Source:
     """Return a source whose summary has the facts common to all kinds of data, then those of `summary`."""
     unit = "byte" if isinstance(tokenizer, Bytes) else "token"
     sizes = {

@@ -1,10 +1,11 @@
 """Convert text to token ids and back: raw bytes, or a Hugging Face tokenizer. Only this module uses that library."""
 
+import copy
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
@@ -74,6 +75,13 @@ class Numbers:
         raise UserError(f"{self._where} has no tokenizer")
 
 
+class Places(NamedTuple):
+    """Token ids, and the part of the text that each stands for, as indices of characters."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
 class HuggingFace:
     """A Hugging Face `tokenizer.json`, which adds the special tokens that the file defines; `shown` names it.
 
@@ -83,7 +91,7 @@ class HuggingFace:
     def __init__(self, path: Path, *, key: str):
         from tokenizers import Tokenizer as Library
 
-        self.shown = show(f"{key}={path}")
+        self._path, self.shown = path, show(f"{key}={path}")
         check_file(path, self.shown, f"give a Hugging Face tokenizer.json, or leave {key} out for bytes")
         try:
             self._library: Any = Library.from_file(str(path))
@@ -101,9 +109,28 @@ class HuggingFace:
         try:
             return self._library.encode(text).ids
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(
-                f"{self.shown} cannot encode the text ({one_line(error)}); give another text or tokenizer"
-            ) from error
+            raise self._refuse(error) from error
+
+    def encode_places(self, text: str) -> "Places":
+        """Return the ids, without special tokens that the file adds, and their places. Raises as `encode` does."""
+        try:
+            found = self._library.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions
+            raise self._refuse(error) from error
+        return Places(found.ids, found.offsets)
+
+    def contents(self) -> dict[str, Any]:
+        """Return what the file holds."""
+        return json.loads(self._path.read_bytes())
+
+    def changed(self, change: Callable[[dict[str, Any]], None]) -> "HuggingFace":
+        """Return the tokenizer of the file's contents after `change`, which changes them in place."""
+        contents, other = self.contents(), copy.copy(self)
+        change(contents)
+        other._library = type(self._library).from_str(json.dumps(contents))
+        other._library.no_truncation()
+        other._library.no_padding()
+        return other
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text; None if there is none."""
@@ -116,8 +143,15 @@ class HuggingFace:
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._library.decode([int(i) for i in ids])
 
+    def decode_special(self, ids: Iterable[SupportsIndex]) -> str:
+        """Return the text with that of special tokens."""
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
     def token_bytes(self) -> TokenBytes:
         return measure_tokens(self._library, self.vocab, self.shown)
+
+    def _refuse(self, error: Exception) -> UserError:
+        return UserError(f"{self.shown} cannot encode the text ({one_line(error)}); give another text or tokenizer")
 
 
 def folder_tokenizer(folder: str | Path) -> Tokenizer:

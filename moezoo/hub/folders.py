@@ -43,20 +43,20 @@ def find_tokenizer(folder: str | Path) -> Path | None:
 
 
 def text_settings(folder: Path, key: str, vocab: int, given: Container[str]) -> dict[str, str | None]:
-    """Return what data of files needs to make the tokens of a folder: `data.tokenizer` and `data.end_token`.
+    """Return what data of files needs to make the tokens of a folder: its fields `tokenizer` and `end_token`.
 
-    The end token is the first of `end_of_text`.
+    The end token is the first of `end_of_text`. A chat template is that beside the tokenizer.
 
     Args:
         folder: The Hugging Face folder.
         key: The user's name of it, `folder` or `init_from`.
         vocab: The vocabulary of its model.
-        given: The keys that the user has set. With another tokenizer there is nothing to return.
+        given: The fields that the user has set. With another tokenizer there is nothing to return.
 
     Raises:
         UserError: There is no tokenizer.json, it has more tokens than the model, or it lacks the end token.
     """
-    if "data.tokenizer" in given:
+    if "tokenizer" in given:
         return {}
     shown, file = show(f"{key}={folder}"), find_tokenizer(folder)
     if file is None:
@@ -67,10 +67,10 @@ def text_settings(folder: Path, key: str, vocab: int, given: Container[str]) -> 
             f"{shown}: tokenizer.json has {tokenizer.vocab} tokens but the model {vocab}; they belong to different "
             "models"
         )
-    found: dict[str, str | None] = {"data.tokenizer": str(file)}
-    if "data.end_token" not in given and (ends := end_of_text(folder)):
-        found["data.end_token"] = tokenizer.token_text(ends[0])
-        if found["data.end_token"] is None:
+    found: dict[str, str | None] = {"tokenizer": str(file)}
+    if "end_token" not in given and (ends := end_of_text(folder)):
+        found["end_token"] = tokenizer.token_text(ends[0])
+        if found["end_token"] is None:
             raise UserError(
                 f"{shown}: eos_token_id={ends[0]} is no token of tokenizer.json; set data.end_token to the text of "
                 "one, or to null for none"

@@ -4,13 +4,15 @@ No device holds the model: the arrays are read from the files part by part, and 
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -56,13 +58,15 @@ class _Origin(NamedTuple):
         values: Its numbers, in the dtypes of `wanted`.
         tokenizer: The tokenizer of a run's data, if there is one.
         text_ends: The tokens that end its texts, as far as they are known.
+        chat_files: The files of its chat template, by their names in a folder.
     """
 
     where: Path
     wanted: LanguageModel
     values: Values
     tokenizer: Path | None
-    text_ends: Sequence[int]
+    text_ends: Sequence[int] = ()
+    chat_files: Mapping[str, Path] = MappingProxyType({})
 
 
 class _Dtypes(NamedTuple):
@@ -119,8 +123,10 @@ class Export:
             gone = "" if tokenizer.is_file() else " is not there any more, so the folder has none"
             lines.append(("tokenizer", f"{tokenizer}{gone}"))
         if self.like is None:
-            if ends := self.origin.text_ends:
-                lines.append(("texts", f"end with token {' or '.join(map(str, ends))}"))
+            if self.origin.text_ends:
+                lines.append(("texts", f"end with token {' or '.join(map(str, self.origin.text_ends))}"))
+            elif tokenizer is not None:
+                lines.append(("texts", "no token is known to end them"))
         else:
             lines += [("config.json", change) for change in self._changes]
             for use, names in self.like[1].carried.tensors.items():
@@ -231,7 +237,8 @@ def plan_export(
     if base is None:
         plan = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends)
         if origin.tokenizer is not None and origin.tokenizer.is_file():
-            plan = plan._replace(copies={"tokenizer.json": origin.tokenizer})
+            copies = {"tokenizer.json": origin.tokenizer, **origin.chat_files}
+            plan = plan._replace(copies={name: file for name, file in copies.items() if file.is_file()})
         return Export(origin, new, plan, None)
     copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
     return Export(origin, new, copying.plan, (base, copying))
@@ -252,19 +259,20 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
-    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), _text_ends(cfg))
+    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), _text_ends(cfg), cfg.data.chat_files())
 
 
 def _text_ends(cfg: TrainConfig) -> Sequence[int]:
-    """Return the tokens that end a text of a run: in its data, or else in the folder with its tokenizer it began with.
+    """Return the tokens that end a text: those of a run's data, or else of the folder that it began with.
 
-    There are none where the files that say so are gone.
+    None are known where tokenizer or template are gone or damaged, or the folder has another tokenizer.
     """
     tokenizer = cfg.data.tokenizer_file()
     if tokenizer is not None and not tokenizer.is_file():
         return ()
-    if ends := cfg.data.text_ends():
-        return ends
+    with contextlib.suppress(UserError):  # `Export.describe` says that none are known
+        if ends := cfg.data.text_ends():
+            return ends
     folder = Path(cfg.init_from or "")
     if tokenizer is None or not cfg.init_from or not (own := find_tokenizer(folder)):
         return ()
@@ -274,7 +282,7 @@ def _text_ends(cfg: TrainConfig) -> Sequence[int]:
 def _open_folder(path: Path, dtype: str | None) -> _Origin:
     source = open_folder(path)
     found = find_model(source, dtype or "stored")
-    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None, ())
+    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -24,19 +24,27 @@ class Sample(NamedTuple):
 
 
 def sample(model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution) -> Sample:
-    """Continue the start of a validation row, to `seq_len` or 256 tokens, at temperature 0.7, by the run's seed."""
+    """Continue a validation text, to `seq_len` or 256 tokens, at temperature 0.7, by the run's seed.
+
+    The prompt is what stands before the first predicted token of a document, or else the start of a validation row.
+    """
     source = next(iter(source.parts.values()))  # of a mixture the first
-    (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
     longest = min(cfg.seq_len, _LONGEST)
-    first_document = int((np.asarray(batch.segments) == 1).sum())
-    length = max(1, min(longest // 4, first_document))
+    prompt = source.question(longest)
+    if prompt is None:
+        (batch, *_) = validation_batches(source, seq_len=cfg.seq_len, batch_size=1, limit=1)
+        first_document = int((np.asarray(batch.segments) == 1).sum())
+        prompt = np.asarray(batch.tokens)[0, : max(1, min(longest // 4, first_document))]
+    length = len(prompt)
     ids = generate(
         model,
-        np.asarray(batch.tokens)[:, :length],
+        prompt[None],
         max_new_tokens=max(1, longest - length),
+        eos_token_id=list(source.ends) or None,
         execution=execution,
         temperature=_TEMPERATURE,
         vocab=source.vocab,
         key=jax.random.key(cfg.seed),
     )
-    return Sample(source.decode(ids[0, :length]), source.decode(ids[0, length:]))
+    end = np.flatnonzero(np.isin(ids[0, length:], source.ends))
+    return Sample(source.decode(prompt), source.decode(ids[0, length : length + end[0] if len(end) else None]))

@@ -4,6 +4,7 @@ from moezoo.config.compose import as_mapping, read_origin
 from moezoo.config.origin import Origin
 from moezoo.config.settings import TrainConfig
 from moezoo.data import PythonStdlib, Synthetic
+from moezoo.data.base import naming
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import is_same_tokenizer, text_tokenizer
 from moezoo.errors import UserError
@@ -17,21 +18,25 @@ def check_tokens(cfg: TrainConfig) -> None:
     """Raise `UserError` where the tokens of the data cannot be those of the weights that `cfg` starts from."""
     origin, vocab = read_origin(cfg.init_from, cfg.upcycle), cfg.model.vocab
     weights = f"the weights of init_from={cfg.init_from}"
-    if isinstance(cfg.data, FileSettings):  # its tokenizer is set, or that of the weights
-        found = text_tokenizer(cfg.data.tokenizer, key="data.tokenizer").vocab
-        if found > vocab:
-            raise UserError(
-                f"data.tokenizer={show(cfg.data.tokenizer)} makes {found} tokens but {weights} have "
-                f"model.vocab={vocab}; set data.tokenizer to the one that they were trained with"
-            )
-    elif isinstance(cfg.data, PythonStdlib):
-        if origin.has_tokenizer and origin.tokenizer:
-            why = f"have the tokens of {origin.tokenizer}"
-        elif not origin.has_tokenizer and vocab != _BYTES:
-            why = f"have {vocab} tokens and no tokenizer.json"
-        else:
-            return
-        raise UserError(f"data=python_stdlib is bytes, but {weights} {why}; write data=text data.path=FILE_OR_FOLDER")
+    for name, part in cfg.data.parts.items():
+        with naming(name):
+            if isinstance(part, FileSettings):  # its tokenizer is set, or that of the weights
+                found = text_tokenizer(part.tokenizer, key="data.tokenizer").vocab
+                if found > vocab:
+                    raise UserError(
+                        f"data.tokenizer={show(part.tokenizer)} makes {found} tokens but {weights} have "
+                        f"model.vocab={vocab}; set data.tokenizer to the one that they were trained with"
+                    )
+            elif isinstance(part, PythonStdlib):
+                if origin.has_tokenizer and origin.tokenizer:
+                    why = f"have the tokens of {origin.tokenizer}"
+                elif not origin.has_tokenizer and vocab != _BYTES:
+                    why = f"have {vocab} tokens and no tokenizer.json"
+                else:
+                    continue
+                raise UserError(
+                    f"data=python_stdlib is bytes, but {weights} {why}; write data=text data.path=FILE_OR_FOLDER"
+                )
 
 
 def describe_start(cfg: TrainConfig) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 RUNS = ("seq_len=16", "data.eval_sequences=0", "dispatch=gather")
 LINE = re.compile(
     r"(\w+) +([\d.]+) nats per (\w+), [\d.]+ bits per \w+, perplexity ([\d.]+)(?:, ([\d.]+) bits per byte)?, over "
-    r"([\d,]+) \w+s in (\d+) of (\d+) windows of 16"
+    r"([\d,]+) \w+s in (\d+) of (\d+) ([\w ,]+) of (?:16|64)"
 )
 
 
@@ -65,14 +65,14 @@ def read(capsys, *arguments):
 
 def test_all_documents_of_a_folders_tokenizer(folder, texts, capsys):
     """By default; of bytes and tokens the texts are the oracle, of the loss `moezoo.evaluate`."""
-    (split, loss, unit, perplexity, bits, tokens, windows, total), rest = read(
+    (split, loss, unit, perplexity, bits, tokens, windows, total, rows), rest = read(
         capsys, f"folder={folder}", "data=text", f"data.path={texts}", *RUNS, "mesh=ep8"
     )
     library = with_start(KINDS["byte level"]())
     contents = [file.read_text() for file in sorted(texts.iterdir())]
     predicted = sum(len(library.encode(text).ids) for text in contents)  # <s> is not, </s> is
     assert (split, unit, int(tokens.replace(",", "")), rest) == ("all", "token", predicted, [])
-    assert windows == total == str(-(-(predicted + 2) // 16))
+    assert (windows, total, rows) == (*[str(-(-(predicted + 2) // 16))] * 2, "windows")
     nats = float(loss) * predicted
     assert float(bits) == pytest.approx(nats / math.log(2) / sum(len(text.encode()) for text in contents), rel=1e-5)
     assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-4)
@@ -101,6 +101,66 @@ def test_the_split_and_what_is_set(folder, texts, capsys):
     assert (found[2], found[4], rest) == ("byte", None, [])  # they are the bits per token
     result = moezoo.evaluate(moezoo.from_pretrained(folder), evaluate.configure(*own, path, "data.tokenizer=null"))
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2))
+
+
+def test_a_mixture_and_its_sources(folder, texts, capsys, tmp_path):
+    """Each has a line; the first is the mean over all tokens. The texts are the oracle of tokens, bytes and rows."""
+    lines = ["mat", "on the mat. print", "The cat sat on the mat. " * 3]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    own = (f"folder={folder}", "data=mixture", "data.sources.a.name=text", f"data.sources.a.path={texts}", *RUNS)
+    own += ("data.sources.b.name=jsonl", f"data.sources.b.path={tmp_path}/b.jsonl", "data.sources.b.weight=0")
+    library = with_start(KINDS["byte level"]())
+    contents = {"a": [file.read_text() for file in sorted(texts.iterdir())], "b": lines}
+    for packing, shown in (("stream", "windows"), ("whole", "rows of whole documents, each")):
+        capsys.readouterr()
+        evaluate.main([*own, f"data.packing={packing}"])
+        found = [match.groups() for line in capsys.readouterr().out.splitlines() if (match := LINE.fullmatch(line))]
+        assert [(each[0], each[8]) for each in found] == [("all", shown), ("a", shown), ("b", shown)]
+        nats, bytes_ = {}, {}
+        for (name, loss, _, _, bits, tokens, read_rows, all_rows, _), part in zip(
+            found[1:], contents.values(), strict=True
+        ):
+            predicted = sum(len(library.encode(text).ids) for text in part)
+            nats[name], bytes_[name] = float(loss) * predicted, sum(len(text.encode()) for text in part)
+            assert int(tokens.replace(",", "")) == predicted
+            assert float(bits) == pytest.approx(nats[name] / math.log(2) / bytes_[name], rel=1e-5)
+            assert read_rows == all_rows
+        bits = sum(nats.values()) / math.log(2) / sum(bytes_.values())
+        assert float(found[0][4]) == pytest.approx(bits, rel=1e-5)
+        assert int(found[0][6]) == sum(int(each[6]) for each in found[1:])
+    capsys.readouterr()
+    evaluate.main([*own, "data.sources.b.packing=whole"])
+    found = re.findall(r"of \d+ ([a-z ]+)", capsys.readouterr().out)
+    assert found == ["rows of ", "windows of ", "rows of whole documents"]
+    with refused("data.sources.b: split=all: the validation documents of data=jsonl are apart (data.validation="):
+        read(capsys, *own, f"data.sources.b.validation={tmp_path}/b.jsonl", "data.sources.b.path=null", "split=all")
+    apart = (f"data.sources.a.validation={texts}", "data.sources.a.path=null", "data.packing=whole")
+    capsys.readouterr()
+    evaluate.main([*own, *apart])
+    assert capsys.readouterr().out.startswith("validation ")
+
+
+def test_chats(folder, capsys, tmp_path):
+    """In the folder's template. Bits per byte are those of what the assistant has written, with what ends its turns."""
+    shutil.copytree(folder, tmp_path / "m")
+    turn = "{% for each in messages %}<s>{{ each.role }}\n{{ each.content }}</s>{% endfor %}"
+    (tmp_path / "m/chat_template.jinja").write_text(turn + "{% if add_generation_prompt %}<s>assistant\n{% endif %}")
+    answers = ["on the mat.", "The cat sat", "print 😀", "Bär"]
+    chats = [[{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    words = (
+        f"folder={tmp_path}/m",
+        "data=chat",
+        f"data.path={tmp_path}/a.jsonl",
+        "seq_len=64",
+        "data.eval_sequences=0",
+    )
+    found, rest = read(capsys, *words, "dispatch=gather", "mesh=single")
+    library = KINDS["byte level"]()
+    predicted = sum(len(library.encode(answer, add_special_tokens=False).ids) + 1 for answer in answers)
+    assert (found[0], found[5], found[8], rest) == ("all", str(predicted), "rows of whole documents, each", [])
+    size = sum(len(answer.encode()) for answer in answers)
+    assert float(found[4]) == pytest.approx(float(found[1]) * predicted / math.log(2) / size, rel=1e-5)
 
 
 def test_token_files(folder, texts, capsys, tmp_path):

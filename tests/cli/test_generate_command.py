@@ -77,6 +77,11 @@ def test_a_runs_model_draws_tokens_of_its_data_by_seed(run):
     assert texts[0] != texts[1]
 
 
+def test_a_run_without_a_template(run):
+    with refused("chat= needs a run on data=chat, which has a template; write prompt=TEXT, or name a folder"):
+        continuations([f"run_dir={run.folder}", "chat=1"])
+
+
 def test_a_tokenizer_of_the_folder(folder, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -94,6 +99,30 @@ def test_a_tokenizer_of_the_folder(folder, tmp_path):
     assert (tokenizer.encode("w3 w1"), tokenizer.decode(ids[0]), tokenizer.vocab) == ([3, 1], text, 30)
     with refused(f"folder={folder} has no tokenizer.json"):
         moezoo.tokenizer(folder)
+
+
+def test_answers_in_the_template_of_the_folder(folder, tmp_path):
+    """An answer ends as the folder says; of the chat nothing else is printed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    library = Tokenizer(models.WordLevel({f"w{i}": i for i in range(30)} | {"<a>": 30}, unk_token="w0"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<a>"])
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    library.save(str(tmp_path / "tokenizer.json"))
+    asked = [f"folder={tmp_path}", "chat=w3 w1", "chat=w5", "max_new_tokens=4", "mesh=ep8"]
+    with refused(f"folder={tmp_path}: {tmp_path} has no chat template"):
+        continuations(asked)
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    where, new = [f"folder={tmp_path}", "mesh=ep8"], "max_new_tokens=4"
+    texts = continuations([*where, "prompt=w3 w1 <a>", "prompt=w5 <a>", new])
+    answers = [text.split()[count:] for text, count in zip(texts, (2, 1), strict=True)]
+    assert [answer.split() for answer in continuations(asked)] == answers
+    end = answers[0][-1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": int(end[1:])}))
+    assert continuations(asked)[0].split() == answers[0][: answers[0].index(end)]
 
 
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
@@ -129,6 +158,8 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         (["folder={folder}", "prompt=1", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
         (["folder={folder}", "prompt=1", "mesh.expert=3"], "splits experts 3 ways but model.experts=8"),
         (["folder={folder}/nowhere", "prompt=1"], "there is no such folder; name a Hugging Face model folder"),
+        (["folder={folder}", "prompt=1", "chat=1"], "prompt= continues a text, and chat= answers a message; leave one"),
+        (["folder={folder}", "chat=@nowhere"], "chat=@nowhere does not exist; name a UTF-8 text file"),
         (["run_dir={folder}", "prompt=1"], "no run there"),
         (["run_dir={folder}", "prompt=1", "dtype=stored"], "dtype=stored: parameters of a run have the dtype"),
     ],

@@ -302,6 +302,13 @@ def test_saving_overwrites_nothing(good, tmp_path):
         moezoo.save_pretrained(model, tmp_path / "file" / "x")
 
 
+def test_a_folder_that_is_a_models_name_is_answered_with_its_download():
+    with pytest.raises(moezoo.UserError) as caught:
+        moezoo.from_pretrained("org/name")
+    download = "a model of this name is downloaded with: hf download org/name --local-dir name"
+    assert str(caught.value) == f"org/name: there is no such folder; name a Hugging Face model folder; {download}"
+
+
 def test_settings_without_a_key_are_reported(good, tmp_path):
     """Those that are read back at another value; others, also in another form, are not."""
     config = MIXTRAL if isinstance(good[0].config, MixtralConfig) else DEEPSEEK

@@ -17,9 +17,10 @@ from training_runs import assert_same_models, read_rows, steps_only, train_and_p
 import moezoo
 from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of, build_execution
+from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.settings import TrainConfig
-from moezoo.data import Text
-from moezoo.hub.folders import hub_model_config
+from moezoo.data import Chat, Jsonl, Mixture, Text, Tokens, Weighted
+from moezoo.hub.folders import end_of_text, hub_model_config
 from moezoo.models import DeepSeekConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits
@@ -115,6 +116,9 @@ def test_the_summary_says_what_changed(start, folders):
     changed = "model.load_balance=0.0 (0.0001 there); model.router.bias_rate=0.0 (0.001 there)"
     assert second.strip() == f"{changed}; optimizer.learning_rate=2e-05, the default with init_from"
     assert third.startswith("run_dir")  # the tokenizer is the folder's
+    data = next(line for line in start.lines if line.startswith("data"))
+    assert f"text, tokenizer {folders.wide}/tokenizer.json, end token </s>, " in data
+    assert "optimizer   learning rate 2e-05" in start.lines[:at]
 
 
 @pytest.mark.parametrize("like", [False, True])
@@ -127,6 +131,7 @@ def test_a_folder_of_it_has_the_same_tensors(start, folders, tmp_path, like):
         assert tensor.dtype == after[name].dtype
     assert (tmp_path / "hub" / "tokenizer.json").read_bytes() == (folders.wide / "tokenizer.json").read_bytes()
     assert (tmp_path / "hub" / "generation_config.json").exists() == like
+    assert end_of_text(tmp_path / "hub") == ([7, 1] if like else [7])  # the data have the first of the folder's
 
 
 def test_transformers_loads_a_folder_of_it(start, folders, tmp_path):
@@ -288,6 +293,37 @@ def test_settings_that_make_no_other_model_may_change(folders):
     assert (cfg.model.load_balance, cfg.model.router.bias_rate, cfg.model.max_length) == (0.1, 0.5, 99)
     assert cfg.optimizer.learning_rate == 0.25
     assert cfg.data == Text(tokenizer=f"{folders.wide}/tokenizer.json")
+
+
+def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, start, tmp_path):
+    """Of a folder, and of a run on chats, whose template they take as well; what is set in a file stays."""
+    own = {"tokenizer": f"{folders.wide}/tokenizer.json", "end_token": "</s>"}
+    chat = ("data=chat", "data.path=chats.jsonl")
+    assert moezoo.compose(f"init_from={folders.wide}", *chat).data == Chat(path="chats.jsonl", **own)
+    sources = {
+        "a": {"name": "text"},
+        "b": {"name": "jsonl", "tokenizer": None},
+        "c": {"name": "chat", "end_token": "one"},
+    }
+    (tmp_path / "mix.yaml").write_text(json.dumps(sources))
+    mixture = ("data=mixture", f"data.sources={tmp_path}/mix.yaml", "data.sources.d={name: tokens}")
+    found = moezoo.compose(f"init_from={folders.wide}", *mixture).data
+    assert found.parts == {"a": Text(**own), "b": Jsonl(), "c": Chat(**own | {"end_token": "one"}), "d": Tokens()}
+    assert found == moezoo.compose(f"init_from={start.run.folder}", *mixture).data
+    (folders.wide / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with refused(f"data.sources.a: init_from={folders.wide} has no tokenizer.json; set data.tokenizer"):
+        moezoo.compose(f"init_from={folders.wide}", *mixture)
+    (tmp_path / "tokenizer.json").rename(folders.wide / "tokenizer.json")
+
+    shutil.copytree(start.run.folder, tmp_path / "run")
+    data = Chat(path="others.jsonl", template="own.jinja", **own)
+    saved = dataclasses.replace(moezoo.saved_config(start.run.folder), data=Mixture(sources={"x": Weighted(data)}))
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(as_mapping(saved)))
+    again = moezoo.compose(f"init_from={tmp_path}/run", *chat)
+    assert again.data == Chat(path="chats.jsonl", template="own.jinja", **own)
+    assert moezoo.compose(f"init_from={tmp_path}/run", "data=text").data == Text(**own)
+    other = moezoo.compose(f"init_from={tmp_path}/run", *chat, "data.template=other.jinja", "data.end_token=null")
+    assert other.data == Chat(path="chats.jsonl", template="other.jinja", tokenizer=own["tokenizer"])
 
 
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):

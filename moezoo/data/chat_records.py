@@ -1,0 +1,173 @@
+"""Chats as users write them: JSON objects with `messages`, or with `prompt` and `completion`."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from moezoo.data.jsonl import kind
+from moezoo.errors import UserError, nearest
+from moezoo.typed import show
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What a chat's own variables must not replace.
+_TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
+# The names under which an assistant's thoughts are stored; templates read the first two.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_DEEPEST = 100
+# Halves of surrogate pairs, which no UTF-8 can hold, and plane 16, whose characters stand for special tokens here.
+_NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
+
+
+class Chat(NamedTuple):
+    """A chat, checked.
+
+    - `messages`: objects with `role`, `content` (a text, where there is one) and what else a template reads;
+    - `tools`: descriptions of tools; None without any;
+    - `variables`: further variables of the template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+
+    def guarded(self, guard: Callable[[str], str]) -> "Chat":
+        """Return the chat with every text replaced by `guard(text)` that the assistant has not written."""
+        messages = [
+            {key: value if key == "role" else _map_texts(value, guard) for key, value in message.items()}
+            if message["role"] != "assistant"
+            else message
+            for message in self.messages
+        ]
+        return Chat(messages, _map_texts(self.tools, guard), _map_texts(self.variables, guard))
+
+
+def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
+    """Return the chat that a JSON object holds.
+
+    Args:
+        record: The object. `field` is a list of messages, which have `role` and `content`: a text, a list of parts such
+            as {"type": "text", "text": ...}, which are joined, or null next to `tool_calls`. Keys that are null are
+            left out, and thoughts get both names that templates have for them, as in transformers. Instead of
+            `field` there may be `prompt` and `completion`: lists of messages, or the texts of one of the user and one
+            of the assistant.
+            Optional are `tools` and `chat_template_kwargs`, an object of variables for the template. A list of tools
+            and the arguments of a call may also be JSON text. Other keys have no effect.
+        field: The key of the messages.
+
+    Raises:
+        UserError: The object is not so.
+    """
+    messages = _find_messages(record, field)
+    if not messages:
+        raise UserError(f"{show(field)} is empty; give at least one message, or leave the line out")
+    checked = [_check_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
+    tools = _from_json(record.get("tools"), list)
+    if not (tools is None or isinstance(tools, list)):
+        raise UserError(f"tools is {kind(tools)}, not an array; write a list of objects, or null")
+    variables = record.get("chat_template_kwargs")
+    if not (variables is None or isinstance(variables, dict)):
+        raise UserError(f"chat_template_kwargs is {kind(variables)}, not an object; write names and values")
+    if taken := [name for name in variables or {} if name in _TAKEN]:
+        raise UserError(f"chat_template_kwargs has {taken[0]}, which every template has already; leave it out")
+    chat = Chat(checked, tools or None, variables or {})
+    _map_texts([chat.messages, chat.tools, chat.variables], _check_text)
+    return chat
+
+
+def _find_messages(record: Mapping[str, Any], field: str) -> list[Any]:
+    """Return the messages of a record, not yet checked."""
+    if field in record:
+        messages = record[field]
+        if not isinstance(messages, list):
+            raise UserError(f"{show(field)} is {kind(messages)}, not an array of messages; set data.field")
+        return messages
+    if not ("prompt" in record and "completion" in record):
+        near = nearest(field, record) if record else "the object is empty"
+        raise UserError(f"neither {show(field)} nor prompt and completion is there; {near}; set data.field")
+    found = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        part = record[name]
+        if not isinstance(part, str | list):
+            raise UserError(f"{name} is {kind(part)}, neither a string nor an array of messages; correct it")
+        found += [{"role": role, "content": part}] if isinstance(part, str) else part
+    return found
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    """Return a message as templates read it."""
+    if not isinstance(message, dict):
+        raise UserError(f'{where} is {kind(message)}, not an object; write {{"role": ..., "content": ...}}')
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        found = "no role" if role is None else f"role {show(json.dumps(role))}"
+        raise UserError(f"{where} has {found}; valid: {', '.join(ROLES)}")
+    calls = message.get("tool_calls", [])
+    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
+    if calls:
+        message["tool_calls"] = [_read_arguments(call) for call in calls]
+    thoughts = next((message[name] for name in _REASONING if name in message), None)
+    if thoughts is not None:
+        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    if "content" not in message:
+        if role != "assistant" or not (calls or thoughts):
+            raise UserError(f"{where} has no content; only an assistant's message with tool_calls may have none")
+        return message
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(_part_text(part, f"{where}: part {number}") for number, part in enumerate(content, 1))
+    if not isinstance(content, str):
+        raise UserError(f"{where}: content is {kind(content)}, expected a string; correct it")
+    return {**message, "content": content}
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise UserError(f'{where} of content is {kind(part)}, expected {{"type": "text", "text": ...}}')
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise UserError(
+            f"{where} of content has type {show(json.dumps(part.get('type')))} and no text; only text is read"
+        )
+    return part["text"]
+
+
+def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object, where they are one as JSON text: templates write them as JSON."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _read_arguments(call["function"])}
+    return {**call, "arguments": _from_json(call["arguments"], dict)} if "arguments" in call else call
+
+
+def _from_json(value: Any, expected: type) -> Any:
+    """Return what a text holds as JSON if it is an `expected`, otherwise the value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, expected) else value
+
+
+def _map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """Return a JSON value with all texts changed, those of keys too. Raises `UserError` if it is nested deeply."""
+    if depth > _DEEPEST:
+        raise UserError(f"objects and arrays are more than {_DEEPEST} deep; correct it")
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_texts(item, change, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {change(key): _map_texts(item, change, depth + 1) for key, item in value.items()}
+    return value
+
+
+def _check_text(text: str) -> str:
+    if found := _NOT_TEXT.search(text):
+        what = f"U+{ord(found[0]):04X}"
+        if ord(found[0]) < 0x10000:
+            raise UserError(f"a text has {what}, half of a surrogate pair, which no UTF-8 can hold; correct it")
+        raise UserError(f"a text has the private character {what}, which moezoo needs for itself; replace it")
+    return text

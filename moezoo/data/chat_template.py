@@ -1,0 +1,136 @@
+"""Chat templates and the special tokens that they name, as Hugging Face folders hold them."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moezoo.errors import UserError
+from moezoo.host import check_file
+from moezoo.typed import show
+
+CONFIG, TEMPLATE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+_GIVE = "give a .jinja file, or a tokenizer_config.json that has chat_template"
+_MOST_BYTES = 10**8  # of a file that is read whole
+
+
+class Template(NamedTuple):
+    """A chat template.
+
+    - `shown`: what the user wrote, or the file, as messages begin;
+    - `texts`: the text of the template, "default", and of the one for chats with tools, "tool_use", if it is another;
+    - `variables`: the special tokens, by the names that templates have for them, such as eos_token.
+    """
+
+    shown: str
+    texts: dict[str, str]
+    variables: dict[str, Any]
+
+
+def folder_template(folder: str | Path, *, key: str) -> Template:
+    """Return the chat template of a Hugging Face folder.
+
+    Its chat_template.jinja comes before the chat_template of its tokenizer_config.json, which has the special tokens.
+
+    Raises `UserError`, naming `key`, if there is none, or a file is damaged.
+    """
+    folder = Path(os.path.expanduser(folder))
+    texts, shown = {}, show(str(folder / TEMPLATE))
+    if (folder / TEMPLATE).exists():
+        texts = {"default": _read_text(folder / TEMPLATE, shown)}
+        for path in sorted((folder / _OTHERS).glob("*.jinja")):
+            texts[path.stem] = _read_text(path, show(str(path)))
+    else:
+        shown = show(str(folder / CONFIG))
+        texts = _config_texts(_read_config(folder / CONFIG, shown), shown)
+    if not texts:
+        raise UserError(
+            f"{key}: {show(str(folder))} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); "
+            "set data.template=FILE"
+        )
+    return Template(shown, texts, _special_tokens(folder))
+
+
+def file_template(path: str, *, key: str, tokenizer: str | None) -> Template:
+    """Return the chat template in a file: its text, or the chat_template of a .json file.
+
+    Args:
+        path: The file.
+        key: The user's name of the setting.
+        tokenizer: The tokenizer.json beside which tokenizer_config.json has the special tokens; None for a file
+            beside the template.
+
+    Raises:
+        UserError: The file does not exist, is damaged, or has no template.
+    """
+    file, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")
+    beside = file if tokenizer is None else Path(os.path.expanduser(tokenizer))
+    if file.suffix == ".json":
+        check_file(file, shown, _GIVE)
+        texts = _config_texts(_read_config(file, shown), shown)
+    else:
+        texts = {"default": _read_text(file, shown)}
+    if not texts:
+        raise UserError(f"{shown} has no chat_template; {_GIVE}")
+    return Template(shown, texts, _special_tokens(beside.parent))
+
+
+def _config_texts(config: Mapping[str, Any], shown: str) -> dict[str, str]:
+    """Return the templates of tokenizer_config.json, which are one text or a list of named ones."""
+    found = config.get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {"default": found}
+    named = found if isinstance(found, list) else []
+    texts = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+    if not all(isinstance(part, str) for pair in texts.items() for part in pair) or "default" not in texts:
+        raise UserError(f"{shown}: chat_template is neither a text nor a list with one named default; {_GIVE}")
+    return texts  # pyright: ignore[reportReturnType] checked above
+
+
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    """Return the variables that tokenizer_config.json gives to templates, as transformers does; none without it."""
+    if not (path := folder / CONFIG).exists():
+        return {}
+    config = _read_config(path, show(str(path)))
+    extra = config.get("extra_special_tokens")
+    named = {**config, **(extra if isinstance(extra, dict) else {})}
+    found = {name: _token_text(value) for name, value in named.items() if name.endswith("_token")}
+    variables: dict[str, Any] = {name: text for name, text in found.items() if text is not None}
+    others = config.get("additional_special_tokens")
+    if isinstance(others, list):
+        variables["additional_special_tokens"] = [text for each in others if (text := _token_text(each)) is not None]
+    return variables
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a token, which may be in an object; None for what is no token."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _read_config(path: Path, shown: str) -> dict[str, Any]:
+    """Return the object in a JSON file; empty without the file."""
+    if not path.exists():
+        return {}
+    text = _read_text(path, shown)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{shown} is not JSON ({error}); copy or download it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{shown} is not a JSON object; copy or download it again")
+    return found
+
+
+def _read_text(path: Path, shown: str) -> str:
+    if check_file(path, shown, _GIVE) > _MOST_BYTES:
+        raise UserError(f"{shown} has more than {_MOST_BYTES} bytes; {_GIVE}")
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror}); make it readable") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shown} is not UTF-8 text (byte {error.start}); {_GIVE}") from error

@@ -1,0 +1,152 @@
+"""A tokenizer that tells special tokens of a template from texts that look like them.
+
+A user's text may hold the text of a special token, such as <|im_end|>. It must stay text: otherwise a user could end
+his own turn. The same holds for other tokens that the template writes, such as <tool_response>. So two changes are made
+with characters of plane 16, which no text has:
+
+1. `guard` replaces, in a text of the user, the first character of each special token by a stand-in. Templates trim,
+   split and compare the text as before, and no length changes.
+2. In the rendered text, what still looks like a special token was written by the template. There each is replaced by
+   its code: a character of its own, as often as its text is long. Then stand-ins become what they stand for.
+
+The tokenizer that reads the result is the one of the file, except that each special token has its code as its text. So
+what the codes are not, is text to it, and all else is as it was.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from moezoo.data.tokenizer import Bytes, HuggingFace
+from moezoo.errors import UserError
+from moezoo.typed import show
+
+_CODE, _STAND_IN, _END = 0x100000, 0x10FF00, 0x10FFF0
+
+
+class Encoded(NamedTuple):
+    """Token ids [tokens], the index of the first character of each, and whether it is a special token of a template."""
+
+    ids: Int64[np.ndarray, "tokens"]
+    begins: Int64[np.ndarray, "tokens"]
+    special: Bool[np.ndarray, "tokens"]
+
+
+class Guarded:
+    """The tokenizer of chats.
+
+    Args:
+        tokenizer: The tokenizer; of bytes none is special.
+        templates: The texts of templates. Tokens that were added to the tokenizer count as special if they are in one.
+
+    Raises:
+        UserError: A special token cannot be told from its text.
+    """
+
+    def __init__(self, tokenizer: Bytes | HuggingFace, templates: Iterable[str] = ()):
+        self._tokenizer = tokenizer
+        tokens = tokenizer.contents().get("added_tokens", []) if isinstance(tokenizer, HuggingFace) else []
+        written = "\n".join(templates)
+        special = [
+            text
+            for token in tokens
+            if (text := token["content"]) and (token["special"] or (text in written and not text.isspace()))
+        ]
+        self._codes = {text: chr(_CODE + number) for number, text in enumerate(special)}
+        firsts = {first: chr(_STAND_IN + number) for number, first in enumerate(dict.fromkeys(t[0] for t in special))}
+        if len(special) > _STAND_IN - _CODE or len(firsts) > _END - _STAND_IN:
+            raise UserError(f"the tokenizer has {len(special)} special tokens, too many to guard; give another")
+        self._stand_ins = firsts
+        self._back = str.maketrans({stand_in: first for first, stand_in in firsts.items()})
+        rests = {first: "|".join(re.escape(text[1:]) for text in special if text[0] == first) for first in firsts}
+        self._looks = _pattern(f"{re.escape(first)}(?={rest})" for first, rest in rests.items())
+        self._beginnings = {text[:length] for text in special for length in range(1, len(text))}
+        self._longest = max(map(len, special), default=0)
+        # As the library: the leftmost, and of those the longest. Tokens that are not special hide those inside them.
+        added = sorted((token["content"] for token in tokens if token["content"]), key=len, reverse=True)
+        self._written = _pattern(map(re.escape, added))
+        if isinstance(tokenizer, HuggingFace):
+            self._unknown = tokenizer.token_id(_unknown(tokenizer.contents()["model"]) or "")
+            self._ids = np.array([tokenizer.token_id(text) for text in special], np.int64)
+            self._library = tokenizer.changed(self._replace)
+            for text, code in self._codes.items():
+                if self._encode(code * len(text)).ids.tolist() != [tokenizer.token_id(text)]:
+                    raise UserError(f"{tokenizer.shown}: its special token {show(text)} is not read as one; correct it")
+
+    def guard(self, text: str) -> str:
+        """Return a text, of anybody but the template, in which nothing looks like a special token."""
+        text = self._looks.sub(lambda found: self._stand_ins[found[0]], text)
+        # Its end must not become one together with what the template writes after it.
+        end = len(text.rstrip())
+        for length in range(min(self._longest, end), 0, -1):
+            if text[end - length : end] in self._beginnings:
+                at = end - length
+                return f"{text[:at]}{self._stand_ins[text[at]]}{self.guard(text[at + 1 :])}"
+        return text
+
+    def restore(self, text: str) -> str:
+        """Return a rendered text as a user reads it, of the same length."""
+        return text.translate(self._back)
+
+    def encode(self, text: str) -> Encoded:
+        """Return the tokens of a rendered text, whose own texts were guarded; none is added.
+
+        Raises `UserError` for text that the tokenizer refuses, or reads as a special token.
+        """
+
+        def code(found: re.Match[str]) -> str:
+            return self._codes.get(found[0], "") * len(found[0]) or found[0]
+
+        return self._encode(self._written.sub(code, text).translate(self._back))
+
+    def _encode(self, text: str) -> Encoded:
+        if isinstance(self._tokenizer, Bytes):
+            lengths = [len(character.encode()) for character in text]
+            ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+            return Encoded(ids, np.repeat(np.arange(len(text)), lengths), np.zeros(len(ids), bool))
+        places = self._library.encode_places(text)
+        ids = np.array(places.ids, np.int64)
+        begins, ends = np.array(places.spans, np.int64).reshape(-1, 2).T
+        # The token of a code may begin or end with white space that it takes in.
+        characters = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.int64) - _CODE
+        coded = np.flatnonzero(characters >= 0)
+        first = np.append(coded, len(text))[np.searchsorted(coded, begins)]
+        special = first < ends
+        ids[special] = self._ids[characters[first[special]]]
+        wrong = np.isin(ids, self._ids) & ~special & (ids != (-1 if self._unknown is None else self._unknown))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise UserError(
+                f"{self._tokenizer.shown} reads the text {show(text[begins[at] : ends[at]])} as a special token, "
+                "also where it is a user's; give another tokenizer"
+            )
+        return Encoded(ids, begins, special)
+
+    def _replace(self, contents: dict[str, Any]) -> None:
+        """Give each special token in a tokenizer.json its code as its text."""
+        for token in contents["added_tokens"]:
+            text = token["content"]
+            token["content"] = self._codes[text] * len(text) if text in self._codes else text
+        contents["post_processor"] = None  # it adds tokens, and leaves the spaces around words out of their places
+        # These models can make a whole word a token without merging its parts.
+        model, codes = contents["model"], {text: code * len(text) for text, code in self._codes.items()}
+        codes.pop(_unknown(model) or "", None)
+        if isinstance(model["vocab"], list):
+            model["vocab"] = [[codes.get(text, text), score] for text, score in model["vocab"]]
+        elif not model.get("merges"):
+            model["vocab"] = {codes.get(text, text): number for text, number in model["vocab"].items()}
+
+
+def _unknown(model: dict[str, Any]) -> str | None:
+    """Return the text of the token for what a model of a tokenizer.json does not know, if it has one."""
+    if isinstance(model["vocab"], list):
+        return None if model.get("unk_id") is None else model["vocab"][model["unk_id"]][0]
+    return model.get("unk_token")
+
+
+def _pattern(choices: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of what one of the choices matches; of none, nothing."""
+    return re.compile("|".join(choices) or r"(?!)")

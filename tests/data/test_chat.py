@@ -1,0 +1,257 @@
+"""data=chat: files of chats as a source, its cache, and every error, with its file and line."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_styles import PLAIN, QWEN, THINKING, WITH_TOOL, save_tokenizer
+from refusals import refused
+
+from moezoo.cli.prepare_data import main as prepare_data
+from moezoo.data import Chat, Source, chat_renderer, load
+from moezoo.data.chat_format import ChatFormat
+from moezoo.data.chat_records import read_chat
+from moezoo.data.corpus import select_held_out_by_index
+from moezoo.data.epochs import PackedEpochs, make_epochs
+from moezoo.data.tokenizer import HuggingFace
+from moezoo.errors import UserError
+
+SEQ = 400
+CHATS = [{"messages": chat} for chat in (PLAIN, PLAIN[:3], WITH_TOOL, THINKING)] + [{"prompt": "a", "completion": "b"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a tokenizer and a template."""
+    folder = tmp_path_factory.mktemp("folder")
+    save_tokenizer(folder / "tokenizer.json", QWEN.special)
+    (folder / "chat_template.jinja").write_text(QWEN.template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(QWEN.variables))
+    return folder
+
+
+def write(path: Path, records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def settings(path: Path, folder: Path, **others) -> Chat:
+    return Chat(path=str(path), tokenizer=str(folder / "tokenizer.json"), **others)
+
+
+def load_chats(chat: Chat) -> Source:
+    return load(chat, seq_len=SEQ, seed=0, vocab=300)
+
+
+def documents(source: Source) -> list[tuple[list[int], list[bool]]]:
+    """Return the ids and the mask of every stored document."""
+    found = []
+    for corpus in (source.train, source.validation):
+        assert corpus.mask is not None
+        for start, length in zip(corpus.starts, np.diff(corpus.offsets), strict=True):
+            part = slice(start, start + length)
+            found.append((corpus.tokens[part].tolist(), corpus.mask[part].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
+    """With and without the cache, from plain and packed files; jinja2 renders only what is not in the cache."""
+    records = CHATS * 6
+    held_out = select_held_out_by_index(len(records))
+    with ChatFormat(settings(tmp_path, folder).read_template(), tokenizer(folder), "2025-01-01") as chats:
+        encoded = [chats.encode(read_chat(record), loss_on) for record in records]
+    made = [(each.ids.tolist(), each.mask.tolist()) for each in encoded]
+    expected = [*(m for m, out in zip(made, held_out, strict=True) if not out)]
+    expected += [m for m, out in zip(made, held_out, strict=True) if out]
+    (tmp_path / "chats").mkdir()
+    write(tmp_path / "chats" / "a.jsonl", records[:7])
+    rest = write(tmp_path / "rest.jsonl", records[7:])
+    (tmp_path / "chats" / "b.jsonl.gz").write_bytes(gzip.compress(rest.read_bytes()))
+    source = load_chats(settings(tmp_path / "chats", folder, loss_on=loss_on))
+    assert documents(source) == expected
+    assert source.vocab == 259
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_renderer._Child, "start", None)
+        warm = load_chats(settings(tmp_path / "chats", folder, loss_on=loss_on))
+    assert documents(warm) == expected
+    assert warm.facts(SEQ) == source.facts(SEQ)
+
+
+def tokenizer(folder: Path) -> HuggingFace:
+    return HuggingFace(folder / "tokenizer.json", key="key")
+
+
+def test_everything_that_decides_the_tokens_makes_another_entry(folder, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{**record, "also": PLAIN} for record in CHATS])
+    template = tmp_path / "t.jinja"
+    template.write_text(QWEN.template.replace("'You help.'", "strftime_now('%Y') + eos_token"))
+    first = settings(path, folder)
+    others = [first, settings(path, folder, template=str(template))]
+    others += [dataclasses.replace(others[1], date="2026-01-01"), dataclasses.replace(first, field="also")]
+    others += [dataclasses.replace(first, loss_on=loss_on) for loss_on in ("last", "all")]
+    facts = [load_chats(chat).facts(SEQ)["the sha256 of all token ids"] for chat in others]
+    assert len(set(facts)) == len(facts)
+    same = dataclasses.replace(first, template=str(folder / "chat_template.jinja"))
+    assert load_chats(same).facts(SEQ) == load_chats(first).facts(SEQ)
+
+
+def test_a_question_ends_where_the_answer_begins(folder, tmp_path):
+    """That of the first held-out chat that is short enough for an answer; an answer ends as the tokenizer says."""
+    asked = [{"prompt": "why? " * 9, "completion": "b"}, {"prompt": "why?", "completion": "b"}]
+    chat = Chat(validation=str(write(tmp_path / "v.jsonl", asked)), tokenizer=str(folder / "tokenizer.json"))
+    source = load(chat, seq_len=SEQ, seed=0, vocab=300, use="validation")
+    own = tokenizer(folder)
+    system = "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n"
+    short = f"{system}why?<|im_end|>\n<|im_start|>assistant\n"
+    for longest, expected in (
+        (400, own.encode(short.replace("why?", "why? " * 9))),
+        (80, own.encode(short)),
+        (20, own.encode(short.replace("why?", "why? " * 9))[-19:]),
+    ):
+        question = source.question(longest)
+        assert question is not None
+        assert question.tolist() == expected
+    assert source.decode(own.encode(short)) == short
+    assert source.ends == (own.token_id("<|im_end|>"),)
+    other = dataclasses.replace(chat, end_token="<|im_start|>")
+    assert load(other, seq_len=SEQ, seed=0, vocab=300, use="validation").ends == tuple(
+        map(own.token_id, ("<|im_start|>", "<|im_end|>"))
+    )
+
+
+def test_few_chats(folder, tmp_path):
+    """Each split has whole chats."""
+    source = load_chats(settings(write(tmp_path / "a.jsonl", CHATS[:2]), folder))
+    assert (source.train.documents, source.validation.documents) == (1, 1)
+    with refused(f"data.path={tmp_path}/a.jsonl has one chat alone; give more, or set data.validation"):
+        load_chats(settings(write(tmp_path / "a.jsonl", CHATS[:1]), folder))
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_chats_longer_than_a_row(folder, tmp_path, too_long):
+    """Cut at their end, with the loss up to there, or left out; what has no loss then is in no row. All is counted."""
+    seq_len, late = 50, {"prompt": "why? " * 9, "completion": "b"}
+    chat = settings(write(tmp_path / "a.jsonl", [*CHATS, late]), folder, too_long=too_long)
+    source = load(chat, seq_len=seq_len, seed=0, vocab=300)
+    trained = documents(source)[: source.train.documents]
+    fits = [len(ids) <= seq_len + 1 for ids, _ in trained]
+    if too_long == "drop":
+        trained = [document for document, fit in zip(trained, fits, strict=True) if fit]
+    labels = [
+        [token for token, predicted in zip(ids[1 : seq_len + 1], mask[1 : seq_len + 1], strict=True) if predicted]
+        for ids, mask in trained
+    ]
+    epochs = make_epochs(source, seq_len=seq_len, seed=0)
+    assert isinstance(epochs, PackedEpochs)
+    rows = epochs.rows(0)
+    batch = rows.read(np.arange(len(rows)))
+    assert sorted(batch.labels[batch.labels != -1]) == sorted(itertools.chain.from_iterable(labels))
+    packed, *counted = epochs.describe()
+    assert packed.startswith(f"whole: {len([ids for ids in labels if ids])} documents in {len(rows)} rows")
+    how = {"cut": "are cut at their end", "drop": "are left out"}[too_long]
+    expected = [f"{fits.count(False)} documents longer than a row {how}"]
+    if empty := labels.count([]):
+        expected.append(f"{empty} documents without a token to predict are left out")
+    assert counted == expected
+    assert (empty > 0) == (too_long == "cut")
+
+
+GOOD = {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{'messages'"], " line 3 is not JSON (column 2: Expecting property name enclosed"),
+        (["[]"], ' line 3 is an array, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}'),
+        ([{"messages": []}], " line 3: messages is empty; give at least one message, or leave the line out"),
+        ([GOOD, "", {"messages": [{"role": "bot"}]}], ' line 5: message 1 has role "bot"; valid: system, developer'),
+        (
+            [{"messages": [{"role": "user", "content": 1}]}],
+            " line 3: message 1: content is a number, expected a string",
+        ),
+        (
+            [{"prompt": "SLOW", "completion": ""}],
+            " line 3: rendering it by data.template=t.jinja takes more than 0 sec",
+        ),
+        ([{"prompt": "NO", "completion": ""}], " line 3: data.template=t.jinja refuses this chat: not this"),
+        ([{"prompt": "GET", "completion": ""}], " line 3: data.template=t.jinja line 3 does what a template must not"),
+        (
+            [{"prompt": "FAIL", "completion": ""}],
+            " line 3: data.template=t.jinja line 4 fails for this chat (ZeroDivis",
+        ),
+    ],
+)
+def test_refusals_name_the_line(folder, tmp_path, monkeypatch, lines, message):
+    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3)
+    Path("t.jinja").write_text(
+        "{% if messages[0].content == 'SLOW' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+        "{% endfor %}{% endfor %}{% elif messages[0].content == 'NO' %}{{ raise_exception('not this') }}\n"
+        "{% elif messages[0].content == 'GET' %}\n{{ messages.__class__ }}\n"
+        "{% elif messages[0].content == 'FAIL' %}{{ 1 / 0 }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    text = [line if isinstance(line, str) else json.dumps(line) for line in [GOOD, GOOD, *lines]]
+    (tmp_path / "a.jsonl").write_text("\n".join(text))
+    for path, shown in ((tmp_path / "a.jsonl", ""), (tmp_path, f": {tmp_path}/a.jsonl")):
+        with refused(f"data.path={path}{shown}{message}"):
+            load_chats(settings(path, folder, template="t.jinja"))
+    assert not list(tmp_path.glob("caches/**/tokens.npy"))
+
+
+def test_settings_that_are_refused(folder, tmp_path):
+    path = write(tmp_path / "a.jsonl", CHATS)
+    with refused("data.template is required for data=chat; pass data.template=FILE, or data.tokenizer=FILE in a fol"):
+        load_chats(Chat(path=str(path)))
+    with refused("data.date=1 May is no date (Invalid isoformat string: '1 May'); write one such as 2025-01-01"):
+        Chat(date="1 May")
+    with refused("data.loss_on=user: expected one of assistant, last, all, found user"):
+        Chat(loss_on="user")  # pyright: ignore[reportArgumentType]
+    with refused("data.end_token=</s> is not a token of data.tokenizer=", "tokenizer.json; give the text of one"):
+        load_chats(settings(path, folder, end_token="</s>"))
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    with refused(f"data.path={path} line 1: data.template={tmp_path}/bad.jinja line 1 is not a chat template ("):
+        load_chats(settings(path, folder, template=str(tmp_path / "bad.jinja")))
+
+
+@pytest.mark.parametrize(("version", "have"), [(None, "which renders chats"), ("3.1.5", "3.1.5 is installed")])
+def test_a_missing_library(folder, tmp_path, monkeypatch, version, have):
+    def find(name: str) -> str:
+        if name == "jinja2" and version is None:
+            raise chat_renderer.importlib.metadata.PackageNotFoundError
+        return version if name == "jinja2" else "1"
+
+    monkeypatch.setattr(chat_renderer.importlib.metadata, "version", find)
+    with refused(f"{folder}/chat_template.jinja needs jinja2 3.1.6 or newer, {have}; pip install 'moezoo[chat]'"):
+        settings(write(tmp_path / "a.jsonl", CHATS), folder).encode_line(1)
+
+
+def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "a.jsonl", CHATS)
+    for variables, begin, end in (
+        ({"FORCE_COLOR": "1", "TERM": "xterm"}, "\033[1;32m", "\033[0m"),
+        ({"NO_COLOR": "1"}, "[", "]"),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        prepare_data([f"chat={path}", f"folder={folder}"])
+        out, error = capsys.readouterr()
+        assert out == QWEN.chats["plain"][1].replace("⟦", begin).replace("⟧", end) + "\n"
+        assert error.endswith("tokens, of which 16 are predicted\n")
+    prepare_data([f"chat={path}", f"folder={folder}", "number=2", "loss_on=all"])
+    assert capsys.readouterr().out.startswith("[<|im_start|>system\nBe brief.")
+    for arguments, message in (
+        ([f"chat={path}", f"folder={folder}", "number=9"], f"chat={path} has fewer than 9 chats; choose another"),
+        ([f"chat={path}", f"folder={tmp_path}/x"], f"folder={tmp_path}/x is no folder; name one with tokenizer.json"),
+        ([f"chat={path}", "out=x.npy"], f"chat={path} prints a chat, and writes no file; leave path and out out"),
+        (["out=x.npy"], "path is missing; write path=FILE_OR_FOLDER: a UTF-8 text file"),
+        ([f"chat={write(tmp_path / 'b.jsonl', [{}])}", f"folder={folder}"], f"chat={tmp_path}/b.jsonl line 1: neither"),
+    ):
+        with pytest.raises(UserError) as caught:
+            prepare_data(arguments)
+        assert str(caught.value).startswith(message)

@@ -1,0 +1,333 @@
+"""Chats in templates: their text and tokens, and which are trained, against tables written by hand."""
+
+# ruff: noqa: RUF001 the bars of DeepSeek's special tokens are wide
+
+import json
+from pathlib import Path
+
+import pytest
+from chat_styles import CASES, HARMONY, MARKED, PLAIN, QWEN, STYLES, THINKING, WITH_TOOL, save_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refused
+
+from moezoo.data import chat_renderer
+from moezoo.data.chat_format import ChatFormat, EncodedChat
+from moezoo.data.chat_records import Chat, read_chat
+from moezoo.data.chat_template import Template
+from moezoo.data.guarded import Guarded
+from moezoo.data.tokenizer import Bytes, HuggingFace
+
+DATE = "2025-02-03"
+CHAT = read_chat({"messages": PLAIN})
+
+
+def template(text: str, **variables) -> Template:
+    return Template("T", {"default": text}, variables)
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory):
+    """The formats of all styles, each with processes of its own that stay for all tests."""
+    folder, made = tmp_path_factory.mktemp("formats"), {}
+    for name, style in STYLES.items():
+        path = save_tokenizer(folder / f"{name}.json", style.special)
+        tokenizer = HuggingFace(path, key="data.tokenizer")
+        made[name] = ChatFormat(template(style.template, **style.variables), tokenizer, DATE)
+    yield made
+    for each in made.values():
+        each.close()
+
+
+def table(found: EncodedChat) -> str:
+    """Return the text with ⟦ and ⟧ around what is trained."""
+    return found.with_marks("⟦", "⟧")
+
+
+@pytest.mark.parametrize(("style", "chat"), CASES)
+def test_what_is_trained(formats, style, chat):
+    """The assistant's turns with the token that ends each, of its last turn, and all; no call of a tool's result."""
+    messages, expected = STYLES[style].chats[chat]
+    read = read_chat({"messages": messages, "tools": STYLES[style].tools if chat == "tools" else None})
+    assert table(formats[style].encode(read, "assistant")) == expected
+    before, last = expected.rsplit("⟦", 1)
+    assert table(formats[style].encode(read, "last")) == before.replace("⟦", "").replace("⟧", "") + "⟦" + last
+    whole = formats[style].encode(read, "all")
+    assert whole.mask.all()
+    assert whole.text == expected.replace("⟦", "").replace("⟧", "")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_special_tokens_of_a_template_are_single_tokens(formats, tmp_path, style):
+    """And everything else is as the tokenizer of the file reads it."""
+    messages, expected = next(iter(STYLES[style].chats.values()))
+    found = formats[style].encode(read_chat({"messages": messages}), "assistant")
+    own = HuggingFace(save_tokenizer(tmp_path / "own.json", STYLES[style].special), key="key")
+    assert found.ids.tolist() == own.encode(found.text)
+    assert len(expected) > len(found.ids)
+
+
+def test_a_prompt_ends_with_the_beginning_of_an_answer(formats):
+    asked = read_chat({"messages": PLAIN[:2]})
+    assert formats["qwen"].prompt(asked).text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert formats["mistral"].prompt(asked).text == "<s>[INST] Be brief.\n\n Hi\n[/INST]"
+
+
+def test_prompt_and_completion_are_a_chat(formats):
+    text = read_chat({"prompt": "Hi", "completion": "Hello!"})
+    lists = read_chat({"prompt": [{"role": "user", "content": "Hi"}], "completion": PLAIN[2:3]})
+    parts = [{"type": "text", "text": part} for part in ("H", "i")]
+    joined = read_chat({"messages": [{"role": "user", "content": parts}, PLAIN[2]]})
+    assert text == lists == joined
+    assert table(formats["mistral"].encode(text, "assistant")) == "<s>[INST] Hi[/INST]⟦ Hello!</s>⟧"
+
+
+def test_a_chat_without_an_answer(formats):
+    for style in ("qwen", "marked"):
+        for loss_on in ("assistant", "last"):
+            assert not formats[style].encode(read_chat({"messages": PLAIN[:2]}), loss_on).mask.any()
+
+
+def test_tools_and_variables_reach_the_template(tmp_path):
+    texts = {"default": "no tools {{ mood }} {{ documents }}", "tool_use": "{{ tools[0].function.name }} {{ mood }}"}
+    with ChatFormat(Template("T", texts, {"mood": "any"}), Bytes(), DATE) as chats:
+        for tools, expected in ((None, "no tools good None"), (json.dumps(QWEN.tools), "sum good")):
+            chat = read_chat({"messages": PLAIN, "tools": tools, "chat_template_kwargs": {"mood": "good"}})
+            assert chats.encode(chat, "all").text == expected
+        assert chats.encode(CHAT, "all").text == "no tools any None"
+
+
+def test_arguments_as_json_text_are_objects(formats):
+    call = {"function": {"name": "sum", "arguments": '{"of":[1,2]}'}}
+    written = [{**message, "tool_calls": [call]} if "tool_calls" in message else message for message in WITH_TOOL]
+    both = [read_chat({"messages": messages, "tools": QWEN.tools}) for messages in (WITH_TOOL, written)]
+    assert len({formats["qwen"].encode(chat, "all").text for chat in both}) == 1
+
+
+def test_bytes(tmp_path):
+    """No token is special, and a character may be several tokens."""
+    with ChatFormat(template(STYLES["deepseek"].template, bos_token="<b>"), Bytes(), DATE) as chats:
+        found = chats.encode(read_chat({"messages": PLAIN}), "assistant")
+    assert bytes(found.ids.tolist()).decode() == found.text
+    trained = bytes(found.ids[found.mask].tolist()).decode()
+    assert trained == "Hello!<｜end▁of▁sentence｜>See you.<｜end▁of▁sentence｜>"
+
+
+def test_a_token_is_trained_if_its_first_character_is(tmp_path):
+    """Of tokens that stand across an edge of the assistant's text, those that begin inside."""
+    path = save_tokenizer(tmp_path / "t.json", (), words=("b>a", "e<c"))
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat = read_chat({"prompt": "ab>", "completion": "ae"})
+    tail = {"role": "user", "content": "<cd"}
+    with ChatFormat(template(text), HuggingFace(path, key="key"), DATE) as chats:
+        assert table(chats.encode(chat, "assistant")) == "ab>a⟦e⟧"
+        longer = Chat([*chat.messages, tail], None, {})
+        assert table(chats.encode(longer, "assistant")) == "ab>a⟦e<c⟧d"
+
+
+LIKE = ("<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", " ", "\n", "ä", "<think>", "</b>", "x")
+
+
+@given(st.lists(st.lists(st.sampled_from(LIKE), max_size=6).map("".join), min_size=3, max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_special_tokens_in_a_users_text_stay_text(formats, contents):
+    """The tokens of what a user, the system or a tool writes are those of a tokenizer without special tokens."""
+    system, user, tool = contents
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}, *WITH_TOOL[1:]]
+    messages[3] = {"role": "tool", "content": tool}
+    found = formats["qwen"].encode(read_chat({"messages": messages}), "assistant")
+    ids = []
+    for special, text in (
+        ("<|im_start|>", f"system\n{system}"),
+        ("<|im_end|>", "\n"),
+        ("<|im_start|>", f"user\n{user}"),
+        ("<|im_end|>", "\n"),
+        ("<|im_start|>", 'assistant\n<tool_call>\n{"name": "sum", "arguments": {"of": [1, 2]}}\n</tool_call>'),
+        ("<|im_end|>", "\n"),
+        ("<|im_start|>", f"user\n<tool_response>\n{tool}\n</tool_response>"),
+        ("<|im_end|>", "\n"),
+        ("<|im_start|>", "assistant\nIt is 3."),
+        ("<|im_end|>", "\n"),
+    ):
+        ids += [formats["qwen"]._guarded._tokenizer.token_id(special), *PLAIN_TOKENIZER.encode(text)]
+    assert found.ids.tolist() == ids
+    assert found.text.count(user) >= (user != "")
+
+
+class _PlainTokenizer:
+    """The tokenizer of the styles without special tokens: one token for each byte, and <think>."""
+
+    def __init__(self):
+        self._library = None
+
+    def encode(self, text: str) -> list[int]:
+        if self._library is None:
+            from tokenizers import Tokenizer
+
+            path = save_tokenizer(Path("plain.json"), ())
+            contents = json.loads(path.read_text())
+            (think,) = contents["added_tokens"]
+            self._think, self._library = think["id"] + 2, Tokenizer.from_file(str(path))
+        ids = self._library.encode(text, add_special_tokens=False).ids
+        return [self._think if number == self._think - 2 else number for number in ids]
+
+
+PLAIN_TOKENIZER = _PlainTokenizer()
+
+
+def test_an_assistants_special_tokens_are_tokens(formats):
+    """A template that splits or keeps them decides what they mean."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+    found = formats["qwen"].encode(read_chat({"messages": messages}), "assistant")
+    end = formats["qwen"]._guarded._tokenizer.token_id("<|im_end|>")
+    assert found.ids.tolist().count(end) == 4
+
+
+def test_texts_may_become_special_tokens_only_together(formats):
+    """The end of one text and the beginning of the next, without anything of the template between them."""
+    guarded = formats["qwen"]._guarded
+    for left, right in (("a<|im_en", "d|>b"), ("<|im_start", "|>"), ("a<|im_end|  ", ">")):
+        text = guarded.guard(left).rstrip() + guarded.guard(right)
+        assert not guarded.encode(text).special.any()
+        assert guarded.restore(text) == left.rstrip() + right
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram", "WordPiece"])
+def test_words_that_are_special_tokens(tmp_path, kind):
+    """Models that can make a whole word a token make none of a user's text special; unknown words stay unknown."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    words = ["<unk>", "END", "a", "b", "▁"]
+    if kind == "Unigram":
+        model = models.Unigram([(word, -1.0) for word in words], unk_id=0)
+    else:
+        model = getattr(models, kind)({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    library = Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens([AddedToken("<unk>"), AddedToken("END", lstrip=True, rstrip=True)])
+    library.save(str(tmp_path / "t.json"))
+    guarded = Guarded(HuggingFace(tmp_path / "t.json", key="key"))
+    assert guarded.encode("a END b").ids.tolist() == [2, 1, 3]
+    assert guarded.encode("a  END  END").special.tolist() == [False, True, True]
+    found = guarded.encode(guarded.guard("a END b"))
+    assert 1 not in found.ids.tolist()
+    assert found.ids.tolist()[0] == 2
+
+
+def test_a_tokenizer_that_reads_text_as_special(tmp_path):
+    """Merges make the special token of its parts."""
+    path = save_tokenizer(tmp_path / "t.json", ("END",), words=("END",))
+    guarded = Guarded(HuggingFace(path, key="data.tokenizer"))
+    assert guarded.encode("END").special.tolist() == [True]
+    with refused(f"data.tokenizer={path} reads the text END as a special token, also where it is a user's; give an"):
+        guarded.encode(guarded.guard("END"))
+
+
+BAD = [
+    ({}, "neither messages nor prompt and completion is there; the object is empty; set data.field"),
+    ({"message": []}, "neither messages nor prompt and completion is there; did you mean 'message'?; set data.field"),
+    ({"messages": []}, "messages is empty; give at least one message, or leave the line out"),
+    ({"messages": "Hi"}, "messages is a string, not an array of messages; set data.field"),
+    ({"messages": ["Hi"]}, 'message 1 is a string, not an object; write {"role": ..., "content": ...}'),
+    ({"messages": [*PLAIN, {}]}, "message 6 has no role; valid: system, developer, user, assistant, tool"),
+    ({"messages": [{"role": "human", "content": "a"}]}, 'message 1 has role "human"; valid: system, developer, user'),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, 'message 1 has role ["user"]; valid: system, developer'),
+    ({"messages": [{"role": "user", "content": 7}]}, "message 1: content is a number, expected a string; correct it"),
+    ({"messages": [{"role": "user"}]}, "message 1 has no content; only an assistant's message with tool_calls may ha"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no content; only an assistant's message"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        'message 1: part 1 of content has type "image" and no text; only text is read',
+    ),
+    (
+        {"messages": [{"role": "user", "content": ["Hi"]}]},
+        'message 1: part 1 of content is a string, expected {"type": "text", "text": ...}',
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": {"name": "f"}}]},
+        "message 1: tool_calls is an object, expected an array of objects; correct it",
+    ),
+    ({"prompt": "Hi", "completion": None}, "completion is null, neither a string nor an array of messages; correct"),
+    ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
+    ({"messages": PLAIN, "chat_template_kwargs": []}, "chat_template_kwargs is an array, not an object; write names"),
+    ({"messages": PLAIN, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools, which every templa"),
+    ({"messages": PLAIN, "tools": [json.loads("[" * 100 + "]" * 100)]}, "objects and arrays are more than 100 deep"),
+    (
+        {"prompt": "a\ud800", "completion": ""},
+        "a text has U+D800, half of a surrogate pair, which no UTF-8 can hold; corre",
+    ),
+    (
+        {"prompt": "\U0010fffc", "completion": ""},
+        "a text has the private character U+10FFFC, which moezoo needs for itself",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "message"), BAD)
+def test_records_that_are_refused(record, message):
+    with refused(message):
+        read_chat(record)
+
+
+BAD_TEMPLATES = [
+    ("{{ 1", "T line 1 is not a chat template (unexpected end of template, expected 'end of print statement'.); corr"),
+    ("{{ messages | random }}", "T line 1 is not a chat template (No filter named 'random'.); correct it"),
+    ("{{ raise_exception('No ' + messages[0].role) }}", "T refuses this chat: No system"),
+    ("\n{{ messages.__class__ }}", "T line 2 does what a template must not do (access to '__class__' of"),
+    ("{{ messages | attr('__class__') }}", "T line 1 does what a template must not do (access to '__class_"),
+    ("{{ messages.append(1) }}", "T line 1 does what a template must not do (access to 'append' of list)"),
+    ("{{ ''.join.__self__ }}", "T line 1 does what a template must not do (access to '__self__' of"),
+    ("{% include '/etc/passwd' %}", "T line 1 fails for this chat (TypeError: no loader for this environ"),
+    ("{{ messages[9].role }}", "T line 1 fails for this chat (list object has no element 9); correct one of"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "T line 1 fails for this chat (RecursionError: max"),
+    ("{{ 'a' * 2 * 10**9 }}", "rendering it by T needs more than 1 GiB of memory; correct the template or"),
+    ("{{ 'ä' * (6 * 10**6) }}", "rendering it by T gives more than 10 MB of text; correct the template or"),
+    (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "rendering it by T takes more than 5 seconds; correct the template or leave the chat out",
+    ),
+    ("{{ messages[2].content }}", "T line 1 fails for the first 2 messages of this chat ("),
+    (
+        "{{ messages | length }}",
+        'T does not show which text is the assistant\'s: the beginning of an answer is rendered as "2", and '
+        'message 3 as "3"; give a template that has {% generation %} around it',
+    ),
+    (
+        "{% for m in messages %}{{ m.content if loop.last or m.role != 'assistant' else '-' }}{% endfor %}",
+        "T does not show which text is the assistant's: the chat up to message 3 ends with "
+        '"Be brief. Hi\\nHello!", and the whole has "Be brief. Hi\\n-ByeSee you." there; give a template that has '
+        "{% generation %} around it, or set data.loss_on=last",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_TEMPLATES)
+def test_templates_that_are_refused(monkeypatch, text, message):
+    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3 if "seconds" in message else 5)
+    message = message.replace("5 seconds", "0 seconds")
+    with ChatFormat(template(text), Bytes(), DATE) as chats, refused(message):
+        chats.encode(CHAT, "assistant")
+
+
+def test_a_template_that_rewrites_earlier_turns(formats):
+    """Its last turn alone can be trained, unless the template marks what the assistant has written."""
+    chat = read_chat({"messages": [*THINKING, *THINKING]})
+    text = MARKED.template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    with ChatFormat(template(text), Bytes(), DATE) as chats:
+        with refused("T does not show which text is the assistant's: the chat up to message 2 ends with"):
+            chats.encode(chat, "assistant")
+        assert table(chats.encode(chat, "last")).count("⟦") == 1
+    with refused("T does not show which text is the assistant's: the chat up to message 2 ends with"):
+        formats["harmony"].encode(read_chat({"messages": [*HARMONY.chats["one turn"][0][1:], *THINKING]}), "assistant")
+
+
+def test_a_process_that_dies_is_replaced():
+    with ChatFormat(template("{{ messages[0].content }}"), Bytes(), DATE) as chats:
+        assert chats.encode(CHAT, "all").text == "Be brief."
+        (child,) = chats._renderer._all
+        assert child._process is not None
+        child._process.kill()
+        child._process.wait()
+        with refused("rendering it by T ended its process (exit code -9); correct the template or leave"):
+            chats.encode(CHAT, "all")
+        assert chats.encode(CHAT, "all").text == "Be brief."
