@@ -212,6 +212,8 @@ def test_what_does_not_fit(folder, texts, tmp_path):
         evaluate.configure(*own)
     with refused("model.layers=2: the model is that of folder="):
         evaluate.configure(*own, "model.layers=2")
+    with refused("init_from=x: the model is that of folder="):
+        evaluate.configure(*own, "init_from=x")
 
 
 @pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")
