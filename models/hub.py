@@ -93,6 +93,7 @@ def common(max_length: int, init_std: float = 0.02, norm_eps: Any = REQUIRED, ti
         "norm_eps": Key("rms_norm_eps", norm_eps),
         "init_std": Key("initializer_range", init_std),
         "tied_embeddings": Key("tie_word_embeddings", tied),
+        "z_loss": fixed({"z_loss": 0.0}),  # transformers has none
     }
 
 

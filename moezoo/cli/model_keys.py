@@ -30,7 +30,10 @@ class ModelKeys:
         if self.run_dir is not None and self.folder is not None:
             raise UserError(f"run_dir={self.run_dir} and folder={self.folder} name two models; leave one of them out")
         if self.run_dir is None and self.folder is None:
-            raise UserError("name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format")
+            raise UserError(
+                "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format; "
+                "init_from is of training"
+            )
         if self.dtype is not None and self.folder is None:
             raise UserError(
                 f"dtype={self.dtype}: parameters of a run have the dtype that it was trained in; leave it out"
@@ -47,8 +50,10 @@ def configure_model(keys: ModelKeys, changes: Sequence[str]) -> Any:
     from moezoo.training.saved import saved_config
 
     where = f"folder={keys.folder}" if keys.folder else f"run_dir={keys.run_dir}"
+    # A run may name where the folder is now that it started from.
+    naming = r"(model|init_from)\b" if keys.folder else r"model\b"
     for change in changes:
-        if re.match(r"model\b", change):
+        if re.match(naming, change):
             raise UserError(f"{change}: the model is that of {where}; leave this out")
     if keys.run_dir is not None:
         return saved_config(keys.run_dir, *changes)

@@ -5,7 +5,6 @@ Nothing here reads a weight. `moezoo.training.initial` does, when the run begins
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError
 from moezoo.hub.folders import find_tokenizer, no_tokenizer, text_settings
 from moezoo.hub.kept import describe_forms
-from moezoo.hub.opening import check_tensors, open_folder
+from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.blueprint import Blueprint
 from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
@@ -101,10 +100,9 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
     """
     shown = show(f"init_from={typed}")
     if not path.exists():
-        advice = "name a Hugging Face folder or a run"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", typed) and not path.parent.exists():
-            advice += f"; a model of this name is downloaded with: hf download {typed} --local-dir {path.name}"
-        raise UserError(f"{shown}: there is no such folder; {advice}")
+        raise UserError(
+            f"{shown}: there is no such folder; name a Hugging Face folder or a run{describe_download(path)}"
+        )
     if not path.is_dir():
         raise UserError(f"{shown} is a file; name the folder that has it")
     if not (path / "config.json").exists():

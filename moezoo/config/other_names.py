@@ -14,7 +14,7 @@ _KEYS = {
         "batch_size": "batch batchsize bs global_batch_size",
         "seq_len": "block_size context_length ctx max_len max_seq_len n_ctx seqlen sequence_length",
         "run_dir": "exp_dir log_dir logdir name out out_dir output output_dir save_dir",
-        "init_from": "base_model finetune_from from_pretrained init model_name_or_path pretrained",
+        "init_from": "base_model finetune_from folder from_pretrained init model_name_or_path pretrained",
         "resume": "checkpoint ckpt from_checkpoint load restore",
         "log_every": "log log_interval logging_steps",
         "eval_every": "eval eval_interval eval_steps",
@@ -59,7 +59,8 @@ def check_name(key: str, top: Collection[str]) -> None:
     ours = _KEYS.get(name, "")
     elsewhere = ours.startswith(f"{section}.") if section else name not in top
     if ours not in ("", key) and elsewhere:
-        raise UserError(f"{key}: there is no key '{key}'; did you mean '{ours}'?")
+        meaning = ", the folder or run to start from" * (ours == "init_from")
+        raise UserError(f"{key}: there is no key '{key}'; did you mean '{ours}'{meaning}?")
 
 
 def suggest_axes(name: str) -> str:

@@ -56,6 +56,10 @@ class DataSettings(abc.ABC):
         """Whether the settings name validation documents, apart from those to train on."""
         return False
 
+    def text_ends(self) -> tuple[int, ...]:
+        """Return the tokens that end a text; none where that is not known. Raises `UserError` without the tokenizer."""
+        return ()
+
     def tokenizer_file(self) -> Path | None:
         """Return the path of the Hugging Face `tokenizer.json` that made the tokens; None without one."""
         return None

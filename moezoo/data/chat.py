@@ -21,7 +21,7 @@ from moezoo.data.files import Found, find_files
 from moezoo.data.jsonl import parse_object, read_lines
 from moezoo.data.packing import Packing
 from moezoo.data.source import Source
-from moezoo.data.tokenizer import Bytes, HuggingFace, text_tokenizer
+from moezoo.data.tokenizer import Bytes, HuggingFace, Tokenizer, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -92,8 +92,7 @@ class Chat(FileSettings):
             except UserError as error:
                 raise UserError(f"{document.where}: {error}") from error
 
-    def ends(self, tokenizer: Bytes | HuggingFace) -> tuple[int, ...]:
-        """Return the tokens that end the assistant's turn."""
+    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not isinstance(tokenizer, HuggingFace):
             return ()
         texts = (self.end_token, self.read_template().variables.get("eos_token"))

@@ -21,8 +21,9 @@ from moezoo.data.corpus import (
 from moezoo.data.documents import Document
 from moezoo.data.files import Found, find_files
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.tokenizer import end_id, text_tokenizer
+from moezoo.data.tokenizer import HuggingFace, Tokenizer, end_id, text_tokenizer
 from moezoo.errors import UserError
+from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,11 @@ class FileSettings(DataSettings):
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
         split = split._replace(held_out=tuple(dict.fromkeys(split.held_out)))  # a long file is several documents
         extra = {} if found is None else self.describe(found, read)
+        ends = map(how.tokenizer.token_text, self.ends(how.tokenizer)) if isinstance(how.tokenizer, HuggingFace) else ()
+        extra |= {
+            "tokenizer": show(self.tokenizer or "bytes"),
+            "end token": show(" or ".join(filter(None, ends)) or "none"),
+        }
         source = make_source(
             self.kind, split, how.tokenizer, vocab=how.tokenizer.vocab, sha256=read.sha256[:16], **extra
         )
@@ -108,6 +114,14 @@ class FileSettings(DataSettings):
     def has_own_validation(self) -> bool:
         return self.validation is not None
 
+    def text_ends(self) -> tuple[int, ...]:
+        return self.ends(text_tokenizer(self.tokenizer, key="data.tokenizer"))
+
+    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the tokens that end a document or, in chats, an answer."""
+        end = self._end(tokenizer)
+        return () if end is None else (end,)
+
     def tokenizer_file(self) -> Path | None:
         return None if self.tokenizer is None else Path(os.path.expanduser(self.tokenizer))
 
@@ -116,8 +130,10 @@ class FileSettings(DataSettings):
         bytes_ = f"data={self.kind} without data.tokenizer has 256 byte values"
         what = bytes_ if self.tokenizer is None else f"data.tokenizer has {tokenizer.vocab} tokens"
         require_vocab(what, tokenizer.vocab, vocab)
-        end = None if self.end_token is None else end_id(tokenizer, self.end_token, key="data.end_token")
-        return How(self.reader, tokenizer, self.tokenizer_file(), end, dtype_for(tokenizer.vocab))
+        return How(self.reader, tokenizer, self.tokenizer_file(), self._end(tokenizer), dtype_for(tokenizer.vocab))
+
+    def _end(self, tokenizer: Tokenizer) -> int | None:
+        return None if self.end_token is None else end_id(tokenizer, self.end_token, key="data.end_token")
 
     def _read(self, found: Found, how: How) -> Kept:
         return kept(cache_folder(self.cache), found, self.documents(found), how)

@@ -108,6 +108,9 @@ class Mixture(DataSettings):
     def has_own_validation(self) -> bool:
         return any(part.has_own_validation for part in self.parts.values())
 
+    def text_ends(self) -> tuple[int, ...]:
+        return tuple({end: None for each in self.sources.values() for end in each.source.text_ends()})
+
     def tokenizer_file(self) -> Path | None:
         return next((part.tokenizer_file() for part in self.parts.values()), None)
 

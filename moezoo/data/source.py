@@ -110,7 +110,7 @@ class Source:
         }
 
 
-def make_source(name: str, split: Split, tokenizer: Tokenizer, *, vocab: int, **summary: str) -> Source:
+def make_source(name: str, split: Split, tokenizer: Tokenizer, /, *, vocab: int, **summary: str) -> Source:
     """Return a source whose summary has the facts common to all kinds of data, then those of `summary`."""
     unit = "byte" if isinstance(tokenizer, Bytes) else "token"
     sizes = {

@@ -79,11 +79,21 @@ def folder_argument(folder: str | Path, argument: str = "folder") -> Path:
     return check_name(path, show(f"{argument}={folder}"))
 
 
+def describe_download(folder: Path) -> str:
+    """Return the end of a message about a `folder` that is not there: how to download it, if its name is a model's."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(folder)) or folder.parent.exists():
+        return ""
+    return f"; a model of this name is downloaded with: hf download {folder} --local-dir {folder.name}"
+
+
 def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
     """Return what config.json and the headers of the files describe; both have about as many layers and experts.
 
     With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
     """
+    if not folder.exists():
+        advice = f"name a Hugging Face model folder{describe_download(folder)}"
+        raise UserError(f"{folder}: there is no such folder; {advice}")
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
     mapping = read_json(folder / "config.json")

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,8 +137,11 @@ def check_target(folder: Path) -> None:
         raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
 
 
-def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) -> Plan:
-    """Return the files of a model, whose arrays may be shapes. Raises `UserError` as `save_pretrained` does."""
+def plan_folder(model: Any, values: Values, max_shard_size: int | str | None, text_ends: Sequence[int] = ()) -> Plan:
+    """Return the files of a model, whose arrays may be shapes.
+
+    `text_ends` are the tokens that end a text, as far as they are known. Raises `UserError` as `save_pretrained` does.
+    """
     most, family = _shard_bytes(max_shard_size), family_of(model.config)
     parts = list(tensors(model, family.hub))
     require_names(arrays_by_path(model), parts)
@@ -165,6 +168,8 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None) ->
     config["dtype"] = common_dtype((values.dtype(tensor), math.prod(tensor.shape)) for tensor in parts).name
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if text_ends:
+        config["eos_token_id"] = text_ends[0] if len(text_ends) == 1 else list(text_ends)
     texts["config.json"] = config
     return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
 

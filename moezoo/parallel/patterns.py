@@ -1,5 +1,6 @@
 """Patterns of the paths of parameters, such as "*.attention.out"; `*` stands for any text."""
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -16,10 +17,7 @@ def matching(key: str, patterns: Iterable[str], paths: Sequence[str]) -> set[str
     for pattern in patterns:
         here = _matches(pattern, paths)
         if not here:
-            wider = (f"*{pattern.lstrip('*')}", f"*{pattern.strip('*')}*")
-            fitting = next((each for each in wider if _matches(each, paths)), None)
-            advice = f"write {show(fitting)}" if fitting else nearest(pattern, dict.fromkeys(map(pattern_of, paths)))
-            raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {advice}")
+            raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {_advise(pattern, paths)}")
         found |= here
     return found
 
@@ -27,6 +25,21 @@ def matching(key: str, patterns: Iterable[str], paths: Sequence[str]) -> set[str
 def pattern_of(path: str) -> str:
     """Return the pattern that matches a parameter in the blocks of all stacks: "*.attention.out"."""
     return re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "*", path)
+
+
+def _advise(pattern: str, paths: Sequence[str]) -> str:
+    """Return what to write for a pattern that matches nothing: a wider one, or one with the nearest words."""
+    words = {word for path in paths for word in re.findall(r"\w+", path)}
+
+    def spell(match: re.Match[str]) -> str:
+        return match[0] if match[0] in words else next(iter(difflib.get_close_matches(match[0], words, n=1)), match[0])
+
+    spelled = re.sub(r"\w+", spell, pattern)
+    for each in (pattern, spelled):
+        for wider in (each, f"*{each.lstrip('*')}", f"*{each.strip('*')}*"):
+            if _matches(wider, paths):
+                return f"write {show(wider)}" if each == pattern else f"did you mean '{show(wider)}'?"
+    return nearest(pattern, map(pattern_of, paths))
 
 
 def _matches(pattern: str, paths: Sequence[str]) -> set[str]:

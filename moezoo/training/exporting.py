@@ -4,11 +4,13 @@ No device holds the model: the arrays are read from the files part by part, and 
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,11 +21,14 @@ from moezoo.config.build import blueprint_of
 from moezoo.config.compose import folder_path, from_saved, read_run
 from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find, run_folder
+from moezoo.config.settings import TrainConfig
+from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.few_bits import format_argument
+from moezoo.hub.few_bits import CONFIG, format_argument
+from moezoo.hub.folders import end_of_text, find_tokenizer
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
-from moezoo.hub.opening import find_model, open_folder
+from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
@@ -36,6 +41,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
 from moezoo.training.checkpoint import read_about
 from moezoo.training.initial import load_elsewhere
+from moezoo.training.resume import flatten
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
 from moezoo.typed import show
@@ -51,6 +57,7 @@ class _Origin(NamedTuple):
         wanted: The shapes of the model as they are written.
         values: Its numbers, in the dtypes of `wanted`.
         tokenizer: The tokenizer of a run's data, if there is one.
+        text_ends: The tokens that end its texts, as far as they are known.
         chat_files: The files of its chat template, by their names in a folder.
     """
 
@@ -58,6 +65,7 @@ class _Origin(NamedTuple):
     wanted: LanguageModel
     values: Values
     tokenizer: Path | None
+    text_ends: Sequence[int] = ()
     chat_files: Mapping[str, Path] = MappingProxyType({})
 
 
@@ -114,10 +122,28 @@ class Export:
         if (tokenizer := self.origin.tokenizer) is not None and self.like is None:
             gone = "" if tokenizer.is_file() else " is not there any more, so the folder has none"
             lines.append(("tokenizer", f"{tokenizer}{gone}"))
-        if self.like is not None:
+        if self.like is None:
+            if self.origin.text_ends:
+                lines.append(("texts", f"end with token {' or '.join(map(str, self.origin.text_ends))}"))
+            elif tokenizer is not None:
+                lines.append(("texts", "no token is known to end them"))
+        else:
+            lines += [("config.json", change) for change in self._changes]
             for use, names in self.like[1].carried.tensors.items():
                 lines.append(("copied", f"{count(names)} as in {self.like[0]}, for {use}: {list_names(names)}"))
         return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
+
+    @property
+    def _changes(self) -> list[str]:
+        """The keys of config.json that differ from those of `like`, without those of few bits."""
+        assert self.like is not None
+        files = self.like[0] / "config.json", self.plan.texts["config.json"]
+        before, after = (flatten(json.loads(text)) for text in (files[0].read_bytes(), files[1]))
+        return [
+            f"{key}={show(after.get(key))} ({show(before.get(key))} there)"
+            for key in before | after
+            if before.get(key) != after.get(key) and not key.startswith(f"{CONFIG}.")
+        ]
 
     @functools.cached_property
     def _leaves(self) -> Leaving:
@@ -193,6 +219,10 @@ def plan_export(
     if os.path.lexists(new):
         raise UserError(f"{show(target)} exists; name a new folder for the model")
     is_run = (run_folder(path) / "config.yaml").exists()
+    if not is_run and not path.exists():
+        raise UserError(
+            f"{show(source)}: there is no such folder; name a run or a Hugging Face folder{describe_download(path)}"
+        )
     if not is_run and not (path / "config.json").exists():
         raise UserError(
             f"{show(source)}: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json is "
@@ -205,7 +235,7 @@ def plan_export(
     if like is not None:
         base = folder_path(like, "like")
     if base is None:
-        plan = plan_folder(origin.wanted, origin.values, max_shard_size)
+        plan = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends)
         if origin.tokenizer is not None and origin.tokenizer.is_file():
             copies = {"tokenizer.json": origin.tokenizer, **origin.chat_files}
             plan = plan._replace(copies={name: file for name, file in copies.items() if file.is_file()})
@@ -229,7 +259,24 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
     saved = blueprint_of(cfg).shapes
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
-    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), cfg.data.chat_files())
+    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), _text_ends(cfg), cfg.data.chat_files())
+
+
+def _text_ends(cfg: TrainConfig) -> Sequence[int]:
+    """Return the tokens that end a text: those of a run's data, or else of the folder that it began with.
+
+    None are known where tokenizer or template are gone or damaged, or the folder has another tokenizer.
+    """
+    tokenizer = cfg.data.tokenizer_file()
+    if tokenizer is not None and not tokenizer.is_file():
+        return ()
+    with contextlib.suppress(UserError):  # `Export.describe` says that none are known
+        if ends := cfg.data.text_ends():
+            return ends
+    folder = Path(cfg.init_from or "")
+    if tokenizer is None or not cfg.init_from or not (own := find_tokenizer(folder)):
+        return ()
+    return end_of_text(folder) if is_same_tokenizer(own, tokenizer) else ()
 
 
 def _open_folder(path: Path, dtype: str | None) -> _Origin:

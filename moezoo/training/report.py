@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -21,7 +22,7 @@ from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import Compared, compare_strategies
-from moezoo.optim import Work
+from moezoo.optim import Schedule, UpdateRule, Work
 from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Role, count_parameters, is_stored, parameter_table
@@ -175,6 +176,17 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
     ]
 
 
+def rate_line(rule: UpdateRule, schedule: Schedule, steps: int) -> str:
+    """Describe the learning rate from the first step of a run to the last."""
+    peak, warmup = rule.learning_rate, schedule.count_warmup(steps)
+    first, last = (float(schedule.rate(peak, jnp.int32(step), steps)) for step in (0, max(0, steps - 1)))
+    course = f"{peak:.3g}" if warmup < 2 else f"{first:.3g} to {peak:.3g} over {_counted(warmup, 'step')}"
+    if steps > warmup:
+        stays = abs(last - peak) < 1e-6 * peak
+        course += f", then {path_of(type(schedule))}" + f" to {last:.3g}" * (not stays)
+    return f"learning rate {course}"
+
+
 def optimizer_lines(update: Sequence[Work], traffic: TrafficTable) -> list[str]:
     """Describe what updates which parameters, how, and what it takes, where several rules do."""
     if len(update) == 1:
@@ -244,6 +256,7 @@ def summarize(
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
     rows += [
+        ("optimizer", rate_line(cfg.optimizer, cfg.schedule, cfg.steps)),
         *(("optimizer", line) for line in optimizer_lines(step.update_work, traffic)),
         ("kernels", kernels_line(execution, cfg.seq_len)),
         (

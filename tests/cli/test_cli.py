@@ -216,6 +216,8 @@ MISTYPED = {
     "train modl=mixtral": "modl: there is no key 'modl'; did you mean 'model'?",
     "train model=mixtrall": "model=mixtrall: no such model; did you mean 'mixtral'?",
     "train dispatch=rong": "dispatch=rong: no such dispatch; did you mean 'ring'?",
+    "train folder=x": "folder: there is no key 'folder'; did you mean 'init_from', the folder or run to start from?",
+    "evaluate init_from=x": "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format; init_",
     "train execution.dtyp=float32": "execution.dtyp: there is no key 'dtyp' in execution; did you mean 'dtype'?",
     "train mesh.exprt=8": "mesh.exprt: there is no key 'exprt' in mesh; did you mean 'expert'?",
     "train modle.layers=2": "modle.layers: there is no key 'modle'; did you mean 'model'?",

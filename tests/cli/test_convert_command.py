@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from chat_styles import save_tokenizer
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 
@@ -175,6 +176,19 @@ def test_like_another_folder(run, folder, tmp_path, console):
     """The run's numbers, in the files of the folder, with its tokenizer."""
     assert console("convert", str(run), "new", f"like={folder}")[0] == 0
     assert read_files(tmp_path / "new") == read_files(folder, "modeling.py")
+    # Of another folder the keys that change are listed.
+    shutil.copytree(folder, tmp_path / "base")
+    keys = json.loads((folder / "config.json").read_text())
+    other = {"rms_norm_eps": 0.5, "rope_parameters": keys["rope_parameters"] | {"rope_theta": 7.0}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(keys | other | {"eos_token_id": 1}))
+    code, out, _ = console("convert", str(run), "changed", "like=base")
+    assert (code, [line for line in out.splitlines() if line.startswith("config.json")]) == (
+        0,
+        [
+            "config.json rms_norm_eps=1e-06 (0.5 there)",
+            "config.json rope_parameters.rope_theta=10000.0 (7.0 there)",
+        ],
+    )
     config = moezoo.load_run(run)[0].config
     shapes = Blueprint(dataclasses.replace(config, expert_mlp=14)).shapes
     moezoo.save_pretrained(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), tmp_path / "other")
@@ -193,7 +207,7 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     mapping = as_mapping(moezoo.saved_config(run)) | {"data": data}
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping))
     _, out, _ = console("convert", "run", "new")
-    assert f"tokenizer   {tmp_path}/words.json\n" in out
+    assert f"tokenizer   {tmp_path}/words.json\ntexts       no token is known to end them\n" in out
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
     # A run on chats also leaves its template.
     for name, text in (("tokenizer_config.json", "{}"), ("chat_template.jinja", "beside"), ("own.jinja", "own")):
@@ -204,6 +218,21 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
         assert console("convert", "run", expected)[0] == 0
         assert (tmp_path / expected / "chat_template.jinja").read_text() == expected
         assert (tmp_path / expected / "tokenizer_config.json").read_text() == "{}"
+    # The tokens that end texts: of the data, of the template, and of all sources of a mixture.
+    save_tokenizer(tmp_path / "words.json", ("<a>", "<b>", "<c>"))
+    first = json.loads((tmp_path / "words.json").read_text())["added_tokens"][0]["id"]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<c>"}')
+    text, chat = data | {"end_token": "<b>"}, data | {"name": "chat", "template": None}
+    both = {"name": "mixture", "sources": {"one": text, "two": chat}}
+    for name, each, ends in (
+        ("text", text, first + 1),
+        ("chat", chat, first + 2),
+        ("two", both, [first + 1, first + 2]),
+    ):
+        (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | {"data": each}))
+        code, out, _ = console("convert", "run", f"ends_{name}")
+        assert f"texts       end with token {str(ends).strip('[]').replace(', ', ' or ')}\n" in out
+        assert json.loads((tmp_path / f"ends_{name}" / "config.json").read_text())["eos_token_id"] == ends
     (tmp_path / "words.json").unlink()
     code, out, _ = console("convert", "run", "without")
     assert code == 0
@@ -220,11 +249,13 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
         (["{run}", "a", "dtyp=int8"], "dtyp: there is no key 'dtyp'; did you mean 'dtype'?"),
         (["{run}", "a", "max_shard_size=5G"], 'max_shard_size=5G: expected bytes, or a size such as "5GB"'),
         (["{folder}", "a", "max_shard_size=5GB"], "max_shard_size=5GB: the files are those of {folder}; leave it out"),
-        (["{run}", "a", "like=b"], "b: no config.json"),
+        (["{run}", "a", "like=b"], "b: there is no such folder; name a Hugging Face model folder"),
         (["{run}", "{folder}"], "{folder} exists; name a new folder"),
         (["{run}/checkpoints/7", "a"], "source={run}/checkpoints/7: no such checkpoint; there are 1"),
         (["a=b/c", "a"], "a: there is no key 'a'"),
-        (["./none", "a"], "./none: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json"),
+        (["./none", "a"], "./none: there is no such folder; name a run or a Hugging Face folder\n"),
+        (["org/name", "a"], "org/name: there is no such folder; name a run or a Hugging Face folder; a model of this"),
+        ([".", "a"], ".: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json"),
     ],
 )
 def test_refusals(run, folder, tmp_path, console, arguments, line):

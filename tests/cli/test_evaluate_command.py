@@ -37,7 +37,7 @@ LINE = re.compile(
 def folder(tmp_path_factory):
     """A tiny model whose tokenizer begins each text with <s>, and </s> ends a text."""
     path = tmp_path_factory.mktemp("hub") / "model"
-    moezoo.save_pretrained(build_model(MixtralConfig(vocab=400, **SIZES), key=jax.random.key(0)), path)
+    moezoo.save_pretrained(build_model(MixtralConfig(vocab=400, z_loss=0.0, **SIZES), key=jax.random.key(0)), path)
     with_start(KINDS["byte level"]()).save(str(path / "tokenizer.json"))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))
     return path
@@ -212,6 +212,8 @@ def test_what_does_not_fit(folder, texts, tmp_path):
         evaluate.configure(*own)
     with refused("model.layers=2: the model is that of folder="):
         evaluate.configure(*own, "model.layers=2")
+    with refused("init_from=x: the model is that of folder="):
+        evaluate.configure(*own, "init_from=x")
 
 
 @pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")

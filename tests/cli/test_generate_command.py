@@ -17,7 +17,8 @@ from moezoo.models import MixtralConfig, build_model
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model without a tokenizer: prompts are numbers."""
-    config = MixtralConfig(vocab=40, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, expert_mlp=8, max_length=64)
+    sizes = {"vocab": 40, "embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "expert_mlp": 8}
+    config = MixtralConfig(**sizes, max_length=64, z_loss=0.0)
     path = tmp_path_factory.mktemp("hub") / "model"
     moezoo.save_pretrained(build_model(config, key=jax.random.key(0)), path)
     return path
@@ -156,7 +157,7 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         (["folder={folder}", "prompt=1", "max_new_tokens=64"], "model.max_length=64; set max_new_tokens"),
         (["folder={folder}", "prompt=1", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
         (["folder={folder}", "prompt=1", "mesh.expert=3"], "splits experts 3 ways but model.experts=8"),
-        (["folder={folder}/nowhere", "prompt=1"], "no config.json; name a Hugging Face model folder"),
+        (["folder={folder}/nowhere", "prompt=1"], "there is no such folder; name a Hugging Face model folder"),
         (["folder={folder}", "prompt=1", "chat=1"], "prompt= continues a text, and chat= answers a message; leave one"),
         (["folder={folder}", "chat=@nowhere"], "chat=@nowhere does not exist; name a UTF-8 text file"),
         (["run_dir={folder}", "prompt=1"], "no run there"),

@@ -24,7 +24,9 @@ from moezoo.models.grouped_hub import HUB
 from moezoo.moe.router import Choice
 from moezoo.parallel.axes import Axes, Role
 
-MIXTRAL = MixtralConfig(vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4)
+MIXTRAL = MixtralConfig(
+    vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4, z_loss=0.0
+)
 DEEPSEEK = DeepSeekConfig(
     vocab=24, embed=8, layers=2, heads=2, q_lora=4, kv_lora=4, nope_dim=4, rope_dim=2, value_dim=4, mlp=6, expert_mlp=6
 )
@@ -300,16 +302,23 @@ def test_saving_overwrites_nothing(good, tmp_path):
         moezoo.save_pretrained(model, tmp_path / "file" / "x")
 
 
+def test_a_folder_that_is_a_models_name_is_answered_with_its_download():
+    with pytest.raises(moezoo.UserError) as caught:
+        moezoo.from_pretrained("org/name")
+    download = "a model of this name is downloaded with: hf download org/name --local-dir name"
+    assert str(caught.value) == f"org/name: there is no such folder; name a Hugging Face model folder; {download}"
+
+
 def test_settings_without_a_key_are_reported(good, tmp_path):
     """Those that are read back at another value; others, also in another form, are not."""
     config = MIXTRAL if isinstance(good[0].config, MixtralConfig) else DEEPSEEK
     changed = dataclasses.replace(config, z_loss=0.25, norm_eps=1e-3)
     with pytest.warns(
-        UserWarning, match=r"model: transformers has no key for model.z_loss=0.25 \(read back as"
+        UserWarning, match=r"model: transformers has no key for model.z_loss=0.25 \(read back as 0.0\)"
     ) as caught:
         moezoo.save_pretrained(moezoo.build_model(changed, key=jax.random.key(0)), tmp_path / "model")
     assert len(caught) == 1
-    assert moezoo.from_pretrained(tmp_path / "model").config == dataclasses.replace(changed, z_loss=config.z_loss)
+    assert moezoo.from_pretrained(tmp_path / "model").config == dataclasses.replace(changed, z_loss=0.0)
 
 
 def test_what_a_folder_does_not_keep():

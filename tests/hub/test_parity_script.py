@@ -248,7 +248,7 @@ def test_command_agrees_and_diverges(folders, call):
     ("arguments", "line"),
     [
         ([], "folder is missing; write folder=FOLDER"),
-        (["folder=nowhere"], "nowhere: no config.json; name a Hugging Face model folder"),
+        (["folder=nowhere"], "nowhere: there is no such folder; name a Hugging Face model folder"),
         (["foldr=nowhere"], "foldr: there is no key 'foldr'; did you mean 'folder'?"),
         (["folder=nowhere", "tokens=0"], "tokens=0 must be at least 1"),
     ],

@@ -22,7 +22,8 @@ YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
 
 def mixtral(**changes: Any) -> MixtralConfig:
     """Return a tiny Mixtral."""
-    return MixtralConfig(**{**SMALL, "layers": 2, "kv_heads": 2, "head_dim": 8, "rope_base": 100.0, **changes})
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "rope_base": 100.0, "z_loss": 0.0}
+    return MixtralConfig(**{**SMALL, **sizes, **changes})
 
 
 def qwen3(**changes: Any) -> GroupedConfig:
@@ -43,7 +44,8 @@ def of_type(model_type: str, **changes: Any) -> GroupedConfig:
 
 def olmoe(**changes: Any) -> OlmoeConfig:
     """Return a tiny OLMoE that clips some of its queries, keys and values."""
-    return OlmoeConfig(**{**SMALL, "layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, **changes})
+    sizes: dict[str, Any] = {"layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, "z_loss": 0.0}
+    return OlmoeConfig(**{**SMALL, **sizes, **changes})
 
 
 def gpt_oss(**changes: Any) -> GptOssConfig:

@@ -38,7 +38,7 @@ def test_the_mean_over_predicted_tokens_of_all_windows():
 def test_a_model_of_a_folder(tmp_path):
     """`cfg` has the default model; the refusal describes how to get one with the folder's."""
     config = moezoo.models.MixtralConfig(
-        vocab=40, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, expert_mlp=12, experts=4
+        vocab=40, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, expert_mlp=12, experts=4, z_loss=0.0
     )
     built = moezoo.build_model(config, key=jax.random.key(0), dtype="bfloat16")
     moezoo.save_pretrained(built, tmp_path / "folder")

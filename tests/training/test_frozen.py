@@ -123,6 +123,8 @@ def test_a_folder_of_the_run_has_both(whole, tmp_path):
             "trained=[*.query] frozen=[*.attention.*] leaves nothing",
         ),
         (["frozen=['*.attention.querry']"], "frozen: *.attention.querry matches no whole path|'*.attention.query'"),
+        (["trained=['*.atention.*']"], "trained: *.atention.* matches no whole path|; did you mean '*.attention.*'?"),
+        (["trained=['atention.querry']"], "trained: atention.querry|; did you mean '*attention.query'?"),
         (["trained=[embedding]"], "trained: embedding matches no whole path of a parameter; write *embedding*"),
         (["model=deepseek", "trained=['*.choice_bias']"], "trained: *.choice_bias matches only|a buffer"),
         (["model=deepseek", "frozen=['*.choice_bias']"], "frozen: *.choice_bias matches only|a buffer"),

@@ -20,7 +20,7 @@ from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, Jsonl, Mixture, Text, Tokens, Weighted
-from moezoo.hub.folders import hub_model_config
+from moezoo.hub.folders import end_of_text, hub_model_config
 from moezoo.models import DeepSeekConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits
@@ -116,6 +116,9 @@ def test_the_summary_says_what_changed(start, folders):
     changed = "model.load_balance=0.0 (0.0001 there); model.router.bias_rate=0.0 (0.001 there)"
     assert second.strip() == f"{changed}; optimizer.learning_rate=2e-05, the default with init_from"
     assert third.startswith("run_dir")  # the tokenizer is the folder's
+    data = next(line for line in start.lines if line.startswith("data"))
+    assert f"text, tokenizer {folders.wide}/tokenizer.json, end token </s>, " in data
+    assert "optimizer   learning rate 2e-05" in start.lines[:at]
 
 
 @pytest.mark.parametrize("like", [False, True])
@@ -128,6 +131,7 @@ def test_a_folder_of_it_has_the_same_tensors(start, folders, tmp_path, like):
         assert tensor.dtype == after[name].dtype
     assert (tmp_path / "hub" / "tokenizer.json").read_bytes() == (folders.wide / "tokenizer.json").read_bytes()
     assert (tmp_path / "hub" / "generation_config.json").exists() == like
+    assert end_of_text(tmp_path / "hub") == ([7, 1] if like else [7])  # the data have the first of the folder's
 
 
 def test_transformers_loads_a_folder_of_it(start, folders, tmp_path):

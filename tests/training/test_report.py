@@ -10,6 +10,7 @@ import pytest
 import moezoo
 from moezoo import progress
 from moezoo.config.build import build_execution
+from moezoo.optim import AdamW, Constant, Cosine
 from moezoo.training.pictures import (
     draw_losses,
     draw_routing,
@@ -18,7 +19,7 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import Progress, kernels_line, print_lines, unsplit_lines
+from moezoo.training.report import Progress, kernels_line, print_lines, rate_line, unsplit_lines
 
 
 def test_lines_are_printed_in_any_encoding(monkeypatch):
@@ -32,6 +33,18 @@ def test_lines_are_printed_in_any_encoding(monkeypatch):
     monkeypatch.setattr(sys, "stdout", text)
     print_lines([("sample", "⟦a⟧")])
     assert text.getvalue() == "sample      ⟦a⟧\n"
+
+
+def test_the_course_of_the_learning_rate():
+    rule = AdamW(learning_rate=2e-5)
+    for schedule, steps, words in (
+        (Cosine(warmup_steps=4), 50, "5e-06 to 2e-05 over 4 steps, then cosine to 2e-06"),
+        (Cosine(warmup_steps=0), 50, "2e-05, then cosine to 2e-06"),
+        (Cosine(warmup_steps=4), 4, "5e-06 to 2e-05 over 4 steps"),
+        (Constant(warmup_steps=4), 50, "5e-06 to 2e-05 over 4 steps, then constant"),
+        (Cosine(), 0, "2e-05"),
+    ):
+        assert rate_line(rule, schedule, steps) == f"learning rate {words}"
 
 
 def history(count):
