@@ -17,8 +17,9 @@ from moezoo.models import MixtralConfig, build_model
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model without a tokenizer: prompts are numbers."""
-    sizes = {"vocab": 40, "embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "expert_mlp": 8}
-    config = MixtralConfig(**sizes, max_length=64, z_loss=0.0)
+    config = MixtralConfig(
+        vocab=40, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, expert_mlp=8, max_length=64, z_loss=0.0
+    )
     path = tmp_path_factory.mktemp("hub") / "model"
     moezoo.save_pretrained(build_model(config, key=jax.random.key(0)), path)
     return path
