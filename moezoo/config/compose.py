@@ -142,7 +142,7 @@ def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
             "leave upcycle out"
         )
     mapping = read_run(path, "init_from")
-    return run_origin(path, mapping, from_mapping(without_own(mapping, saved_own(mapping))))
+    return run_origin(path, mapping, from_saved(mapping))
 
 
 def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
@@ -215,7 +215,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
                 f"({old} is now {new})"
             )
     try:
-        from_mapping(without_own(mapping, saved_own(mapping)))
+        from_saved(mapping)
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
     return mapping
@@ -224,6 +224,14 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
     """Convert `mapping` to a configuration. Raises `UserError` for unknown keys, wrong types and invalid numbers."""
     return convert(TrainConfig, mapping, "", _CHECKS)
+
+
+def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
+    """Return a saved configuration with something of moezoo's in place of what is of the user's own.
+
+    Raises as `from_mapping` does.
+    """
+    return from_mapping(without_own(mapping, saved_own(mapping)))
 
 
 def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,11 +46,9 @@ class Origin(NamedTuple):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it is known from here how text becomes tokens."""
-        if self.run is None:
-            return self.tokenizer is not None
+        """Whether it is known from here how text becomes tokens; data of a run without a tokenizer may be bytes."""
         parts = () if self.data is None else self.data.parts.values()
-        return any(isinstance(part, FileSettings | PythonStdlib) for part in parts) or self.tokenizer is not None
+        return self.tokenizer is not None or any(isinstance(part, FileSettings | PythonStdlib) for part in parts)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -122,19 +120,35 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
 def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:
     """Return what the run `path` is, or its checkpoint, with the saved configuration `mapping`.
 
-    `run` is that configuration with something of moezoo's in place of what is of the user's own. Raises `UserError` if
-    there is no complete checkpoint.
+    `run` is that configuration with something of moezoo's in place of what is of the user's own. Raises as
+    `find_weights` does.
+    """
+    weights = find_weights(path)
+    data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
+    if stored == "stored":
+        stored = ", ".join(dict.fromkeys(["float32", *(form.partition(" ")[0] for form in run.init_forms.values())]))
+    return Origin(weights.checkpoints / str(weights.step), mapping["model"], weights.sha256, stored, run, data)
+
+
+class RunWeights(NamedTuple):
+    """A checkpoint, `checkpoints/step`, and the hash of its checksums."""
+
+    checkpoints: Path
+    step: int
+    sha256: str
+
+
+def find_weights(path: Path) -> RunWeights:
+    """Return the checkpoint that `init_from` names: the newest of a run, or one of its `checkpoints/STEP`.
+
+    Raises `UserError` if there is none.
     """
     checkpoints, step = find(path, "init_from")
     sums = checkpoints / str(step) / "sha256.json"
     try:
-        digest = hashlib.sha256(sums.read_bytes()).hexdigest()
+        return RunWeights(checkpoints, step, hashlib.sha256(sums.read_bytes()).hexdigest())
     except OSError:
         raise UserError(f"init_from={path}: {sums} cannot be read; name another checkpoint or run") from None
-    data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
-    if stored == "stored":
-        stored = ", ".join(dict.fromkeys(["float32", *(form.partition(" ")[0] for form in run.init_forms.values())]))
-    return Origin(checkpoints / str(step), mapping["model"], digest, stored, run, data)
 
 
 def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ NOT_UPCYCLED = Upcycle()
 
 
 def copied(arrays: Mapping[str, Boxes]) -> dict[str, Boxes]:
-    """Return arrays in which those of experts look as if there were one, whose numbers go to all."""
+    """Return `arrays`, with each array of experts as one that seems to have one expert and writes to all of them."""
     return {path: _Copies(array) if _is_of_experts(path) else array for path, array in arrays.items()}
 
 
@@ -115,8 +115,8 @@ def deviations(holdings: Iterable[Holding], upcycle: Upcycle) -> dict[str, dict[
     """
     found: dict[str, dict[int, float]] = {}
     for holding in holdings if upcycle.noise else ():
-        path, (layer, *_) = holding.tensor.parts[0][0], (*holding.tensor.parts[0][1], None)
-        if layer is None or not _is_of_experts(path):
+        path, index = holding.tensor.parts[0]
+        if not _is_of_experts(path):
             continue
         if isinstance(holding, Kept):
             raise UserError(
@@ -125,7 +125,7 @@ def deviations(holdings: Iterable[Holding], upcycle: Upcycle) -> dict[str, dict[
             )
         x = holding.read(np.dtype(np.float32))
         square = np.einsum("ij,ij->", x, x, dtype=np.float64) / x.size
-        found.setdefault(path, {})[layer] = upcycle.noise * max(square - x.mean(dtype=np.float64) ** 2, 0) ** 0.5
+        found.setdefault(path, {})[index[0]] = upcycle.noise * max(square - x.mean(dtype=np.float64) ** 2, 0) ** 0.5
     return found
 
 

@@ -170,8 +170,9 @@ def evaluate(
     result = Evaluator(model, source, cfg, execution)(model, on_batch)
     texts = {name: _count_text(part, cfg) for name, part in source.parts.items()}
     unknown = [text for text in texts.values() if isinstance(text, str)]
+    known = [text for text in texts.values() if isinstance(text, int)]
     by_source = {name: own._replace(text=texts[name]) for name, own in result.by_source.items()}
-    return result._replace(text=unknown[0] if unknown else sum(texts.values()), by_source=by_source)
+    return result._replace(text=unknown[0] if unknown else sum(known), by_source=by_source)
 
 
 def _count_text(source: Source, cfg: TrainConfig) -> int | str:

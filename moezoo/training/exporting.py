@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moezoo.config.build import blueprint_of
-from moezoo.config.compose import folder_path, from_mapping, read_run
-from moezoo.config.own import saved_own, without_own
+from moezoo.config.compose import folder_path, from_saved, read_run
+from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find, run_folder
 from moezoo.config.settings import TrainConfig
 from moezoo.data.tokenizer import is_same_tokenizer
@@ -252,7 +252,7 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
             f"{path}: model={show(own['model'])} is a family of your own; in Python, import it, and write "
             "moezoo.save_pretrained(moezoo.load_run(...)[0], TO)"
         )
-    cfg = from_mapping(without_own(mapping, own))  # a strategy or a rule of the user's own has no part in this
+    cfg = from_saved(mapping)  # a strategy or a rule of the user's own has no part in this
     checkpoints, step = find(path, "source")
     about, checkpoint = read_about(checkpoints, step), checkpoints / str(step)
     check_model(cfg, about, checkpoint)

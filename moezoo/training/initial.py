@@ -1,7 +1,6 @@
 """The arrays that a run begins with where it starts from weights, and what its checkpoints hold of them."""
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from moezoo.config.build import blueprint_of, blueprint_on
-from moezoo.config.compose import from_mapping, read_run
-from moezoo.config.own import saved_own, without_own
-from moezoo.config.run_folders import find, run_folder
+from moezoo.config.compose import from_saved, read_run
+from moezoo.config.origin import find_weights
+from moezoo.config.run_folders import run_folder
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.hub.loading import load_as
@@ -73,8 +72,8 @@ def restore_run(
 
     target = jax.tree.map(as_saved, saved.shapes, shapes, shardings)
     elsewhere = load_elsewhere(cfg, execution)
-    here = jax.tree.map(lambda array: array is None, elsewhere, is_leaf=lambda array: array is None)
-    found = restore(checkpoints, step, about, model=eqx.filter(target, here), **targets)
+    saved_here = jax.tree.map(_is_none, elsewhere, is_leaf=_is_none)
+    found = restore(checkpoints, step, about, model=eqx.filter(target, saved_here), **targets)
     model = _fit_pieces(found["model"], shapes, shardings)
     return {**found, "model": eqx.combine(model, elsewhere)}
 
@@ -98,8 +97,7 @@ def as_saved_pieces(cfg: TrainConfig, model: LanguageModel) -> LanguageModel:
 
 def _fit_pieces(model: Any, shapes: Any, shardings: Any) -> Any:
     model = with_pieces_of(model, shapes)
-    put = lambda x, sharding: x if x is None else jax.device_put(x, sharding)  # noqa: E731
-    return jax.tree.map(put, model, shardings, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda x, to: x if x is None else jax.device_put(x, to), model, shardings, is_leaf=_is_none)
 
 
 def _load(cfg: TrainConfig, shapes: LanguageModel, wanted: PyTree, execution: Execution | None) -> Any:
@@ -109,25 +107,28 @@ def _load(cfg: TrainConfig, shapes: LanguageModel, wanted: PyTree, execution: Ex
     path = Path(cfg.init_from)
     if not (run_folder(path) / "config.yaml").exists():
         return load_as(path, shapes, wanted, execution, cfg.init_sha256, cfg.upcycle)
-    mapping = read_run(path, "init_from")
-    run = dataclasses.replace(from_mapping(without_own(mapping, saved_own(mapping))), model=cfg.model)
+    run = dataclasses.replace(from_saved(read_run(path, "init_from")), model=cfg.model)
     checkpoints, step = distributed.first(lambda: _verify(path, cfg))
     about = distributed.first(lambda: read_about(Path(checkpoints), step))
     model = restore_run(run, Path(checkpoints), step, about, execution)["model"]
     shardings = jax.tree.map(lambda _: None, shapes) if execution is None else execution.shardings(shapes)
     fitted = jax.tree.map(_fit, shapes, model, shardings, is_leaf=is_stored)
-    return jax.tree.map(lambda want, have: None if want is None else have, wanted, fitted, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda want, have: None if want is None else have, wanted, fitted, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _verify(path: Path, cfg: TrainConfig) -> list[Any]:
-    checkpoints, step = find(path, "init_from")
-    found = hashlib.sha256((checkpoints / str(step) / "sha256.json").read_bytes()).hexdigest()
-    if found != cfg.init_sha256:
+    """Return the folder `checkpoints` and the weights' step. Raises `UserError` if they are not those of `cfg`."""
+    found = find_weights(path)
+    if found.sha256 != cfg.init_sha256:
         raise UserError(
             f"init_from={path} is not the checkpoint that the run began with (sha256 {cfg.init_sha256}, and now "
-            f"{found}); name that one"
+            f"{found.sha256}); name that one"
         )
-    return [str(checkpoints), step]
+    return [str(found.checkpoints), found.step]
 
 
 def _fit(want: Any, have: Any, sharding: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from moezoo.config.build import blueprint_of
-from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run
+from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run, with_defaults
 from moezoo.config.memory import check_arrays
 from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
@@ -29,7 +29,7 @@ def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
 
 def check_model(cfg: TrainConfig, about: Mapping[str, Any], checkpoint: Path) -> None:
     """Raise `UserError` unless the checkpoint, which `about` describes, was saved with the settings of `cfg.model`."""
-    before, now = about["config"]["model"], as_mapping(cfg)["model"]
+    before, now = with_defaults(about["config"])["model"], as_mapping(cfg)["model"]
     for key in dict.fromkeys((*before, *now)):
         if before.get(key) != now.get(key):
             raise UserError(

@@ -28,7 +28,7 @@ def check_tokens(cfg: TrainConfig) -> None:
                         f"model.vocab={vocab}; set data.tokenizer to the one that they were trained with"
                     )
             elif isinstance(part, PythonStdlib):
-                if origin.has_tokenizer and origin.tokenizer:
+                if origin.tokenizer:
                     why = f"have the tokens of {origin.tokenizer}"
                 elif not origin.has_tokenizer and vocab != _BYTES:
                     why = f"have {vocab} tokens and no tokenizer.json"

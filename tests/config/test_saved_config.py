@@ -12,6 +12,7 @@ from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
 from moezoo.errors import UserError
 from moezoo.training.resume import list_changes
+from moezoo.training.saved import check_model
 
 GOOD = to_yaml(as_mapping(moezoo.compose("model.layers=2")))
 LENGTH = "seq_len: 128"
@@ -89,3 +90,13 @@ def test_aliases_of_a_rules_file_are_read(tmp_path):
     assert read_yaml(tmp_path / "mine.yaml") == {"a": [1, 2], "b": [1, 2], "c": {"d": [1, 2]}}
     with pytest.raises(UserError, match=r"^rules=none.yaml does not exist; give the path"):
         moezoo.compose("rules=none.yaml")
+
+
+def test_a_model_saved_without_a_newer_setting_is_the_same_model(tmp_path):
+    """Its default is what such a run had; another value is another model."""
+    cfg = moezoo.compose("model=mixtral")
+    saved = as_mapping(cfg)
+    del saved["model"]["llama3"]
+    check_model(cfg, {"config": saved}, tmp_path)
+    with refused("model.llama3=", f"but {tmp_path} was saved with model.llama3="):
+        check_model(moezoo.compose("model=mixtral", "model.llama3.factor=8"), {"config": saved}, tmp_path)

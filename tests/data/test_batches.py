@@ -4,10 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from moezoo.data import Source, Synthetic, load, train_batches, validation_batches
-from moezoo.data.corpus import Split, concatenate
+from moezoo.data import Source, Synthetic, Tokens, load, train_batches, validation_batches
+from moezoo.data.corpus import Ids, Split, concatenate
 from moezoo.data.source import make_source
+from moezoo.data.token_files import write_token_files
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError
 
@@ -126,3 +128,21 @@ def test_a_loaded_source_feeds_both():
     source = load(Synthetic(vocab=16, documents=40, document_length=9), seq_len=8, seed=0, vocab=16)
     assert next(train_batches(source, seq_len=8, batch_size=2, seed=0)).tokens.max() < 16
     assert next(validation_batches(source, seq_len=8, batch_size=2, limit=0)).tokens.max() < 16
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_the_file_and_the_index_of_an_id_outside(tmp_path, packing):
+    """Wherever it is: in the middle of a document, as a last token, which is only predicted, or beyond a first row."""
+    lengths = [5, 3, 9, 2, 7]
+    documents = [Ids(np.arange(n, dtype=np.uint16)) for n in lengths]
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.npy"
+        write_token_files(path, documents, np.dtype(np.uint16), lambda: {"vocab": 50, "unit": "token"})
+    settings = Tokens(path=f"{tmp_path}/a.npy", validation=f"{tmp_path}/b.npy", packing=packing)
+    for at in range(sum(lengths)):
+        ids = np.concatenate([each.ids for each in documents])
+        ids[at] = 60
+        np.save(tmp_path / "b.npy", ids)
+        source = load(settings, seq_len=4, seed=0, vocab=50)
+        with refused(f"data=tokens ({tmp_path}/b.npy) holds token 60 at index {at} but its vocabulary is 50 tokens"):
+            list(validation_batches(source, seq_len=4, batch_size=3, limit=0))

@@ -297,7 +297,7 @@ def test_settings_that_make_no_other_model_may_change(folders):
 
 def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, start, tmp_path):
     """Of a folder, and of a run on chats, whose template they take as well; what is set in a file stays."""
-    own = {"tokenizer": f"{folders.wide}/tokenizer.json", "end_token": "</s>"}
+    own: dict[str, Any] = {"tokenizer": f"{folders.wide}/tokenizer.json", "end_token": "</s>"}
     chat = ("data=chat", "data.path=chats.jsonl")
     assert moezoo.compose(f"init_from={folders.wide}", *chat).data == Chat(path="chats.jsonl", **own)
     sources = {
@@ -308,7 +308,12 @@ def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, star
     (tmp_path / "mix.yaml").write_text(json.dumps(sources))
     mixture = ("data=mixture", f"data.sources={tmp_path}/mix.yaml", "data.sources.d={name: tokens}")
     found = moezoo.compose(f"init_from={folders.wide}", *mixture).data
-    assert found.parts == {"a": Text(**own), "b": Jsonl(), "c": Chat(**own | {"end_token": "one"}), "d": Tokens()}
+    assert found.parts == {
+        "a": Text(**own),
+        "b": Jsonl(),
+        "c": dataclasses.replace(Chat(**own), end_token="one"),
+        "d": Tokens(),
+    }
     assert found == moezoo.compose(f"init_from={start.run.folder}", *mixture).data
     (folders.wide / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     with refused(f"data.sources.a: init_from={folders.wide} has no tokenizer.json; set data.tokenizer"):
