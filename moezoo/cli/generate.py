@@ -138,7 +138,7 @@ def _read_text(name: str, prompt: str) -> str:
 def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.config.build import build_execution
     from moezoo.data import load
-    from moezoo.data.chat import folder_format
+    from moezoo.data.chat import folder_ends, folder_format
     from moezoo.data.tokenizer import Numbers, folder_tokenizer
     from moezoo.hub.folders import end_of_text, find_tokenizer
 
@@ -148,7 +148,8 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)
         return _Loaded(model, execution, source, list(source.ends), lambda: _run_chats(cfg))
     tokenizer = folder_tokenizer(folder) if find_tokenizer(folder) else Numbers(model.vocab, folder)
-    return _Loaded(model, execution, tokenizer, end_of_text(folder), lambda: folder_format(folder))
+    ends = [*end_of_text(folder), *(folder_ends(folder) if request.chat else ())]
+    return _Loaded(model, execution, tokenizer, ends, lambda: folder_format(folder))
 
 
 def _run_chats(cfg: Any) -> Any:

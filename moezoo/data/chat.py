@@ -95,9 +95,7 @@ class Chat(FileSettings):
     def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not isinstance(tokenizer, HuggingFace):
             return ()
-        texts = (self.end_token, self.read_template().variables.get("eos_token"))
-        ids = [tokenizer.token_id(text) for text in texts if text]
-        return tuple(dict.fromkeys(number for number in ids if number is not None))
+        return _ends(tokenizer, self.end_token, self.read_template())
 
     def read_template(self) -> Template:
         """Return the chat template. Raises `UserError` if there is none, or it is damaged."""
@@ -150,8 +148,21 @@ class Chat(FileSettings):
 
 def folder_format(folder: str) -> ChatFormat:
     """Return what renders chats for the model of a Hugging Face folder. Raises `UserError` where it has no template."""
-    path = os.path.join(os.path.expanduser(folder), "tokenizer.json")
-    return ChatFormat(folder_template(folder, key=f"folder={folder}"), HuggingFace(Path(path), key="tokenizer"), DATE)
+    return ChatFormat(folder_template(folder, key=f"folder={folder}"), _folder_tokenizer(folder), DATE)
+
+
+def folder_ends(folder: str) -> tuple[int, ...]:
+    """Return the tokens at which answers end in the template of a folder. Raises as `folder_format` does."""
+    return _ends(_folder_tokenizer(folder), None, folder_template(folder, key=f"folder={folder}"))
+
+
+def _folder_tokenizer(folder: str) -> HuggingFace:
+    return HuggingFace(Path(os.path.expanduser(folder)) / "tokenizer.json", key="tokenizer")
+
+
+def _ends(tokenizer: HuggingFace, end_token: str | None, template: Template) -> tuple[int, ...]:
+    ids = [tokenizer.token_id(text) for text in (end_token, template.variables.get("eos_token")) if text]
+    return tuple(dict.fromkeys(number for number in ids if number is not None))
 
 
 def check_date(date: str, *, key: str) -> None:

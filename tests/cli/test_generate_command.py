@@ -103,7 +103,7 @@ def test_a_tokenizer_of_the_folder(folder, tmp_path):
 
 
 def test_answers_in_the_template_of_the_folder(folder, tmp_path):
-    """An answer ends as the folder says; of the chat nothing else is printed."""
+    """An answer ends where the folder or its tokenizer ends texts; of the chat nothing else is printed."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     library = Tokenizer(models.WordLevel({f"w{i}": i for i in range(30)} | {"<a>": 30}, unk_token="w0"))
@@ -122,8 +122,10 @@ def test_answers_in_the_template_of_the_folder(folder, tmp_path):
     answers = [text.split()[count:] for text, count in zip(texts, (2, 1), strict=True)]
     assert [answer.split() for answer in continuations(asked)] == answers
     end = answers[0][-1]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": int(end[1:])}))
-    assert continuations(asked)[0].split() == answers[0][: answers[0].index(end)]
+    for file, ends in (("generation_config", {"eos_token_id": int(end[1:])}), ("tokenizer_config", {"eos_token": end})):
+        (tmp_path / f"{file}.json").write_text(json.dumps(ends))
+        assert continuations(asked)[0].split() == answers[0][: answers[0].index(end)]
+        (tmp_path / f"{file}.json").unlink()
 
 
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
