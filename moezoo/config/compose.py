@@ -40,6 +40,7 @@ from moezoo.config.own import (
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.run_folders import run_folder
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
+from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
@@ -197,7 +198,7 @@ def folder_path(folder: Any, key: str) -> Path:
 
 
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
-    """Read the configuration saved in a run's folder, which the user set `key` to.
+    """Read the configuration saved in a run's folder, which the user set `key` to, with the run's copies of tokenizers.
 
     Raises `UserError` when the folder holds no run, when the file is damaged, which the message then names, and for a
     run of a version with other names of keys.
@@ -218,7 +219,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
         from_saved(mapping)
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
-    return mapping
+    return with_copies(mapping, saved.parent)
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:

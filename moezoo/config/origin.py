@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     """What a run may start from.
 
     Attributes:
-        path: A Hugging Face folder, or `checkpoints/STEP` of a run.
+        path: A Hugging Face folder, or `checkpoints/STEP` of a run; from any working directory.
         model: Its model, with the section's key `family`.
         sha256: The hash of config.json and of the names, shapes and dtypes of tensors, or of a checkpoint's checksums.
         stored: What most of its numbers are stored as, in words.
@@ -114,7 +114,7 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
     few = opened.quantization.format
     stored = opened.files.guess_dtype().name + f", {few}" * bool(few)
     model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
-    return Origin(path, model, opened.sha256, stored, upcycle=upcycle)
+    return Origin(path.resolve(), model, opened.sha256, stored, upcycle=upcycle)
 
 
 def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:
@@ -127,7 +127,8 @@ def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Orig
     data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
     if stored == "stored":
         stored = ", ".join(dict.fromkeys(["float32", *(form.partition(" ")[0] for form in run.init_forms.values())]))
-    return Origin(weights.checkpoints / str(weights.step), mapping["model"], weights.sha256, stored, run, data)
+    checkpoint = weights.checkpoints.resolve() / str(weights.step)
+    return Origin(checkpoint, mapping["model"], weights.sha256, stored, run, data)
 
 
 class RunWeights(NamedTuple):

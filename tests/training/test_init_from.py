@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from few_bit_folders import CASES, tensors_of, write_few_bits
 from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
@@ -19,6 +20,7 @@ from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.settings import TrainConfig
+from moezoo.config.text_copies import list_copies, with_copies
 from moezoo.data import Chat, Jsonl, Mixture, Text, Tokens, Weighted
 from moezoo.hub.folders import end_of_text, hub_model_config
 from moezoo.models import DeepSeekConfig
@@ -27,6 +29,7 @@ from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import is_stored
 from moezoo.training.exporting import plan_export
 from moezoo.training.initial import as_saved_pieces, load_initial
+from moezoo.training.resume import list_changes
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3, "</s>": 7}
 RUN = ("seq_len=16", "batch_size=4", "eval_every=0", "checkpoint_minutes=0", "log_every=1")
@@ -106,7 +109,8 @@ def test_model_tokenizer_and_end_token_come_from_the_folder(start, folders):
     text = Text(path=str(folders.text), tokenizer=f"{folders.wide}/tokenizer.json", end_token="</s>", eval_sequences=8)
     assert cfg.data == text
     assert cfg.optimizer.learning_rate == 2e-5
-    assert moezoo.saved_config(start.run.folder) == dataclasses.replace(cfg, run_dir=None)
+    copied = dataclasses.replace(text, tokenizer=f"{start.run.folder}/tokenizers/1/tokenizer.json")
+    assert moezoo.saved_config(start.run.folder) == dataclasses.replace(cfg, run_dir=None, data=copied)
 
 
 def test_the_summary_says_what_changed(start, folders):
@@ -309,7 +313,9 @@ def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, star
     mixture = ("data=mixture", f"data.sources={tmp_path}/mix.yaml", "data.sources.d={name: tokens}")
     found = moezoo.compose(f"init_from={folders.wide}", *mixture).data
     assert found.parts == {"a": Text(**own), "b": Jsonl(), "c": Chat(**own | {"end_token": "one"}), "d": Tokens()}
-    assert found == moezoo.compose(f"init_from={start.run.folder}", *mixture).data
+    copy = {"tokenizer": f"{start.run.folder}/tokenizers/1/tokenizer.json"}
+    own_of_run = moezoo.compose(f"init_from={start.run.folder}", *mixture).data.parts
+    assert own_of_run == {**found.parts, "a": Text(**own | copy), "c": Chat(**own | copy | {"end_token": "one"})}
     (folders.wide / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     with refused(f"data.sources.a: init_from={folders.wide} has no tokenizer.json; set data.tokenizer"):
         moezoo.compose(f"init_from={folders.wide}", *mixture)
@@ -319,11 +325,74 @@ def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, star
     data = Chat(path="others.jsonl", template="own.jinja", **own)
     saved = dataclasses.replace(moezoo.saved_config(start.run.folder), data=Mixture(sources={"x": Weighted(data)}))
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(as_mapping(saved)))
+    own["tokenizer"] = f"{tmp_path}/run/tokenizers/1/tokenizer.json"
     again = moezoo.compose(f"init_from={tmp_path}/run", *chat)
     assert again.data == Chat(path="chats.jsonl", template="own.jinja", **own)
     assert moezoo.compose(f"init_from={tmp_path}/run", "data=text").data == Text(**own)
     other = moezoo.compose(f"init_from={tmp_path}/run", *chat, "data.template=other.jinja", "data.end_token=null")
     assert other.data == Chat(path="chats.jsonl", template="other.jinja", tokenizer=own["tokenizer"])
+
+
+def test_a_run_is_read_without_the_files_that_made_its_tokens(start, folders, tmp_path, monkeypatch):
+    """Resumed and converted too; a tokenizer that is named anew has the same contents."""
+    mix = tmp_path / "mix"
+    shutil.copytree(folders.wide, mix)
+    (mix / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (mix / "chat_template.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path)
+    text = ("data=text", f"data.path={folders.text}", "data.eval_sequences=8", "steps=0")
+    words = ("init_from=mix", *text, *RUN, "mesh=single", "dispatch=gather", "run_dir=run")
+    train_and_print(*words)
+    away = tmp_path / "away"
+    mix.rename(away)
+    changed = json.loads((away / "tokenizer.json").read_text())
+    changed["model"]["vocab"] |= {"one": 2, "two": 1}
+    monkeypatch.chdir(away)
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in names:
+        assert (tmp_path / "run/tokenizers/1" / name).read_bytes() == (away / name).read_bytes()
+    cfg = moezoo.saved_config("../run")
+    assert cfg.init_from == str(mix)
+    assert moezoo.evaluate(start.run.model, cfg).loss == start.run.evaluation.loss
+    plan_export("../run", "hub").write()
+    assert (away / "hub/tokenizer.json").read_bytes() == (away / "tokenizer.json").read_bytes()
+
+    before = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert before["data"]["tokenizer"] == f"{mix}/tokenizer.json"
+    for named in ((), ("data.tokenizer=tokenizer.json",)):
+        assert list_changes(moezoo.compose("resume=../run", *named), before) == []
+    (away / "tokenizer.json").write_text(json.dumps(changed))
+    with refused("data.tokenizer=tokenizer.json but the run at resume=../run has data.tokenizer=", "cannot change"):
+        list_changes(moezoo.compose("resume=../run", "data.tokenizer=tokenizer.json"), before)
+
+
+def test_copies_of_a_mixture(tmp_path):
+    """Sources with the same files share copies, which are found again in a run that was moved."""
+    for name in ("a.json", "own.jinja", "tokenizer_config.json"):
+        (tmp_path / name).write_text(name)
+    at = f"{tmp_path}/a.json"
+    sources = {
+        "x": Text(tokenizer=at),
+        "y": Chat(tokenizer=at, template=f"{tmp_path}/own.jinja"),
+        "z": Jsonl(tokenizer=at),
+    }
+    mapping = as_mapping(
+        dataclasses.replace(moezoo.compose(), data=Mixture(sources={n: Weighted(s) for n, s in sources.items()}))
+    )
+    copies = list_copies(mapping)
+    one, two = "tokenizers/1", "tokenizers/2"
+    names = {f"{folder}/{name}" for folder in (one, two) for name in ("tokenizer.json", "tokenizer_config.json")}
+    assert copies.keys() == names | {f"{two}/template.jinja"}
+    assert with_copies(mapping, tmp_path / "none") == mapping
+    for name, file in copies.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, tmp_path / "run" / name)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    found = with_copies(mapping, tmp_path / "moved")["data"]["sources"]
+    assert {name: each["tokenizer"] for name, each in found.items()} == {
+        name: f"{tmp_path}/moved/{folder}/tokenizer.json" for name, folder in {"x": one, "y": two, "z": one}.items()
+    }
+    assert found["y"]["template"] == f"{tmp_path}/moved/{two}/template.jinja"
 
 
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
