@@ -130,7 +130,9 @@ def _copy_texts(folder: Path, mapping: Mapping[str, Any]) -> None:
 
 
 def _check_free(folder: Path) -> None:
-    """Raise `UserError` if the folder holds a run, or a file that this run would replace or remove."""
+    """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove."""
+    if (folder / "config.json").exists():
+        raise UserError(f"run_dir={folder} is a Hugging Face folder (it has config.json); name another folder")
     if found := [name for name in _FIRST if os.path.lexists(folder / name)]:
         saved = steps(folder / _CHECKPOINTS)
         then = f"continue it with resume={folder}" if saved else f"remove {', '.join(found)} there"
