@@ -104,7 +104,9 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
                 else:
                     base[key] = {**base[key], **value} if isinstance(value, dict) else value
     if asked.changes.get("init_from") is not None:  # where the weights are now
-        asked = _at(read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked)), asked)
+        origin = read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked))
+        check_same(origin, base["init_from"], base["init_sha256"])
+        asked = _at(origin, asked)
     return _finish(base, asked, checks)
 
 
@@ -144,6 +146,15 @@ def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
         )
     mapping = read_run(path, "init_from")
     return run_origin(path, mapping, from_saved(mapping))
+
+
+def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> None:
+    """Raise `UserError` unless a run that began with `init_from` finds the weights with this hash at `origin`."""
+    if origin.sha256 != sha256:
+        raise UserError(
+            f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
+            "leave it out, or start a new run"
+        )
 
 
 def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:

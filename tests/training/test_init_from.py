@@ -232,8 +232,9 @@ def test_checkpoints_may_leave_frozen_arrays_where_they_are(stored, folders, tmp
     (away / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
     with refused(f"init_from={away} is not the folder that the run began with"):
         moezoo.load_run(run.folder)
-    with refused(f"init_from={folders.wide} but the run at resume=", "began with", "which holds something else"):
-        moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=3", f"init_from={folders.wide}"))
+    for read in (moezoo.load_run, lambda run, *words: moezoo.compose(f"resume={run}", *words)):
+        with refused(f"init_from={folders.wide} but the run began with init_from=", "which holds something else"):
+            read(tmp_path / "a", f"init_from={folders.wide}")
 
 
 def numbers(parameter: Any, dtype: Any) -> np.ndarray:
@@ -361,6 +362,8 @@ def test_a_run_is_read_without_the_files_that_made_its_tokens(start, folders, tm
     assert before["data"]["tokenizer"] == f"{mix}/tokenizer.json"
     for named in ((), ("data.tokenizer=tokenizer.json",)):
         assert list_changes(moezoo.compose("resume=../run", *named), before) == []
+    with refused(f"init_from={mix} but the run at resume=../run began with", "which holds something else"):
+        list_changes(dataclasses.replace(moezoo.compose("resume=../run"), init_sha256="00"), before)
     (away / "tokenizer.json").write_text(json.dumps(changed))
     with refused("data.tokenizer=tokenizer.json but the run at resume=../run has data.tokenizer=", "cannot change"):
         list_changes(moezoo.compose("resume=../run", "data.tokenizer=tokenizer.json"), before)
@@ -393,6 +396,21 @@ def test_copies_of_a_mixture(tmp_path):
         name: f"{tmp_path}/moved/{folder}/tokenizer.json" for name, folder in {"x": one, "y": two, "z": one}.items()
     }
     assert found["y"]["template"] == f"{tmp_path}/moved/{two}/template.jinja"
+
+
+def test_no_run_is_written_into_a_folder_of_a_model(folders):
+    before = sorted(folders.wide.iterdir())
+    for origin in ((), (f"init_from={folders.wide}",)):
+        with refused(f"run_dir={folders.wide} is a Hugging Face folder (it has config.json); name another folder"):
+            moezoo.train(moezoo.compose(*origin, *SYNTHETIC, "mesh=single", f"run_dir={folders.wide}"))
+    assert sorted(folders.wide.iterdir()) == before
+
+
+def test_forms_that_no_folder_has(folders):
+    cfg = moezoo.compose(f"init_from={folders.few}", "execution.param_dtype=stored", "frozen=['*.key_up']")
+    for form in ("float33", "int8", "fp8 16x24", "int32"):
+        with refused(f"init_forms has {form}, which is no form of this version; leave init_forms out"):
+            _ = blueprint_of(dataclasses.replace(cfg, init_forms={"*": form})).shapes
 
 
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
