@@ -15,7 +15,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError
-from moezoo.hub.folders import find_tokenizer, no_tokenizer, text_settings
+from moezoo.hub.folders import find_tokenizer, has_tokenizer, no_tokenizer, text_settings
 from moezoo.hub.kept import describe_forms
 from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
@@ -58,15 +58,15 @@ class Origin(NamedTuple):
         return None if self.data is None else self.data.tokenizer_file()
 
     def text_settings(self, ours: FileSettings, given: Container[str]) -> dict[str, str | None]:
-        """Return what the data `ours` need to make the tokens of these weights, unless their tokenizer is `given`.
+        """Return what the data `ours` need to make the tokens of these weights, unless another tokenizer is `given`.
 
         For a run it is what its data have; of a mixture, its first source of files, or of chats.
 
         Raises `UserError` as `moezoo.hub.folders.text_settings` does.
         """
         if self.run is None:
-            return text_settings(self.path, "init_from", self.model["vocab"], given)
-        if "tokenizer" in given:
+            return text_settings(self.path, "init_from", self.model["vocab"], ours, given)
+        if "tokenizer" in given and not has_tokenizer(ours, self.tokenizer):
             return {}
         if not self.has_tokenizer:
             raise no_tokenizer(show(f"init_from={self.path}"))

@@ -101,13 +101,18 @@ def test_a_run_without_steps_evaluates_samples_draws_and_saves(start, folders):
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["0"]
 
 
-def test_model_tokenizer_and_end_token_come_from_the_folder(start, folders):
+def test_model_tokenizer_and_end_token_come_from_the_folder(start, folders, tmp_path):
     cfg, config = start.cfg, hub_model_config(folders.wide)
     assert isinstance(config, DeepSeekConfig)
     calm = dataclasses.replace(config, load_balance=0.0, router=dataclasses.replace(config.router, bias_rate=0.0))
     assert cfg.model == calm != config
     text = Text(path=str(folders.text), tokenizer=f"{folders.wide}/tokenizer.json", end_token="</s>", eval_sequences=8)
     assert cfg.data == text
+    link = tmp_path / "tokenizer.json"
+    link.symlink_to(text.tokenizer or "")
+    for origin in (folders.wide, start.run.folder):  # the same tokenizer, and so the same end
+        named = moezoo.compose(f"init_from={origin}", "data=text", f"data.tokenizer={link}").data
+        assert named == Text(tokenizer=str(link), end_token="</s>")
     assert cfg.optimizer.learning_rate == 2e-5
     copied = dataclasses.replace(text, tokenizer=f"{start.run.folder}/tokenizers/1/tokenizer.json")
     assert moezoo.saved_config(start.run.folder) == dataclasses.replace(cfg, run_dir=None, data=copied)
