@@ -158,7 +158,9 @@ def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> Non
 
 
 def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
-    """Return the section `upcycle` of a configuration."""
+    """Return the section `upcycle` of a configuration. Raises `UserError` where it is not set key by key."""
+    if "upcycle" in asked.changes:
+        raise UserError(f"upcycle={show(asked.changes['upcycle'])}: write upcycle.experts=8 upcycle.per_token=2")
     changes = {key.removeprefix("upcycle."): value for key, value in asked.changes.items() if key[:8] == "upcycle."}
     return convert(Upcycle, {**saved, **changes}, "upcycle")
 
