@@ -20,7 +20,6 @@ from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.settings import TrainConfig
-from moezoo.config.text_copies import list_copies, with_copies
 from moezoo.data import Chat, Jsonl, Mixture, Text, Tokens, Weighted
 from moezoo.hub.folders import end_of_text, hub_model_config
 from moezoo.models import DeepSeekConfig
@@ -30,6 +29,7 @@ from moezoo.parallel.axes import is_stored
 from moezoo.training.exporting import plan_export
 from moezoo.training.initial import as_saved_pieces, load_initial
 from moezoo.training.resume import list_changes
+from moezoo.training.starting import describe_start
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3, "</s>": 7}
 RUN = ("seq_len=16", "batch_size=4", "eval_every=0", "checkpoint_minutes=0", "log_every=1")
@@ -227,6 +227,11 @@ def test_checkpoints_may_leave_frozen_arrays_where_they_are(stored, folders, tmp
         few.rename(away)
         with refused(f"init_from={few}: the folder is not there any more"):
             moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=2"))
+        with refused(f"init_from={few}: the folder is not there any more"):
+            plan_export(f"{tmp_path}/a", f"{tmp_path}/moved")
+        with refused(f"init_from={folders.wide} but the run began with init_from={few}"):
+            plan_export(f"{tmp_path}/a", f"{tmp_path}/moved", init_from=str(folders.wide))
+        assert plan_export(f"{tmp_path}/a", f"{tmp_path}/moved", init_from=str(away)).origin.wanted
         run = moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=2", f"init_from={away}"))
     assert read_rows(run.folder) == read_rows(stored)
     assert_same_models(moezoo.load_run(run.folder)[0], moezoo.load_run(stored)[0])
@@ -264,6 +269,8 @@ def test_a_run_may_start_from_a_run(stored):
             assert jax.tree.map(jnp.shape, saved) == jax.tree.map(jnp.shape, last) != jax.tree.map(jnp.shape, model)
             assert_same_models(saved, last)
     assert moezoo.compose(f"init_from={stored}/checkpoints/1").init_from == f"{stored}/checkpoints/1"
+    left = describe_start(moezoo.compose(f"init_from={stored}", *SYNTHETIC, *STORED, "checkpoint_frozen=false"))
+    assert ("init_from", "checkpoint_frozen=false: this run is read with that checkpoint, so keep it") in left
 
 
 @pytest.mark.parametrize(
@@ -273,6 +280,8 @@ def test_a_run_may_start_from_a_run(stored):
         ("init_from=WIDE model=deepseek", "model=deepseek but init_from=|has its own model; leave model out"),
         ("init_from=WIDE model.layers=3", "model.layers=3 but the weights of init_from=|have model.layers=2"),
         ("init_from=WIDE model.router.scale=1", "model.router.scale=1 but the weights|have model.router.scale=2.5"),
+        ("init_from=WIDE upcycle=8", "upcycle=8: write upcycle.experts=8"),
+        ("init_from=WIDE upcycle={experts:8}", "upcycle={experts: 8}: write upcycle.experts=8"),
         ("init_from=WIDE init_sha256=00", "init_sha256=00 but init_from=|leave init_sha256 out"),
         (
             "init_from=no/such",
@@ -372,35 +381,6 @@ def test_a_run_is_read_without_the_files_that_made_its_tokens(start, folders, tm
     (away / "tokenizer.json").write_text(json.dumps(changed))
     with refused("data.tokenizer=tokenizer.json but the run at resume=../run has data.tokenizer=", "cannot change"):
         list_changes(moezoo.compose("resume=../run", "data.tokenizer=tokenizer.json"), before)
-
-
-def test_copies_of_a_mixture(tmp_path):
-    """Sources with the same files share copies, which are found again in a run that was moved."""
-    for name in ("a.json", "own.jinja", "tokenizer_config.json"):
-        (tmp_path / name).write_text(name)
-    at = f"{tmp_path}/a.json"
-    sources = {
-        "x": Text(tokenizer=at),
-        "y": Chat(tokenizer=at, template=f"{tmp_path}/own.jinja"),
-        "z": Jsonl(tokenizer=at),
-    }
-    mapping = as_mapping(
-        dataclasses.replace(moezoo.compose(), data=Mixture(sources={n: Weighted(s) for n, s in sources.items()}))
-    )
-    copies = list_copies(mapping)
-    one, two = "tokenizers/1", "tokenizers/2"
-    names = {f"{folder}/{name}" for folder in (one, two) for name in ("tokenizer.json", "tokenizer_config.json")}
-    assert copies.keys() == names | {f"{two}/template.jinja"}
-    assert with_copies(mapping, tmp_path / "none") == mapping
-    for name, file in copies.items():
-        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, tmp_path / "run" / name)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    found = with_copies(mapping, tmp_path / "moved")["data"]["sources"]
-    assert {name: each["tokenizer"] for name, each in found.items()} == {
-        name: f"{tmp_path}/moved/{folder}/tokenizer.json" for name, folder in {"x": one, "y": two, "z": one}.items()
-    }
-    assert found["y"]["template"] == f"{tmp_path}/moved/{two}/template.jinja"
 
 
 def test_no_run_is_written_into_a_folder_of_a_model(folders):
