@@ -328,7 +328,7 @@ def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, star
     mixture = ("data=mixture", f"data.sources={tmp_path}/mix.yaml", "data.sources.d={name: tokens}")
     found = moezoo.compose(f"init_from={folders.wide}", *mixture).data
     assert found.parts == {"a": Text(**own), "b": Jsonl(), "c": Chat(**own | {"end_token": "one"}), "d": Tokens()}
-    copy = {"tokenizer": f"{start.run.folder}/tokenizers/1/tokenizer.json"}
+    copy: dict[str, Any] = {"tokenizer": f"{start.run.folder}/tokenizers/1/tokenizer.json"}
     own_of_run = moezoo.compose(f"init_from={start.run.folder}", *mixture).data.parts
     assert own_of_run == {**found.parts, "a": Text(**own | copy), "c": Chat(**own | copy | {"end_token": "one"})}
     (folders.wide / "tokenizer.json").rename(tmp_path / "tokenizer.json")
@@ -387,7 +387,7 @@ def test_no_run_is_written_into_a_folder_of_a_model(folders):
     before = sorted(folders.wide.iterdir())
     for origin in ((), (f"init_from={folders.wide}",)):
         with refused(f"run_dir={folders.wide} is a Hugging Face folder (it has config.json); name another folder"):
-            moezoo.train(moezoo.compose(*origin, *SYNTHETIC, "mesh=single", f"run_dir={folders.wide}"))
+            moezoo.train(moezoo.compose(*origin, *RUN, *SYNTHETIC, "steps=0", "mesh=single", f"run_dir={folders.wide}"))
     assert sorted(folders.wide.iterdir()) == before
 
 
