@@ -19,6 +19,14 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 _KEEP = {-1: -1, -4: 0, -2: 1 << 26}
 
 
+def is_same_file(one: Path, other: Path) -> bool:
+    """Return whether two files have the same bytes; not where one is missing or cannot be read."""
+    try:
+        return one.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
+
+
 def user_cache() -> Path:
     """Return moezoo's folder in the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"

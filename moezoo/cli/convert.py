@@ -34,6 +34,9 @@ class Keys:
     max_shard_size: str | None = key(
         "the most bytes of tensors in one file, such as 500MB; for a run, without like", "5GB", default=None
     )
+    init_from: str | None = key(
+        "where the folder is now that a run with checkpoint_frozen=false began with", "FOLDER", default=None
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,7 +47,9 @@ def main(arguments: Sequence[str]) -> None:
     keys = read(Keys, arguments)
     if not has_started():
         cpu_devices(1)  # nothing runs on a device
-    export = plan_export(keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format)
+    export = plan_export(
+        keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format, keys.init_from
+    )
     print("\n".join(export.describe()), flush=True)
     for warning in export.write():
         print(f"warning: {keys.target}: {warning}", file=sys.stderr)

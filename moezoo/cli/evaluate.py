@@ -37,7 +37,7 @@ def configure(*arguments: str) -> Any:
         return cfg
     folder = folder_argument(keys.folder)
     data = fill_in(
-        cfg.data, given_keys(*changes), lambda _, given: text_settings(folder, "folder", cfg.model.vocab, given)
+        cfg.data, given_keys(*changes), lambda *ours: text_settings(folder, "folder", cfg.model.vocab, *ours)
     )
     return dataclasses.replace(cfg, data=data)
 

@@ -40,6 +40,7 @@ from moezoo.config.own import (
 from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.run_folders import run_folder
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
+from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
@@ -103,7 +104,9 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
                 else:
                     base[key] = {**base[key], **value} if isinstance(value, dict) else value
     if asked.changes.get("init_from") is not None:  # where the weights are now
-        asked = _at(read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked)), asked)
+        origin = read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked))
+        check_same(origin, base["init_from"], base["init_sha256"])
+        asked = _at(origin, asked)
     return _finish(base, asked, checks)
 
 
@@ -145,8 +148,19 @@ def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
     return run_origin(path, mapping, from_saved(mapping))
 
 
+def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> None:
+    """Raise `UserError` unless a run that began with `init_from` finds the weights with this hash at `origin`."""
+    if origin.sha256 != sha256:
+        raise UserError(
+            f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
+            "leave it out, or start a new run"
+        )
+
+
 def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
-    """Return the section `upcycle` of a configuration."""
+    """Return the section `upcycle` of a configuration. Raises `UserError` where it is not set key by key."""
+    if "upcycle" in asked.changes:
+        raise UserError(f"upcycle={show(asked.changes['upcycle'])}: write upcycle.experts=8 upcycle.per_token=2")
     changes = {key.removeprefix("upcycle."): value for key, value in asked.changes.items() if key[:8] == "upcycle."}
     return convert(Upcycle, {**saved, **changes}, "upcycle")
 
@@ -197,7 +211,7 @@ def folder_path(folder: Any, key: str) -> Path:
 
 
 def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
-    """Read the configuration saved in a run's folder, which the user set `key` to.
+    """Read the configuration saved in a run's folder, which the user set `key` to, with the run's copies of tokenizers.
 
     Raises `UserError` when the folder holds no run, when the file is damaged, which the message then names, and for a
     run of a version with other names of keys.
@@ -218,7 +232,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
         from_saved(mapping)
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
-    return mapping
+    return with_copies(mapping, saved.parent)
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:

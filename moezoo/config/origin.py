@@ -15,7 +15,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError
-from moezoo.hub.folders import find_tokenizer, no_tokenizer, text_settings
+from moezoo.hub.folders import find_tokenizer, has_tokenizer, no_tokenizer, text_settings
 from moezoo.hub.kept import describe_forms
 from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     """What a run may start from.
 
     Attributes:
-        path: A Hugging Face folder, or `checkpoints/STEP` of a run.
+        path: A Hugging Face folder, or `checkpoints/STEP` of a run; from any working directory.
         model: Its model, with the section's key `family`.
         sha256: The hash of config.json and of the names, shapes and dtypes of tensors, or of a checkpoint's checksums.
         stored: What most of its numbers are stored as, in words.
@@ -58,15 +58,15 @@ class Origin(NamedTuple):
         return None if self.data is None else self.data.tokenizer_file()
 
     def text_settings(self, ours: FileSettings, given: Container[str]) -> dict[str, str | None]:
-        """Return what the data `ours` need to make the tokens of these weights, unless their tokenizer is `given`.
+        """Return what the data `ours` need to make the tokens of these weights, unless another tokenizer is `given`.
 
         For a run it is what its data have; of a mixture, its first source of files, or of chats.
 
         Raises `UserError` as `moezoo.hub.folders.text_settings` does.
         """
         if self.run is None:
-            return text_settings(self.path, "init_from", self.model["vocab"], given)
-        if "tokenizer" in given:
+            return text_settings(self.path, "init_from", self.model["vocab"], ours, given)
+        if "tokenizer" in given and not has_tokenizer(ours, self.tokenizer):
             return {}
         if not self.has_tokenizer:
             raise no_tokenizer(show(f"init_from={self.path}"))
@@ -114,7 +114,7 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
     few = opened.quantization.format
     stored = opened.files.guess_dtype().name + f", {few}" * bool(few)
     model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
-    return Origin(path, model, opened.sha256, stored, upcycle=upcycle)
+    return Origin(path.resolve(), model, opened.sha256, stored, upcycle=upcycle)
 
 
 def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:
@@ -127,7 +127,8 @@ def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Orig
     data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
     if stored == "stored":
         stored = ", ".join(dict.fromkeys(["float32", *(form.partition(" ")[0] for form in run.init_forms.values())]))
-    return Origin(weights.checkpoints / str(weights.step), mapping["model"], weights.sha256, stored, run, data)
+    checkpoint = weights.checkpoints.resolve() / str(weights.step)
+    return Origin(checkpoint, mapping["model"], weights.sha256, stored, run, data)
 
 
 class RunWeights(NamedTuple):

@@ -10,7 +10,7 @@ from moezoo.errors import UserError
 from moezoo.host import check_file
 from moezoo.typed import show
 
-CONFIG, TEMPLATE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+CONFIG, TEMPLATE, OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _GIVE = "give a .jinja file, or a tokenizer_config.json that has chat_template"
 _MOST_BYTES = 10**8  # of a file that is read whole
 
@@ -39,7 +39,7 @@ def folder_template(folder: str | Path, *, key: str) -> Template:
     texts, shown = {}, show(str(folder / TEMPLATE))
     if (folder / TEMPLATE).exists():
         texts = {"default": _read_text(folder / TEMPLATE, shown)}
-        for path in sorted((folder / _OTHERS).glob("*.jinja")):
+        for path in sorted((folder / OTHERS).glob("*.jinja")):
             texts[path.stem] = _read_text(path, show(str(path)))
     else:
         shown = show(str(folder / CONFIG))

@@ -3,8 +3,10 @@
 from collections.abc import Container, Mapping
 from pathlib import Path
 
+from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
+from moezoo.host import is_same_file
 from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import folder_argument, open_folder
@@ -32,7 +34,7 @@ def end_of_text(folder: str | Path) -> list[int]:
         for table in (mapping, inner if isinstance(inner, Mapping) else {}):
             if (found := table.get("eos_token_id")) is not None:
                 tokens = found if isinstance(found, list) else [found]
-                return [convert(int, token, f"{name}: eos_token_id") for token in tokens]
+                return [convert(int, token, f"{show(str(path))}: eos_token_id") for token in tokens]
     return []
 
 
@@ -42,7 +44,9 @@ def find_tokenizer(folder: str | Path) -> Path | None:
     return path if path.exists() else None
 
 
-def text_settings(folder: Path, key: str, vocab: int, given: Container[str]) -> dict[str, str | None]:
+def text_settings(
+    folder: Path, key: str, vocab: int, ours: FileSettings, given: Container[str]
+) -> dict[str, str | None]:
     """Return what data of files needs to make the tokens of a folder: its fields `tokenizer` and `end_token`.
 
     The end token is the first of `end_of_text`. A chat template is that beside the tokenizer.
@@ -51,14 +55,15 @@ def text_settings(folder: Path, key: str, vocab: int, given: Container[str]) -> 
         folder: The Hugging Face folder.
         key: The user's name of it, `folder` or `init_from`.
         vocab: The vocabulary of its model.
-        given: The fields that the user has set. With another tokenizer there is nothing to return.
+        ours: The data.
+        given: The fields of it that the user has set. With another tokenizer there is nothing to return.
 
     Raises:
         UserError: There is no tokenizer.json, it has more tokens than the model, or it lacks the end token.
     """
-    if "tokenizer" in given:
-        return {}
     shown, file = show(f"{key}={folder}"), find_tokenizer(folder)
+    if "tokenizer" in given and not has_tokenizer(ours, file):
+        return {}
     if file is None:
         raise no_tokenizer(shown)
     tokenizer = HuggingFace(file, key="data.tokenizer")
@@ -76,6 +81,12 @@ def text_settings(folder: Path, key: str, vocab: int, given: Container[str]) -> 
                 "one, or to null for none"
             )
     return found
+
+
+def has_tokenizer(ours: FileSettings, theirs: Path | None) -> bool:
+    """Return whether data have the tokenizer of a model: a file with the same contents."""
+    own = ours.tokenizer_file()
+    return own is not None and theirs is not None and is_same_file(own, theirs)
 
 
 def no_tokenizer(shown: str) -> UserError:

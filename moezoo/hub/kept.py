@@ -13,6 +13,7 @@ from moezoo.hub.few_bits import FORMATS, FewBitTensor, Format
 from moezoo.hub.holdings import Holding, Kept, Widened
 from moezoo.hub.tensors import Tensor, list_names, tensors
 from moezoo.hub.values import Values
+from moezoo.hub.weight_files import DTYPES
 from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
@@ -21,6 +22,9 @@ from moezoo.nn.few_bits import FewBits, first_of_pieces
 from moezoo.parallel.axes import Role, parameter_table
 from moezoo.parallel.patterns import pattern_of
 from moezoo.typed import show
+
+# The dtypes of numbers that are not in few bits.
+_PLAIN = {np.dtype(kind).name for kind in DTYPES.values()}
 
 
 class _Form(NamedTuple):
@@ -108,7 +112,13 @@ def describe_forms(blueprint: Blueprint, holdings: Iterable[Holding]) -> dict[st
 
 
 def in_forms(model: LanguageModel, forms: Mapping[str, str], constant: Collection[str]) -> LanguageModel:
-    """Return a model whose arrays at the paths `constant` are as `forms` describes them; containers hold zeros."""
+    """Return a model whose arrays at the paths `constant` are as `forms` describes them; containers hold zeros.
+
+    Raises `UserError` for a form that no folder has.
+    """
+    for text in forms.values():
+        if text not in _PLAIN:
+            _Form.read(text)
     names = {path: (path, pattern_of(path), "*") for path in constant}
     chosen = {path: forms[name] for path, some in names.items() for name in reversed(some) if name in forms}
     containers = {}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moezoo.config.build import blueprint_of
-from moezoo.config.compose import folder_path, from_saved, read_run
+from moezoo.config.compose import check_same, folder_path, from_saved, read_origin, read_run
 from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find, run_folder
 from moezoo.config.settings import TrainConfig
@@ -199,6 +199,7 @@ def plan_export(
     like: str | None = None,
     max_shard_size: str | None = None,
     format: str | None = None,
+    init_from: str | None = None,
 ) -> Export:
     """Return how to write the model in `source` to `target`. Nothing is written, and no number is read.
 
@@ -211,6 +212,7 @@ def plan_export(
         like: A folder of the same model, which has tensors or files that `source` lacks, as in `save_pretrained`.
         max_shard_size: As in `save_pretrained`, for a run without `like`.
         format: As in `save_pretrained`.
+        init_from: Where the weights are now that a run with `checkpoint_frozen=false` began with.
 
     Raises:
         UserError: `source` is neither, or damaged. `target` exists. Otherwise as `save_pretrained` does.
@@ -228,7 +230,9 @@ def plan_export(
             f"{show(source)}: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json is "
             "missing); name one of these"
         )
-    origin = _open_run(path, dtype) if is_run else _open_folder(path, dtype)
+    if not is_run and init_from is not None:
+        raise UserError(f"init_from={show(init_from)}: {show(source)} is no run; leave init_from out")
+    origin = _open_run(path, dtype, init_from) if is_run else _open_folder(path, dtype)
     if (rounds_to := format_argument(format)) is not None:
         origin = origin._replace(values=RoundedValues(origin.values, rounds_to))
     base = None if is_run else path
@@ -244,7 +248,7 @@ def plan_export(
     return Export(origin, new, copying.plan, (base, copying))
 
 
-def _open_run(path: Path, dtype: str | None) -> _Origin:
+def _open_run(path: Path, dtype: str | None, init_from: str | None) -> _Origin:
     mapping = read_run(path, "source")
     own = saved_own(mapping)
     if "model" in own:
@@ -253,6 +257,10 @@ def _open_run(path: Path, dtype: str | None) -> _Origin:
             "moezoo.save_pretrained(moezoo.load_run(...)[0], TO)"
         )
     cfg = from_saved(mapping)  # a strategy or a rule of the user's own has no part in this
+    if init_from is not None:
+        began = read_origin(init_from, cfg.upcycle)
+        check_same(began, cfg.init_from, cfg.init_sha256)
+        cfg = dataclasses.replace(cfg, init_from=str(began.path))
     checkpoints, step = find(path, "source")
     about, checkpoint = read_about(checkpoints, step), checkpoints / str(step)
     check_model(cfg, about, checkpoint)

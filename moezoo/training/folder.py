@@ -5,26 +5,27 @@ import datetime
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.run_folders import run_folder, steps
 from moezoo.config.settings import TrainConfig
+from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
 from moezoo.host import locking
 from moezoo.parallel import distributed
 from moezoo.training import report
 from moezoo.training.checkpoint import remove_beyond
-from moezoo.training.files import check_writable, making, marking, replace_text, writing_to
+from moezoo.training.files import check_writable, making, marking, replace_file, replace_text, writing_to
 from moezoo.training.metrics import MetricsLog, MetricsRow
 from moezoo.training.resume import run_settings
 
 _CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 # What a run writes before its first step and removes again if it does not get there.
-_FIRST = (_CONFIG, _METRICS, report.HELD_OUT_FILE, _CHECKPOINTS)
+_FIRST = (_CONFIG, _METRICS, report.HELD_OUT_FILE, _CHECKPOINTS, COPIES)
 # A network file system may show a new file to other machines after some seconds.
 _SHARED_SECONDS = 10
 
@@ -108,7 +109,9 @@ def opened(
                     _check_free(made)  # another run may have begun there meanwhile
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
                 remove_beyond(made / _CHECKPOINTS, start)
-                replace_text(made / _CONFIG, to_yaml(as_mapping(run_settings(cfg))))
+                mapping = as_mapping(run_settings(cfg))
+                _copy_texts(made, mapping)
+                replace_text(made / _CONFIG, to_yaml(mapping))
                 if held_out:
                     replace_text(made / report.HELD_OUT_FILE, "".join(f"{name}\n" for name in held_out))
             return str(made)
@@ -118,8 +121,18 @@ def opened(
         yield Opened(path, distributed.together(lambda: MetricsLog(log, history)))
 
 
+def _copy_texts(folder: Path, mapping: Mapping[str, Any]) -> None:
+    """Copy what makes tokens into the folder of a run, whose configuration may name copies that are there already."""
+    contents = {name: file.read_bytes() for name, file in list_copies(mapping).items()}
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / name, lambda new, content=content: new.write_bytes(content))
+
+
 def _check_free(folder: Path) -> None:
-    """Raise `UserError` if the folder holds a run, or a file that this run would replace or remove."""
+    """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove."""
+    if (folder / "config.json").exists():
+        raise UserError(f"run_dir={folder} is a Hugging Face folder (it has config.json); name another folder")
     if found := [name for name in _FIRST if os.path.lexists(folder / name)]:
         saved = steps(folder / _CHECKPOINTS)
         then = f"continue it with resume={folder}" if saved else f"remove {', '.join(found)} there"
@@ -131,7 +144,8 @@ def _remove_begun(folder: Path, rows: int) -> None:
     log = folder / _METRICS
     if steps(folder / _CHECKPOINTS) or (log.exists() and log.read_bytes().count(b"\n") > rows):
         return
-    *files, checkpoints = _FIRST
-    for name in files:
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / checkpoints, ignore_errors=True)
+    for name in _FIRST:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name, ignore_errors=True)
+        else:
+            (folder / name).unlink(missing_ok=True)

@@ -2,17 +2,21 @@
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from moezoo.config.compose import as_mapping, with_defaults
+from moezoo.config.compose import as_mapping, read_run, with_defaults
 from moezoo.config.settings import TrainConfig
+from moezoo.config.text_copies import COPIED
 from moezoo.data import Source
 from moezoo.errors import UserError
+from moezoo.host import is_same_file
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone
 from moezoo.typed import show
@@ -53,10 +57,12 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
             f"init_from={show(after['init_from'])} but the run at resume={cfg.resume} began with "
             f"init_from={show(before['init_from'])}, which holds something else; leave it out, or start a new run"
         )
-    lines = []
+    copies, lines = _copies(cfg), []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)
-        if old == new:
+        if COPIED.fullmatch(key):
+            old = copies.get(key, old)
+        if old == new or (COPIED.fullmatch(key) and _is_same_text(old, new)):
             continue
         if any(key == kept or key.startswith(f"{kept}.") for kept in _FIXED) and not _FREE.fullmatch(key):
             raise UserError(
@@ -65,6 +71,16 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
             )
         lines.append(f"{key}: {show(old)} before, {show(new)} now")
     return lines
+
+
+def _copies(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the saved settings of the run that `cfg` resumes, with its copies of tokenizers and templates."""
+    return {} if cfg.resume is None else flatten(read_run(cfg.resume, "resume"))
+
+
+def _is_same_text(*paths: Any) -> bool:
+    """Return whether two tokenizers or templates are files with the same contents."""
+    return all(isinstance(path, str) for path in paths) and is_same_file(*(Path(os.path.expanduser(p)) for p in paths))
 
 
 def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:

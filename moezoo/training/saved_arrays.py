@@ -91,7 +91,7 @@ class SavedValues(ModelValues):
         """
         here = jax.tree.map(lambda array: array is None, elsewhere, is_leaf=lambda array: array is None)
         check_arrays(saved_arrays(about, "model"), eqx.filter(saved, here), int(checkpoint.name))
-        model, frozen = (checkpoint / "model").absolute(), (checkpoint.parent / FROZEN).absolute()
+        model, frozen = (checkpoint / "model").resolve(), (checkpoint.parent / FROZEN).resolve()  # no `..` is opened
 
         def array(path: Any, x: Any) -> SavedArray:
             name = array_name(path)

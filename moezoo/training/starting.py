@@ -54,6 +54,8 @@ def describe_start(cfg: TrainConfig) -> list[tuple[str, str]]:
     rate = cfg.optimizer.learning_rate
     usual = ", the default with init_from" * (rate == type(cfg.optimizer).tuning_rate)
     lines.append("; ".join([*others, f"optimizer.learning_rate={show(rate)}{usual}"]))
+    if origin.run is not None and not cfg.checkpoint_frozen:
+        lines.append("checkpoint_frozen=false: this run is read with that checkpoint, so keep it")
     if note := _describe_tokenizer(cfg, origin):
         lines.append(note)
     return [("init_from", line) for line in lines]

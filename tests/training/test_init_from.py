@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from few_bit_folders import CASES, tensors_of, write_few_bits
 from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
@@ -27,6 +28,8 @@ from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import is_stored
 from moezoo.training.exporting import plan_export
 from moezoo.training.initial import as_saved_pieces, load_initial
+from moezoo.training.resume import list_changes
+from moezoo.training.starting import describe_start
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3, "</s>": 7}
 RUN = ("seq_len=16", "batch_size=4", "eval_every=0", "checkpoint_minutes=0", "log_every=1")
@@ -98,15 +101,21 @@ def test_a_run_without_steps_evaluates_samples_draws_and_saves(start, folders):
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["0"]
 
 
-def test_model_tokenizer_and_end_token_come_from_the_folder(start, folders):
+def test_model_tokenizer_and_end_token_come_from_the_folder(start, folders, tmp_path):
     cfg, config = start.cfg, hub_model_config(folders.wide)
     assert isinstance(config, DeepSeekConfig)
     calm = dataclasses.replace(config, load_balance=0.0, router=dataclasses.replace(config.router, bias_rate=0.0))
     assert cfg.model == calm != config
     text = Text(path=str(folders.text), tokenizer=f"{folders.wide}/tokenizer.json", end_token="</s>", eval_sequences=8)
     assert cfg.data == text
+    link = tmp_path / "tokenizer.json"
+    link.symlink_to(text.tokenizer or "")
+    for origin in (folders.wide, start.run.folder):  # the same tokenizer, and so the same end
+        named = moezoo.compose(f"init_from={origin}", "data=text", f"data.tokenizer={link}").data
+        assert named == Text(tokenizer=str(link), end_token="</s>")
     assert cfg.optimizer.learning_rate == 2e-5
-    assert moezoo.saved_config(start.run.folder) == dataclasses.replace(cfg, run_dir=None)
+    copied = dataclasses.replace(text, tokenizer=f"{start.run.folder}/tokenizers/1/tokenizer.json")
+    assert moezoo.saved_config(start.run.folder) == dataclasses.replace(cfg, run_dir=None, data=copied)
 
 
 def test_the_summary_says_what_changed(start, folders):
@@ -218,6 +227,11 @@ def test_checkpoints_may_leave_frozen_arrays_where_they_are(stored, folders, tmp
         few.rename(away)
         with refused(f"init_from={few}: the folder is not there any more"):
             moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=2"))
+        with refused(f"init_from={few}: the folder is not there any more"):
+            plan_export(f"{tmp_path}/a", f"{tmp_path}/moved")
+        with refused(f"init_from={folders.wide} but the run began with init_from={few}"):
+            plan_export(f"{tmp_path}/a", f"{tmp_path}/moved", init_from=str(folders.wide))
+        assert plan_export(f"{tmp_path}/a", f"{tmp_path}/moved", init_from=str(away)).origin.wanted
         run = moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=2", f"init_from={away}"))
     assert read_rows(run.folder) == read_rows(stored)
     assert_same_models(moezoo.load_run(run.folder)[0], moezoo.load_run(stored)[0])
@@ -228,8 +242,9 @@ def test_checkpoints_may_leave_frozen_arrays_where_they_are(stored, folders, tmp
     (away / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
     with refused(f"init_from={away} is not the folder that the run began with"):
         moezoo.load_run(run.folder)
-    with refused(f"init_from={folders.wide} but the run at resume=", "began with", "which holds something else"):
-        moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=3", f"init_from={folders.wide}"))
+    for read in (moezoo.load_run, lambda run, *words: moezoo.compose(f"resume={run}", *words)):
+        with refused(f"init_from={folders.wide} but the run began with init_from=", "which holds something else"):
+            read(tmp_path / "a", f"init_from={folders.wide}")
 
 
 def numbers(parameter: Any, dtype: Any) -> np.ndarray:
@@ -254,6 +269,8 @@ def test_a_run_may_start_from_a_run(stored):
             assert jax.tree.map(jnp.shape, saved) == jax.tree.map(jnp.shape, last) != jax.tree.map(jnp.shape, model)
             assert_same_models(saved, last)
     assert moezoo.compose(f"init_from={stored}/checkpoints/1").init_from == f"{stored}/checkpoints/1"
+    left = describe_start(moezoo.compose(f"init_from={stored}", *SYNTHETIC, *STORED, "checkpoint_frozen=false"))
+    assert ("init_from", "checkpoint_frozen=false: this run is read with that checkpoint, so keep it") in left
 
 
 @pytest.mark.parametrize(
@@ -263,6 +280,8 @@ def test_a_run_may_start_from_a_run(stored):
         ("init_from=WIDE model=deepseek", "model=deepseek but init_from=|has its own model; leave model out"),
         ("init_from=WIDE model.layers=3", "model.layers=3 but the weights of init_from=|have model.layers=2"),
         ("init_from=WIDE model.router.scale=1", "model.router.scale=1 but the weights|have model.router.scale=2.5"),
+        ("init_from=WIDE upcycle=8", "upcycle=8: write upcycle.experts=8"),
+        ("init_from=WIDE upcycle={experts:8}", "upcycle={experts: 8}: write upcycle.experts=8"),
         ("init_from=WIDE init_sha256=00", "init_sha256=00 but init_from=|leave init_sha256 out"),
         (
             "init_from=no/such",
@@ -314,7 +333,13 @@ def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, star
         "c": dataclasses.replace(Chat(**own), end_token="one"),
         "d": Tokens(),
     }
-    assert found == moezoo.compose(f"init_from={start.run.folder}", *mixture).data
+    copy: dict[str, Any] = {"tokenizer": f"{start.run.folder}/tokenizers/1/tokenizer.json"}
+    own_of_run = moezoo.compose(f"init_from={start.run.folder}", *mixture).data.parts
+    assert own_of_run == {
+        **found.parts,
+        "a": Text(**own | copy),
+        "c": dataclasses.replace(Chat(**own | copy), end_token="one"),
+    }
     (folders.wide / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     with refused(f"data.sources.a: init_from={folders.wide} has no tokenizer.json; set data.tokenizer"):
         moezoo.compose(f"init_from={folders.wide}", *mixture)
@@ -324,11 +349,62 @@ def test_chats_and_sources_of_a_mixture_take_tokenizer_and_end_too(folders, star
     data = Chat(path="others.jsonl", template="own.jinja", **own)
     saved = dataclasses.replace(moezoo.saved_config(start.run.folder), data=Mixture(sources={"x": Weighted(data)}))
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(as_mapping(saved)))
+    own["tokenizer"] = f"{tmp_path}/run/tokenizers/1/tokenizer.json"
     again = moezoo.compose(f"init_from={tmp_path}/run", *chat)
     assert again.data == Chat(path="chats.jsonl", template="own.jinja", **own)
     assert moezoo.compose(f"init_from={tmp_path}/run", "data=text").data == Text(**own)
     other = moezoo.compose(f"init_from={tmp_path}/run", *chat, "data.template=other.jinja", "data.end_token=null")
     assert other.data == Chat(path="chats.jsonl", template="other.jinja", tokenizer=own["tokenizer"])
+
+
+def test_a_run_is_read_without_the_files_that_made_its_tokens(start, folders, tmp_path, monkeypatch):
+    """Resumed and converted too; a tokenizer that is named anew has the same contents."""
+    mix = tmp_path / "mix"
+    shutil.copytree(folders.wide, mix)
+    (mix / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (mix / "chat_template.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path)
+    text = ("data=text", f"data.path={folders.text}", "data.eval_sequences=8", "steps=0")
+    words = ("init_from=mix", *text, *RUN, "mesh=single", "dispatch=gather", "run_dir=run")
+    train_and_print(*words)
+    away = tmp_path / "away"
+    mix.rename(away)
+    changed = json.loads((away / "tokenizer.json").read_text())
+    changed["model"]["vocab"] |= {"one": 2, "two": 1}
+    monkeypatch.chdir(away)
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in names:
+        assert (tmp_path / "run/tokenizers/1" / name).read_bytes() == (away / name).read_bytes()
+    cfg = moezoo.saved_config("../run")
+    assert cfg.init_from == str(mix)
+    assert moezoo.evaluate(start.run.model, cfg).loss == start.run.evaluation.loss
+    plan_export("../run", "hub").write()
+    assert (away / "hub/tokenizer.json").read_bytes() == (away / "tokenizer.json").read_bytes()
+
+    before = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert before["data"]["tokenizer"] == f"{mix}/tokenizer.json"
+    for named in ((), ("data.tokenizer=tokenizer.json",)):
+        assert list_changes(moezoo.compose("resume=../run", *named), before) == []
+    with refused(f"init_from={mix} but the run at resume=../run began with", "which holds something else"):
+        list_changes(dataclasses.replace(moezoo.compose("resume=../run"), init_sha256="00"), before)
+    (away / "tokenizer.json").write_text(json.dumps(changed))
+    with refused("data.tokenizer=tokenizer.json but the run at resume=../run has data.tokenizer=", "cannot change"):
+        list_changes(moezoo.compose("resume=../run", "data.tokenizer=tokenizer.json"), before)
+
+
+def test_no_run_is_written_into_a_folder_of_a_model(folders):
+    before = sorted(folders.wide.iterdir())
+    for origin in ((), (f"init_from={folders.wide}",)):
+        with refused(f"run_dir={folders.wide} is a Hugging Face folder (it has config.json); name another folder"):
+            moezoo.train(moezoo.compose(*origin, *RUN, *SYNTHETIC, "steps=0", "mesh=single", f"run_dir={folders.wide}"))
+    assert sorted(folders.wide.iterdir()) == before
+
+
+def test_forms_that_no_folder_has(folders):
+    cfg = moezoo.compose(f"init_from={folders.few}", "execution.param_dtype=stored", "frozen=['*.key_up']")
+    for form in ("float33", "int8", "fp8 16x24", "int32"):
+        with refused(f"init_forms has {form}, which is no form of this version; leave init_forms out"):
+            _ = blueprint_of(dataclasses.replace(cfg, init_forms={"*": form})).shapes
 
 
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
