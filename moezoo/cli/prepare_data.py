@@ -81,7 +81,7 @@ def _print_chat(keys: Keys) -> None:
 
 COMMAND = KeysCommand(
     "prepare-data",
-    "convert text to a file of token ids for data=tokens, or show how a chat is read",
+    "convert text to token ids for data=tokens, or show a chat",
     main,
     description="Convert text to a file of token ids for data=tokens. Next to FILE.npy it writes FILE.offsets.npy\n"
     "(where each document begins), FILE.json and, with a tokenizer, FILE.tokenizer.json.\n"

@@ -51,7 +51,7 @@ def summary_of(lines):
     summary = lines[: next(i for i, line in enumerate(lines) if line.startswith("step "))]
     parts = [line for line in summary if "muon updates " in line or "adamw updates " in line]
     others = [line for line in summary if line not in parts]
-    assert len(others) <= 22
+    assert len(others) <= 23
     assert max(map(len, others)) <= 100
     return summary
 
@@ -67,7 +67,7 @@ def test_writes_its_files(run):
 def test_summary(run, printed):
     """Each line has a title; compilation is announced before it starts, and timed."""
     summary = {line[:12].strip(): line[12:] for line in summary_of(printed[1])}
-    wanted = "model mesh rules weights dispatch kernels memory traffic precision data training validation baseline "
+    wanted = "model mesh rules weights dispatch optimizer kernels memory traffic precision data training validation"
     assert wanted.split() == [title for title in summary if title][:13]
     assert "(default on cpu)" in summary["kernels"]
     assert "activations" in summary["memory"]
