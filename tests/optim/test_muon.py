@@ -210,7 +210,7 @@ def test_patterns_choose_the_other_part():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"adamw": ("*.querry",)}, ["optimizer.adamw", "*.querry", "no whole path", "*.attention.query"]),
+        ({"adamw": ("*.querry",)}, ["optimizer.adamw", "*.querry", "no whole path", "*.query"]),
         ({"muon": (".embedding.weight",)}, ["optimizer.muon", ".embedding.weight", "embedding"]),
         ({"muon": ("*.out",), "adamw": ("*.attention.out",)}, ["both", ".attention.out"]),
     ],
