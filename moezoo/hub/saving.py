@@ -1,5 +1,7 @@
 """Write a Hugging Face folder."""
 
+import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -54,7 +56,7 @@ def save_pretrained(
     there. So what a killed save leaves is never loaded, and the next one replaces it.
 
     Settings that transformers has no key for are lost, such as the rate at which choice biases move; a warning names
-    those that differ from what `from_pretrained` will read.
+    those that were changed and differ from what `from_pretrained` will read.
 
     With `like`, the Hugging Face folder that the model was loaded from, the new folder also gets what the model does
     not hold. Every tensor is in the file that has it there, with the same index and metadata. Tensors that no parameter
@@ -184,11 +186,18 @@ def few_bit_warnings(model: LanguageModel, values: Values) -> Iterator[str]:
 
 
 def lost_warnings(config: ModelConfig) -> Iterator[str]:
-    """Yield which settings a folder does not keep."""
-    lost = family_of(config).hub.lost(config)
+    """Yield which settings a folder does not keep, of those that differ from the defaults of their classes."""
+    lost = {ours: pair for ours, pair in family_of(config).hub.lost(config).items() if not _is_default(config, ours)}
     pairs = (f"model.{ours}={show(value)} (read back as {show(other)})" for ours, (value, other) in lost.items())
     if lost:
         yield f"transformers has no key for {', '.join(pairs)}"
+
+
+def _is_default(config: ModelConfig, ours: str) -> bool:
+    *sections, name = ours.split(".")
+    section = functools.reduce(getattr, sections, config)
+    (default,) = (field.default for field in dataclasses.fields(section) if field.name == name)
+    return getattr(section, name) == default
 
 
 def carried_warnings(carried: Carried, like: Any) -> Iterator[str]:

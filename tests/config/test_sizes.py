@@ -126,7 +126,6 @@ def test_devices_that_report_their_memory(monkeypatch):
             check_devices("this", 2**31, None, "shrink")
 
 
-@pytest.mark.filterwarnings("ignore:.*transformers has no key for")
 def test_loading_what_does_not_fit(memory, tmp_path):
     model = moezoo.build_model(moezoo.compose(*TINY).model, key=jax.random.key(0))
     moezoo.save_pretrained(model, tmp_path / "hub")
