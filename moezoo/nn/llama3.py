@@ -41,16 +41,6 @@ class Llama3(RotaryScaling):
         if self.low >= self.high:
             raise UserError(f"model.llama3.low={self.low} must be less than model.llama3.high={self.high}")
 
-    @property
-    def magnitude(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
-    def score_scale(self) -> float:
-        """1."""
-        return 1.0
-
     def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return the radians per position of each of `size` / 2 pairs, computed in float64 and rounded to float32."""
         if self.factor == 1:

@@ -25,14 +25,14 @@ class RotaryScaling(abc.ABC):
         """Return the radians per position of each of `size` / 2 pairs, float32."""
 
     @property
-    @abc.abstractmethod
     def magnitude(self) -> float:
         """The factor on rotated queries and keys."""
+        return 1.0
 
     @property
-    @abc.abstractmethod
     def score_scale(self) -> float:
         """The factor on attention scores. Only latent attention uses it."""
+        return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +42,6 @@ class Unscaled(RotaryScaling):
     def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return base ** (-2 i / size)."""
         return frequencies(size, base)
-
-    @property
-    def magnitude(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
-    def score_scale(self) -> float:
-        """1."""
-        return 1.0
 
 
 class Turn(NamedTuple):
