@@ -9,10 +9,14 @@ from jaxtyping import Array, PyTree
 
 from moezoo.errors import UserError, check_type, describe_class
 from moezoo.models import ModelConfig, build_model
+from moezoo.models.adapters import Adapter, NoAdapter
 from moezoo.models.base import LanguageModel
 from moezoo.nn.linear import draws_numbers
 from moezoo.parallel.axes import Role, axes_of, trainable_mask
+from moezoo.parallel.low_rank import without_pairs
 from moezoo.typed import check_fields
+
+_ADAPTER = 0x61  # what a model's key is folded with for its adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +28,9 @@ class Blueprint:
         dtype: The dtype of the parameters: float32, bfloat16 or float16.
         change: What is done to a fresh model, such as `lambda model: store(model, matches)`; None for nothing.
         trained: Patterns of the paths of arrays that are trained (`moezoo.parallel.axes.trainable_mask`); None for all
-            except buffers and the parts of containers.
+            except buffers and the parts of containers, or with an adapter for nothing besides it.
         frozen: Patterns of those that are not trained.
+        adapter: What is trained beside the weights of the changed model.
     """
 
     config: ModelConfig
@@ -33,6 +38,7 @@ class Blueprint:
     change: Callable[[LanguageModel], LanguageModel] | None = None
     trained: tuple[str, ...] | None = None
     frozen: tuple[str, ...] = ()
+    adapter: Adapter = NoAdapter()
 
     def __post_init__(self):
         if self.change is not None and not callable(self.change):
@@ -46,11 +52,14 @@ class Blueprint:
             UserError: As `moezoo.models.build_model`, and if `change` returns something else than a model.
         """
         model = build_model(self.config, key=key, dtype=self.dtype)
-        if self.change is None:
-            return model
-        changed = self.change(model)
-        check_type("blueprint: what change returns", changed, LanguageModel, "return the changed model")
-        return changed
+        if self.change is not None:
+            model = self.change(model)
+            check_type("blueprint: what change returns", model, LanguageModel, "return the changed model")
+        return self.adapt(model, key)
+
+    def adapt(self, model: LanguageModel, key: Array) -> LanguageModel:
+        """Return a model without an adapter with a fresh one, which `make` would draw from the same `key`."""
+        return self.adapter.adapt(model, jax.random.fold_in(key, _ADAPTER))
 
     @functools.cached_property
     def shapes(self) -> LanguageModel:
@@ -61,7 +70,9 @@ class Blueprint:
     @functools.cached_property
     def mask(self) -> PyTree:
         """A tree like the model: True for each array that is trained. Raises as `trainable_mask` does."""
-        return trainable_mask(self.shapes, self.trained, self.frozen)
+        beside = self.adapter.trained(self.shapes)
+        trained = self.trained if beside is None else (*beside, *(self.trained or ()))
+        return trainable_mask(self.shapes, trained, self.frozen)
 
     @functools.cached_property
     def constant(self) -> PyTree:
@@ -71,6 +82,6 @@ class Blueprint:
 
     @functools.cached_property
     def constant_paths(self) -> frozenset[str]:
-        """The paths of the arrays that `constant` chooses."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.constant)
+        """The paths, in the model without an adapter, of the arrays that `constant` chooses."""
+        leaves = jax.tree_util.tree_leaves_with_path(without_pairs(self.constant))
         return frozenset(jax.tree_util.keystr(path) for path, is_constant in leaves if is_constant)

@@ -215,12 +215,12 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
     for field in dataclasses.fields(kind):
         name = field.name
         usual = field.default_factory() if callable(field.default_factory) else field.default
-        usual = usual if default is None else getattr(default, name)
+        usual = getattr(default, name) if isinstance(default, kind) else usual
         if name in value:
             below = usual if dataclasses.is_dataclass(usual) else None
             completed[name] = complete(hints[name], value[name], _join(key, name), checks, below)
         elif usual is not dataclasses.MISSING:
-            completed[name] = to_plain(usual)
+            completed[name] = to_plain(usual, _join(key, name), checks)
     return completed
 
 

@@ -18,7 +18,7 @@ from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.kernels import ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
-from moezoo.parallel.stored import Frozen, Stored, Widened, by_matrix, materialise
+from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
@@ -53,7 +53,8 @@ def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
 def _choose(implementation: str | KernelOrder | None, *weights: Any) -> ChosenBackends:
     runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
     # The other backends need the stack of all matrices, of which a `Frozen` holds a half or a fourth of the bytes.
-    by_one = any(isinstance(w, Frozen) for w in weights)
+    is_frozen = lambda x: isinstance(x, Frozen)  # noqa: E731
+    by_one = any(map(is_frozen, jax.tree.leaves(weights, is_leaf=is_frozen)))
     return choose("grouped_matmul", runs_on, implementation, (lambda _: ("blocked",)) if by_one else _own_order)
 
 
@@ -104,6 +105,9 @@ def grouped_matmul(
             "and at least one"
         )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
+    if isinstance(weights, Composed):
+        again = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
+        return weights.group_product(rows, again)
     weights = (by_matrix if isinstance(weights, InStack | Frozen) else materialise)(weights, rows.dtype)
     operands = (rows, weights, group_sizes)
     alike = jax.tree.leaves(operands)
@@ -150,7 +154,8 @@ def gated(
     """
     chosen = _choose(implementation, gate, up)
     composed = functools.partial(_gated, activation=activation)
-    if not any(BACKENDS[name].gated for _, name in chosen):
+    is_composed = isinstance(gate, Composed) or isinstance(up, Composed)
+    if is_composed or not any(BACKENDS[name].gated for _, name in chosen):
         return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
 
     def own(name: str) -> Callable[..., Array]:

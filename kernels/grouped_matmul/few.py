@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from moezoo.kernels.grouped_matmul.backend import GroupSizes
 from moezoo.kernels.grouped_matmul.blocked import repeat
 from moezoo.parallel.collectives import vary_like
+from moezoo.parallel.low_rank import LowRank
 from moezoo.parallel.stacked import TERMS, InStack, times_matrix
 from moezoo.parallel.stored import Stored
 
@@ -18,7 +19,8 @@ ROWS_PER_GROUP = 4
 
 
 def suits(rows: int, weights: Array | Stored) -> bool:
-    """Return whether this way is the fastest on a CPU."""
+    """Return whether this way is the fastest on a CPU, for most of the work with these weights."""
+    weights = weights.base if isinstance(weights, LowRank) else weights
     return isinstance(weights, InStack) and weights.shape[1] % TERMS == 0 and rows <= ROWS_PER_GROUP * weights.shape[0]
 
 

@@ -39,7 +39,7 @@ from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
-from moezoo.parallel.stored import Widened, is_matrices, matrix_of
+from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 
 SIZES = (512, 288, 192, 144, 80, 40)
 
@@ -100,10 +100,30 @@ def _counting(x: Float[Array, "block embed"], mask: Mask) -> Float[Array, "block
     return jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
 
 
+def _times(x: Float[Array, "block a"], matrix: Any) -> Float[Array, "block b"]:
+    return matrix.forward(x, dot) if isinstance(matrix, Composed) else dot(x, matrix, 1, 0)
+
+
+def _times_transposed(y: Float[Array, "block b"], matrix: Any) -> Float[Array, "block a"]:
+    return matrix.backward(y, dot) if isinstance(matrix, Composed) else dot(y, matrix, 1, 1)
+
+
+def _outer(x: Float[Array, "block a"], y: Float[Array, "block b"], matrix: Any) -> Any:
+    """Return the gradient of a group's matrix."""
+    return matrix.outer(x, y, dot) if isinstance(matrix, Composed) else dot(x, y, 0, 0)
+
+
+def _trained(weights: Any) -> Any:
+    """Return the operand of stacked matrices with None in place of what has no gradient."""
+    if isinstance(weights, Composed):
+        return weights.trained_parts()
+    return None if isinstance(weights, Widened) else weights
+
+
 def _products(x: Float[Array, "block embed"], weights: ExpertWeights) -> list[Float[Array, "block mlp"]]:
     """Return x times gate and up, plus their biases, in the dtype of x."""
     pairs = (weights.gate, weights.gate_bias), (weights.up, weights.up_bias)
-    products = [(dot(x, w, 1, 0).astype(x.dtype), bias) for w, bias in pairs]
+    products = [(_times(x, w).astype(x.dtype), bias) for w, bias in pairs]
     return [y if bias is None else y + bias[None] for y, bias in products]
 
 
@@ -146,7 +166,7 @@ def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weig
     def step_of(_: Int[Array, ""], mine: ExpertWeights) -> Step:
         def step(carry: list[Array], first: Int[Array, ""], size: int, *_: Any) -> list[Array]:
             products = _products(_read(tokens, _slice(index, first, size)), mine)
-            result = dot(activation(*products), mine.down, 1, 0)
+            result = _times(activation(*products), mine.down)
             return [_write(x, part, first) for x, part in zip(carry, (result, *products), strict=False)]
 
         return step
@@ -191,24 +211,23 @@ def _run_backward(activation, residuals, cotangent):
             gate = _slice(gate_of, first, size)[:, None]
             products = [_counting(_slice(y, first, size), mask) for y in kept] or _products(x, mine)
             inner, pull = jax.vjp(activation, *products)
-            by_inner = dot(back, mine.down, 1, 1)
+            by_inner = _times_transposed(back, mine.down)
             by_gate = (inner.astype(jnp.float32) * by_inner).sum(1)
             a, b = pull((gate * by_inner).astype(inner.dtype))
             back = (gate * back.astype(jnp.float32)).astype(back.dtype)
             biases = (x.astype(jnp.float32).sum(0) for x in (a, b))
-            factors = zip(sums[:3], ((x, a), (x, b), (inner, back)), strict=True)
-            parts: list[Any] = [None if s is None else dot(*pair, 0, 0) for s, pair in factors]
-            pairs = zip(sums, (*parts, *biases), strict=True)
-            sums = [s if s is None else put_matrix(s, group, part, not begins) for s, part in pairs]
-            by_x = dot(a, mine.gate, 1, 1) + dot(b, mine.up, 1, 1)
-            sums = ExpertWeights(*sums)  # pyright: ignore[reportArgumentType] containers
+            factors = zip(sums[:3], ((x, a), (x, b), (inner, back)), mine[:3], strict=True)
+            parts = [None if s is None else _outer(*pair, matrix) for s, pair, matrix in factors]
+            pairs = (None if s is None else part for s, part in zip(sums, (*parts, *biases), strict=True))
+            put = lambda s, part: put_matrix(s, group, part, not begins)  # noqa: E731
+            sums = jax.tree.map(put, sums, ExpertWeights(*pairs), is_leaf=is_matrices)  # pyright: ignore[reportArgumentType] containers
+            by_x = _times_transposed(a, mine.gate) + _times_transposed(b, mine.up)
             return _write(by_rows, by_x, first), _write(by_gates, by_gate, first), sums
 
         return step
 
     zeros = _Zeros(plan, begin=3)
-    arrays: Any = (None if isinstance(w, Widened) else w for w in weights)
-    trained = ExpertWeights(*arrays)
+    trained = ExpertWeights(*map(_trained, weights))
     carry = (
         zeros.rows(tokens.shape[1], dtype=tokens.dtype),
         zeros.rows(dtype=jnp.float32),

@@ -18,6 +18,7 @@ from moezoo.config.splits import Batches, describe_blocking, divisors, limits_of
 from moezoo.errors import UserError, check_type
 from moezoo.hub.kept import in_forms
 from moezoo.models import ModelConfig, family_of
+from moezoo.models.adapters import Adapter
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config import differing_settings
@@ -42,14 +43,15 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
     family = family_of(cfg.model)  # which a notebook may have made anew
     dtype = "float32" if cfg.execution.param_dtype == "stored" else cfg.execution.param_dtype
     forms = tuple(cfg.init_forms.items())
-    own = _blueprint(cfg.model, dtype, cfg.trained, cfg.frozen, forms, family.kinds, family.make_block)
+    own = _blueprint(cfg.model, dtype, cfg.trained, cfg.frozen, cfg.adapter, forms, family.kinds, family.make_block)
     if given is None:
         return own
     remedy = "write dataclasses.replace(blueprint_of(cfg), change=...)"
     check_type("blueprint", given, Blueprint, remedy)
     if differing := differing_settings(given.config, "the blueprint", own.config):
         raise UserError(f"blueprint: {differing}; {remedy}")
-    for name, key in {"dtype": "execution.param_dtype", "trained": "trained", "frozen": "frozen"}.items():
+    keys = {"dtype": "execution.param_dtype", "trained": "trained", "frozen": "frozen", "adapter": "adapter"}
+    for name, key in keys.items():
         if (has := getattr(given, name)) != (value := getattr(own, name)):
             raise UserError(f"blueprint: {name} is {show(has)}, but {key}={show(value)}; {remedy}")
     return given
@@ -61,10 +63,11 @@ def _blueprint(
     dtype: str,
     trained: tuple[str, ...] | None,
     frozen: tuple[str, ...],
+    adapter: Adapter,
     forms: tuple[tuple[str, str], ...],
     *_: Any,
 ) -> Blueprint:
-    plain = Blueprint(config, dtype, trained=trained, frozen=frozen)
+    plain = Blueprint(config, dtype, trained=trained, frozen=frozen, adapter=adapter)
     if not forms:
         return plain
     constant = plain.constant_paths

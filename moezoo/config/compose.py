@@ -45,6 +45,7 @@ from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_name
 from moezoo.hub.upcycling import Upcycle
+from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
 from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
@@ -192,7 +193,9 @@ def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
     base["model"] = first_settings(kind, model)
     rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
     if rule is not None and "learning_rate" in base["optimizer"]:
-        base["optimizer"]["learning_rate"] = rule.tuning_rate
+        adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
+        base["optimizer"]["learning_rate"] = rule.tuning_rate * adapter.rate_factor
+        base["checkpoint_frozen"] = adapter is NoAdapter
     cfg = _finish(base, _at(origin, asked), checks)
     cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, _given(asked), origin.text_settings))
     if cfg.execution.param_dtype == "stored":

@@ -19,6 +19,7 @@ from moezoo.hub.folders import find_tokenizer, has_tokenizer, no_tokenizer, text
 from moezoo.hub.kept import describe_forms
 from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
+from moezoo.models.adapters import NoAdapter
 from moezoo.models.blueprint import Blueprint
 from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
 
@@ -83,7 +84,7 @@ class Origin(NamedTuple):
             own = self.run.execution.param_dtype
             return dict(self.run.init_forms) if own == "stored" else {"*": own}
         opened = open_folder(self.path, self.upcycle)._replace(config=cfg.model)
-        blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen)
+        blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen, adapter=cfg.adapter)
         holdings, _ = check_tensors(opened, blueprint.shapes)
         try:
             return describe_forms(blueprint, holdings)
@@ -123,6 +124,11 @@ def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Orig
     `run` is that configuration with something of moezoo's in place of what is of the user's own. Raises as
     `find_weights` does.
     """
+    if not isinstance(run.adapter, NoAdapter):
+        raise UserError(
+            f"init_from={path} is a run with an adapter; write its merged weights as a folder, moezoo convert {path} "
+            "FOLDER, and start from that"
+        )
     weights = find_weights(path)
     data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
     if stored == "stored":

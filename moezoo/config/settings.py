@@ -10,6 +10,7 @@ from moezoo.hub.upcycling import Upcycle
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.models import FAMILIES, ModelConfig
+from moezoo.models.adapters import ADAPTERS, Adapter, NoAdapter
 from moezoo.moe.dispatch import DISPATCHES, DispatchChoice
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SCHEDULES, UPDATE_RULES, GuardSettings, Schedule, UpdateRule
@@ -113,6 +114,7 @@ class TrainConfig:
     init_sha256: str | None = dataclasses.field(default=None, kw_only=True)
     init_forms: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     upcycle: Upcycle = dataclasses.field(default_factory=Upcycle, kw_only=True)
+    adapter: Adapter = dataclasses.field(default_factory=NoAdapter, kw_only=True)
     run_dir: str | None
     resume: str | None
     eval_every: Count
@@ -162,6 +164,7 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "schedule": ("name", SCHEDULES),
     "data": ("name", SOURCES),
     "distributed": ("name", DISTRIBUTED),
+    "adapter": ("name", ADAPTERS),
 }
 # The same for sections inside a group's.
 INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {"data.sources.*": TAG["data"]}

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.parallel.stored import Stored, materialise
+from moezoo.parallel import stored
+from moezoo.parallel.stored import Stored
 
 
 def project(
@@ -16,14 +17,12 @@ def project(
     The result has the dtype of `x`, or `dtype`: scores and logits ask for float32, so their sums are not rounded.
     Only this function, `contract` and `grouped_matmul` read weights, so layers do not know how weights are stored.
     """
-    if isinstance(weight, Stored):
-        return weight.product(x, inputs, x.dtype if dtype is None else dtype)
-    return jnp.tensordot(x, weight, inputs, preferred_element_type=dtype)
+    return stored.multiply(x, weight, inputs, dtype)
 
 
 def contract(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."] | Stored) -> Float[Array, "..."]:
     """Return the `jnp.einsum` of `x` and a weight, for products that `project` cannot express."""
-    return jnp.einsum(equation, x, materialise(weight, x.dtype))
+    return stored.contract(equation, x, weight)
 
 
 # False while only shapes of a model are wanted: to trace what draws numbers takes several times as long as all else.

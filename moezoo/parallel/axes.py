@@ -36,6 +36,8 @@ from moezoo.parallel.roles import Role as Role
 from moezoo.parallel.stored import Stored
 from moezoo.typed import show
 
+_NEVER_TRAINED = (Role.FROZEN, Role.BASE)
+
 # Logical axis -> the configuration key that sets its size, for messages. Every annotation adds its axes.
 # `layer` is the number of stacked layers.
 LOGICAL_AXES = {
@@ -222,14 +224,14 @@ def trainable_mask(module: PyTree, trained: Sequence[str] | None = None, frozen:
         name = jax.tree_util.keystr(path)
         parts[name] = {name + jax.tree_util.keystr(below) for below, _ in jax.tree_util.tree_leaves_with_path(stored)}
     if trained is None:
-        learns = {path for path, its in axes.items() if its.role not in (Role.BUFFER, Role.PART, Role.FROZEN)}
+        learns = {path for path, its in axes.items() if its.role not in (Role.BUFFER, Role.PART, *_NEVER_TRAINED)}
     else:
         learns = _parameters("trained", trained, axes, parts)
     learns -= _parameters("frozen", frozen, axes, parts)
     for path in filter(learns.__contains__, leaves):
-        is_frozen = axes[path].role is Role.FROZEN
+        is_frozen = (role := axes[path].role) in _NEVER_TRAINED
         if is_frozen or not jnp.issubdtype(leaves[path].dtype, jnp.floating):
-            what = f"a {Role.FROZEN.value}" if is_frozen else str(leaves[path].dtype)
+            what = f"a {role.value}" if is_frozen else str(leaves[path].dtype)
             raise UserError(f"trained chooses {path}, which is {what}; choose only floating-point parameters")
     if not learns:
         given = f"trained={show(trained)} " * (trained is not None) + f"frozen={show(frozen)}" * bool(frozen)

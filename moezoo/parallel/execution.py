@@ -33,7 +33,7 @@ from moezoo.parallel.remat import REMAT, Remat, rematerialise
 from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
 from moezoo.parallel.stacked import InStack
-from moezoo.parallel.stored import Frozen, FrozenInStack, is_matrices
+from moezoo.parallel.stored import Composed, Frozen, FrozenInStack, is_matrices
 from moezoo.typed import check_fields, convert, show
 
 # The rules of a model that runs without a mesh.
@@ -368,8 +368,10 @@ class Execution:
             return not any(placement.gathered + placement.taken)
 
         def field(x: Any, axes: Any) -> Any:
-            if isinstance(axes, Axes) and axes.role is Role.WEIGHT and stays(x, axes):
+            if isinstance(axes, Axes) and axes.is_matrix and stays(x, axes):
                 return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
+            if isinstance(x, Composed):
+                return jax.tree.map(field, x, axes, is_leaf=lambda part: part is not x and is_stored(part))
             if isinstance(x, Frozen) and all(jax.tree.leaves(jax.tree.map(stays, x, axes))):
                 return FrozenInStack(stack=x, layer=index, dtype=x.dtype)
             sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)

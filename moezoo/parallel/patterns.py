@@ -15,7 +15,7 @@ def matching(key: str, patterns: Iterable[str], paths: Sequence[str]) -> set[str
     """
     found: set[str] = set()
     for pattern in patterns:
-        here = _matches(pattern, paths)
+        here = matches(pattern, paths)
         if not here:
             raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {_advise(pattern, paths)}")
         found |= here
@@ -32,16 +32,17 @@ def _advise(pattern: str, paths: Sequence[str]) -> str:
     words = {word for path in paths for word in re.findall(r"\w+", path)}
 
     def spell(match: re.Match[str]) -> str:
-        return match[0] if match[0] in words else next(iter(difflib.get_close_matches(match[0], words, n=1)), match[0])
+        return match[0] if match[0] in words else next(iter(difflib.get_closematches(match[0], words, n=1)), match[0])
 
     spelled = re.sub(r"\w+", spell, pattern)
     for each in (pattern, spelled):
         for wider in (each, f"*{each.lstrip('*')}", f"*{each.strip('*')}*"):
-            if _matches(wider, paths):
+            if matches(wider, paths):
                 return f"write {show(wider)}" if each == pattern else f"did you mean '{show(wider)}'?"
     return nearest(pattern, map(pattern_of, paths))
 
 
-def _matches(pattern: str, paths: Sequence[str]) -> set[str]:
+def matches(pattern: str, paths: Sequence[str]) -> set[str]:
+    """Return the paths that the pattern matches as a whole."""
     expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
     return {path for path in paths if expression.fullmatch(path)}

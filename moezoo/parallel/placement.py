@@ -45,7 +45,7 @@ class Placement:
         None where dimensions stay in order (`moezoo.parallel.gathered`).
         """
         dims = [dim for dim, axes in enumerate(self.gathered) if axes]
-        experts = self.axes.role is Role.WEIGHT and self.axes.stacked == ("expert",) and len(self.axes.names) == 3
+        experts = self.axes.is_matrix and self.axes.stacked == ("expert",) and len(self.axes.names) == 3
         return dims[0] if experts and dims in ([1], [2]) else None
 
     @property

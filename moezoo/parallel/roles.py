@@ -14,6 +14,7 @@ class Role(enum.Enum):
     | buffer | only to float32, from less | never | no | no |
     | part of a container | no | on request | no | as the container's array |
     | frozen part | no | never | no | as the container's array |
+    | frozen weight, the array of a container | yes | never | no | as the container's array |
     """
 
     WEIGHT = "weight"
@@ -23,6 +24,7 @@ class Role(enum.Enum):
     BUFFER = "buffer"
     PART = "part"
     FROZEN = "frozen part"
+    BASE = "frozen weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Axes:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     within: tuple[str, ...] = ()
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter is an array of matrices that layers multiply by."""
+        return self.role in (Role.WEIGHT, Role.BASE)
 
     @property
     def names(self) -> tuple[str, ...]:

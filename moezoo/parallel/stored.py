@@ -1,7 +1,7 @@
 """The contract of a container: a weight that is not stored as an array, but stands for one."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -63,7 +63,7 @@ class Stored(eqx.Module):
         """Contract the last `inputs` dimensions of `x` with the first `inputs` dimensions of the matrix, in `dtype`.
 
         The default multiplies by the materialised array. Override it where the product is cheaper without, as for a
-        low-rank sum. Only `project` calls this, with a container of one matrix.
+        low-rank sum. Only `multiply` calls this, with a container of one matrix.
 
         Args:
             x: The left operand, in the dtype that the layer computes in.
@@ -71,6 +71,57 @@ class Stored(eqx.Module):
             dtype: The dtype of the result.
         """
         return jnp.tensordot(x, materialise(self, x.dtype), inputs, preferred_element_type=dtype)
+
+    def contraction(self, equation: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the `jnp.einsum` of `x` and the matrix, by default of the materialised array."""
+        return jnp.einsum(equation, x, materialise(self, x.dtype))
+
+    def operand(self, dtype: DTypeLike) -> Any:
+        """Return stacked matrices as kernels read them one by one, in `dtype`: an array, `Matrices` or `Composed`."""
+        return materialise(self, dtype)
+
+
+# (x, matrix, dimension of x, dimension of the matrix) -> the product over these dimensions, in float32
+Dot = Callable[[Array, Any, int, int], Array]
+
+
+class Composed(Stored):
+    """The base class of containers whose products are sums of products with other operands.
+
+    Kernels call these methods for stacked matrices and never make the array. The three methods with a `dot` get a
+    container of one group's matrices, which `operand` and `matrix_of` have made of its parts.
+    """
+
+    @abc.abstractmethod
+    def group_product(
+        self, rows: Float[Array, "rows inputs"], multiply: Callable[[Array, Any], Array]
+    ) -> Float[Array, "rows outputs"]:
+        """Multiply each row by the matrix of its group.
+
+        Args:
+            rows: The rows of all groups.
+            multiply: A function that multiplies rows by stacked matrices, an array or another container, in the dtype
+                of the rows.
+        """
+
+    @abc.abstractmethod
+    def forward(self, x: Float[Array, "rows inputs"], dot: Dot) -> Float[Array, "rows outputs"]:
+        """Return `x` times the matrix, in float32."""
+
+    @abc.abstractmethod
+    def backward(self, y: Float[Array, "rows outputs"], dot: Dot) -> Float[Array, "rows inputs"]:
+        """Return `y` times the transposed matrix, in float32."""
+
+    @abc.abstractmethod
+    def outer(self, x: Float[Array, "rows inputs"], y: Float[Array, "rows outputs"], dot: Dot) -> Any:
+        """Return the container with the gradient of each part in float32, given inputs and cotangents; None if frozen.
+
+        The parts that have gradients are those of `trained_parts`.
+        """
+
+    @abc.abstractmethod
+    def trained_parts(self) -> Any:
+        """Return the container with None in place of what is frozen."""
 
 
 class Matrices(Stored):
@@ -85,6 +136,11 @@ class Matrices(Stored):
     def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
         """Return the matrix of a group, in `dtype`."""
 
+    def operand(self, dtype: DTypeLike) -> "Matrices":
+        """Return it as it is."""
+        del dtype
+        return self
+
 
 class Frozen(Stored):
     """The base class of containers whose arrays are never trained: all have the role `Role.FROZEN`.
@@ -95,6 +151,10 @@ class Frozen(Stored):
     def matrix(self, group: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
         """Return one matrix of a stack [groups, inputs, outputs]."""
         return _at(self, group).materialise(dtype)
+
+    def operand(self, dtype: DTypeLike) -> Matrices:
+        """Return matrices that are made when they are read."""
+        return Widened(stored=self, dtype=np.dtype(dtype))
 
 
 class FrozenInStack(Frozen):
@@ -159,11 +219,9 @@ def is_matrices(x: Any) -> bool:
     return isinstance(x, Matrices)
 
 
-def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Array | Matrices:
-    """Return what `matrix_of` reads: `Matrices`, or the array that another container stands for."""
-    if isinstance(weights, Frozen):
-        return Widened(stored=weights, dtype=np.dtype(dtype))
-    return weights if isinstance(weights, Matrices) else materialise(weights, dtype)
+def by_matrix(weights: Float[Array, "groups inputs outputs"] | Stored, dtype: DTypeLike) -> Any:
+    """Return what kernels read matrix by matrix: the array itself, or the `operand` of a container."""
+    return weights.operand(dtype) if isinstance(weights, Stored) else weights
 
 
 def matrix_of(stack: Array | Matrices, group: Int[Array, ""]) -> Float[Array, "..."]:
@@ -179,3 +237,20 @@ def materialise(weight: Float[Array, "..."] | Stored, dtype: DTypeLike) -> Float
     Rematerialisation never saves the array of a container. An array is returned as it is, whatever `dtype` is.
     """
     return unsaved(lambda stored: stored.materialise(dtype), weight) if isinstance(weight, Stored) else weight
+
+
+def multiply(
+    x: Float[Array, "..."], weight: Float[Array, "..."] | Stored, inputs: int, dtype: DTypeLike | None
+) -> Float[Array, "..."]:
+    """Contract the last `inputs` dimensions of `x` with the first `inputs` dimensions of a weight, in `dtype`.
+
+    None is the dtype of `x`.
+    """
+    if isinstance(weight, Stored):
+        return weight.product(x, inputs, x.dtype if dtype is None else dtype)
+    return jnp.tensordot(x, weight, inputs, preferred_element_type=dtype)
+
+
+def contract(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."] | Stored) -> Float[Array, "..."]:
+    """Return the `jnp.einsum` of `x` and a weight."""
+    return weight.contraction(equation, x) if isinstance(weight, Stored) else jnp.einsum(equation, x, weight)

@@ -23,6 +23,7 @@ from moezoo.nn.few_bits import with_pieces_of
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import is_stored
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.low_rank import only_pairs, with_bases, without_pairs
 from moezoo.parallel.stored import materialise
 from moezoo.training.checkpoint import read_about, restore
 
@@ -35,8 +36,12 @@ def load_initial(cfg: TrainConfig, execution: Execution) -> LanguageModel:
     Raises:
         UserError: The folder or the checkpoint is missing, damaged, or not the one that `cfg` was composed with.
     """
-    shapes = blueprint_on(cfg, execution).shapes
-    return jax.tree.map(_own, _load(cfg, shapes, shapes, execution))
+    blueprint = blueprint_on(cfg, execution)
+    loaded = jax.tree.map(_own, _load(cfg, blueprint.shapes, blueprint.shapes, execution))
+    # What only the adapter has is drawn as for a fresh model.
+    shardings = only_pairs(execution.shardings(blueprint.shapes))
+    draw = jax.jit(lambda key: only_pairs(blueprint.make(key)), out_shardings=shardings)
+    return with_bases(draw(jax.random.key(cfg.seed)), loaded)
 
 
 def restore_run(
@@ -87,7 +92,7 @@ def load_elsewhere(cfg: TrainConfig, execution: Execution | None = None) -> PyTr
     if cfg.checkpoint_frozen:
         return jax.tree.map(lambda _: None, blueprint.shapes)
     wanted = eqx.filter(blueprint.shapes, blueprint.constant)
-    return jax.tree.map(_own, _load(cfg, blueprint.shapes, wanted, execution))
+    return with_bases(wanted, jax.tree.map(_own, _load(cfg, blueprint.shapes, wanted, execution)))
 
 
 def as_saved_pieces(cfg: TrainConfig, model: LanguageModel) -> LanguageModel:
@@ -101,7 +106,8 @@ def _fit_pieces(model: Any, shapes: Any, shardings: Any) -> Any:
 
 
 def _load(cfg: TrainConfig, shapes: LanguageModel, wanted: PyTree, execution: Execution | None) -> Any:
-    """Return `wanted`, of the shapes of the run's model, with the numbers of `cfg.init_from`."""
+    """Return `wanted`, of the shapes of the run's model, with the numbers of `cfg.init_from`; without pairs."""
+    shapes, wanted = without_pairs(shapes), without_pairs(wanted)
     assert cfg.init_from is not None
     assert cfg.init_sha256 is not None
     path = Path(cfg.init_from)

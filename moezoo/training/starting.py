@@ -52,7 +52,7 @@ def describe_start(cfg: TrainConfig) -> list[tuple[str, str]]:
         f"model.{key}={show(ours[key])} ({show(theirs[key])} there)" for key in theirs if ours[key] != theirs[key]
     ]
     rate = cfg.optimizer.learning_rate
-    usual = ", the default with init_from" * (rate == type(cfg.optimizer).tuning_rate)
+    usual = ", the default with init_from" * (rate == type(cfg.optimizer).tuning_rate * cfg.adapter.rate_factor)
     lines.append("; ".join([*others, f"optimizer.learning_rate={show(rate)}{usual}"]))
     if origin.run is not None and not cfg.checkpoint_frozen:
         lines.append("checkpoint_frozen=false: this run is read with that checkpoint, so keep it")

@@ -1,0 +1,144 @@
+"""A frozen weight with a trained low-rank pair beside it (LoRA; Hu et al., 2021, arXiv:2106.09685)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from moezoo.parallel.roles import Axes, Role
+from moezoo.parallel.stored import Composed, Dot, Stored, by_matrix, contract, materialise, multiply
+
+# The logical axis between the two matrices of a pair.
+RANK = "rank"
+
+
+class LowRank(Composed):
+    """A weight `base + scale * (a b)`, of which `a` and `b` are trained, and `base` never is.
+
+    Products with it are two thin products beside that of the base, so their sum is made only where an array of the
+    weight is asked for. `base` is an array or another container. For stacked matrices each has its own pair.
+
+    Attributes:
+        base: [*stacked, *inputs, *outputs].
+        a: [*stacked, *inputs, rank].
+        b: [*stacked, rank, *outputs].
+        scale: The factor of the product of both.
+        inputs: The number of input dimensions.
+        dtype: The dtype of the base.
+    """
+
+    base: Float[Array, "..."] | Stored
+    a: Float[Array, "..."]
+    b: Float[Array, "..."]
+    scale: float = eqx.field(static=True)
+    inputs: int = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+
+    def axes(self, declared: Axes) -> Mapping[str, Axes]:
+        """Return the declared axes for the base, and for the pair the same with the rank for outputs, or inputs."""
+        base = declared if isinstance(self.base, Stored) else dataclasses.replace(declared, role=Role.BASE)
+        return {
+            "base": base,
+            "a": Axes(Role.WEIGHT, declared.stacked, declared.inputs, (RANK,)),
+            "b": Axes(Role.WEIGHT, declared.stacked, (RANK,), declared.outputs),
+        }
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the base."""
+        return tuple(self.base.shape)
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of `a`."""
+        return self.a.shape[-1]
+
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the sum, computed in float32 and rounded once to `dtype`."""
+        base = materialise(self.base, jnp.float32).astype(jnp.float32)
+        first = self.a.ndim - 1 - self.inputs
+        a = self.a.reshape(*self.a.shape[:first], -1, self.rank).astype(jnp.float32)
+        b = self.b.reshape(*self.b.shape[: first + 1], -1).astype(jnp.float32)
+        # In full precision on every platform, as a folder is written with this sum.
+        pair = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        return (base + self.scale * pair.reshape(base.shape)).astype(dtype)
+
+    def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
+        """See `Stored.product`."""
+        thin = self._scaled(multiply(x, self.a, inputs, jnp.float32), x.dtype)
+        return multiply(x, self.base, inputs, dtype) + multiply(thin, self.b, 1, dtype)
+
+    def contraction(self, equation: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """See `Stored.contraction`. The pair is contracted one matrix after the other."""
+        operands, result = equation.split("->")
+        of_x, of_weight = operands.split(",")
+        rank = next(letter for letter in "rzyw" if letter not in equation)
+        # As always, the weight is one matrix: all dimensions of `a` but the last are inputs.
+        of_a, of_b = of_weight[: self.inputs] + rank, rank + of_weight[self.inputs :]
+        parts = [materialise(part, x.dtype) for part in (self.a, self.b)]
+        thin = jnp.einsum(f"{of_x},{of_a},{of_b}->{result}", x, *parts)
+        return contract(equation, x, self.base) + self._scaled(thin, x.dtype)
+
+    def group_product(
+        self, rows: Float[Array, "rows inputs"], multiply: Callable[[Array, Any], Array]
+    ) -> Float[Array, "rows outputs"]:
+        """See `Composed.group_product`."""
+        thin = self._scaled(multiply(rows, self.a), rows.dtype)
+        return multiply(rows, self.base) + multiply(thin, self.b)
+
+    def operand(self, dtype: DTypeLike) -> "LowRank":
+        """See `Stored.operand`: the same of the base and of both matrices."""
+        base, a, b = (by_matrix(part, dtype) for part in (self.base, self.a, self.b))
+        return dataclasses.replace(self, base=base, a=a, b=b)
+
+    def forward(self, x: Float[Array, "rows inputs"], dot: Dot) -> Float[Array, "rows outputs"]:
+        """See `Composed.forward`."""
+        return dot(x, self.base, 1, 0) + dot(self._scaled(dot(x, self.a, 1, 0), x.dtype), self.b, 1, 0)
+
+    def backward(self, y: Float[Array, "rows outputs"], dot: Dot) -> Float[Array, "rows inputs"]:
+        """See `Composed.backward`."""
+        return dot(y, self.base, 1, 1) + dot(self._scaled(dot(y, self.b, 1, 1), y.dtype), self.a, 1, 1)
+
+    def outer(self, x: Float[Array, "rows inputs"], y: Float[Array, "rows outputs"], dot: Dot) -> "LowRank":
+        """See `Composed.outer`."""
+        a = dot(x, self._scaled(dot(y, self.b, 1, 1), y.dtype), 0, 0)
+        b = dot(self._scaled(dot(x, self.a, 1, 0), x.dtype), y, 0, 0)
+        return dataclasses.replace(self, base=None, a=a, b=b)
+
+    def trained_parts(self) -> "LowRank":
+        """See `Composed.trained_parts`."""
+        return dataclasses.replace(self, base=None)
+
+    def _scaled(self, x: Array, dtype: DTypeLike) -> Array:
+        return (x.astype(jnp.float32) * self.scale).astype(dtype)
+
+
+def is_low_rank(x: Any) -> bool:
+    """Return whether `x` is a `LowRank`."""
+    return isinstance(x, LowRank)
+
+
+def without_pairs(tree: Any) -> Any:
+    """Return a model, or a tree like one, with the base in place of each `LowRank`."""
+    return jax.tree.map(lambda x: x.base if is_low_rank(x) else x, tree, is_leaf=is_low_rank)
+
+
+def only_pairs(tree: Any) -> Any:
+    """Return a model, or a tree like one, with None in place of everything but pairs."""
+    is_part = lambda x: dataclasses.replace(x, base=None) if is_low_rank(x) else None  # noqa: E731
+    return jax.tree.map(is_part, tree, is_leaf=is_low_rank)
+
+
+def with_bases(tree: Any, bases: Any) -> Any:
+    """Return a tree like a model with its bases, and everything without pairs, from `bases`; the pairs stay."""
+
+    def put(x: Any, base: Any) -> Any:
+        return dataclasses.replace(x, base=base) if is_low_rank(x) else base
+
+    return jax.tree.map(put, tree, bases, is_leaf=lambda x: x is None or is_low_rank(x))
