@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.errors import UserError
+from moezoo.errors import UserError, nearest
 from moezoo.models.base import LanguageModel
 from moezoo.nn.linear import draws_numbers
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
@@ -103,6 +103,8 @@ class Lora(Adapter):
         found: set[str] = set()
         for target in self.targets:
             here = in_words.get(target)
+            if here is None and target.isidentifier():
+                raise UserError(f"adapter.targets={show(target)}: no such word; {nearest(target, in_words)}")
             if here is None:
                 here = matching("adapter.targets", [target], list(table))
                 if odd := sorted(here - {*weights}):

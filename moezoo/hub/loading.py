@@ -28,6 +28,7 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, describe_class
 from moezoo.host import check_host
+from moezoo.hub.adapters import load_adapter
 from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite, keep_few_bits
 from moezoo.hub.loading_progress import LoadingProgress
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
@@ -53,6 +54,7 @@ def from_pretrained(
     execution: Execution | None = None,
     dtype: DTypeLike | Literal["stored"] | None = None,
     upcycle: Upcycle = NOT_UPCYCLED,
+    adapter: str | Path | None = None,
 ) -> LanguageModel:
     """Load the model from a Hugging Face folder.
 
@@ -71,6 +73,7 @@ def from_pretrained(
             always float32. `stored` keeps weights of few bits as they are, in containers (`moezoo.nn.few_bits`); all
             others have the dtype that most of them are stored in.
         upcycle: For the folder of a dense model: the experts that its MLPs are copied into.
+        adapter: A folder with low-rank pairs for this model, as for `load_adapter`.
 
     Raises:
         UserError: The architecture or a key of config.json is unknown. A tensor is missing, has no parameter, has the
@@ -103,7 +106,11 @@ def from_pretrained(
             shardings = execution.shardings(shapes)
         return _load(opened, found._replace(shapes=shapes), shardings, mesh)
 
-    return _load_everywhere(load, where, mesh, upcycle)
+    model = _load_everywhere(load, where, mesh, upcycle)
+    if adapter is None:
+        return model
+    sha256 = distributed.first(lambda: open_folder(where, upcycle).sha256)
+    return load_adapter(model, adapter, execution, base_sha256=sha256)
 
 
 def load_as(

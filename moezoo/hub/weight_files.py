@@ -66,15 +66,20 @@ class WeightFiles:
 
     Attributes:
         tensors: All tensors by name, as the headers of the files describe them.
+        metadata: The entries of the headers that describe no tensor.
 
     Raises:
         UserError: A file is missing, damaged or outside the folder, or there is no tensor.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, single: str | None = None):
+        """Open the files of a folder, or the one that `single` names."""
         self._folder, self._open = folder, dict[Path, _Open]()
+        self.metadata: dict[str, Any] = {}
         weakref.finalize(self, _close, self._open)
-        if (folder / INDEX).exists():
+        if single is not None:
+            self.tensors = self._read_header(folder / single)
+        elif (folder / INDEX).exists():
             places = _read_index(folder / INDEX)
             if (folder / SINGLE).exists() and folder / SINGLE not in places.values():
                 both = f"{SINGLE} and {INDEX}, which does not name it"
@@ -97,7 +102,8 @@ class WeightFiles:
 
         with open_file(path) as file:
             self._open[path] = _Open(os.dup(file.fileno()), _state(file.fileno()))
-        begin, _, entries = read_header(path)
+        begin, metadata, entries = read_header(path)
+        self.metadata |= metadata.get(_METADATA) or {}
         try:
             with safe_open(path, framework="numpy"):  # checks types, sizes and places
                 pass

@@ -32,7 +32,7 @@ def _advise(pattern: str, paths: Sequence[str]) -> str:
     words = {word for path in paths for word in re.findall(r"\w+", path)}
 
     def spell(match: re.Match[str]) -> str:
-        return match[0] if match[0] in words else next(iter(difflib.get_closematches(match[0], words, n=1)), match[0])
+        return match[0] if match[0] in words else next(iter(difflib.get_close_matches(match[0], words, n=1)), match[0])
 
     spelled = re.sub(r"\w+", spell, pattern)
     for each in (pattern, spelled):

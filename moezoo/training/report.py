@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +28,7 @@ from moezoo.parallel import distributed
 from moezoo.parallel.axes import Role, count_parameters, is_stored, parameter_table
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.low_rank import is_low_rank
 from moezoo.parallel.patterns import pattern_of
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
@@ -203,19 +204,47 @@ def optimizer_lines(update: Sequence[Work], traffic: TrafficTable) -> list[str]:
 def trained_rows(blueprint: Blueprint) -> list[tuple[str, str]]:
     """Return titled lines that count the parameters that are trained and those that are not; none where all are.
 
-    A container counts as the array that it stands for, and its bytes are those of its arrays.
+    A container counts as the array that it stands for, and its bytes are those of its arrays. A low-rank pair counts
+    besides its base.
     """
     if not any(jax.tree.leaves(blueprint.constant)):
         return []
     model, table = blueprint.shapes, parameter_table(blueprint.shapes)
     learns = jax.tree.map(lambda _, mask: any(jax.tree.leaves(mask)), model, blueprint.mask, is_leaf=is_stored)
     entries = zip(table, jax.tree.leaves(learns), jax.tree.leaves(model, is_leaf=is_stored), strict=True)
-    found: dict[str, list[tuple[str, int, int]]] = {"trained": [], "frozen": []}
+    found: dict[str, list[tuple[str, int, int]]] = {"adapted": [], "trained": [], "frozen": []}
     for (path, axes, shape), learns, stored in entries:
+        if is_low_rank(stored):
+            pair = (stored.a, stored.b)
+            found["adapted"].append((path, sum(x.size for x in pair), _size(pair)))
+            stored, learns = stored.base, False
         if axes.role is not Role.BUFFER:
-            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
-            found["trained" if learns else "frozen"].append((path, math.prod(shape), size))
-    names, others = ({pattern_of(path) for path, *_ in part} for part in found.values())
+            found["trained" if learns else "frozen"].append((path, math.prod(shape), _size(stored)))
+    if pairs := found.pop("adapted"):
+        return [*_adapter_rows(blueprint, pairs), *_count_rows({name: some for name, some in found.items() if some})]
+    return _count_rows(found)
+
+
+def _size(stored: PyTree) -> int:
+    """Return the bytes of an array or of a container's arrays."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+
+
+def _adapter_rows(blueprint: Blueprint, pairs: Sequence[tuple[str, int, int]]) -> Iterator[tuple[str, str]]:
+    """Yield what pairs are beside which weights."""
+    ranks: dict[tuple[int, float], list[tuple[str, int, int]]] = {}
+    models = jax.tree.leaves(blueprint.shapes, is_leaf=is_low_rank)
+    for pair, entry in zip(filter(is_low_rank, models), pairs, strict=True):
+        ranks.setdefault((pair.rank, pair.scale), []).append(entry)
+    for (rank, scale), entries in ranks.items():
+        paths, counts, sizes = zip(*entries, strict=True)
+        text = f"rank {rank}, scale {scale:.4g}: {sum(counts):,} parameters, {_bytes(sum(sizes))}: {short_names(paths)}"
+        yield "adapter", text
+
+
+def _count_rows(found: Mapping[str, Sequence[tuple[str, int, int]]]) -> list[tuple[str, str]]:
+    """Return a row for what is trained and for what is not, given the path, count and bytes of each parameter."""
+    names, others = ({pattern_of(path) for path, *_ in found.get(title, ())} for title in ("trained", "frozen"))
     rows = []
     for title, part in found.items():
         paths, counts, sizes = zip(*part, strict=True)

@@ -1,0 +1,546 @@
+"""Folders with low-rank adapters as PEFT has them: adapter_config.json and adapter_model.safetensors.
+
+Written is one pair per matrix, with a name for each expert:
+
+    base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_A.weight    [rank, inputs]
+    base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight    [outputs, rank]
+
+A tensor that holds several of our weights, such as `kv_b_proj`, has one pair of all their ranks together: A has their
+rows below each other, and B is zero where a row belongs to another weight. `rank_pattern` and `alpha_pattern` have its
+rank and its scale.
+
+Read are also the two matrices that PEFT (0.19 and later) has for all experts of a layer, `target_parameters`:
+
+    ...mlp.experts.lora_A.weight   [experts * rank, inputs]    row e * rank + j is row j of expert e
+    ...mlp.experts.lora_B.weight   [outputs, rank * experts]   column j * experts + e is column j of expert e
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from moezoo.errors import UserError
+from moezoo.hub.json_files import read_json
+from moezoo.hub.opening import describe_download, folder_argument
+from moezoo.hub.tensors import arrays_by_path, list_names, tensors
+from moezoo.hub.weight_files import WeightFiles
+from moezoo.models import family_of
+from moezoo.models.base import LanguageModel
+from moezoo.models.hub import Hub
+from moezoo.parallel import distributed
+from moezoo.parallel.axes import Role, is_stored
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.fetch import fetch
+from moezoo.parallel.low_rank import LowRank, is_low_rank, without_pairs
+from moezoo.typed import convert, show
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "base_sha256"  # the entry of the file's metadata with the hash of the folder that the adapter is for
+_PREFIX = "base_model.model."
+_PEFT = (0, 19)  # the first version with this layout of packed experts
+# Keys of adapter_config.json that change what is computed, and the values that have no effect; others are refused.
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "layer_replication": (None,),
+    "megatron_config": (None,),
+    "loftq_config": (None, {}),
+    # The others change the base.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+# What was chosen by, and how it was trained: the tensors show the result.
+_UNREAD = frozenset(
+    """
+    alora_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules
+    inference_mode layers_pattern layers_to_transform lora_dropout lora_ga_config megatron_core monteclora_config
+    peft_type peft_version qalora_group_size revision runtime_config target_modules target_parameters task_type
+    """.split()
+)
+_READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))
+
+
+# lora_A [rank, inputs] and lora_B [outputs, rank]
+_Matrices = tuple[np.ndarray, np.ndarray]
+
+
+class Place(NamedTuple):
+    """A pair in a folder.
+
+    Attributes:
+        module: The name of the module that it is beside.
+        parts: The weights of ours that it holds, joined along their last dimension: the path of each, and the index of
+            its layer and expert.
+        shapes: The shape of each part.
+        cut: The number of input dimensions.
+        alternates: Whether transformers has gate and up in turns in one tensor.
+    """
+
+    module: str
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    cut: int
+    alternates: bool = False
+
+
+def places(model: Any, hub: Hub) -> Iterator[Place]:
+    """Yield the place of every weight of layers and of the head, by the names of a folder of the model."""
+    for tensor in tensors(model, hub):
+        if tensor.axes.role is not Role.WEIGHT:
+            continue
+        if tensor.layout == "plain":
+            yield Place(tensor.name.removesuffix(".weight"), tensor.parts, tensor.shapes, len(tensor.axes.inputs))
+            continue
+        above = tensor.name.rpartition(".")[0]
+        for (path, index), shape in zip(tensor.parts, tensor.shapes, strict=True):
+            for expert in range(shape[0]):
+                module = f"{above}.{expert}.{path.rpartition('.')[2]}_proj"
+                yield Place(module, ((path, (*index, expert)),), (shape[1:],), 1, tensor.layout == "alternating")
+
+
+def save_adapter(
+    model: LanguageModel, folder: str | Path, *, base: str | Path | None = None, base_sha256: str | None = None
+) -> None:
+    """Write a model's low-rank pairs as a folder that PEFT loads, with float32 tensors and a name for each expert.
+
+    With several processes all of them call this, and the first one writes.
+
+    Args:
+        model: A model with `LowRank` weights, as a run with `adapter=lora` has.
+        folder: Is made if it does not exist.
+        base: Where the weights beside which the pairs were trained are: `base_model_name_or_path`.
+        base_sha256: The hash of that folder, `TrainConfig.init_sha256`, by which another one is refused.
+
+    Raises:
+        UserError: The model has no pairs, or `folder` has an adapter already or cannot be written.
+    """
+    where = folder_argument(folder)
+    pairs = {path: x for path, x in arrays_by_path(model).items() if is_low_rank(x)}
+    if not pairs:
+        raise UserError("save_adapter: the model has no low-rank pairs; train it with adapter=lora")
+    if (where / CONFIG).exists() or (where / WEIGHTS).exists():
+        raise UserError(f"{where} already holds an adapter; name another folder")
+    numbers, ranks, scales, modules = {}, {}, {}, {}
+    for place in places(model, family_of(model.config).hub):
+        adapted = any(path in pairs for path, _ in place.parts)
+        modules[place.module] = adapted
+        if not adapted:
+            continue
+        parts = [_fetch(pairs.get(path), index) for path, index in place.parts]
+        a, b, scale = _join(place, parts)
+        ranks[place.module], scales[place.module] = len(a), scale
+        numbers[f"{_PREFIX}{place.module}.lora_A.weight"] = a
+        numbers[f"{_PREFIX}{place.module}.lora_B.weight"] = b
+
+    def write() -> None:
+        from safetensors.numpy import save_file
+
+        metadata = {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})
+        config = _config(modules, ranks, scales) | {"base_model_name_or_path": None if base is None else str(base)}
+        where.mkdir(parents=True, exist_ok=True)
+        save_file(numbers, where / WEIGHTS, metadata)
+        (where / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    distributed.first(lambda: _writing(where, write))
+
+
+def _writing(where: Path, write: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UserError(f"{where} cannot be written ({error.strerror or error})") from error
+
+
+class _Pair(NamedTuple):
+    """One matrix's pair on the host: [*inputs, rank], [rank, *outputs], and the factor of the product."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+def _fetch(pair: LowRank | None, index: tuple[int, ...]) -> _Pair | None:
+    if pair is None:
+        return None
+    a, b = (fetch(part, index, 0) for part in (pair.a, pair.b))
+    if a is None or b is None:  # another process has it; only shapes are needed here
+        a, b = (np.zeros(part.shape[len(index) :], np.float32) for part in (pair.a, pair.b))
+    return _Pair(a.astype(np.float32), b.astype(np.float32), pair.scale)
+
+
+def _join(place: Place, parts: Sequence[_Pair | None]) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return lora_A [rank, inputs] and lora_B [outputs, rank] of a module, and the scale."""
+    some = [part for part in parts if part is not None]
+    scale = some[0].scale
+    inputs = math.prod(place.shapes[0][: place.cut])
+    a = np.concatenate([part.a.reshape(inputs, -1).T for part in some])
+    blocks = []
+    for part, shape in zip(parts, place.shapes, strict=True):
+        rows = [
+            one.b * np.float32(one.scale / scale) if one is part else np.zeros((len(one.b), *shape[place.cut :]))
+            for one in some
+        ]
+        blocks.append(np.concatenate(rows).astype(np.float32))
+    b = np.concatenate(blocks, axis=-1)
+    return np.ascontiguousarray(a), np.ascontiguousarray(b.reshape(len(a), -1).T), scale
+
+
+def _config(
+    modules: Mapping[str, bool], ranks: Mapping[str, int], scales: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return adapter_config.json. `modules`: those that could have a pair, and whether they do."""
+    rank = collections.Counter(ranks.values()).most_common(1)[0][0]
+    alpha = collections.Counter(scales[name] * ranks[name] for name in ranks if ranks[name] == rank).most_common(1)[0][0]
+    odd_rank = {name: r for name, r in ranks.items() if r != rank}
+    odd_alpha = {name: scales[name] * r for name, r in ranks.items() if scales[name] * r != alpha}
+    targets = []
+    for last, names in _by_last(modules).items():
+        adapted = [name for name in names if modules[name]]
+        targets += [last] if len(adapted) == len(names) else adapted
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "peft_version": ".".join(map(str, (*_PEFT, 0))),
+        "r": rank,
+        "lora_alpha": _plain(alpha),
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "target_modules": targets,
+        "rank_pattern": _short(odd_rank, modules),
+        "alpha_pattern": {name: _plain(value) for name, value in _short(odd_alpha, modules).items()},
+    }
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number
+
+
+def _by_last(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.rpartition(".")[2], []).append(name)
+    return found
+
+
+def _short(values: Mapping[str, Any], modules: Mapping[str, bool]) -> dict[str, Any]:
+    """Return values by the last words of names where all modules with it have the same, or else by whole names."""
+    found = {}
+    for last, names in _by_last(name for name, adapted in modules.items() if adapted).items():
+        some = [values.get(name) for name in names]
+        if some[0] is not None and all(value == some[0] for value in some):
+            found[last] = some[0]
+        else:
+            found |= {name: value for name, value in zip(names, some, strict=True) if value is not None}
+    return found
+
+
+class Adapter(NamedTuple):
+    """An adapter of a folder: for each path of a weight, the pair of each layer and expert that has one.
+
+    Attributes:
+        folder: The folder.
+        pairs: The path of a weight -> the index of its layer and expert -> the pair.
+        base_sha256: The hash of the folder that it is for, if the adapter has one.
+    """
+
+    folder: Path
+    pairs: Mapping[str, Mapping[tuple[int, ...], _Pair]]
+    base_sha256: str | None
+
+    def check_base(self, sha256: str | None) -> None:
+        """Raise `UserError` where the adapter was trained beside a folder with another hash, if both are known."""
+        if sha256 is not None and self.base_sha256 not in (None, sha256):
+            raise UserError(
+                f"adapter={self.folder} was trained beside weights with sha256 {self.base_sha256}, and these have "
+                f"{sha256}; load it beside the former"
+            )
+
+    def attach(self, model: LanguageModel) -> LanguageModel:
+        """Return the model, of arrays or of their shapes, with a pair of zeros beside each weight that has one."""
+
+        def put(path: Any, base: Any) -> Any:
+            pairs = self.pairs.get(jax.tree_util.keystr(path).lstrip("."))
+            if pairs is None:
+                return base
+            some = next(iter(pairs.values()))
+            lead = tuple(base.shape[: len(next(iter(pairs)))])
+            rank = max(len(pair.b) for pair in pairs.values())
+            return LowRank(
+                base=base,
+                a=jnp.zeros((*lead, *some.a.shape[:-1], rank), jnp.float32),
+                b=jnp.zeros((*lead, rank, *some.b.shape[1:]), jnp.float32),
+                scale=some.scale,
+                inputs=some.a.ndim - 1,
+                dtype=base.dtype,
+            )
+
+        return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_stored)
+
+    def numbers(self, path: str, shape_a: tuple[int, ...], shape_b: tuple[int, ...], scale: float) -> Any:
+        """Return both matrices of a weight for all layers and experts: zero where there is no pair."""
+        a, b = np.zeros(shape_a, np.float32), np.zeros(shape_b, np.float32)
+        for index, pair in self.pairs[path].items():
+            rank = len(pair.b)
+            a[index][..., :rank] = pair.a
+            b[index][:rank] = pair.b * np.float32(pair.scale / scale)
+        return a, b
+
+
+def load_adapter(
+    model: LanguageModel, adapter: str | Path, execution: Execution | None = None, *, base_sha256: str | None = None
+) -> LanguageModel:
+    """Return a model with the low-rank pairs of a folder beside its weights, in place of those that it has.
+
+    Nothing of the model is copied. A program that was compiled for one adapter runs with every other of the same
+    targets, ranks and scales.
+
+    Args:
+        model: A model, whose arrays may lie on a mesh.
+        adapter: A folder with adapter_config.json and adapter_model.safetensors, as PEFT and `save_adapter` write them.
+        execution: The mesh and rules that lay out the model; None for one device.
+        base_sha256: The hash of the folder that the model is from (`TrainConfig.init_sha256`). An adapter that names
+            another hash is refused.
+
+    Raises:
+        UserError: There is no adapter, it is damaged or for another model, or computes something else.
+    """
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"load_adapter: the first argument is a {type(model).__name__}, expected a model")
+    bare = without_pairs(model)
+    read = read_adapter(adapter, bare)
+    read.check_base(base_sha256)
+    shapes = jax.eval_shape(read.attach, bare)
+    on_mesh = execution is not None and execution.mesh is not None
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    shardings = execution.shardings(shapes) if on_mesh else jax.tree.map(lambda _: here, shapes)
+
+    def fill(path: Any, pair: Any, base: Any, shardings: Any) -> Any:
+        if not is_low_rank(pair):
+            return base
+        name = jax.tree_util.keystr(path).lstrip(".")
+        numbers = read.numbers(name, pair.a.shape, pair.b.shape, pair.scale)
+        a, b = (
+            jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+            for x, sharding in zip(numbers, (shardings.a, shardings.b), strict=True)
+        )
+        return dataclasses.replace(pair, base=base, a=a, b=b)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes, bare, shardings, is_leaf=is_low_rank)
+
+
+def read_adapter(folder: str | Path, model: Any) -> Adapter:
+    """Read the adapter in a folder for a model, which may be its shapes.
+
+    Raises:
+        UserError: There is no adapter, it is damaged, computes something else than low-rank pairs beside weights of
+            this model, or its sizes are those of another model.
+    """
+    where = folder_argument(folder, "adapter")
+    if not where.exists():
+        raise UserError(f"adapter={where}: there is no such folder; name one with {CONFIG}{describe_download(where)}")
+    for name in (CONFIG, WEIGHTS):
+        if not (where / name).exists():
+            raise UserError(f"adapter={where}: no {name}; name a folder that PEFT or moezoo wrote")
+    settings = _Settings.read(where / CONFIG)
+    files = WeightFiles(where, WEIGHTS)
+    left = {_module(name): name for name in files.tensors}
+    if len(left) < len(files.tensors):
+        raise UserError(f"{where}: two tensors of {WEIGHTS} have the same name but for a prefix; keep one of them")
+    found: dict[str, dict[tuple[int, ...], _Pair]] = {}
+
+    def read(module: str) -> _Matrices | None:
+        names = [left.pop(f"{module}.lora_{part}", None) for part in "AB"]
+        if names == [None, None]:
+            return None
+        if None in names:
+            raise UserError(f"{where}: {module} has only one of lora_A and lora_B; save the adapter again")
+        a, b = (files.read(str(name)).astype(np.float32) for name in names)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise UserError(f"{where}: the pair of {module} has NaN or infinities; save the adapter again")
+        return a, b
+
+    packed = _Packed(settings, read, model.config.experts)
+    for place in places(model, family_of(model.config).hub):
+        own = read(place.module)
+        named = (place.module, own) if own is not None else packed.pair(place)
+        if named is None:
+            continue
+        name, pair = named
+        scale = settings.scale(name, len(pair[0]))
+        for (path, index), part in zip(place.parts, _split(place, *pair, where), strict=True):
+            found.setdefault(path, {})[index] = _Pair(*part, scale)
+    if left:
+        raise UserError(
+            f"{where}: no weight of this model has these pairs: {list_names(sorted(left.values()))}; the adapter is "
+            "for another model, or adapts what moezoo has in another form"
+        )
+    return Adapter(where, found, files.metadata.get(_BASE))
+
+
+def _module(name: str) -> str:
+    """Return the name of a tensor as `MODULE.lora_A` or `MODULE.lora_B`."""
+    short = name.removeprefix(_PREFIX).removesuffix(".weight")
+    return short.removesuffix(".default")
+
+
+def _split(place: Place, a: np.ndarray, b: np.ndarray, where: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the matrices [*inputs, rank] and [rank, *outputs] of each part of a place."""
+    inputs, outputs = place.shapes[0][: place.cut], place.shapes[0][place.cut : -1]
+    last = [shape[-1] for shape in place.shapes]
+    rank, expected = len(a), (math.prod(inputs), math.prod(outputs) * sum(last))
+    if a.ndim != 2 or b.ndim != 2 or not rank or (a.shape[1], b.shape[0]) != expected or b.shape[1] != rank:
+        raise UserError(
+            f"{where}: {place.module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [rank, "
+            f"{expected[0]}] and [{expected[1]}, rank] for this model; the adapter is for another one"
+        )
+    whole_a = np.ascontiguousarray(a.T).reshape(*inputs, rank)
+    whole_b = np.ascontiguousarray(b.T).reshape(rank, *outputs, sum(last))
+    bs = np.split(whole_b, np.cumsum(last)[:-1], axis=-1)
+    count = len(bs)
+    if count > 1 and rank % count == 0:  # a block of ranks for each part, as `save_adapter` writes them
+        size = rank // count
+        spans = [slice(i * size, (i + 1) * size) for i in range(count)]
+        others = (b[~np.isin(np.arange(rank), np.arange(rank)[span])] for b, span in zip(bs, spans, strict=True))
+        if not any(other.any() for other in others):
+            return [(whole_a[..., span], b[span]) for b, span in zip(bs, spans, strict=True)]
+    return [(whole_a, b) for b in bs]
+
+
+class _Packed:
+    """The pairs that PEFT has for all experts of a layer. That of `gate_up_proj` is inside that of `down_proj`."""
+
+    def __init__(self, settings: "_Settings", read: Callable[[str], _Matrices | None], experts: int):
+        self._settings, self._read, self._experts = settings, read, experts
+        self._open: dict[str, _Matrices | None] = {}
+
+    def pair(self, place: Place) -> tuple[str, _Matrices] | None:
+        """Return the pair of one expert, and the name of the tensor that it is a part of; None without one."""
+        layer = re.match(r"model\.layers\.\d+\.", place.module)
+        path, index = place.parts[0]
+        if ".experts." not in path or layer is None:
+            return None
+        kind, expert = path.rpartition(".")[2], index[-1]
+        above, name = f"{layer[0]}mlp.experts", "down_proj" if kind == "down" else "gate_up_proj"
+        whole = self._find(above, name, place)
+        if whole is None:
+            return None
+        self._settings.check_packed()
+        a, b = whole
+        if len(a) % self._experts or b.shape[1] != len(a):
+            raise UserError(
+                f"{self._settings.where}: the pair of {above}.{name} has {len(a)} rows in lora_A and {b.shape[1]} "
+                f"columns in lora_B, expected as many in both, a multiple of the {self._experts} experts"
+            )
+        a = a.reshape(self._experts, -1, a.shape[1])[expert]
+        b = b.reshape(len(b), -1, self._experts)[:, :, expert]
+        if kind != "down":
+            part = ("gate", "up").index(kind)
+            b = b[part::2] if place.alternates else np.split(b, 2)[part]
+        return f"{above}.{name}", (a, b)
+
+    def _find(self, above: str, name: str, place: Place) -> _Matrices | None:
+        for module in (f"{above}.base_layer", above):
+            if module not in self._open:
+                self._open[module] = self._read(module)
+        inner, outer = self._open[f"{above}.base_layer"], self._open[above]
+        if inner is not None:
+            return inner if name == "gate_up_proj" else outer
+        targets = [target for target in ("gate_up_proj", "down_proj") if target in self._settings.parameters]
+        return outer if targets == [name] else None
+
+
+class _Settings(NamedTuple):
+    """What adapter_config.json says of the factor of each pair."""
+
+    where: Path
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    by_root: bool
+    version: str | None
+    parameters: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "_Settings":
+        """Read the file. Raises `UserError` for what is no LoRA, and for what would be computed in another way."""
+        mapping = read_json(path)
+        if mapping.get("peft_type") != "LORA":
+            raise UserError(f"{path}: peft_type={show(mapping.get('peft_type'))[:40]}, expected LORA; only it is read")
+        for key, value in mapping.items():
+            if key in _WITHOUT_EFFECT:
+                if value not in _WITHOUT_EFFECT[key]:
+                    usual = show(_WITHOUT_EFFECT[key][0])
+                    raise UserError(
+                        f"{path}: {key}={show(value)[:80]} computes something else than a low-rank pair beside each "
+                        f"weight; expected {usual}: merge the adapter with PEFT, and load the merged folder"
+                    )
+            elif key not in _UNREAD | _READ and value not in (None, False, [], {}, "", 0):
+                raise UserError(
+                    f"{path}: unknown key {show(key)[:80]}={show(value)[:80]}; what it means is not known here: merge "
+                    "the adapter with PEFT, and load the merged folder"
+                )
+        number = lambda key, kind, of: convert(kind, of, f"{path}: {key}")  # noqa: E731
+        return cls(
+            path,
+            number("r", int, mapping.get("r", 8)),
+            number("lora_alpha", float, mapping.get("lora_alpha", 8)),
+            number("rank_pattern", Mapping[str, int], mapping.get("rank_pattern") or {}),
+            number("alpha_pattern", Mapping[str, float], mapping.get("alpha_pattern") or {}),
+            number("use_rslora", bool, mapping.get("use_rslora", False)),
+            number("peft_version", str | None, mapping.get("peft_version")),
+            tuple(str(name).rpartition(".")[2] for name in mapping.get("target_parameters") or ()),
+        )
+
+    def check_packed(self) -> None:
+        """Raise `UserError` where matrices of all experts have another layout, or an unknown one."""
+        found = re.match(r"(\d+)\.(\d+)", self.version or "")
+        if found is None or (int(found[1]), int(found[2])) < _PEFT:
+            raise UserError(
+                f"{self.where}: the adapter has one pair for all experts of a layer, and peft_version="
+                f"{show(self.version)}; before 0.19.0 PEFT had these transposed: load it with that version, merge it, "
+                "and load the merged folder"
+            )
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of a module's pair, whose matrices have so many ranks."""
+        stated, alpha = (_of(module, *pair) for pair in ((self.ranks, self.rank), (self.alphas, self.alpha)))
+        if stated != rank:
+            raise UserError(
+                f"{self.where}: the pair of {module} has rank {rank} in {WEIGHTS}, but {stated} by r or rank_pattern; "
+                "the two files belong to different adapters"
+            )
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+def _of(module: str, pattern: Mapping[str, Any], usual: Any) -> Any:
+    """Return the value of the first pattern that a module's name ends with, as PEFT does."""
+    for key, value in pattern.items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except re.error:
+            continue
+    return usual
