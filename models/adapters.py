@@ -98,7 +98,9 @@ class Lora(Adapter):
         """Return the path and the axes of each weight that gets a pair, in a model without pairs."""
         table = {path: axes for path, axes, _ in parameter_table(model)}
         weights = [path for path, axes in table.items() if axes.role is Role.WEIGHT]
-        in_words = {word: set().union(*(matches(pattern, weights) for pattern in patterns)) for word, patterns in WORDS.items()}
+        in_words = {
+            word: set().union(*(matches(pattern, weights) for pattern in patterns)) for word, patterns in WORDS.items()
+        }
         in_words[_ALL] = set().union(*in_words.values())
         found: set[str] = set()
         for target in self.targets:

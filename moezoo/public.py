@@ -9,6 +9,7 @@ from moezoo.config.compose import compose
 from moezoo.data.tokenizer import folder_tokenizer as tokenizer
 from moezoo.errors import UserError
 from moezoo.generation.generate import generate
+from moezoo.hub.adapters import load_adapter, save_adapter
 from moezoo.hub.loading import from_pretrained
 from moezoo.hub.saving import save_pretrained
 from moezoo.hub.upcycling import Upcycle
@@ -41,11 +42,13 @@ __all__ = [
     "from_pretrained",
     "generate",
     "kernels",
+    "load_adapter",
     "load_run",
     "make_mesh",
     "models",
     "moe",
     "place",
+    "save_adapter",
     "save_pretrained",
     "saved_config",
     "tokenizer",

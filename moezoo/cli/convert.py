@@ -31,6 +31,12 @@ class Keys:
         "FOLDER",
         default=None,
     )
+    adapter: str | None = key(
+        "a folder with low-rank pairs for the model of a Hugging Face folder, which are merged into its weights: "
+        "adapter/ of a run, or one that PEFT wrote",
+        "FOLDER",
+        default=None,
+    )
     max_shard_size: str | None = key(
         "the most bytes of tensors in one file, such as 500MB; for a run, without like", "5GB", default=None
     )
@@ -48,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     if not has_started():
         cpu_devices(1)  # nothing runs on a device
     export = plan_export(
-        keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format, keys.init_from
+        keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format, keys.init_from, keys.adapter
     )
     print("\n".join(export.describe()), flush=True)
     for warning in export.write():
@@ -70,6 +76,7 @@ COMMAND = KeysCommand(
         "runs/NAME/checkpoints/500 FOLDER dtype=bfloat16",
         "FOLDER OTHER dtype=bfloat16",
         "FOLDER OTHER format=fp8",
+        "FOLDER OTHER adapter=runs/NAME/adapter",
     ),
     positions=("source", "target"),
 )

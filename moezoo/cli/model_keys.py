@@ -26,6 +26,12 @@ class ModelKeys:
         default=None,
     )
 
+    adapter: str | None = key(
+        "a folder with low-rank pairs to put beside the weights: adapter/ of a run, or one that PEFT wrote",
+        "FOLDER",
+        default=None,
+    )
+
     def __post_init__(self):
         if self.run_dir is not None and self.folder is not None:
             raise UserError(f"run_dir={self.run_dir} and folder={self.folder} name two models; leave one of them out")
@@ -62,9 +68,11 @@ def configure_model(keys: ModelKeys, changes: Sequence[str]) -> Any:
 
 def load_model(keys: ModelKeys, changes: Sequence[str], execution: Any) -> Any:
     """Return the model: a run's on one device, a folder's laid out for `execution`."""
+    from moezoo.hub.adapters import load_adapter
     from moezoo.hub.loading import from_pretrained
     from moezoo.training.saved import load_run
 
     if keys.folder is None:
-        return load_run(keys.run_dir or "", *changes)[0]
-    return from_pretrained(keys.folder, execution, keys.dtype)
+        model = load_run(keys.run_dir or "", *changes)[0]
+        return model if keys.adapter is None else load_adapter(model, keys.adapter)
+    return from_pretrained(keys.folder, execution, keys.dtype, adapter=keys.adapter)

@@ -19,10 +19,11 @@ import collections
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,11 +69,30 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 }
 # What was chosen by, and how it was trained: the tensors show the result.
 _UNREAD = frozenset(
-    """
-    alora_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules
-    inference_mode layers_pattern layers_to_transform lora_dropout lora_ga_config megatron_core monteclora_config
-    peft_type peft_version qalora_group_size revision runtime_config target_modules target_parameters task_type
-    """.split()
+    [
+        "alora_config",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "monteclora_config",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+    ]
 )
 _READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))
 
@@ -116,7 +136,12 @@ def places(model: Any, hub: Hub) -> Iterator[Place]:
 
 
 def save_adapter(
-    model: LanguageModel, folder: str | Path, *, base: str | Path | None = None, base_sha256: str | None = None
+    model: LanguageModel,
+    folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    base_sha256: str | None = None,
+    existing: Literal["refuse", "replace"] = "refuse",
 ) -> None:
     """Write a model's low-rank pairs as a folder that PEFT loads, with float32 tensors and a name for each expert.
 
@@ -127,6 +152,7 @@ def save_adapter(
         folder: Is made if it does not exist.
         base: Where the weights beside which the pairs were trained are: `base_model_name_or_path`.
         base_sha256: The hash of that folder, `TrainConfig.init_sha256`, by which another one is refused.
+        existing: What is done where `folder` has an adapter already.
 
     Raises:
         UserError: The model has no pairs, or `folder` has an adapter already or cannot be written.
@@ -135,7 +161,7 @@ def save_adapter(
     pairs = {path: x for path, x in arrays_by_path(model).items() if is_low_rank(x)}
     if not pairs:
         raise UserError("save_adapter: the model has no low-rank pairs; train it with adapter=lora")
-    if (where / CONFIG).exists() or (where / WEIGHTS).exists():
+    if existing == "refuse" and ((where / CONFIG).exists() or (where / WEIGHTS).exists()):
         raise UserError(f"{where} already holds an adapter; name another folder")
     numbers, ranks, scales, modules = {}, {}, {}, {}
     for place in places(model, family_of(model.config).hub):
@@ -155,17 +181,24 @@ def save_adapter(
         metadata = {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})
         config = _config(modules, ranks, scales) | {"base_model_name_or_path": None if base is None else str(base)}
         where.mkdir(parents=True, exist_ok=True)
-        save_file(numbers, where / WEIGHTS, metadata)
-        (where / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _replace(where / WEIGHTS, lambda new: save_file(numbers, new, metadata))
+        _replace(where / CONFIG, lambda new: new.write_text(json.dumps(config, indent=2) + "\n"))
 
-    distributed.first(lambda: _writing(where, write))
+    distributed.first(write)
 
 
-def _writing(where: Path, write: Any) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Make or replace a file in one operation."""
+    from safetensors import SafetensorError
+
+    new = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        write()
-    except OSError as error:
-        raise UserError(f"{where} cannot be written ({error.strerror or error})") from error
+        write(new)
+        os.replace(new, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class _Pair(NamedTuple):
@@ -202,12 +235,12 @@ def _join(place: Place, parts: Sequence[_Pair | None]) -> tuple[np.ndarray, np.n
     return np.ascontiguousarray(a), np.ascontiguousarray(b.reshape(len(a), -1).T), scale
 
 
-def _config(
-    modules: Mapping[str, bool], ranks: Mapping[str, int], scales: Mapping[str, float]
-) -> dict[str, Any]:
+def _config(modules: Mapping[str, bool], ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
     """Return adapter_config.json. `modules`: those that could have a pair, and whether they do."""
     rank = collections.Counter(ranks.values()).most_common(1)[0][0]
-    alpha = collections.Counter(scales[name] * ranks[name] for name in ranks if ranks[name] == rank).most_common(1)[0][0]
+    alpha = collections.Counter(scales[name] * ranks[name] for name in ranks if ranks[name] == rank).most_common(1)[0][
+        0
+    ]
     odd_rank = {name: r for name, r in ranks.items() if r != rank}
     odd_alpha = {name: scales[name] * r for name, r in ranks.items() if scales[name] * r != alpha}
     targets = []
@@ -297,6 +330,25 @@ class Adapter(NamedTuple):
             )
 
         return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_stored)
+
+    def product(self, path: str, index: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+        """Return scale A B of a weight's part of this shape, in float32; zero without a pair.
+
+        `index` has the layer, and the expert where the shape is not that of all experts.
+        """
+        found = np.zeros(shape, np.float32)
+        for at, pair in self.pairs.get(path, {}).items():
+            if at[: len(index)] == index:
+                rank = len(pair.b)
+                whole = pair.a.reshape(-1, rank) @ pair.b.reshape(rank, -1)
+                found[at[len(index) :]] = np.float32(pair.scale) * whole.reshape(found[at[len(index) :]].shape)
+        return found
+
+    def describe(self) -> str:
+        """Return the number of pairs, and their ranks."""
+        pairs = [pair for of_path in self.pairs.values() for pair in of_path.values()]
+        ranks = sorted({len(pair.b) for pair in pairs})
+        return f"{self.folder}: {len(pairs):,} low-rank pair{'s' * (len(pairs) != 1)} of rank {show(ranks)[1:-1]}"
 
     def numbers(self, path: str, shape_a: tuple[int, ...], shape_b: tuple[int, ...], scale: float) -> Any:
         """Return both matrices of a weight for all layers and experts: zero where there is no pair."""

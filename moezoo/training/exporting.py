@@ -24,10 +24,12 @@ from moezoo.config.run_folders import find, run_folder
 from moezoo.config.settings import TrainConfig
 from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
+from moezoo.hub.adapters import read_adapter
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import CONFIG, format_argument
 from moezoo.hub.folders import end_of_text, find_tokenizer
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
+from moezoo.hub.merging import MergedValues
 from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
@@ -59,6 +61,7 @@ class _Origin(NamedTuple):
         tokenizer: The tokenizer of a run's data, if there is one.
         text_ends: The tokens that end its texts, as far as they are known.
         chat_files: The files of its chat template, by their names in a folder.
+        adapter: The adapter that is merged into it, in words; empty for none.
     """
 
     where: Path
@@ -67,6 +70,7 @@ class _Origin(NamedTuple):
     tokenizer: Path | None
     text_ends: Sequence[int] = ()
     chat_files: Mapping[str, Path] = MappingProxyType({})
+    adapter: str = ""
 
 
 class _Dtypes(NamedTuple):
@@ -110,6 +114,8 @@ class Export:
                 f"{wanted}{few_bits} and {_counted(others, 'other')}",
             ),
         ]
+        if self.origin.adapter:
+            lines.append(("adapter", f"{self.origin.adapter}, merged"))
         if leaves.format is not None:
             counts = ((len(rounded), "rounded to"), (kept, "kept in"))
             some = (f"{_counted(number, 'weight')} {what} {leaves.format.name}" for number, what in counts if number)
@@ -200,6 +206,7 @@ def plan_export(
     max_shard_size: str | None = None,
     format: str | None = None,
     init_from: str | None = None,
+    adapter: str | None = None,
 ) -> Export:
     """Return how to write the model in `source` to `target`. Nothing is written, and no number is read.
 
@@ -213,6 +220,8 @@ def plan_export(
         max_shard_size: As in `save_pretrained`, for a run without `like`.
         format: As in `save_pretrained`.
         init_from: Where the weights are now that a run with `checkpoint_frozen=false` began with.
+        adapter: A folder with low-rank pairs, which are merged into the weights of a Hugging Face folder. Those of few
+            bits are then written in numbers, unless `format` rounds them. The pairs of a run are always merged.
 
     Raises:
         UserError: `source` is neither, or damaged. `target` exists. Otherwise as `save_pretrained` does.
@@ -232,7 +241,9 @@ def plan_export(
         )
     if not is_run and init_from is not None:
         raise UserError(f"init_from={show(init_from)}: {show(source)} is no run; leave init_from out")
-    origin = _open_run(path, dtype, init_from) if is_run else _open_folder(path, dtype)
+    if is_run and adapter is not None:
+        raise UserError(f"adapter={show(adapter)}: {show(source)} is a run; name the folder that it began with instead")
+    origin = _open_run(path, dtype, init_from) if is_run else _open_folder(path, dtype, adapter)
     if (rounds_to := format_argument(format)) is not None:
         origin = origin._replace(values=RoundedValues(origin.values, rounds_to))
     base = None if is_run else path
@@ -287,8 +298,17 @@ def _text_ends(cfg: TrainConfig) -> Sequence[int]:
     return end_of_text(folder) if is_same_tokenizer(own, tokenizer) else ()
 
 
-def _open_folder(path: Path, dtype: str | None) -> _Origin:
+def _open_folder(path: Path, dtype: str | None, adapter: str | None) -> _Origin:
     source = open_folder(path)
+    if adapter is not None:
+        found, shapes = (
+            find_model(source, "float32"),
+            Blueprint(source.config, dtype or source.files.guess_dtype().name).shapes,
+        )
+        pairs = read_adapter(adapter, shapes)
+        pairs.check_base(source.sha256)
+        values = MergedValues(FolderValues(found.holdings, found.shapes), pairs, shapes)
+        return _Origin(path, shapes, values, None, adapter=pairs.describe())
     found = find_model(source, dtype or "stored")
     return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
 

@@ -370,6 +370,7 @@ def print_results(
         ("loss.png", "loss by step"),
         ("routing.png", "how evenly experts are used, by step"),
         ("expert_load.png", "how evenly experts are used, by layer and expert"),
+        ("adapter", "the low-rank pairs, as PEFT reads them"),
         ("checkpoints", "all that resume=FOLDER needs"),
         ("config.yaml", "the complete configuration"),
         (HELD_OUT_FILE, "names of the validation documents"),

@@ -15,6 +15,8 @@ from moezoo.data import Source, load, trigram_loss
 from moezoo.data.batches import read_batches
 from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
+from moezoo.hub.adapters import save_adapter
+from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
@@ -146,6 +148,9 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
             state, evaluation = loop.train(state, batches, start, signals)
         finally:
             checkpoints.close()
+    if not isinstance(cfg.adapter, NoAdapter):
+        place = {"base": cfg.init_from, "base_sha256": cfg.init_sha256}
+        save_adapter(state.model, folder / "adapter", **place, existing="replace")
     text = sample(state.model, source, cfg, execution)
     if distributed.is_first():
         with writing_to("run_dir", folder):

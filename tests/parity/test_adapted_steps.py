@@ -14,18 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from blueprints import as_blueprint
 from cover import EXTRA_CASES, OPTIMIZERS, Case, batch, cover, model
-from running import CompiledStep, GradientRecorder, batch_shapes, oracle_family, parameters_of, worst_error
+from running import CompiledStep, GradientRecorder, oracle_family, parameters_of, worst_error
 from traffic_oracle import step_traffic
 
-import moezoo
 from moezoo.models.adapters import Lora
-from moezoo.nn.containers import Int8, store
-from moezoo.optim import SGD, Constant, Optimizer
-from moezoo.parallel.low_rank import LowRank, is_low_rank, without_pairs
+from moezoo.optim import Constant
+from moezoo.parallel.low_rank import is_low_rank, without_pairs
 from moezoo.parallel.traces import collective_traffic
-from moezoo.training.step import Step
 
 STEPS, RATE = 2, 0.02
 # As in test_step_parity: float32 rounds about forty operations in a row to 1e-6 of an array's largest value.
@@ -58,7 +54,6 @@ def adapted(family: str, balance: Any = "batch") -> Any:
 
 def by_name(family: str, tree: Any, part: str) -> oracle.Parameters:
     """Return one matrix of each pair in a tree like a model, by the oracle's names of the weights."""
-
 
     def of_pair(x: Any) -> Any:
         return getattr(x, part) if is_low_rank(x) else jnp.zeros((*x.shape[:1], 0))
