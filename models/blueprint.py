@@ -38,7 +38,7 @@ class Blueprint:
     change: Callable[[LanguageModel], LanguageModel] | None = None
     trained: tuple[str, ...] | None = None
     frozen: tuple[str, ...] = ()
-    adapter: Adapter = NoAdapter()
+    adapter: Adapter = dataclasses.field(default_factory=NoAdapter)
 
     def __post_init__(self):
         if self.change is not None and not callable(self.change):

@@ -69,30 +69,12 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 }
 # What was chosen by, and how it was trained: the tensors show the result.
 _UNREAD = frozenset(
-    [
-        "alora_config",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_core",
-        "monteclora_config",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-    ]
+    {
+        *("alora_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
+        *("eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
+        *("lora_ga_config", "megatron_core", "monteclora_config", "peft_type", "peft_version", "qalora_group_size"),
+        *("revision", "runtime_config", "target_modules", "target_parameters", "task_type"),
+    }
 )
 _READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))
 
@@ -193,7 +175,10 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
     new = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        new.touch()
+        mode = new.stat().st_mode  # safetensors lets nobody else read its files
         write(new)
+        new.chmod(mode)
         os.replace(new, path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be written ({getattr(error, 'strerror', None) or error})") from error
@@ -238,9 +223,8 @@ def _join(place: Place, parts: Sequence[_Pair | None]) -> tuple[np.ndarray, np.n
 def _config(modules: Mapping[str, bool], ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
     """Return adapter_config.json. `modules`: those that could have a pair, and whether they do."""
     rank = collections.Counter(ranks.values()).most_common(1)[0][0]
-    alpha = collections.Counter(scales[name] * ranks[name] for name in ranks if ranks[name] == rank).most_common(1)[0][
-        0
-    ]
+    usual = (scales[name] * ranks[name] for name in ranks if ranks[name] == rank)
+    alpha = collections.Counter(usual).most_common(1)[0][0]
     odd_rank = {name: r for name, r in ranks.items() if r != rank}
     odd_alpha = {name: scales[name] * r for name, r in ranks.items() if scales[name] * r != alpha}
     targets = []

@@ -1,6 +1,6 @@
 """Steps that train low-rank pairs beside frozen weights, against the oracle's steps of the merged matrices.
 
-With W = base + scale A B the oracle's gradient G of W, in float64, gives those of the pair: scale G B^T and scale A^T G.
+With W = base + scale A B the oracle's gradient G of W, in float64, gives those of A and B: scale G B^T, scale A^T G.
 Every weight of attention and of all MLPs has a pair, each expert its own; A and B are random, so each pair matters.
 """
 
@@ -27,8 +27,8 @@ STEPS, RATE = 2, 0.02
 # As in test_step_parity: float32 rounds about forty operations in a row to 1e-6 of an array's largest value.
 TOLERANCE = 1e-5
 ADAPTER = Lora(rank=2, alpha=3.0, scale="alpha/sqrt(rank)")
-# Every strategy; tokens or weights move; experts, heads and widths split, and key-value heads shared; latents on a ring;
-# layers of several kinds; biases and an activation of experts; every `remat`.
+# Tokens or weights move; experts, heads and widths are split, and key-value heads shared; latents on a ring; layers of
+# several kinds; biases and an activation of experts; every `remat`.
 CASES = [
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "batch", "deepseek", "adamw"),
     Case("ragged", "ep2_context2_tensor2", "tensor", "dots", 1, "batch", "glm4_moe", "adamw", "ring"),
