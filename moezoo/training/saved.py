@@ -16,6 +16,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import read_about
 from moezoo.training.initial import restore_run
+from moezoo.training.resume import flatten
 from moezoo.typed import show
 
 
@@ -28,13 +29,17 @@ def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
 
 
 def check_model(cfg: TrainConfig, about: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raise `UserError` unless the checkpoint, which `about` describes, was saved with the settings of `cfg.model`."""
-    before, now = with_defaults(about["config"])["model"], as_mapping(cfg)["model"]
+    """Raise `UserError` unless the checkpoint, which `about` describes, has the model and the adapter of `cfg`."""
+    before, now = (
+        flatten({key: of[key] for key in ("model", "adapter")})
+        for of in (with_defaults(about["config"]), as_mapping(cfg))
+    )
     for key in dict.fromkeys((*before, *now)):
-        if before.get(key) != now.get(key):
+        old, new = before.get(key), now.get(key)
+        if old != new and key != "adapter.init_from":
             raise UserError(
-                f"model.{key}={show(now.get(key))} but {checkpoint} was saved with model.{key}="
-                f"{show(before.get(key))}; leave the setting out, or name a run of that model"
+                f"{key}={show(new)} but {checkpoint} was saved with {key}={show(old)}; leave the setting out, or name a "
+                "run of that model"
             )
 
 
