@@ -78,7 +78,8 @@ def test_prompt_and_completion_are_a_chat(formats):
     lists = read_chat({"prompt": [{"role": "user", "content": "Hi"}], "completion": PLAIN[2:3]})
     parts = [{"type": "text", "text": part} for part in ("H", "i")]
     joined = read_chat({"messages": [{"role": "user", "content": parts}, PLAIN[2]]})
-    assert text == lists == joined
+    with_null = read_chat({"messages": None, "prompt": "Hi", "completion": "Hello!", "tools": None})
+    assert text == lists == joined == with_null
     assert table(formats["mistral"].encode(text, "assistant")) == "<s>[INST] Hi[/INST]⟦ Hello!</s>⟧"
 
 
@@ -246,6 +247,11 @@ BAD = [
     (
         {"messages": [{"role": "assistant", "content": None, "tool_calls": {"name": "f"}}]},
         "message 1: tool_calls is an object, expected an array of objects; correct it",
+    ),
+    ({"messages": None, "prompt": "Hi"}, "messages is null, not an array of messages; set data.field"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "reasoning": [{"text": "b"}]}]},
+        "message 1: reasoning is an array, expected a string; correct it",
     ),
     ({"prompt": "Hi", "completion": None}, "completion is null, neither a string nor an array of messages; correct"),
     ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
