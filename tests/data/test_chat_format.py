@@ -276,6 +276,7 @@ def test_records_that_are_refused(record, message):
 
 
 BAD_TEMPLATES = [
+    ("{{ '\\ud800' }}", "T fails for this chat (UnicodeEncodeError: "),
     ("{{ 1", "T line 1 is not a chat template (unexpected end of template, expected 'end of print statement'.); corr"),
     ("{{ messages | random }}", "T line 1 is not a chat template (No filter named 'random'.); correct it"),
     ("{{ raise_exception('No ' + messages[0].role) }}", "T refuses this chat: No system"),
@@ -325,6 +326,12 @@ def test_a_template_that_rewrites_earlier_turns(formats):
         assert table(chats.encode(chat, "last")).count("⟦") == 1
     with refused("T does not show which text is the assistant's: the chat up to message 2 ends with"):
         formats["harmony"].encode(read_chat({"messages": [*HARMONY.chats["one turn"][0][1:], *THINKING]}), "assistant")
+
+
+def test_a_comment_about_blocks_is_none():
+    text = "{# {% endgeneration %} #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with ChatFormat(template(text), Bytes(), DATE) as chats:
+        assert table(chats.encode(read_chat({"prompt": "a", "completion": "b"}), "assistant")) == "a⟦b⟧"
 
 
 def test_a_process_that_dies_is_replaced():

@@ -103,6 +103,14 @@ def test_bytes_are_those_of_the_texts(folder):
     assert source.summary["shards"] == str(len(source.shards))
 
 
+def test_files_as_windows_writes_them(tmp_path):
+    """Each begins with the mark of UTF-8, and lines end with a carriage return."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + lines(["one", "two"]).replace(b"\n", b"\r\n"))
+    source = load(Jsonl(validation=str(tmp_path)), seq_len=SEQ, seed=0, vocab=256, use="validation")
+    assert source.validation.tokens.tobytes() == b"onetwo" * 2
+
+
 def test_the_tokenizer_may_end_documents_itself(tmp_path, tokenizer_file):
     (tmp_path / "a.jsonl").write_bytes(lines(["1 word", "1", "2 3"]))
     settings = {"tokenizer": str(tokenizer_file), "validation": str(tmp_path / "a.jsonl"), "path": None}
