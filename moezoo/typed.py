@@ -6,6 +6,7 @@ plain values; `check_fields`, which a dataclass calls when it is made, holds val
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import math
 import numbers
@@ -401,10 +402,11 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
     also = f"{tag} " if tag == "family" else f"{at}="
     others = [f"{also}{entry}" for entry, kind in kinds.items() if name in types_of(kind)]
     hint += f"; {' and '.join(others)} ha{'ve' if len(others) > 1 else 's'} it" * bool(others)
-    for field, kind in valid.items():  # a key of the named sections in a field, such as the sources of a mixture
+    for field, kind in valid.items():  # the keys of sections with free names, such as the sources of a mixture
         below = typing.get_args(kind)[1] if typing.get_origin(kind) is Mapping else None
-        if dataclasses.is_dataclass(below) and name in types_of(below):
-            hint = f"write {_join(at, field)}.NAME.{name}"
+        inner = types_of(below).keys() - {_inlined(below)} if dataclasses.is_dataclass(below) else ()
+        if close := difflib.get_close_matches(show(name), inner, 1):
+            hint = f"write {_join(at, field)}.NAME.{close[0]}"
     return UserError(f"{key}: there is no key '{show(name)}'{where}; {hint}")
 
 

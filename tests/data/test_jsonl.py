@@ -105,13 +105,16 @@ def test_bytes_are_those_of_the_texts(folder):
     assert source.summary["shards"] == str(len(source.shards))
 
 
-def test_a_mistake_ends_the_work_of_all_threads():
+def test_a_mistake_ends_the_work_of_all_threads(monkeypatch):
     """They do not go on with the other documents of their tasks, which may take long."""
-    made = []
+    monkeypatch.setattr(documents, "processors", lambda: 2)
+    made, other = [], threading.Event()
 
     def make(document: documents.Document) -> Ids:
         if document.where == "line 1":
+            assert other.wait(60)
             raise UserError("refused")
+        other.set()
         made.append(time.sleep(0.02))
         return Ids(np.zeros(1, np.uint8))
 

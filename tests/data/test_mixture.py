@@ -196,6 +196,10 @@ def test_refusals(words, message):
 def test_a_weight_beside_the_sources():
     with refused("data.weight: there is no key 'weight' in data mixture; write data.sources.NAME.weight"):
         moezoo.compose("data=mixture", "data.weight=2")
+    with refused("data.weights.a: there is no key 'weights' in data mixture; write data.sources.NAME.weight"):
+        moezoo.compose("data=mixture", "data.weights.a=2")
+    with refused("data.source.a: there is no key 'source' in data mixture; did you mean 'sources'?"):
+        moezoo.compose("data=mixture", "data.source.a=text")
 
 
 def test_refusals_in_python():
