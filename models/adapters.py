@@ -116,8 +116,8 @@ class Lora(Adapter):
                 here = matching("adapter.targets", [target], list(table))
                 if odd := sorted(here - {*weights}):
                     raise UserError(
-                        f"adapter.targets: {show(target)} matches {odd[0]}, which is a {table[odd[0]].role.value} and "
-                        "no weight; leave it out, or train it whole with trained"
+                        f"adapter.targets: {show(target)} matches {odd[0]}, of role {table[odd[0]].role.value} and no "
+                        "weight; leave it out, or train it whole with trained"
                     )
             elif not here:
                 has = ", ".join(word for word, paths in in_words.items() if paths)

@@ -61,7 +61,7 @@ class OpenFolder(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """The hash of config.json, of the tensors' names, shapes and dtypes, and of the sizes and samples of their files.
+        """The hash of config.json, of tensors' names, shapes and dtypes, and of the sizes and samples of their files.
 
         Of each file 32 blocks of 4 KiB are read, so that a folder of any size takes moments.
         """

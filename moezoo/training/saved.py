@@ -59,8 +59,8 @@ def check_model(cfg: TrainConfig, about: Mapping[str, Any], checkpoint: Path) ->
         old, new = before.get(key), now.get(key)
         if old != new and key != "adapter.init_from":
             raise UserError(
-                f"{key}={show(new)} but {checkpoint} was saved with {key}={show(old)}; leave the setting out, or name a "
-                "run of that model"
+                f"{key}={show(new)} but {checkpoint} was saved with {key}={show(old)}; leave the setting out, or "
+                "name a run of that model"
             )
 
 
