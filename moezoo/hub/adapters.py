@@ -51,6 +51,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base_sha256"  # the entry of the file's metadata with the hash of the folder that the adapter is for
 _PREFIX = "base_model.model."
 _PEFT = (0, 19)  # the first version with this layout of packed experts
+# Patterns of names are regular expressions from anybody: few repetitions, and no repeated group.
+_REPEATS, _REPEATED, _MOST_REPEATS = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]"), 4
 # Keys of adapter_config.json that change what is computed, and the values that have no effect; others are refused.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -583,7 +585,7 @@ class _Packed:
         if outer is not None and len(targets) != 1:
             raise UserError(
                 f"{self._settings.where}: the pair of {above} is for all experts, and target_parameters name "
-                f"{' and '.join(sorted(targets)) or 'none'} of their two matrices, expected one; save it again with PEFT"
+                f"{' and '.join(sorted(targets)) or 'none'} of their two matrices, expected one; save it with PEFT"
             )
         return outer if targets == {name} else None
 
@@ -620,6 +622,13 @@ class _Settings(NamedTuple):
                     "the adapter with PEFT, and load the merged folder"
                 )
         number = lambda key, kind, of: convert(kind, of, f"{path}: {key}")  # noqa: E731
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in number(key, Mapping[str, float], mapping.get(key) or {}):
+                if len(_REPEATS.findall(pattern)) > _MOST_REPEATS or _REPEATED.search(pattern):
+                    raise UserError(
+                        f"{path}: {key} has {show(pattern)[:80]}, whose search may never end; write the names of the "
+                        "modules, or the ends of their names"
+                    )
         return cls(
             path,
             number("r", int, mapping.get("r", 8)),
@@ -648,6 +657,11 @@ class _Settings(NamedTuple):
             raise UserError(
                 f"{self.where}: the pair of {module} has rank {rank} in {WEIGHTS}, but {stated} by r or rank_pattern; "
                 "the two files belong to different adapters"
+            )
+        if not alpha or not math.isfinite(alpha):
+            raise UserError(
+                f"{self.where}: lora_alpha or alpha_pattern has {alpha:g} for {module}, expected a finite number other "
+                "than 0; take the right one"
             )
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 

@@ -18,7 +18,9 @@ from moezoo.training.exporting import plan_export
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]'")
 
 # PEFT's own, and those of transformers that it causes.
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "RuntimeWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "RuntimeWarning")
+]
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 11)).astype(np.int32)
 # float32 rounds about forty operations in a row to 1e-6 of logits of about 4.
 TOLERANCE = 1e-5
