@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,11 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_type
 from moezoo.hub.json_files import read_json
 from moezoo.hub.opening import describe_download, folder_argument
+from moezoo.hub.peft import describe_unread
 from moezoo.hub.tensors import arrays_by_path, list_names, tensors
-from moezoo.hub.weight_files import WeightFiles
+from moezoo.hub.weight_files import DTYPES, WeightFiles
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.hub import Hub
@@ -49,6 +51,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base_sha256"  # the entry of the file's metadata with the hash of the folder that the adapter is for
 _PREFIX = "base_model.model."
 _PEFT = (0, 19)  # the first version with this layout of packed experts
+# Patterns of names are regular expressions from anybody: few repetitions, and no repeated group.
+_REPEATS, _REPEATED, _MOST_REPEATS = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]"), 4
 # Keys of adapter_config.json that change what is computed, and the values that have no effect; others are refused.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -127,7 +131,8 @@ def save_adapter(
 ) -> None:
     """Write a model's low-rank pairs as a folder that PEFT loads, with float32 tensors and a name for each expert.
 
-    With several processes all of them call this, and the first one writes.
+    With several processes all of them call this, and the first one writes. A warning names pairs that PEFT would not
+    read.
 
     Args:
         model: A model with `LowRank` weights, as a run with `adapter=lora` has.
@@ -139,34 +144,50 @@ def save_adapter(
     Raises:
         UserError: The model has no pairs, or `folder` has an adapter already or cannot be written.
     """
+    where = write_adapter(model, folder, base=base, base_sha256=base_sha256, existing=existing)
+    if distributed.is_first() and (unread := describe_peers(model)):
+        warnings.warn(f"{where}: {unread}", stacklevel=2)
+
+
+def write_adapter(
+    model: LanguageModel,
+    folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    base_sha256: str | None = None,
+    existing: Literal["refuse", "replace"] = "refuse",
+) -> Path:
+    """Do the same as `save_adapter` without a warning, and return the folder."""
+    check_type("save_adapter: the first argument", model, LanguageModel, "take one from moezoo.train, or load_adapter")
+    convert(Literal["refuse", "replace"], existing, "existing")
     where = folder_argument(folder)
     pairs = {path: x for path, x in arrays_by_path(model).items() if is_low_rank(x)}
     if not pairs:
         raise UserError("save_adapter: the model has no low-rank pairs; train it with adapter=lora")
     if existing == "refuse" and ((where / CONFIG).exists() or (where / WEIGHTS).exists()):
         raise UserError(f"{where} already holds an adapter; name another folder")
-    numbers, ranks, scales, modules = {}, {}, {}, {}
+    sizes, numbers = _Sizes.of(model), {}
     for place in places(model, family_of(model.config).hub):
-        adapted = any(path in pairs for path, _ in place.parts)
-        modules[place.module] = adapted
-        if not adapted:
-            continue
-        parts = [_fetch(pairs.get(path), index) for path, index in place.parts]
-        a, b, scale = _join(place, parts)
-        ranks[place.module], scales[place.module] = len(a), scale
-        numbers[f"{_PREFIX}{place.module}.lora_A.weight"] = a
-        numbers[f"{_PREFIX}{place.module}.lora_B.weight"] = b
+        if place.module in sizes.ranks:
+            parts = [_fetch(pairs.get(path), index) for path, index in place.parts]
+            a, b = _join(place, parts, sizes.scales[place.module])
+            numbers[f"{_PREFIX}{place.module}.lora_A.weight"] = a
+            numbers[f"{_PREFIX}{place.module}.lora_B.weight"] = b
 
     def write() -> None:
         from safetensors.numpy import save_file
 
         metadata = {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})
-        config = _config(modules, ranks, scales) | {"base_model_name_or_path": None if base is None else str(base)}
-        where.mkdir(parents=True, exist_ok=True)
+        config = sizes.config() | {"base_model_name_or_path": None if base is None else str(base)}
+        try:
+            where.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{where} cannot be made ({error.strerror}); name another folder") from error
         _replace(where / WEIGHTS, lambda new: save_file(numbers, new, metadata))
         _replace(where / CONFIG, lambda new: new.write_text(json.dumps(config, indent=2) + "\n"))
 
     distributed.first(write)
+    return where
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -203,10 +224,9 @@ def _fetch(pair: LowRank | None, index: tuple[int, ...]) -> _Pair | None:
     return _Pair(a.astype(np.float32), b.astype(np.float32), pair.scale)
 
 
-def _join(place: Place, parts: Sequence[_Pair | None]) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return lora_A [rank, inputs] and lora_B [outputs, rank] of a module, and the scale."""
+def _join(place: Place, parts: Sequence[_Pair | None], scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return lora_A [rank, inputs] and lora_B [outputs, rank] of a module with this scale."""
     some = [part for part in parts if part is not None]
-    scale = some[0].scale
     inputs = math.prod(place.shapes[0][: place.cut])
     a = np.concatenate([part.a.reshape(inputs, -1).T for part in some])
     blocks = []
@@ -217,54 +237,106 @@ def _join(place: Place, parts: Sequence[_Pair | None]) -> tuple[np.ndarray, np.n
         ]
         blocks.append(np.concatenate(rows).astype(np.float32))
     b = np.concatenate(blocks, axis=-1)
-    return np.ascontiguousarray(a), np.ascontiguousarray(b.reshape(len(a), -1).T), scale
+    return np.ascontiguousarray(a), np.ascontiguousarray(b.reshape(len(a), -1).T)
 
 
-def _config(modules: Mapping[str, bool], ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
-    """Return adapter_config.json. `modules`: those that could have a pair, and whether they do."""
-    rank = collections.Counter(ranks.values()).most_common(1)[0][0]
-    usual = (scales[name] * ranks[name] for name in ranks if ranks[name] == rank)
-    alpha = collections.Counter(usual).most_common(1)[0][0]
-    odd_rank = {name: r for name, r in ranks.items() if r != rank}
-    odd_alpha = {name: scales[name] * r for name, r in ranks.items() if scales[name] * r != alpha}
-    targets = []
-    for last, names in _by_last(modules).items():
-        adapted = [name for name in names if modules[name]]
-        targets += [last] if len(adapted) == len(names) else adapted
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "peft_version": ".".join(map(str, (*_PEFT, 0))),
-        "r": rank,
-        "lora_alpha": _plain(alpha),
-        "use_rslora": False,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "target_modules": targets,
-        "rank_pattern": _short(odd_rank, modules),
-        "alpha_pattern": {name: _plain(value) for name, value in _short(odd_alpha, modules).items()},
-    }
+class _Sizes(NamedTuple):
+    """The rank and the scale of each module that has a pair, and whether each that could have one does."""
+
+    modules: Mapping[str, bool]
+    ranks: Mapping[str, int]
+    scales: Mapping[str, float]
+
+    @classmethod
+    def of(cls, model: Any) -> "_Sizes":
+        """Return those of a model, which may have shapes in place of arrays."""
+        pairs = {path: x for path, x in arrays_by_path(model).items() if is_low_rank(x)}
+        modules, ranks, scales = {}, {}, {}
+        for place in places(model, family_of(model.config).hub):
+            here = [pairs[path] for path, _ in place.parts if path in pairs]
+            modules[place.module] = bool(here)
+            if here:
+                ranks[place.module], scales[place.module] = sum(pair.rank for pair in here), here[0].scale
+        return cls(modules, ranks, scales)
+
+    @property
+    def usual(self) -> tuple[int, float]:
+        """The rank that most pairs have, and the alpha that most of these have."""
+        rank = collections.Counter(self.ranks.values()).most_common(1)[0][0]
+        alphas = (self.scales[name] * rank for name in self.ranks if self.ranks[name] == rank)
+        return rank, collections.Counter(alphas).most_common(1)[0][0]
+
+    def odd(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Return the ranks and the alphas that are not the usual ones."""
+        rank, alpha = self.usual
+        alphas = {name: self.scales[name] * self.ranks[name] for name in self.ranks}
+        return (
+            {name: own for name, own in self.ranks.items() if own != rank},
+            {name: own for name, own in alphas.items() if own != alpha},
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return adapter_config.json."""
+        (rank, alpha), (ranks, alphas) = self.usual, self.odd()
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "peft_version": ".".join(map(str, (*_PEFT, 0))),
+            "r": rank,
+            "lora_alpha": _plain(alpha),
+            "use_rslora": False,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "target_modules": _ends(self.modules),
+            "rank_pattern": _short(ranks, self.modules),
+            "alpha_pattern": {name: _plain(value) for name, value in _short(alphas, self.modules).items()},
+        }
+
+
+def describe_peers(model: LanguageModel) -> str:
+    """Return a sentence about the pairs of a model, or of its shapes, that PEFT would not read; empty without any."""
+    sizes = _Sizes.of(model)
+    if not sizes.ranks:
+        return ""
+    try:
+        model_type = family_of(model.config).hub.write(model.config)["model_type"]
+    except UserError:  # transformers has no such model
+        return ""
+    return describe_unread(model_type, sizes.modules, {name for odd in sizes.odd() for name in odd})
 
 
 def _plain(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
-def _by_last(names: Iterable[str]) -> dict[str, list[str]]:
+def _by_end(names: Iterable[str], words: int = 1) -> dict[str, list[str]]:
+    """Return names by their last words."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name.rpartition(".")[2], []).append(name)
+        found.setdefault(".".join(name.split(".")[-words:]), []).append(name)
+    return found
+
+
+def _ends(modules: Mapping[str, bool]) -> list[str]:
+    """Return the shortest ends of names, so that modules with a pair are those whose names have such an end."""
+    found, words, left = [], 0, {name for name, adapted in modules.items() if adapted}
+    while left:
+        words += 1
+        for end, names in _by_end(modules, words).items():
+            if left.issuperset(names):
+                found.append(end)
+                left -= {*names}
     return found
 
 
 def _short(values: Mapping[str, Any], modules: Mapping[str, bool]) -> dict[str, Any]:
     """Return values by the last words of names where all modules with it have the same, or else by whole names."""
     found = {}
-    for last, names in _by_last(name for name, adapted in modules.items() if adapted).items():
+    for last, names in _by_end(name for name, adapted in modules.items() if adapted).items():
         some = [values.get(name) for name in names]
         if some[0] is not None and all(value == some[0] for value in some):
             found[last] = some[0]
@@ -412,6 +484,12 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
             return None
         if None in names:
             raise UserError(f"{where}: {module} has only one of lora_A and lora_B; save the adapter again")
+        for stored in (files.tensors[str(name)] for name in names):
+            if stored.dtype not in DTYPES or len(stored.shape) != 2 or 0 in stored.shape:
+                raise UserError(
+                    f"{where}: {module} has a matrix of shape {list(stored.shape)} in {stored.dtype}, expected two "
+                    f"dimensions in {', '.join(DTYPES)}; save the adapter again"
+                )
         a, b = (files.read(str(name)).astype(np.float32) for name in names)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise UserError(f"{where}: the pair of {module} has NaN or infinities; save the adapter again")
@@ -446,7 +524,7 @@ def _split(place: Place, a: np.ndarray, b: np.ndarray, where: Path) -> list[tupl
     inputs, outputs = place.shapes[0][: place.cut], place.shapes[0][place.cut : -1]
     last = [shape[-1] for shape in place.shapes]
     rank, expected = len(a), (math.prod(inputs), math.prod(outputs) * sum(last))
-    if a.ndim != 2 or b.ndim != 2 or not rank or (a.shape[1], b.shape[0]) != expected or b.shape[1] != rank:
+    if (a.shape[1], b.shape[0]) != expected or b.shape[1] != rank:
         raise UserError(
             f"{where}: {place.module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [rank, "
             f"{expected[0]}] and [{expected[1]}, rank] for this model; the adapter is for another one"
@@ -503,8 +581,13 @@ class _Packed:
         inner, outer = self._open[f"{above}.base_layer"], self._open[above]
         if inner is not None:
             return inner if name == "gate_up_proj" else outer
-        targets = [target for target in ("gate_up_proj", "down_proj") if target in self._settings.parameters]
-        return outer if targets == [name] else None
+        targets = {target for target in ("gate_up_proj", "down_proj") if target in self._settings.parameters}
+        if outer is not None and len(targets) != 1:
+            raise UserError(
+                f"{self._settings.where}: the pair of {above} is for all experts, and target_parameters name "
+                f"{' and '.join(sorted(targets)) or 'none'} of their two matrices, expected one; save it with PEFT"
+            )
+        return outer if targets == {name} else None
 
 
 class _Settings(NamedTuple):
@@ -539,6 +622,13 @@ class _Settings(NamedTuple):
                     "the adapter with PEFT, and load the merged folder"
                 )
         number = lambda key, kind, of: convert(kind, of, f"{path}: {key}")  # noqa: E731
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in number(key, Mapping[str, float], mapping.get(key) or {}):
+                if len(_REPEATS.findall(pattern)) > _MOST_REPEATS or _REPEATED.search(pattern):
+                    raise UserError(
+                        f"{path}: {key} has {show(pattern)[:80]}, whose search may never end; write the names of the "
+                        "modules, or the ends of their names"
+                    )
         return cls(
             path,
             number("r", int, mapping.get("r", 8)),
@@ -567,6 +657,11 @@ class _Settings(NamedTuple):
             raise UserError(
                 f"{self.where}: the pair of {module} has rank {rank} in {WEIGHTS}, but {stated} by r or rank_pattern; "
                 "the two files belong to different adapters"
+            )
+        if not alpha or not math.isfinite(alpha):
+            raise UserError(
+                f"{self.where}: lora_alpha or alpha_pattern has {alpha:g} for {module}, expected a finite number other "
+                "than 0; take the right one"
             )
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 

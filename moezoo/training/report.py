@@ -17,6 +17,7 @@ from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
 from moezoo.data.epochs import Epochs
+from moezoo.hub.adapters import describe_peers
 from moezoo.kernels.attention import chosen_backend as chosen_attention
 from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.models import name_of
@@ -221,7 +222,9 @@ def trained_rows(blueprint: Blueprint) -> list[tuple[str, str]]:
         if axes.role is not Role.BUFFER:
             found["trained" if learns else "frozen"].append((path, math.prod(shape), _size(stored)))
     if pairs := found.pop("adapted"):
-        return [*_adapter_rows(blueprint, pairs), *_count_rows({name: some for name, some in found.items() if some})]
+        rows = [*_adapter_rows(blueprint, pairs), *_count_rows({name: some for name, some in found.items() if some})]
+        alone = "the run's folder adapter/ lacks what is trained besides; moezoo convert merges all into a folder"
+        return rows + [("adapter", alone)] * bool(found["trained"])
     return _count_rows(found)
 
 
@@ -240,6 +243,8 @@ def _adapter_rows(blueprint: Blueprint, pairs: Sequence[tuple[str, int, int]]) -
         paths, counts, sizes = zip(*entries, strict=True)
         text = f"rank {rank}, scale {scale:.4g}: {sum(counts):,} parameters, {_bytes(sum(sizes))}: {short_names(paths)}"
         yield "adapter", text
+    if unread := describe_peers(blueprint.shapes):
+        yield "adapter", unread
 
 
 def _count_rows(found: Mapping[str, Sequence[tuple[str, int, int]]]) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from moezoo.data import Source, load, trigram_loss
 from moezoo.data.batches import read_batches
 from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
-from moezoo.hub.adapters import save_adapter
+from moezoo.hub.adapters import write_adapter
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
@@ -150,7 +150,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
             checkpoints.close()
     if not isinstance(cfg.adapter, NoAdapter):
         place = {"base": cfg.init_from, "base_sha256": cfg.init_sha256}
-        save_adapter(state.model, folder / "adapter", **place, existing="replace")
+        write_adapter(state.model, folder / "adapter", **place, existing="replace")
     text = sample(state.model, source, cfg, execution)
     if distributed.is_first():
         with writing_to("run_dir", folder):
