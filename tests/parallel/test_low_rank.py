@@ -118,7 +118,7 @@ def test_experts_and_their_gradients(backend):
     found = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(pairs, *single)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (pairs, tokens, gates))
-        exact = lambda *operands: (naive(*operands, ids) * jnp.asarray(weigh)).sum()  # noqa: E731
+        exact = lambda *operands: (naive(*operands, ids) * jnp.asarray(weigh)).sum()  # noqa: E731  # pyright: ignore[reportCallIssue]
         wanted = jax.device_get(jax.jit(jax.value_and_grad(exact, (0, 1, 2)))(*wide))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         close(ours, theirs)
@@ -143,7 +143,7 @@ def test_beside_few_bits():
     """The base may be a container that kernels read matrix by matrix; no stack of it is made."""
     axes = Axes(Role.WEIGHT, ("expert",), ("inputs",), ("outputs",))
     w = low_rank(0, (E,), (32,), (16,))
-    few = dataclasses.replace(w, base=BlockFP8.rounded(w.base, axes, size=(16, 16)))
+    few = dataclasses.replace(w, base=BlockFP8.rounded(jnp.asarray(w.base), axes, size=(16, 16)))
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((7, 32)), jnp.float32)
     sizes = jnp.asarray([2, 0, 3, 2], jnp.int32)
     product = jax.jit(lambda rows, few: grouped_matmul(rows, few, sizes))
