@@ -440,9 +440,11 @@ def load_adapter(
     read = read_adapter(adapter, bare)
     read.check_base(base_sha256)
     shapes = jax.eval_shape(read.attach, bare)
-    on_mesh = execution is not None and execution.mesh is not None
-    here = SingleDeviceSharding(jax.local_devices()[0])
-    shardings = execution.shardings(shapes) if on_mesh else jax.tree.map(lambda _: here, shapes)
+    if execution is None or execution.mesh is None:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        shardings: Any = jax.tree.map(lambda _: here, shapes)
+    else:
+        shardings = execution.shardings(shapes)
 
     def fill(path: Any, pair: Any, base: Any, shardings: Any) -> Any:
         if not is_low_rank(pair):
