@@ -200,10 +200,8 @@ def test_packed_experts_by_their_definition(name, tmp_path):
     wanted: dict[str, np.ndarray] = {}
     for expert in range(count):
         for path, (a, b) in (("both", inner), ("down", outer)):
-            of_expert: Any = sum(
-                np.outer(a[expert * rank + j], b[:, j * count + expert].astype(float)) for j in range(rank)
-            )
-            wanted[f"{path} {expert}"] = 1.5 * of_expert
+            of_expert = [np.outer(a[expert * rank + j], b[:, j * count + expert].astype(float)) for j in range(rank)]
+            wanted[f"{path} {expert}"] = 1.5 * np.sum(of_expert, axis=0)
         both = wanted.pop(f"both {expert}")
         alternate = PACKED[name]
         wanted[f"gate {expert}"] = both[:, ::2] if alternate else both[:, :12]
@@ -308,8 +306,8 @@ def test_merged_folders(name, dtype, tmp_path):
         added: Any = product(module)
         if key.endswith(("gate_up_proj", "down_proj")) and "experts" in key:  # gpt-oss: [experts, inputs, outputs]
             above, last = module.rpartition(".")[::2]
-            parts: Any = [[product(f"{above}.{e}.{part}_proj") for e in range(8)] for part in ("gate", "up", "down")]
-            gate, up, down = (np.stack(part).swapaxes(1, 2) for part in parts)
+            parts = [[product(f"{above}.{e}.{part}_proj") for e in range(8)] for part in ("gate", "up", "down")]
+            gate, up, down = (np.stack([x for x in part if x is not None]).swapaxes(1, 2) for part in parts)
             added = down if last == "down_proj" else np.stack([gate, up], axis=-1).reshape(*gate.shape[:2], -1)
         changed += added is not None
         wanted = x if added is None else (x.astype(float) + added).astype(np.float32).astype(x.dtype)
@@ -383,6 +381,16 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
         with_key(r=3),
         ("/adapter_config.json: the pair of model.layers.", "has rank 2 in adapter_model.safetensors, but 3 by"),
     ),
+    "no scale": (
+        with_key(lora_alpha=0),
+        ("/adapter_config.json: lora_alpha or alpha_pattern has 0 for model.layers.",),
+    ),
+    "infinite scale": (with_key(alpha_pattern={"q_proj": 1e999}), ("/adapter_config.json", "Infinity", "not JSON")),
+    "slow pattern": (
+        with_key(rank_pattern={"(a+)+z": 1}),
+        ("/adapter_config.json: rank_pattern has (a+)+z", "never end"),
+    ),
+    "many repeats": (with_key(alpha_pattern={".*.*.*.*.*z": 1}), ("/adapter_config.json: alpha_pattern has",)),
     "one matrix": (lambda c, t: t.pop(B), (": model.layers.0.self_attn.q_proj has only one of lora_A and lora_B",)),
     "NaN": (with_tensor(A, lambda x: put(x, np.nan)), (": the pair of model.layers.0.self_attn.q_proj has NaN",)),
     "infinite": (with_tensor(B, lambda x: put(x, np.inf)), (": the pair of model.layers.0.self_attn.q_proj has NaN",)),
