@@ -14,7 +14,7 @@ from moezoo.errors import UserError, nearest
 from moezoo.models.base import LanguageModel
 from moezoo.nn.linear import draws_numbers
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
-from moezoo.parallel.low_rank import LowRank, is_low_rank
+from moezoo.parallel.low_rank import LowRank, pairs_by_path
 from moezoo.parallel.patterns import matches, matching
 from moezoo.typed import Positive, Size, check_fields, show
 
@@ -33,9 +33,12 @@ class Adapter(abc.ABC):
 
     Attributes:
         rate_factor: The factor on the learning rate of a run that starts from weights, unless the rate is set.
+        init_from: The folder of an adapter to start from; None for a fresh one.
     """
 
     rate_factor: ClassVar[float] = 1
+
+    init_from: str | None = None
 
     @abc.abstractmethod
     def adapt(self, model: LanguageModel, key: Array) -> LanguageModel:
@@ -76,6 +79,7 @@ class Lora(Adapter):
         alpha: What the scale is made of.
         scale: `alpha/rank`, or `alpha/sqrt(rank)` (Kalajdzievski, 2023, arXiv:2312.03732).
         targets: Words of `WORDS`, `all` for all of these, or patterns of the paths of weights.
+        init_from: A folder with pairs of these ranks, scale and targets to start from, as PEFT and moezoo write them.
     """
 
     rate_factor: ClassVar[float] = 10
@@ -83,6 +87,7 @@ class Lora(Adapter):
     alpha: Positive = 16.0
     scale: Literal["alpha/rank", "alpha/sqrt(rank)"] = "alpha/rank"
     targets: tuple[str, ...] = (_ALL,)
+    init_from: str | None = None
 
     def __post_init__(self):
         check_fields("adapter", self)
@@ -111,8 +116,8 @@ class Lora(Adapter):
                 here = matching("adapter.targets", [target], list(table))
                 if odd := sorted(here - {*weights}):
                     raise UserError(
-                        f"adapter.targets: {show(target)} matches {odd[0]}, which is a {table[odd[0]].role.value} and "
-                        "no weight; leave it out, or train it whole with trained"
+                        f"adapter.targets: {show(target)} matches {odd[0]}, of role {table[odd[0]].role.value} and no "
+                        "weight; leave it out, or train it whole with trained"
                     )
             elif not here:
                 has = ", ".join(word for word, paths in in_words.items() if paths)
@@ -150,9 +155,7 @@ class Lora(Adapter):
 
     def trained(self, model: LanguageModel) -> tuple[str, ...]:
         """Return the paths of all pairs."""
-        leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_low_rank)
-        paths = [jax.tree_util.keystr(path) for path, leaf in leaves if is_low_rank(leaf)]
-        return tuple(f"{path}.{part}" for path in paths for part in "ab")
+        return tuple(f"{path}.{part}" for path, _ in pairs_by_path(model) for part in "ab")
 
 
 def _normal(key: Array, shape: tuple[int, ...], std: float) -> Array:

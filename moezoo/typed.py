@@ -6,13 +6,14 @@ plain values; `check_fields`, which a dataclass calls when it is made, holds val
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import math
 import numbers
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from moezoo.errors import UserError, describe_class, nearest
@@ -363,22 +364,25 @@ def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str
     return name, classes[name]
 
 
-def _dataclass(kind: Any, value: Any, key: str, checks: Checks) -> Any:
+def _dataclass(kind: Any, value: Any, key: str, checks: Checks, beside: Collection[str] = ()) -> Any:
+    """Do what `convert` does for a section. `beside` are keys of another class that may stand in it."""
     if not isinstance(value, Mapping):
         raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
     section, named, completed = dict(value), "", complete(kind, value, key, checks)
     if inlined := _inlined(kind):
-        own, beside = _split_inlined(kind, section)
+        own, others = _split_inlined(kind, section)
         hints, valid = types_of(kind), ranges_of(kind)
         own = {name: convert(hints[name], item, _join(key, name), checks, valid[name]) for name, item in own.items()}
-        return kind(**{inlined: convert(hints[inlined], beside, key, checks)}, **own)
+        inner = _dataclass(hints[inlined], others, key, checks, hints.keys() - {inlined})
+        return kind(**{inlined: inner}, **own)
     if tagged := checks.tag(key):
         named, kind = _class_of(section, key, checks)
         del section[tagged[0]]
     hints, valid = types_of(kind), ranges_of(kind)
     for name in section:
         if name not in hints:
-            raise _unknown_key_error(_join(key, show(name)), key, name, named, hints, checks)
+            names = {**hints, **dict.fromkeys(beside)}
+            raise _unknown_key_error(_join(key, show(name)), key, name, named, names, checks)
     for name, hint in hints.items():
         if name not in completed:
             raise UserError(f"{_join(key, name)} is missing; set it to {_describe_type(hint)}")
@@ -398,6 +402,11 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
     also = f"{tag} " if tag == "family" else f"{at}="
     others = [f"{also}{entry}" for entry, kind in kinds.items() if name in types_of(kind)]
     hint += f"; {' and '.join(others)} ha{'ve' if len(others) > 1 else 's'} it" * bool(others)
+    for field, kind in valid.items():  # the keys of sections with free names, such as the sources of a mixture
+        below = typing.get_args(kind)[1] if typing.get_origin(kind) is Mapping else None
+        inner = types_of(below).keys() - {_inlined(below)} if dataclasses.is_dataclass(below) else ()
+        if close := difflib.get_close_matches(show(name), inner, 1):
+            hint = f"write {_join(at, field)}.NAME.{close[0]}"
     return UserError(f"{key}: there is no key '{show(name)}'{where}; {hint}")
 
 

@@ -108,6 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _COMPOSED: dict[Any, Any] = {}  # what Hydra made of each choice of the entries in `conf`
+_COMPOSING = ("test_compose", "test_conf.py", "test_saved_config.py")  # files with tests of composing
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ def _compose_once(monkeypatch, request):
     """Let Hydra compose the same entries of `conf` once per process, which takes 0.2 s; not in tests of composing."""
     from moezoo.config import compose, overrides
 
-    if "tests/config/" in request.node.nodeid:
+    if request.node.path.name.startswith(_COMPOSING):
         return
     really_compose = compose._compose_groups
 

@@ -114,8 +114,8 @@ COMMAND = ConfiguredCommand(
     "compute the loss of a model on data",
     main,
     description="Evaluate the newest checkpoint of a run, or the model of a Hugging Face folder: loss, perplexity and "
-    "bits per byte.\nKeys that you do not set have the values of the run; for a folder, data of files have its "
-    "tokenizer and end token. Keys of training alone have no effect.",
+    "bits per byte.\nKeys that you do not set have the values of the run; data of files have the tokenizer and end "
+    "token of the run or folder. Keys of training alone have no effect.",
     keys=Keys,
     configure=configure,
     examples=(

@@ -48,8 +48,7 @@ class Origin(NamedTuple):
     @property
     def has_tokenizer(self) -> bool:
         """Whether it is known from here how text becomes tokens; data of a run without a tokenizer may be bytes."""
-        parts = () if self.data is None else self.data.parts.values()
-        return self.tokenizer is not None or any(isinstance(part, FileSettings | PythonStdlib) for part in parts)
+        return self.tokenizer is not None or _reads_text(self.data)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -61,21 +60,13 @@ class Origin(NamedTuple):
     def text_settings(self, ours: FileSettings, given: Container[str]) -> dict[str, str | None]:
         """Return what the data `ours` need to make the tokens of these weights, unless another tokenizer is `given`.
 
-        For a run it is what its data have; of a mixture, its first source of files, or of chats.
-
         Raises `UserError` as `moezoo.hub.folders.text_settings` does.
         """
         if self.run is None:
             return text_settings(self.path, "init_from", self.model["vocab"], ours, given)
-        if "tokenizer" in given and not has_tokenizer(ours, self.tokenizer):
-            return {}
-        if not self.has_tokenizer:
+        found = run_text_settings(self.data, ours, given)
+        if found is None:
             raise no_tokenizer(show(f"init_from={self.path}"))
-        parts = () if self.data is None else self.data.parts.values()
-        end = next((part.end_token for part in parts if isinstance(part, FileSettings)), None)
-        found = {"tokenizer": self.tokenizer and str(self.tokenizer), "end_token": end}
-        if isinstance(ours, Chat):
-            found["template"] = next((part.template for part in parts if isinstance(part, Chat)), None)
         return found
 
     def forms(self, cfg: TrainConfig) -> dict[str, str]:
@@ -90,6 +81,34 @@ class Origin(NamedTuple):
             return describe_forms(blueprint, holdings)
         except UserError as error:
             raise UserError(f"{self.path}: {error}") from error
+
+
+def run_text_settings(
+    data: DataSettings | None, ours: FileSettings, given: Container[str]
+) -> dict[str, str | None] | None:
+    """Return what the data `ours` need to make the tokens of the `data` of a run, unless another tokenizer is `given`.
+
+    It is what `data` have; of a mixture, its first source of files, or of chats. None where it is not known how text
+    becomes tokens of `data`.
+    """
+    tokenizer = None if data is None else data.tokenizer_file()
+    if "tokenizer" in given and not has_tokenizer(ours, tokenizer):
+        return {}
+    if data is None or not _reads_text(data):
+        return None
+    end = next((part.end_token for part in data.parts.values() if isinstance(part, FileSettings)), None)
+    found = {"tokenizer": tokenizer and str(tokenizer), "end_token": end}
+    if isinstance(ours, Chat):
+        found["template"] = next((part.template for part in data.parts.values() if isinstance(part, Chat)), None)
+    return found
+
+
+def _reads_text(data: DataSettings | None) -> bool:
+    """Return whether it is known how text becomes tokens of `data`; without a tokenizer they may be bytes."""
+    if data is None:
+        return False
+    reads = any(isinstance(part, FileSettings | PythonStdlib) for part in data.parts.values())
+    return reads or data.tokenizer_file() is not None
 
 
 def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:

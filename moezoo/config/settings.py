@@ -141,6 +141,11 @@ class TrainConfig:
                 f"upcycle.experts={self.upcycle.experts} upcycle.per_token={self.upcycle.per_token} but the model has "
                 f"{self.model.experts} and {self.model.experts_per_token}; set them when the run begins, and not later"
             )
+        if self.init_from is None and self.adapter.init_from is not None:
+            raise UserError(
+                f"adapter.init_from={show(self.adapter.init_from)} has pairs for trained weights; name the folder that "
+                "has these as init_from"
+            )
         if self.init_from is None and self.execution.param_dtype == "stored":
             raise UserError(
                 "execution.param_dtype=stored keeps what init_from has; name that folder, or write float32 or bfloat16"

@@ -108,7 +108,11 @@ class Chats:
         # They would render a chat differently in every run.
         del environment.filters["random"], environment.globals["lipsum"]
         self._templates = {name: self._compile(environment, name, text) for name, text in setup["templates"].items()}
-        self._marks = {name: "endgeneration" in text for name, text in setup["templates"].items()}
+        # Comments and texts may have the word too.
+        self._marks = {
+            name: any(kind == "name" and word == "endgeneration" for _, kind, word in environment.lex(text))
+            for name, text in setup["templates"].items()
+        }
 
     def _compile(self, environment: Any, name: str, text: str) -> jinja2.Template:
         try:
@@ -166,7 +170,7 @@ class Chats:
         parts, size = [], 0
         try:
             for part in template.generate(documents=None, tools=request["tools"], **values):
-                size += len(part.encode(errors="surrogatepass"))
+                size += len(part.encode())
                 if size > self._most:
                     raise RefusalError("size")
                 parts.append(part)
@@ -253,8 +257,11 @@ def _serve(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Answer each line of stdin by a line of stdout, until stdin ends with the process that wrote it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for answer in _serve(iter(sys.stdin.readline, "")):
-        print(json.dumps(answer), flush=True)
+    try:
+        for answer in _serve(iter(sys.stdin.readline, "")):
+            print(json.dumps(answer), flush=True)
+    except MemoryError:  # a line is too long to be read
+        print('{"fault": "memory"}', flush=True)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
 
 def _find_messages(record: Mapping[str, Any], field: str) -> list[Any]:
     """Return the messages of a record, not yet checked."""
-    if field in record:
+    pair = all(record.get(name) is not None for name in ("prompt", "completion"))
+    if field in record and not (record[field] is None and pair):  # files of both kinds have all keys in each line
         messages = record[field]
         if not isinstance(messages, list):
             raise UserError(f"{show(field)} is {kind(messages)}, not an array of messages; set data.field")
@@ -108,7 +109,10 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
     if calls:
         message["tool_calls"] = [_read_arguments(call) for call in calls]
-    thoughts = next((message[name] for name in _REASONING if name in message), None)
+    name = next((name for name in _REASONING if name in message), "")
+    thoughts = message.get(name)
+    if not (thoughts is None or isinstance(thoughts, str)):
+        raise UserError(f"{where}: {name} is {kind(thoughts)}, expected a string; correct it")
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     if "content" not in message:

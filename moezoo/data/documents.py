@@ -1,6 +1,7 @@
 """Documents of text, and their tokens, made on several threads."""
 
 import collections
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -77,9 +78,9 @@ def tokenize(documents: Iterable[Document], make: Make) -> Iterator[Tokenized]:
             raise UserError(f"{document.where}: {error}") from error
 
     def run(task: list[Document]) -> list[Tokenized]:
-        return [tokens(document) for document in task]
+        return [tokens(document) for document in task if not over.is_set()]
 
-    threads = processors()
+    threads, over = processors(), threading.Event()
     with ThreadPoolExecutor(threads, "tokenize") as pool:
         pending: collections.deque[Future[list[Tokenized]]] = collections.deque()
         try:
@@ -90,6 +91,7 @@ def tokenize(documents: Iterable[Document], make: Make) -> Iterator[Tokenized]:
             while pending:
                 yield from pending.popleft().result()
         finally:
+            over.set()  # leaving the block waits for tasks that run, and a template may take long for each chat
             for future in pending:
                 future.cancel()
 

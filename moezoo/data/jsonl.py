@@ -1,5 +1,6 @@
 """Data: files of JSON objects, one per line."""
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ class Jsonl(FileSettings):
 
 
 def read_lines(found: Found) -> Iterator[Document]:
-    """Yield all lines of files as they are, except those of white space.
+    """Yield all lines of files as they are, except those of white space; a file may begin with the mark of UTF-8.
 
     Raises `UserError` for a file that cannot be read, and a line that is too long.
     """
@@ -60,6 +61,8 @@ def read_lines(found: Found) -> Iterator[Document]:
             # Bounded: a file of another kind may have no line end, and be larger than memory.
             for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), 1):
                 where = f"{shown} line {number}"
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if len(line) > MOST_LINE:
                     raise UserError(f"{where} has more than {MOST_LINE:,} bytes; write one object per line")
                 if not line.isspace():

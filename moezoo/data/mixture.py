@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,8 +66,11 @@ class Mixture(DataSettings):
                     f"{key}.eval_sequences={weighted.source.eval_sequences} cannot differ among the sources of a "
                     "mixture; set data.eval_sequences, which counts for each"
                 )
-        if self.sources and not any(weighted.weight for weighted in self.sources.values()):
+        total = sum(weighted.weight for weighted in self.sources.values())
+        if self.sources and not total:
             raise UserError(f"data.sources: the weight of each of {', '.join(self.sources)} is 0; give one above 0")
+        if not math.isfinite(total):
+            raise UserError("data.sources: the sum of all weights is too large for a float; give smaller ones")
 
     def load(self, *, seed: int, vocab: int) -> Source:
         """Load all sources. Raises `UserError` for a mistake in one, and where they have different tokenizers."""
@@ -94,6 +98,7 @@ class Mixture(DataSettings):
             decode=first.decode,
             token_bytes=first.token_bytes,
             weighted=parts,
+            ends=tuple(dict.fromkeys(end for part in parts.values() for end in part.source.ends)),
         )
 
     @property

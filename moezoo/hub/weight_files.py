@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,6 +118,18 @@ class WeightFiles:
             name: StoredTensor(path, about["dtype"], tuple(about["shape"]), len(begin) + about["data_offsets"][0])
             for name, about in entries.items()
         }
+
+    def samples(self, count: int = 32, size: int = 4096) -> Iterator[bytes]:
+        """Yield `count` blocks of `size` bytes of each file, evenly spaced, in the order of their names.
+
+        Raises `UserError` for a file that cannot be read.
+        """
+        for path, (file, (total, _)) in sorted(self._open.items()):
+            for i in range(count):
+                try:
+                    yield os.pread(file, size, max(0, total - size) * i // (count - 1))
+                except OSError as error:
+                    raise UserError(f"{path} cannot be read ({error.strerror}); download it again") from error
 
     def guess_dtype(self) -> np.dtype:
         """Return the dtype that most numbers have, with float32 for float64 and bfloat16 for few bits."""

@@ -124,6 +124,12 @@ def is_low_rank(x: Any) -> bool:
     return isinstance(x, LowRank)
 
 
+def pairs_by_path(tree: Any) -> list[tuple[str, LowRank]]:
+    """List the path and the value of every `LowRank` of a model."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_low_rank)
+    return [(jax.tree_util.keystr(path), x) for path, x in leaves if is_low_rank(x)]
+
+
 def without_pairs(tree: Any) -> Any:
     """Return a model, or a tree like one, with the base in place of each `LowRank`."""
     return jax.tree.map(lambda x: x.base if is_low_rank(x) else x, tree, is_leaf=is_low_rank)

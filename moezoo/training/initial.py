@@ -17,15 +17,17 @@ from moezoo.config.origin import find_weights
 from moezoo.config.run_folders import run_folder
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
+from moezoo.hub.adapters import load_adapter
 from moezoo.hub.loading import load_as
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import with_pieces_of
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import is_stored
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.low_rank import only_pairs, with_bases, without_pairs
+from moezoo.parallel.low_rank import only_pairs, pairs_by_path, with_bases, without_pairs
 from moezoo.parallel.stored import materialise
 from moezoo.training.checkpoint import read_about, restore
+from moezoo.typed import show
 
 
 def load_initial(cfg: TrainConfig, execution: Execution) -> LanguageModel:
@@ -38,10 +40,30 @@ def load_initial(cfg: TrainConfig, execution: Execution) -> LanguageModel:
     """
     blueprint = blueprint_on(cfg, execution)
     loaded = jax.tree.map(_own, _load(cfg, blueprint.shapes, blueprint.shapes, execution))
+    if cfg.adapter.init_from is not None:
+        return with_bases(_load_pairs(cfg, blueprint.shapes, execution), loaded)
     # What only the adapter has is drawn as for a fresh model.
     shardings = only_pairs(execution.shardings(blueprint.shapes))
     draw = jax.jit(lambda key: only_pairs(blueprint.make(key)), out_shardings=shardings)
     return with_bases(draw(jax.random.key(cfg.seed)), loaded)
+
+
+def _load_pairs(cfg: TrainConfig, shapes: LanguageModel, execution: Execution) -> PyTree:
+    """Return the pairs of `cfg.adapter.init_from`. Raises `UserError` unless they are those of `shapes`."""
+    folder = cfg.adapter.init_from
+    assert folder is not None
+    found = load_adapter(without_pairs(shapes), folder, execution, base_sha256=cfg.init_sha256)
+    ours, theirs = ({path: (x.rank, x.scale) for path, x in pairs_by_path(tree)} for tree in (shapes, found))
+    for path in dict.fromkeys((*ours, *theirs)):
+        has, wants = (
+            f"rank {of[path][0]} and scale {of[path][1]:.6g}" if path in of else "no pair" for of in (theirs, ours)
+        )
+        if has != wants:
+            raise UserError(
+                f"adapter.init_from={show(folder)}: {path} has {has}, but adapter.rank, .alpha, .scale and .targets "
+                f"ask for {wants}; set them to those of the folder"
+            )
+    return only_pairs(found)
 
 
 def restore_run(

@@ -34,11 +34,12 @@ _FIXED = (
     "execution.param_dtype",
     "init_forms",
     "upcycle",
+    "adapter",
     "checkpoint_frozen",
 )
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
 # The data, and those of a source of a mixture, may have moved to another path.
-_FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)")
+_FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)|adapter\.init_from")
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:

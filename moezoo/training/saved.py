@@ -1,5 +1,6 @@
 """Load saved runs: their configuration, and the model of a checkpoint."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,34 +8,59 @@ from typing import Any
 import jax
 
 from moezoo.config.build import blueprint_of
-from moezoo.config.compose import as_mapping, compose_onto, folder_path, read_run, with_defaults
+from moezoo.config.compose import (
+    as_mapping,
+    compose_onto,
+    folder_path,
+    from_saved,
+    given_keys,
+    read_run,
+    with_defaults,
+)
 from moezoo.config.memory import check_arrays
+from moezoo.config.origin import run_text_settings
+from moezoo.config.overrides import read
+from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
+from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import read_about
 from moezoo.training.initial import restore_run
+from moezoo.training.resume import flatten
 from moezoo.typed import show
 
 
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:
-    """Return a run's configuration with `overrides` on top. Raises `UserError` if the folder holds no run."""
-    cfg = compose_onto(read_run(folder, "run_dir"), *overrides)
+    """Return a run's configuration with `overrides` on top; other data of files have its tokenizer, as for `init_from`.
+
+    Raises `UserError` if the folder holds no run.
+    """
+    mapping = read_run(folder, "run_dir")
+    cfg = compose_onto(mapping, *overrides)
+    if "data" in read(overrides).choices:
+        own = None if "data" in saved_own(mapping) else from_saved(mapping).data
+        data = fill_in(cfg.data, given_keys(*overrides), lambda *ours: run_text_settings(own, *ours) or {})
+        cfg = dataclasses.replace(cfg, data=data)
     if cfg.distributed.is_several:
         raise UserError("distributed: only training runs in several processes; leave it out")
     return cfg
 
 
 def check_model(cfg: TrainConfig, about: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raise `UserError` unless the checkpoint, which `about` describes, was saved with the settings of `cfg.model`."""
-    before, now = with_defaults(about["config"])["model"], as_mapping(cfg)["model"]
+    """Raise `UserError` unless the checkpoint, which `about` describes, has the model and the adapter of `cfg`."""
+    before, now = (
+        flatten({key: of[key] for key in ("model", "adapter")})
+        for of in (with_defaults(about["config"]), as_mapping(cfg))
+    )
     for key in dict.fromkeys((*before, *now)):
-        if before.get(key) != now.get(key):
+        old, new = before.get(key), now.get(key)
+        if old != new and key != "adapter.init_from":
             raise UserError(
-                f"model.{key}={show(now.get(key))} but {checkpoint} was saved with model.{key}="
-                f"{show(before.get(key))}; leave the setting out, or name a run of that model"
+                f"{key}={show(new)} but {checkpoint} was saved with {key}={show(old)}; leave the setting out, or "
+                "name a run of that model"
             )
 
 

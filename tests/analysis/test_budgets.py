@@ -7,6 +7,7 @@ import functools
 import itertools
 from typing import Any
 
+import cover
 import pytest
 from compiled import Budget, budget_of
 
@@ -41,7 +42,7 @@ def budget(kind: str, family: str, strategy: str, rules: str, mesh: str) -> Budg
 @functools.cache
 def meshes_of(rules: str) -> list[str]:
     """Return the meshes whose axes the rules name."""
-    named = moezoo.compose(f"rules={rules}").rules.mesh_axes
+    named = cover.rules()[rules].mesh_axes
     return [mesh for mesh, words in MESHES.items() if {w[5:].partition("=")[0] for w in words} <= named]
 
 

@@ -1,5 +1,6 @@
 """`moezoo evaluate`: bits per byte of a run and of a Hugging Face folder; its tokenizer, and what does not fit it."""
 
+import dataclasses
 import json
 import math
 import re
@@ -13,8 +14,8 @@ from tokenizers_of_kinds import KINDS, TEXT, with_start
 
 import moezoo
 from moezoo.cli import evaluate
-from moezoo.config.compose import as_mapping
-from moezoo.data import tokenize_files
+from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.data import Chat, Synthetic, Text, tokenize_files
 from moezoo.models import MixtralConfig, build_model
 
 SIZES: dict[str, Any] = {
@@ -161,6 +162,25 @@ def test_chats(folder, capsys, tmp_path):
     assert (found[0], found[5], found[8], rest) == ("all", str(predicted), "rows of whole documents, each", [])
     size = sum(len(answer.encode()) for answer in answers)
     assert float(found[4]) == pytest.approx(float(found[1]) * predicted / math.log(2) / size, rel=1e-5)
+
+
+def test_other_data_of_a_run(tmp_path):
+    """They have the run's tokenizer, end token and template, unless these are set, or its data have none."""
+    own = Chat(path="a.jsonl", tokenizer="t.json", end_token="</s>", template="t.jinja")
+
+    def configure(data, *words):
+        cfg = dataclasses.replace(moezoo.compose(), data=data)
+        (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(cfg)))
+        return evaluate.configure(f"run_dir={tmp_path}", *words).data
+
+    assert configure(own, "data=chat", "data.path=b.jsonl") == dataclasses.replace(own, path="b.jsonl")
+    assert configure(own, "data=text") == Text(tokenizer="t.json", end_token="</s>")
+    assert configure(own, "data=text", "data.end_token=null") == Text(tokenizer="t.json")
+    assert configure(own, "data=text", "data.tokenizer=null") == Text()
+    assert configure(own, "data.path=b.jsonl", "data.end_token=null").template == "t.jinja"
+    mixture = configure(own, "data=mixture", "data.sources.a.name=text", "data.sources.b={name: text, end_token: x}")
+    assert mixture.parts == {name: Text(tokenizer="t.json", end_token=end) for name, end in (("a", "</s>"), ("b", "x"))}
+    assert configure(Synthetic(), "data=text") == Text()
 
 
 def test_token_files(folder, texts, capsys, tmp_path):

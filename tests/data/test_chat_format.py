@@ -78,7 +78,8 @@ def test_prompt_and_completion_are_a_chat(formats):
     lists = read_chat({"prompt": [{"role": "user", "content": "Hi"}], "completion": PLAIN[2:3]})
     parts = [{"type": "text", "text": part} for part in ("H", "i")]
     joined = read_chat({"messages": [{"role": "user", "content": parts}, PLAIN[2]]})
-    assert text == lists == joined
+    with_null = read_chat({"messages": None, "prompt": "Hi", "completion": "Hello!", "tools": None})
+    assert text == lists == joined == with_null
     assert table(formats["mistral"].encode(text, "assistant")) == "<s>[INST] Hi[/INST]⟦ Hello!</s>⟧"
 
 
@@ -247,6 +248,11 @@ BAD = [
         {"messages": [{"role": "assistant", "content": None, "tool_calls": {"name": "f"}}]},
         "message 1: tool_calls is an object, expected an array of objects; correct it",
     ),
+    ({"messages": None, "prompt": "Hi"}, "messages is null, not an array of messages; set data.field"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "reasoning": [{"text": "b"}]}]},
+        "message 1: reasoning is an array, expected a string; correct it",
+    ),
     ({"prompt": "Hi", "completion": None}, "completion is null, neither a string nor an array of messages; correct"),
     ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
     ({"messages": PLAIN, "chat_template_kwargs": []}, "chat_template_kwargs is an array, not an object; write names"),
@@ -270,6 +276,7 @@ def test_records_that_are_refused(record, message):
 
 
 BAD_TEMPLATES = [
+    ("{{ '\\ud800' }}", "T fails for this chat (UnicodeEncodeError: "),
     ("{{ 1", "T line 1 is not a chat template (unexpected end of template, expected 'end of print statement'.); corr"),
     ("{{ messages | random }}", "T line 1 is not a chat template (No filter named 'random'.); correct it"),
     ("{{ raise_exception('No ' + messages[0].role) }}", "T refuses this chat: No system"),
@@ -319,6 +326,12 @@ def test_a_template_that_rewrites_earlier_turns(formats):
         assert table(chats.encode(chat, "last")).count("⟦") == 1
     with refused("T does not show which text is the assistant's: the chat up to message 2 ends with"):
         formats["harmony"].encode(read_chat({"messages": [*HARMONY.chats["one turn"][0][1:], *THINKING]}), "assistant")
+
+
+def test_a_comment_about_blocks_is_none():
+    text = "{# {% endgeneration %} #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with ChatFormat(template(text), Bytes(), DATE) as chats:
+        assert table(chats.encode(read_chat({"prompt": "a", "completion": "b"}), "assistant")) == "a⟦b⟧"
 
 
 def test_a_process_that_dies_is_replaced():

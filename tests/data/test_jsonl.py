@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from refusals import refused
 
 from moezoo.data import Jsonl, Source, Text, cache, documents, jsonl, load, train_batches
+from moezoo.data.corpus import Ids
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 
@@ -101,6 +103,34 @@ def test_bytes_are_those_of_the_texts(folder):
         naive.cut_by_size(naive.read_lines(folder), lambda text: list(text.encode()), SHARD)
     )
     assert source.summary["shards"] == str(len(source.shards))
+
+
+def test_a_mistake_ends_the_work_of_all_threads(monkeypatch):
+    """They do not go on with the other documents of their tasks, which may take long."""
+    monkeypatch.setattr(documents, "processors", lambda: 2)
+    made, other = [], threading.Event()
+
+    def make(document: documents.Document) -> Ids:
+        if document.where == "line 1":
+            assert other.wait(60)
+            raise UserError("refused")
+        other.set()
+        made.append(time.sleep(0.02))
+        return Ids(np.zeros(1, np.uint8))
+
+    # Two tasks of 50 bytes.
+    texts = [b"x" * 50, *[b"x"] * 50]
+    with refused("line 1: refused"):
+        list(documents.tokenize((documents.Document(text, f"line {i}") for i, text in enumerate(texts, 1)), make))
+    assert len(made) < 25
+
+
+def test_files_as_windows_writes_them(tmp_path):
+    """Each begins with the mark of UTF-8, and lines end with a carriage return."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + lines(["one", "two"]).replace(b"\n", b"\r\n"))
+    source = load(Jsonl(validation=str(tmp_path)), seq_len=SEQ, seed=0, vocab=256, use="validation")
+    assert source.validation.tokens.tobytes() == b"onetwo" * 2
 
 
 def test_the_tokenizer_may_end_documents_itself(tmp_path, tokenizer_file):

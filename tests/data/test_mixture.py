@@ -4,16 +4,19 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from chat_styles import save_tokenizer
 from refusals import refused
 
 import moezoo
 from moezoo.config.compose import as_mapping, from_mapping, with_defaults
-from moezoo.data import Jsonl, Mixture, PythonStdlib, Synthetic, Text, Weighted, draws, load, train_batches
+from moezoo.data import Chat, Jsonl, Mixture, PythonStdlib, Synthetic, Text, Weighted, draws, load, train_batches
 from moezoo.data.draws import Draws
 from moezoo.data.epochs import make_epochs
+from moezoo.data.tokenizer import HuggingFace
 
 SEQ, WEIGHTS = 6, {"code": 0.5, "chain": 3.0, "packed": 1.5, "unseen": 0.0}
 
@@ -146,6 +149,18 @@ def test_different_tokenizers_are_refused_by_name(sources, tokenizer_file, tmp_p
     assert load(mixed, seq_len=1, seed=0, vocab=400).vocab == 301
 
 
+def test_answers_end_where_those_of_its_chats_do(tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer.json", ("<a>", "<b>"))
+    config = {"eos_token": "<a>", "chat_template": "{% for each in messages %}{{ each.content }}{% endfor %}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "completion": "b", "text": "cd"}\n')
+    files: dict[str, Any] = {"validation": f"{tmp_path}/t.jsonl", "tokenizer": str(tokenizer)}
+    settings = {"lines": Jsonl(**files), "chats": Chat(**files), "others": Chat(**files, end_token="<b>")}
+    mixture = Mixture(sources={name: Weighted(each) for name, each in settings.items()})
+    source = load(mixture, seq_len=1, seed=0, vocab=300, use="validation")
+    assert source.ends == tuple(map(HuggingFace(tokenizer, key="key").token_id, ("<a>", "<b>")))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -155,6 +170,7 @@ def test_different_tokenizers_are_refused_by_name(sources, tokenizer_file, tmp_p
         (["a.name=text", "a.weight=-1"], "data.sources.a.weight=-1 must be at least 0"),
         (["a.name=text", "a.weight=nan"], "data.sources.a.weight=nan: expected a number such as 0.5, found no finite"),
         (["a.name=text", "a.weight=0"], "data.sources: the weight of each of a is 0; give one above 0"),
+        (["a.name=text", "a.weight=1e308", "b.name=text", "b.weight=1e308"], "data.sources: the sum of all weig"),
         (["a.name=mixture"], "data.sources.a is a mixture in a mixture; write its sources beside the others"),
         (["a.name=text", "a.eval_sequences=9"], "data.sources.a.eval_sequences=9 cannot differ among the sources of"),
         (["a.name=text", "a.pth=b"], "data.sources.a.pth: there is no key 'pth' in data.sources.a text; did you mean"),
@@ -162,6 +178,10 @@ def test_different_tokenizers_are_refused_by_name(sources, tokenizer_file, tmp_p
         (["a.name=text", "a.path=empty.txt"], "data.sources.a: data.path=empty.txt is an empty file; "),
         (["a.name=text", "a.validation=some.txt"], "data.sources.a: data.path is required to train with data=text"),
         (["a.name=text", "a.path=some.txt"], "data.sources.a: data=text leaves 1 bytes for validation, but seq_len=6"),
+        (
+            ["a.name=text", "a.weigth=2"],
+            "data.sources.a.weigth: there is no key 'weigth' in data.sources.a text; did you mean 'weight'?",
+        ),
         (["a=text"], "data.sources.a=text: expected a section with keys, found text"),
     ],
 )
@@ -171,6 +191,15 @@ def test_refusals(words, message):
     with refused(message):
         cfg = moezoo.compose("data=mixture", *(f"data.sources.{word}" for word in words))
         load(cfg.data, seq_len=SEQ, seed=0, vocab=256)
+
+
+def test_a_weight_beside_the_sources():
+    with refused("data.weight: there is no key 'weight' in data mixture; write data.sources.NAME.weight"):
+        moezoo.compose("data=mixture", "data.weight=2")
+    with refused("data.weights.a: there is no key 'weights' in data mixture; write data.sources.NAME.weight"):
+        moezoo.compose("data=mixture", "data.weights.a=2")
+    with refused("data.source.a: there is no key 'source' in data mixture; did you mean 'sources'?"):
+        moezoo.compose("data=mixture", "data.source.a=text")
 
 
 def test_refusals_in_python():

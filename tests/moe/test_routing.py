@@ -227,13 +227,16 @@ def test_the_same_on_any_mesh(name, over):
     assert reductions.total() == 5 + by_row + 5 * (by_row and bool(sequence_axes)), reductions
 
 
-LOADS = st.tuples(st.integers(1, 3), st.integers(1, 5)).flatmap(
+LOADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (2, 4), (3, 5)]).flatmap(
     lambda shape: st.lists(
         st.lists(st.sampled_from([0, 0, 1, 2, 7, 2**20]), min_size=shape[1], max_size=shape[1]),
         min_size=shape[0],
         max_size=shape[0],
     )
 )
+
+
+compiled_balance = jax.jit(balance_of)
 
 
 @settings(max_examples=60)
@@ -252,7 +255,7 @@ def test_balance_of_a_step_equals_a_loop(load):
         violations.append(max(shares) * len(row) - 1)
         used += [n > 0 for n in row]
     wanted = (np.mean(entropies), min(entropies), np.mean(violations), max(violations), np.mean(used))
-    found = balance_of(jnp.asarray(load, jnp.int32))
+    found = compiled_balance(np.asarray(load, np.int32))
     assert all(x.shape == () and x.dtype == jnp.float32 for x in found)
     # Violation subtracts 1 from a number up to the number of experts.
     np.testing.assert_allclose(found, wanted, rtol=PRECISION, atol=5 * PRECISION)

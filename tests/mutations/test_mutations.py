@@ -6,6 +6,7 @@ can still be planted. The tables are the files `*.toml` here; CONTRIBUTING.md ex
 """
 
 import ast
+import functools
 import itertools
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from cover import EXTRA_CASES, cover
 from planted import REPOSITORY, Planted, copy_repository, is_caught, read_tables, run_tests
 
 ERRORS = read_tables()
-CASES = {str(case) for case in [*cover(), *EXTRA_CASES]}
 
 
+@functools.cache
 def _functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
@@ -30,11 +31,12 @@ def test_every_error_can_be_planted():
         if error.file.endswith(".py"):
             compile(changed, error.file, "exec")
         assert error.tests
+    cases = {str(case) for case in [*cover(), *EXTRA_CASES]}
     for test in set(itertools.chain.from_iterable(error.tests for error in ERRORS)):
         file, *function = test.partition("[")[0].split("::")
         assert set(function) <= _functions(REPOSITORY / file), test
         if function == ["test_whole_step"] and "[" in test:  # the cover moves when a family or a layout is added
-            assert test.partition("[")[2].removesuffix("]") in CASES, f"{test} is not in the cover; name another case"
+            assert test.partition("[")[2].removesuffix("]") in cases, f"{test} is not in the cover; name another case"
 
 
 @pytest.fixture(scope="session")

@@ -66,17 +66,20 @@ def is_matrix(placements: Any) -> Any:
 def gradients(parameters: Any, seed: int) -> Any:
     """Return random gradients, whose norm is far above the clip norm."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), parameters)
+    return jax.tree.map(lambda p: rng.normal(size=p.shape).astype(p.dtype), parameters)
 
 
 def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree) -> tuple[Any, Any]:
     """Return parameters and state after updates of the leaves that `select` keeps; the norm is that of all leaves."""
-    some, update = select(parameters), jax.jit(optimizer.update)
-    state = optimizer.init(some)
+    some = select(parameters)
+
+    @jax.jit
+    def update(every: Any, state: Any, some: Any, number: Any) -> Any:
+        return optimizer.update(select(every), state, some, optimizer.rate(number), optax.tree.norm(every))
+
+    state = jax.jit(optimizer.init)(some)
     for number in range(STEPS):
-        every = gradients(parameters, number)
-        rate = optimizer.rate(jnp.int32(number))
-        some, state = update(select(every), state, some, rate, optax.tree.norm(every))
+        some, state = update(gradients(parameters, number), state, some, np.int32(number))
     return some, state
 
 
@@ -89,19 +92,19 @@ def assert_equal(found: Any, wanted: Any) -> None:
 def test_one_group_is_the_transformation_of_its_rule(started):
     plain = RULE.transform(started.all_placements)
 
+    optimizer = Optimizer(RULE, Cosine(), STEPS, started.all_placements)
+
     @jax.jit
-    def update(gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any) -> Any:
+    def update(gradients: Any, state: Any, parameters: Any, number: Any) -> Any:
+        rate, norm = optimizer.rate(number), optax.tree.norm(gradients)
         gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / jnp.maximum(norm, 1e-12)), gradients)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = plain.update(gradients, state, parameters)
         return jax.tree.map(lambda p, u: p - rate * u, parameters, updates), state
 
-    parameters, state = started.parameters, plain.init(started.parameters)
-    optimizer = Optimizer(RULE, Cosine(), STEPS, started.all_placements)
+    parameters, state = started.parameters, jax.jit(plain.init)(started.parameters)
     for number in range(STEPS):
-        some = gradients(parameters, number)
-        rate = optimizer.rate(jnp.int32(number))
-        parameters, state = update(some, state, parameters, rate, optax.tree.norm(some))
+        parameters, state = update(gradients(parameters, number), state, parameters, np.int32(number))
     assert_equal(run(optimizer, started.parameters), (parameters, {"all": state}))
 
 
@@ -130,7 +133,7 @@ def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(star
     cfg = moezoo.compose(*DEEPSEEK)
     execution = build_execution(cfg)
     optimizer = Optimizer(BY_ROLE, Constant(), STEPS, started.all_placements)
-    state = optimizer.init(started.parameters)
+    state = jax.jit(optimizer.init)(started.parameters)
     placements = optimizer.placements(started.parameters, started.placements)
     assert jax.tree.structure(placements) == jax.tree.structure(state)
     wanted = jax.tree.leaves(eqx.filter(started.placements, is_matrix(started.placements)))
@@ -138,7 +141,7 @@ def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(star
     step = Step(as_blueprint(started.model), optimizer, execution, build_step(cfg, execution).arguments[1])
     assert step.traced is not None
 
-    state = jax.device_put(jax.tree.map(lambda x: x + 1, state), step.state_shardings.optimizer)
+    state = jax.device_put(jax.tree.map(lambda x: np.asarray(x) + 1, state), step.state_shardings.optimizer)
     checkpoints = Checkpoints(tmp_path / "checkpoints", count=1, size=0)
     about = {"config": {}, "loader": {}, "versions": {"moezoo": "0"}}
     checkpoints.save(1, {"training": state}, about)

@@ -51,7 +51,7 @@ def test_experts_and_gradients_are_those_of_arrays(implementation):
             grouped_matmul(tokens, gate, jnp.asarray([2, 0, 3]), implementation=implementation)
         ).sum()
 
-    of = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    of = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
     value, (by_gate, by_up, by_down, by_gates) = of(gate, up, down, gates)
     same, (g, u, d, k) = of(moved(gate, 1), moved(up, 1), moved(down, 2), gates)
     whole = [x.materialise(jnp.float32) for x in (g, u, d)]

@@ -16,31 +16,35 @@ A `Case` has these columns:
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
 
 `product()` has every combination of all columns but chunks whose rules fit the mesh. `cover()` is a small part of it:
-a pairwise cover, in which any two values that are together in some case of the product are together in some case of the
-cover. The suite runs the cover. With `-m full` it traces the product and runs a part of it.
+with `EXTRA_CASES`, a pairwise cover of the columns that can interact (`_INTERACT`). Any two values of such columns that
+are together in some case of the product are together in some case that the suite runs. With `-m full` it traces the
+product and runs a part of it.
 """
 
 import functools
 import itertools
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 
 import moezoo
-from moezoo.config.compose import groups
+from moezoo.config.overrides import CONF, groups
 from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, build_model
+from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
 from moezoo.parallel.rules import live
+from moezoo.typed import convert
 
 Balance = Literal["batch", "sequence"]
 # A key of `_FAMILY_SETTINGS`: every family of moezoo, and variants for `EXTRA_CASES`: DeepSeek-V2 and a Qwen3-MoE in
@@ -125,7 +129,13 @@ def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
 
     Norms are not 1 and biases not 0, so a test fails where the code ignores one.
     """
-    fresh = build_model(config(family, balance), key=jax.random.key(_FAMILY_SETTINGS[family][2]))
+    if balance != "batch":  # the same arrays
+        arrays, structure = (
+            jax.tree.leaves(model(family)),
+            jax.tree.structure(Blueprint(config(family, balance)).shapes),
+        )
+        return jax.tree.unflatten(structure, arrays)
+    fresh = build_model(config(family), key=jax.random.key(_FAMILY_SETTINGS[family][2]))
     rng = np.random.default_rng(4)
 
     def with_noise(path: Any, x: Any) -> Any:
@@ -173,6 +183,8 @@ def batch(step: int) -> dict[str, np.ndarray]:
     return rows
 
 
+REMAT = ("full", "offload", "dots", "none")
+MICROBATCHES = (1, 2)
 MESHES = {
     "single": moezoo.MeshShape(),
     "fsdp8": moezoo.MeshShape(fsdp=8),
@@ -219,7 +231,9 @@ def rules() -> dict[str, moezoo.Rules]:
             (),
         ),
     ]
-    shipped = {name: moezoo.compose(f"rules={name}").rules for name in groups()["rules"]}
+    # Not by `compose`, which takes some tenths of a second each.
+    files = {name: yaml.safe_load((CONF / "rules" / f"{name}.yaml").read_text()) for name in groups()["rules"]}
+    shipped = {name: convert(moezoo.Rules, file) for name, file in files.items()}
     return shipped | {r.name: r for r in written}
 
 
@@ -329,9 +343,9 @@ def product() -> tuple[Case, ...]:
         tuple(STRATEGIES),
         MESHES,
         rules(),
-        ("full", "offload", "dots", "none"),
-        (1, 2),
-        ("batch", "sequence"),
+        REMAT,
+        MICROBATCHES,
+        get_args(Balance),
         FAMILIES,
         OPTIMIZERS,
         CONTEXT_PARALLEL,
@@ -339,35 +353,101 @@ def product() -> tuple[Case, ...]:
     return tuple(Case(*v) for v in values if fits(v[1], v[2]) and (v[8] == "gather" or shards(v[1], v[2]) > 1))
 
 
-def _pairs(case: Case) -> set[tuple[Any, ...]]:
-    """Return every pair of (column, value) in a case, without `chunks`."""
-    named = [(f.name, getattr(case, f.name)) for f in fields(case) if f.name != "chunks"]
-    return set(itertools.combinations(named, 2))
+# Which aspects of a case (see `_aspects`) can interact, and in what. Only their pairs of values have to occur in the
+# cover. Others have nothing in common: the update rule gets gradients, whatever computed them; the balance loss gets
+# the router's scores, whatever is done with the tokens afterwards. Strategies see no more of mesh and rules than their
+# group and its tokens, update rules no more than which arrays are split; `tests/moe` has groups of two axes, and
+# `tests/optim` has Muon on layouts that store matrices otherwise.
+_INTERACT = (
+    ("mesh", "rules"),  # where arrays are stored, and what is gathered and summed
+    ("optimizer", "spread family"),  # matrices that are split, and the norm of all gradients; which arrays there are
+    ("balance", "mesh rules microbatches family"),  # the tokens that a loss is over; the scores of the router
+    ("microbatches", "rules family strategy sequences"),  # rows per device; a loop around layers; chunked attention
+    ("strategy", "group spread family remat"),  # who sends which rows where, and what the backward pass sends again
+    ("remat", "spread family sequences"),  # what a layer has computed, and which exchanges are repeated
+    ("family", "spread sequences"),  # the dimensions of its arrays that are split; keys or latents that travel
+)
+_TOGETHER = tuple((one, other) for one, others in _INTERACT for other in others.split())
+
+
+def _aspects(mesh: str, layout: str) -> dict[str, tuple[Any, ...]]:
+    """Return the values that each aspect of a case can have on a mesh under a layout.
+
+    Aspects are the columns but `chunks`, and what strategies, attention and layers see of mesh and rules:
+
+    | aspect | values |
+    |---|---|
+    | group | the number of devices that the experts are split over |
+    | spread | tokens are `split` over these devices or `replicated`; `tensor`, with widths split too; `alone` |
+    | sequences | `context_parallel` where sequences are split, and `whole` |
+    """
+    sizes, there = MESHES[mesh].sizes, rules()[layout]
+    group, tokens = there.kept("expert", sizes), live((*there.batch, *there.sequence), sizes)
+    spread = "alone" if not group else "split" if set(group) <= set(tokens) else "replicated"
+    return {
+        "mesh": (mesh,),
+        "rules": (layout,),
+        "group": (math.prod(sizes[axis] for axis in group),),
+        "spread": ("tensor" if there.inner_axes(sizes) else spread,),
+        "sequences": tuple(CONTEXT_PARALLEL) if shards(mesh, layout) > 1 else ("whole",),
+        "strategy": tuple(STRATEGIES),
+        "family": FAMILIES,
+        "remat": REMAT,
+        "microbatches": MICROBATCHES,
+        "balance": get_args(Balance),
+        "optimizer": tuple(OPTIMIZERS),
+    }
+
+
+def _pairs(values: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """Return the pairs of values in aspects that can interact, as (aspect, value, aspect, value)."""
+    return {(a, values[a], b, values[b]) for a, b in _TOGETHER if a in values and b in values}
 
 
 @functools.cache
 def cover() -> tuple[Case, ...]:
-    """Return a small part of the product that contains every pair of values that the product contains.
+    """Return a small part of the product that has, with `EXTRA_CASES`, every pair of values that can interact.
 
-    The choice is greedy: add the case with the most pairs that are still missing, until none is. Between equal cases,
-    take the one whose rules and family have the fewest cases so far. Then, for each strategy, the first case on several
-    devices that has one micro-step gets 3 chunks, which differ in length.
+    The choice is greedy. Fill a case for each mesh and layout, and add the one with the most pairs that are still
+    missing, until none is. To fill a case, take for each aspect the value with the most missing pairs; between equal
+    values, that of strategies and families with the fewest cases so far, else the first. Then, for each strategy, the
+    first case on several devices that has one micro-step gets 3 chunks, which differ in length.
     """
-    numbers: dict[Any, int] = {}
-    # Sets of pairs as bits, since there are many cases.
-    pairs = {case: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case)) for case in product()}
-    missing = (1 << len(numbers)) - 1
-    chosen: list[Case] = []
+    layouts = [_aspects(mesh, layout) for mesh in MESHES for layout in rules() if fits(mesh, layout)]
+    missing = {(a, x, b, y) for values in layouts for a, b in _TOGETHER for x in values[a] for y in values[b]}
+    for case in EXTRA_CASES:
+        values = _aspects(case.mesh, case.rules)
+        if values["sequences"] != ("whole",):
+            values["sequences"] = (case.context_parallel,)
+        missing -= _pairs({name: getattr(case, name, several[0]) for name, several in values.items()})
+    chosen: list[dict[str, Any]] = []
+
+    def fill(values: dict[str, tuple[Any, ...]], left: Counter[Any], cases_of: Counter[Any]) -> dict[str, Any]:
+        case: dict[str, Any] = {}
+        for name in sorted(values, key=lambda name: len(values[name]) > 1):
+            gains = {
+                value: (len(_pairs({**case, name: value}) & missing), left[name, value], -cases_of[value])
+                for value in values[name]
+            }
+            case[name] = max(gains, key=gains.__getitem__)
+        return case
+
     while missing:
-        cases_of = Counter(value for case in chosen for value in (case.rules, case.family))
-        best = max(pairs, key=lambda c: ((pairs[c] & missing).bit_count(), -cases_of[c.rules] - cases_of[c.family]))
-        missing &= ~pairs[best]
-        chosen.append(best)
+        left = Counter(half for a, x, b, y in missing for half in ((a, x), (b, y)))
+        cases_of = Counter(case[name] for case in chosen for name in ("strategy", "family"))
+        filled = [fill(values, left, cases_of) for values in layouts]
+        chosen.append(max(filled, key=lambda case: len(_pairs(case) & missing)))
+        missing -= _pairs(chosen[-1])
+    cases = []
+    for case in chosen:
+        sequences = case.pop("sequences")
+        del case["group"], case["spread"]
+        cases.append(Case(**case, context_parallel="gather" if sequences == "whole" else sequences))
     for strategy in STRATEGIES:
-        eligible = (c.strategy == strategy and c.microbatches == 1 and c.mesh != "single" for c in chosen)
+        eligible = (c.strategy == strategy and c.microbatches == 1 and c.mesh != "single" for c in cases)
         first = list(eligible).index(True)
-        chosen[first] = replace(chosen[first], chunks=3)
-    return tuple(chosen)
+        cases[first] = replace(cases[first], chunks=3)
+    return tuple(cases)
 
 
 # Cases outside the product: DeepSeek-V2, with two sequences per micro-step on eight devices; layers that alternate

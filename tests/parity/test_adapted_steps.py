@@ -14,14 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cover import EXTRA_CASES, OPTIMIZERS, Case, batch, cover, model
-from running import CompiledStep, GradientRecorder, oracle_family, parameters_of, worst_error
+from blueprints import as_blueprint
+from cover import EXTRA_CASES, LAYERS, LENGTH, OPTIMIZERS, ROWS, Case, batch, config, cover, model
+from running import CompiledStep, GradientRecorder, batch_shapes, oracle_family, parameters_of, worst_error
 from traffic_oracle import step_traffic
 
+import moezoo
 from moezoo.models.adapters import Lora
-from moezoo.optim import Constant
-from moezoo.parallel.low_rank import is_low_rank, without_pairs
-from moezoo.parallel.traces import collective_traffic
+from moezoo.models.blueprint import Blueprint
+from moezoo.nn.block_fp8 import BlockFP8
+from moezoo.nn.containers import store
+from moezoo.nn.few_bits import cut_pieces
+from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.axes import Role, parameter_table
+from moezoo.parallel.low_rank import is_low_rank, pairs_by_path, without_pairs
+from moezoo.parallel.traces import collective_traffic, equations
+from moezoo.training.step import Step
 
 STEPS, RATE = 2, 0.02
 # As in test_step_parity: float32 rounds about forty operations in a row to 1e-6 of an array's largest value.
@@ -123,12 +131,80 @@ def compare(case: Case) -> None:
     for name, x in parameters_of(case.family, without_pairs(after)).items():
         np.testing.assert_array_equal(x, bases[name])
     moments = jax.tree.leaves(run.state.optimizer.optimizer)
-    assert sum(x.ndim > 0 for x in moments) == 2 * sum(map(learns, run.step.blueprint.trained))
+    assert sum(x.ndim > 0 for x in moments) == 2 * len(pairs_by_path(after)) * 2
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_are_those_of_merged_matrices(case):
     compare(case)
+
+
+def products_of(step: Step) -> int:
+    """Return the FLOPs of a traced step's products: of attention, projections and `ragged_dot`."""
+    total = 0
+    for found in equations(step.traced.jaxpr):
+        equation, (one, *_) = found.equation, found.equation.outvars
+        if equation.primitive.name not in ("dot_general", "ragged_dot_general"):
+            continue
+        first, result = (v.aval.shape for v in (equation.invars[0], one))  # pyright: ignore[reportAttributeAccessIssue]
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            size = math.prod(result) * math.prod(first[dim] for dim in contracted)
+        else:  # each row meets one matrix; a gradient of matrices has [rows, inputs] and [rows, outputs]
+            size = math.prod(first) * result[-1]
+        assert found.times is not None
+        total += 2 * size * found.times
+    return total
+
+
+def test_a_step_computes_no_gradient_of_the_base():
+    """Fewer FLOPs than a step of all weights by one product per weight, and more by six thin ones per pair.
+
+    Of a pair, x A and (x A) B run forward; backward run the products that give the gradients of A, B, x A and x.
+    """
+    case = Case("gather", "single", "fsdp_ep", "none", 1, "batch")
+    kernels = moezoo.Kernels(grouped_matmul=("ragged_dot",), attention=("reference",))
+    execution = dataclasses.replace(case.execution, kernels=kernels)
+
+    def flops(start: Any, learns: Any = None) -> int:
+        optimizer = Optimizer(SGD(0.1), Constant(), STEPS, execution.placements(start))
+        return products_of(Step(as_blueprint(start, learns), optimizer, execution, batch_shapes(1)))
+
+    start, tokens = adapted("mixtral"), ROWS * LENGTH
+    fewer = more = 0
+    for path, axes, shape in parameter_table(start):
+        rows = tokens * config("mixtral").experts_per_token if "expert" in axes.names else tokens
+        first, cut = len(axes.stacked), len(axes.stacked) + len(axes.inputs)
+        inputs, outputs, layers = (
+            math.prod(shape[first:cut]),
+            math.prod(shape[cut:]),
+            LAYERS if ".stacks" in path else 1,
+        )
+        if axes.role is Role.WEIGHT:
+            fewer += 2 * layers * rows * inputs * outputs
+        if path in dict(pairs_by_path(start)):
+            more += 3 * 2 * layers * rows * ADAPTER.rank * (inputs + outputs)
+    whole, of_pairs = flops(model()), flops(start, lambda path: path.endswith((".a", ".b")))
+    assert of_pairs == whole - fewer + more
+
+
+@pytest.mark.parametrize("few", [None, BlockFP8.rounded], ids=["bfloat16", "fp8"])
+def test_the_base_travels_as_it_is_stored(few):
+    """In bfloat16 or in bytes, for layers in float32; only pairs are float32, and only they send gradients."""
+    case = CASES[0]
+    ends = ("_up", "experts.gate", "experts.up", "experts.down")
+
+    def change(m: Any) -> Any:
+        return m if few is None else cut_pieces(store(m, lambda path: path.endswith(ends), few), case.execution)
+
+    blueprint = Blueprint(config("deepseek"), "bfloat16", change, adapter=Lora(rank=2))
+    optimizer = Optimizer(SGD(0.1), Constant(), STEPS, case.execution.placements(blueprint.shapes))
+    step = Step(blueprint, optimizer, case.execution, batch_shapes(case.microbatches))
+    found = collective_traffic(step.traced.jaxpr).outline(2)
+    learns = lambda path: path.endswith((".a", ".b"))  # noqa: E731
+    assert found == step_traffic(case.settings, blueprint.shapes, trained=learns)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(without_pairs(blueprint.shapes))}
+    assert ("uint8" in kinds) == (few is not None)
 
 
 @pytest.mark.full

@@ -10,24 +10,20 @@ import importlib.metadata
 from dataclasses import replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from blueprints import as_blueprint
 from cover import LAYERS, MESHES, Case, batch, config, cover, model
-from jaxtyping import Array
 from running import RATE, STEPS, CompiledStep, batch_shapes
 from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo.models.blueprint import Blueprint
-from moezoo.nn.containers import Int8, store
-from moezoo.nn.linear import project
+from moezoo.nn.containers import store
 from moezoo.optim import SGD, AdamW, Constant, Optimizer
 from moezoo.parallel.axes import Axes, Role, axes_of, is_stored, parameter_table, trainable_mask
-from moezoo.parallel.stored import Stored, materialise
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.step import State, Step
@@ -46,7 +42,7 @@ CASES = [
     Case("ring", "ep2_context2_tensor2", "tensor", "full", 2, "batch", "deepseek"),
 ]
 # The steps that run: tokens or weights move to experts, keys and values are gathered or go round; weights are split
-# over axes of rows, sequences and heads. `ragged` is in the test of generation, `remat=none` in that of `LowRank`.
+# over axes of rows, sequences and heads. `ragged` is in the test of generation, other `remat` in `test_adapted_steps`.
 RUN = [
     CASES[0],
     Case("gather", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "deepseek", context_parallel="ring"),
@@ -189,62 +185,6 @@ def step_of(case: Case, shapes_: Any, trained: Any = None, optimizer: Any = None
     """Return a step that is not compiled, for a model given by its shapes."""
     optimizer = Optimizer(optimizer or SGD(RATE), Constant(), STEPS, case.execution.placements(shapes_))
     return Step(as_blueprint(shapes_, trained), optimizer, case.execution, batch_shapes(case.microbatches))
-
-
-class LowRank(Stored):
-    """A container as a user may write one: a frozen base, itself a container, plus a trained low-rank pair."""
-
-    base: Array | Stored
-    down: Array
-    up: Array
-    dtype: np.dtype = eqx.field(static=True)
-
-    def __init__(self, weight: Array, axes: Axes):
-        first, last = len(axes.stacked), len(axes.stacked + axes.inputs)
-        self.base, self.dtype = Int8(weight, axes), weight.dtype
-        self.down = 0.1 * jax.random.normal(jax.random.key(0), (*weight.shape[:last], 2))
-        self.up = 0.1 * jax.random.normal(jax.random.key(1), (*weight.shape[:first], 2, *weight.shape[last:]))
-
-    def axes(self, declared: Axes) -> dict[str, Axes]:
-        down = Axes(Role.WEIGHT, declared.stacked, declared.inputs, ("rank",))
-        return {"base": declared, "down": down, "up": Axes(Role.WEIGHT, declared.stacked, ("rank",), declared.outputs)}
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def materialise(self, dtype: Any) -> Array:
-        return materialise(self.base, dtype) + jnp.tensordot(self.down, self.up, 1)
-
-    def product(self, x: Array, inputs: int, dtype: Any) -> Array:
-        return project(x, self.base, inputs, dtype=dtype) + project(project(x, self.down, inputs), self.up, dtype=dtype)
-
-
-def test_container_in_a_container():
-    """The product equals that of the merged matrix. Only the pair is trained, and gradients agree between meshes."""
-    ends = ("attention.query", "attention.out")
-    pair: Any = jax.jit(lambda m: store(m, lambda path: path.endswith(ends), LowRank))(model())
-    of_layer = jax.tree.map(lambda x: x[1], pair.stacks[0].blocks[0].attention.out)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *of_layer.shape[:2])), jnp.float32)
-    wanted = jnp.tensordot(x, of_layer.materialise(jnp.float32), 2)
-    np.testing.assert_allclose(project(x, of_layer, 2), wanted, atol=1e-5)
-
-    only = lambda path: path.endswith((".down", ".up")) and "attention" in path  # noqa: E731
-    alone = Case("gather", "single", "fsdp_ep", "none", 1, "batch")
-    meshes = ("ep2_context2_tensor2", "tensor"), ("fsdp2_ep4", "fsdp_ep")
-    split, rows = (replace(alone, mesh=mesh, rules=rules) for mesh, rules in meshes)
-    their, expected, _ = steps_of(CompiledStep(alone, start=pair, trained=only))[0]
-    assert len(expected) == 2 * 2  # down and up, of two matrices
-    assert min(abs(g).max() for g in expected.values()) > 1e-4
-    found = CompiledStep(split, start=pair, trained=only)
-    metrics, gradients, _ = steps_of(found)[0]
-    assert worst_error(gradients, expected) < GRADIENTS
-    assert float(metrics.gradient_norm) == pytest.approx(float(their.gradient_norm), rel=TOLERANCE)
-    for case, step in ((split, found.step), (rows, step_of(rows, pair, only))):
-        wanted = step_traffic(case.settings, pair, trained=only)
-        assert collective_traffic(step.traced.jaxpr).outline(2) == wanted
-    default = {path for path, trained in by_path(trainable_mask(pair)).items() if trained and ".query" in path}
-    assert {path.rpartition(".")[2] for path in default} == {"down", "up"}
 
 
 def test_optimizer_has_moments_of_trained_arrays_only():

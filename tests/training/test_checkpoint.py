@@ -94,7 +94,7 @@ def shapes(rules: str, mesh: str) -> dict[str, Any]:
 def test_a_checkpoint_of_any_layout_loads_in_others(tmp_path):
     """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different.
 
-    Each checkpoint is loaded under two other layouts, in turn, so that each layout is loaded from two others.
+    Each checkpoint is loaded under another layout, in turn, so that each layout is loaded from another one.
     """
     rng = np.random.default_rng(0)
     layouts = {rules: shapes(rules, mesh) for rules, mesh in MESHES.items()}
@@ -107,10 +107,10 @@ def test_a_checkpoint_of_any_layout_loads_in_others(tmp_path):
         checkpoints.save(number, trees, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
     layouts["another mesh"] = shapes("shard_exp_on_fsdp", "mesh.fsdp=2 mesh.expert=2")
-    names = list(layouts)
+    names = [*layouts, *list(layouts)[:1]]
     for number, other in enumerate(MESHES, start=1):
         about = read_about(checkpoints.folder, number)
-        for layout in (names[(number + step) % len(names)] for step in (0, 3)):
+        for layout in names[number:] if number == len(MESHES) else [names[number]]:
             target = layouts[layout]
             saved = restore(checkpoints.folder, number, about, **target)
             found = jax.tree_util.tree_leaves_with_path(saved)

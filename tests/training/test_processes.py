@@ -19,6 +19,13 @@ from moezoo.config.run_folders import steps
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 TWO_TRAINS = Path(__file__).with_name("two_trains.py")
+# Rows are windows of one source, and whole documents with padding of the other.
+MIXTURE = (
+    "data=mixture",
+    "data.eval_sequences=8",
+    "data.sources.windows={name: synthetic, vocab: 32, documents: 200, document_length: 100}",
+    "data.sources.whole={name: synthetic, vocab: 32, documents: 300, document_length: 6, packing: whole, weight: 2}",
+)
 COMMON = ("mesh.fsdp=2", "mesh.expert=2", "checkpoint_every=4", "eval_every=6", "steps=8", "frozen=['*.experts.gate']")
 SECONDS = 600  # far above what any process here takes
 
@@ -26,8 +33,20 @@ SECONDS = 600  # far above what any process here takes
 def assert_near(ours, theirs):
     """Every figure of every row agrees within rounding: sums between processes have another order."""
     assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(map(flat, ours), map(flat, theirs), strict=True):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
+
+
+def flat(row):
+    """Return a row with a key for the figure of each source of a mixture."""
+    parts = {key: value for key, value in row.items() if isinstance(value, dict)}
+    figures = {f"{key}.{name}": figure for key, value in parts.items() for name, figure in value.items()}
+    return {key: value for key, value in row.items() if key not in parts} | figures
+
+
+def without_evaluation(rows, step):
+    """Return the rows as of a run that is not evaluated at a step."""
+    return [{k: v for k, v in row.items() if row["step"] != step or not k.startswith("val_loss")} for row in rows]
 
 
 @contextlib.contextmanager
@@ -88,21 +107,27 @@ def wait_for_line(path, start, pair):
 
 
 @pytest.fixture(scope="module")
-def one(tiny, tmp_path_factory):
-    """Eight steps in this process."""
-    with steps_only():
-        return moezoo.train(moezoo.compose(*tiny, *COMMON, f"run_dir={tmp_path_factory.mktemp('runs')}/one"))
+def mixed(tiny):
+    """Overrides of the tiny run, on a mixture."""
+    return (*(word for word in tiny if not word.startswith("data")), *MIXTURE)
 
 
 @pytest.fixture(scope="module")
-def both(one, tiny, tmp_path_factory):
+def one(mixed, tmp_path_factory):
+    """Eight steps in this process."""
+    with steps_only():
+        return moezoo.train(moezoo.compose(*mixed, *COMMON, f"run_dir={tmp_path_factory.mktemp('runs')}/one"))
+
+
+@pytest.fixture(scope="module")
+def both(one, mixed, tmp_path_factory):
     """Two processes, numbered by Slurm, train the run "two", and then go on with that of one process as "again".
 
     A signal to one of them ends it. Returns the folder, exit codes, lines and errors.
     """
     folder = tmp_path_factory.mktemp("both")
     again = (f"resume={one.folder}/checkpoints/4", "run_dir=again", "steps=100000")
-    with started(folder, *tiny, *COMMON, "run_dir=two", then=[again], how="auto") as pair:
+    with started(folder, *mixed, *COMMON, "run_dir=two", then=[again], how="auto") as pair:
         wait_for_line(folder / "out0", "step 12/", pair)
         pair[1].send_signal(signal.SIGTERM)
         return folder, *ends(pair, folder)
@@ -115,7 +140,7 @@ def stop_step(out):
 
 
 def test_two_processes_train_as_one(both, one):
-    """A run of two, and one that they resumed from one process; and one process resumes the run of two."""
+    """A run of two on a mixture, and one that they resumed from one process; and one process resumes that of two."""
     folder, codes, out, errors = both
     assert errors == ["", ""]
     assert codes == [143, 143]
@@ -126,6 +151,8 @@ def test_two_processes_train_as_one(both, one):
     assert "distributed:\n  name: none" in (folder / "two" / "config.yaml").read_text()
     two = read_rows(folder / "two")
     assert_near(two, read_rows(one.folder))
+    assert two[-1]["tokens_by_source"] == read_rows(one.folder)[-1]["tokens_by_source"]
+    assert min(two[-1]["tokens_by_source"].values()) > 0
     saved, _ = moezoo.load_run(folder / "two")
     for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(one.model), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-6)
@@ -134,11 +161,10 @@ def test_two_processes_train_as_one(both, one):
     assert_near(read_rows(as_one.folder), two)
 
     assert steps(folder / "again" / "checkpoints")[-1] == stop_step(out)
-    wanted = read_rows(one.folder)
-    del wanted[7]["val_loss"]  # that run is not evaluated at step 8
-    assert_near(read_rows(folder / "again")[:8], wanted)
+    assert_near(read_rows(folder / "again")[:8], without_evaluation(read_rows(one.folder), 8))
 
 
+@pytest.mark.processes
 def test_a_dead_process_ends_both(both, tmp_path):
     """In one line. The run saves by the clock of the first process alone.
 
@@ -152,9 +178,7 @@ def test_a_dead_process_ends_both(both, tmp_path):
         pair[1].kill()
         codes, _, errors = ends(pair, tmp_path)
     assert codes == [3, -signal.SIGKILL]
-    wanted = read_rows(both[0] / "two")
-    del wanted[7]["val_loss"]
-    assert read_rows(run_dir)[:8] == wanted
+    assert read_rows(run_dir)[:8] == without_evaluation(read_rows(both[0] / "two"), 8)
     saved = steps(run_dir / "checkpoints")
     assert saved[0] == 5  # the first save is due before the first step
     assert errors[0].startswith("error: process 1 of the run ended ")
@@ -165,6 +189,7 @@ def test_a_dead_process_ends_both(both, tmp_path):
     assert errors[1] == ""
 
 
+@pytest.mark.processes
 def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
     """Different settings, different data, a folder that is not shared, and a mistake that one process makes."""
     for name, text in (("0", "abc "), ("1", "abd ")):
@@ -188,6 +213,7 @@ def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["other.txt", "text.txt", "text.txt"]
 
 
+@pytest.mark.processes
 def test_a_process_that_finds_no_other(tiny, tmp_path):
     """It waits for `start_seconds`, and ends with one line."""
     late = ("distributed.start_seconds=1", "distributed.processes=3")

@@ -207,7 +207,8 @@ def test_a_saved_run_evaluates_alike_on_any_mesh(run):
 def test_model_is_called_on_a_mesh_or_on_none(run):
     tokens = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) % 32
     cfg = moezoo.compose("mesh=ep8")
-    split = run.model(tokens, execution=moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, Gather()))
+    execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, Gather())
+    split = run.model(tokens, execution=execution)  # not inside `jit`, as a user may call it
     whole = moezoo.place(run.model, moezoo.Execution())(tokens)
     np.testing.assert_allclose(split.logits, whole.logits, atol=1e-5)  # logits are of order 1
     np.testing.assert_array_equal(split.routing.load, whole.routing.load)

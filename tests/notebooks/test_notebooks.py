@@ -8,7 +8,7 @@ import pytest
 from nbclient import NotebookClient
 
 CACHE = "jax_compilation_cache_dir"
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 @pytest.mark.parametrize("name", [p.name for p in sorted(NOTEBOOKS.glob("*.ipynb"))])
