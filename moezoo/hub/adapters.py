@@ -442,7 +442,7 @@ def load_adapter(
     shapes = jax.eval_shape(read.attach, bare)
     if execution is None or execution.mesh is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
-        shardings: Any = jax.tree.map(lambda _: here, shapes)
+        shardings = jax.tree.map(lambda _: here, shapes)
     else:
         shardings = execution.shardings(shapes)
 

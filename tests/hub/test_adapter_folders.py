@@ -200,8 +200,10 @@ def test_packed_experts_by_their_definition(name, tmp_path):
     wanted: dict[str, np.ndarray] = {}
     for expert in range(count):
         for path, (a, b) in (("both", inner), ("down", outer)):
-            of_expert = [np.outer(a[expert * rank + j], b[:, j * count + expert].astype(float)) for j in range(rank)]
-            wanted[f"{path} {expert}"] = 1.5 * np.sum(of_expert, axis=0)
+            of_expert: Any = sum(
+                np.outer(a[expert * rank + j], b[:, j * count + expert].astype(float)) for j in range(rank)
+            )
+            wanted[f"{path} {expert}"] = 1.5 * of_expert
         both = wanted.pop(f"both {expert}")
         alternate = PACKED[name]
         wanted[f"gate {expert}"] = both[:, ::2] if alternate else both[:, :12]
@@ -306,8 +308,8 @@ def test_merged_folders(name, dtype, tmp_path):
         added: Any = product(module)
         if key.endswith(("gate_up_proj", "down_proj")) and "experts" in key:  # gpt-oss: [experts, inputs, outputs]
             above, last = module.rpartition(".")[::2]
-            parts = [[product(f"{above}.{e}.{part}_proj") for e in range(8)] for part in ("gate", "up", "down")]
-            gate, up, down = (np.stack([x for x in part if x is not None]).swapaxes(1, 2) for part in parts)
+            parts: Any = [[product(f"{above}.{e}.{part}_proj") for e in range(8)] for part in ("gate", "up", "down")]
+            gate, up, down = (np.stack(part).swapaxes(1, 2) for part in parts)
             added = down if last == "down_proj" else np.stack([gate, up], axis=-1).reshape(*gate.shape[:2], -1)
         changed += added is not None
         wanted = x if added is None else (x.astype(float) + added).astype(np.float32).astype(x.dtype)
