@@ -76,7 +76,7 @@ class Lora(Adapter):
 
     Attributes:
         rank: The number of columns of A.
-        alpha: What the scale is made of.
+        alpha: What the scale is made of; None for a scale of 1.
         scale: `alpha/rank`, or `alpha/sqrt(rank)` (Kalajdzievski, 2023, arXiv:2312.03732).
         targets: Words of `WORDS`, `all` for all of these, or patterns of the paths of weights.
         init_from: A folder with pairs of these ranks, scale and targets to start from, as PEFT and moezoo write them.
@@ -84,7 +84,7 @@ class Lora(Adapter):
 
     rate_factor: ClassVar[float] = 10
     rank: Size = 16
-    alpha: Positive = 16.0
+    alpha: Positive | None = None
     scale: Literal["alpha/rank", "alpha/sqrt(rank)"] = "alpha/rank"
     targets: tuple[str, ...] = (_ALL,)
     init_from: str | None = None
@@ -97,7 +97,11 @@ class Lora(Adapter):
     @property
     def factor(self) -> float:
         """The factor of the product of a pair."""
-        return self.alpha / (self.rank if self.scale == "alpha/rank" else math.sqrt(self.rank))
+        return (
+            1.0
+            if self.alpha is None
+            else self.alpha / (self.rank if self.scale == "alpha/rank" else math.sqrt(self.rank))
+        )
 
     def chosen(self, model: LanguageModel) -> dict[str, Axes]:
         """Return the path and the axes of each weight that gets a pair, in a model without pairs."""
@@ -116,8 +120,8 @@ class Lora(Adapter):
                 here = matching("adapter.targets", [target], list(table))
                 if odd := sorted(here - {*weights}):
                     raise UserError(
-                        f"adapter.targets: {show(target)} matches {odd[0]}, of role {table[odd[0]].role.value} and no "
-                        "weight; leave it out, or train it whole with trained"
+                        f"adapter.targets: {show(target)} matches {odd[0]}, of role {table[odd[0]].role.value}, "
+                        "which has no pair; leave it out, or train it whole with trained"
                     )
             elif not here:
                 has = ", ".join(word for word, paths in in_words.items() if paths)

@@ -27,7 +27,7 @@ class ModelKeys:
     )
 
     adapter: str | None = key(
-        "a folder with low-rank pairs to put beside the weights: adapter/ of a run, or one that PEFT wrote",
+        "with folder: a folder with low-rank pairs for its weights: adapter/ of a run, or one that PEFT wrote",
         "FOLDER",
         default=None,
     )
@@ -39,6 +39,11 @@ class ModelKeys:
             raise UserError(
                 "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format; "
                 "init_from is of training"
+            )
+        if self.adapter is not None and self.folder is None:
+            raise UserError(
+                f"adapter={self.adapter}: a run has its own weights and pairs; leave it out, or name the folder that "
+                "it was trained beside: folder=FOLDER"
             )
         if self.dtype is not None and self.folder is None:
             raise UserError(
@@ -68,11 +73,9 @@ def configure_model(keys: ModelKeys, changes: Sequence[str]) -> Any:
 
 def load_model(keys: ModelKeys, changes: Sequence[str], execution: Any) -> Any:
     """Return the model: a run's on one device, a folder's laid out for `execution`."""
-    from moezoo.hub.adapters import load_adapter
     from moezoo.hub.loading import from_pretrained
     from moezoo.training.saved import load_run
 
     if keys.folder is None:
-        model = load_run(keys.run_dir or "", *changes)[0]
-        return model if keys.adapter is None else load_adapter(model, keys.adapter)
+        return load_run(keys.run_dir or "", *changes)[0]
     return from_pretrained(keys.folder, execution, keys.dtype, adapter=keys.adapter)

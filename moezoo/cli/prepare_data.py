@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,10 @@ def _print_chat(keys: Keys) -> None:
             raise UserError(f"{show(f'folder={keys.folder}')} is no folder; name one with tokenizer.json")
         tokenizer = tokenizer or str(Path(keys.folder) / "tokenizer.json")
     chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on)
-    encoded = chat.encode_line(keys.number)
+    try:
+        encoded = chat.encode_line(keys.number)
+    except UserError as error:  # training has these keys in its section `data`
+        raise UserError(re.sub(r"\bdata\.(template|tokenizer)=", r"\1=", str(error))) from error
     console = Console(highlight=False, soft_wrap=True)
     open_, close = ("\033[1;32m", "\033[0m") if console.color_system and not console.no_color else ("[", "]")
     print(encoded.with_marks(open_, close))

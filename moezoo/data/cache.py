@@ -133,6 +133,8 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
             if document.name:
                 names.append(document.name)
             yield made
+        if not shards:
+            raise UserError(f"{found.shown}: there is no document; name files that have some")
         if not tokens:
             raise UserError(f"{found.shown}: {NO_TOKENS}")
         for file, state in zip(found.paths, before, strict=True):

@@ -85,7 +85,7 @@ class Chat(FileSettings):
         found = find_files(self.path or "", key="chat", suffixes=self.suffixes)
         document = next(itertools.islice(self.documents(found), number - 1, None), None)
         if document is None:
-            raise UserError(f"{found.shown} has fewer than {number} chats; choose another")
+            raise UserError(f"{found.shown} has no chat number {number}; choose a smaller number")
         with self.format() as chats:
             try:
                 return self._encode(chats, document)
@@ -148,12 +148,16 @@ class Chat(FileSettings):
 
 def folder_format(folder: str) -> ChatFormat:
     """Return what renders chats for the model of a Hugging Face folder. Raises `UserError` where it has no template."""
-    return ChatFormat(folder_template(folder, key=f"folder={folder}"), _folder_tokenizer(folder), DATE)
+    return ChatFormat(_own_template(folder), _folder_tokenizer(folder), DATE)
 
 
 def folder_ends(folder: str) -> tuple[int, ...]:
     """Return the tokens at which answers end in the template of a folder. Raises as `folder_format` does."""
-    return _ends(_folder_tokenizer(folder), None, folder_template(folder, key=f"folder={folder}"))
+    return _ends(_folder_tokenizer(folder), None, _own_template(folder))
+
+
+def _own_template(folder: str) -> Template:
+    return folder_template(folder, key=f"folder={folder}", advice=f"write {TEMPLATE} there")
 
 
 def _folder_tokenizer(folder: str) -> HuggingFace:

@@ -28,12 +28,12 @@ class Template(NamedTuple):
     variables: dict[str, Any]
 
 
-def folder_template(folder: str | Path, *, key: str) -> Template:
+def folder_template(folder: str | Path, *, key: str, advice: str = "set data.template=FILE") -> Template:
     """Return the chat template of a Hugging Face folder.
 
     Its chat_template.jinja comes before the chat_template of its tokenizer_config.json, which has the special tokens.
 
-    Raises `UserError`, naming `key`, if there is none, or a file is damaged.
+    Raises `UserError`, naming `key`, if there is none, which `advice` mends, or a file is damaged.
     """
     folder = Path(os.path.expanduser(folder))
     texts, shown = {}, show(str(folder / TEMPLATE))
@@ -46,8 +46,7 @@ def folder_template(folder: str | Path, *, key: str) -> Template:
         texts = _config_texts(_read_config(folder / CONFIG, shown), shown)
     if not texts:
         raise UserError(
-            f"{key}: {show(str(folder))} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); "
-            "set data.template=FILE"
+            f"{key}: {show(str(folder))} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); {advice}"
         )
     return Template(shown, texts, _special_tokens(folder))
 

@@ -222,9 +222,11 @@ def trained_rows(blueprint: Blueprint) -> list[tuple[str, str]]:
         if axes.role is not Role.BUFFER:
             found["trained" if learns else "frozen"].append((path, math.prod(shape), _size(stored)))
     if pairs := found.pop("adapted"):
-        rows = [*_adapter_rows(blueprint, pairs), *_count_rows({name: some for name, some in found.items() if some})]
-        alone = "the run's folder adapter/ lacks what is trained besides; moezoo convert merges all into a folder"
-        return rows + [("adapter", alone)] * bool(found["trained"])
+        rows = list(_adapter_rows(blueprint, pairs))
+        if found["trained"]:
+            alone = "the run's folder adapter/ lacks what is trained besides; moezoo convert merges all into a folder"
+            rows.append(("adapter", alone))
+        return rows + _count_rows({name: some for name, some in found.items() if some})
     return _count_rows(found)
 
 

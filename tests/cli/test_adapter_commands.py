@@ -52,6 +52,12 @@ def test_a_run_leaves_an_adapter(folder, run):
     assert next(line for line in lines if line.startswith("adapter: rank 2, scale 32"))
 
 
+def test_an_adapter_is_for_a_folder(run):
+    """A run's weights are not those that it was trained beside."""
+    with refused("adapter=there: a run has its own weights and pairs", "folder=FOLDER"):
+        continuations([f"run_dir={run[0]}", "adapter=there", *ASKED])
+
+
 def test_generate_and_evaluate_with_an_adapter(folder, run, capsys):
     path, _ = run
     beside = [f"folder={folder}", f"adapter={path}/adapter"]

@@ -246,7 +246,10 @@ def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypa
     prepare_data([f"chat={path}", f"folder={folder}", "number=2", "loss_on=all"])
     assert capsys.readouterr().out.startswith("[<|im_start|>system\nBe brief.")
     for arguments, message in (
-        ([f"chat={path}", f"folder={folder}", "number=9"], f"chat={path} has fewer than 9 chats; choose another"),
+        (
+            [f"chat={path}", f"folder={folder}", "number=9"],
+            f"chat={path} has no chat number 9; choose a smaller number",
+        ),
         ([f"chat={path}", f"folder={tmp_path}/x"], f"folder={tmp_path}/x is no folder; name one with tokenizer.json"),
         ([f"chat={path}", "out=x.npy"], f"chat={path} prints a chat, and writes no file; leave path and out out"),
         (["out=x.npy"], "path is missing; write path=FILE_OR_FOLDER: a UTF-8 text file"),

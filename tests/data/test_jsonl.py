@@ -266,7 +266,7 @@ GOOD = b'{"text": "good"}\n'
         ("a.jsonl", b'{"text": 12}\n', {}, " line 1: field text is a number, not a string; set data.field"),
         ("a.jsonl", b'{"text": "\xff"}\n', {}, " line 1 is not UTF-8: byte 10 is 0xff; convert the file to UTF-8"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, " line 1: field text has half of a surrogate pair at character 1"),
-        ("a.jsonl", b"", {}, ": the tokenizer makes no token of this text; give another text or tokenizer"),
+        ("a.jsonl", b"", {}, ": there is no document; name files that have some"),
         (
             "a.jsonl.gz",
             gzip.compress(GOOD, mtime=0)[:-2],

@@ -67,7 +67,7 @@ def test_refusals(pyarrow, tmp_path):
     with refused(f"data.path={path} row 2 is not UTF-8: byte 0 of its string; write it again"):
         load_parquet(path)
     write(pyarrow, path, text=pyarrow.array([], pyarrow.string()))
-    with refused(f"data.path={path}: the tokenizer makes no token of this text"):
+    with refused(f"data.path={path}: there is no document; name files that have some"):
         load_parquet(path)
     content = path.read_bytes()
     for damaged in (b"", b"text\n", content[:-3], b"\xff" * 40 + content[40:]):

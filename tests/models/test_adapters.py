@@ -93,6 +93,7 @@ def test_the_scale(scale, factor):
     assert Lora(rank=4, alpha=10.0, scale=scale).factor == factor
     blueprint = adapted("adapter.alpha=10", f'adapter.scale="{scale}"')
     assert {pair.scale for _, pair in pairs_by_path(blueprint.shapes)} == {factor}
+    assert Lora(rank=4, scale=scale).factor == 1
 
 
 def test_counts():
@@ -104,13 +105,15 @@ def test_counts():
     ]
     numbers = sum(pair.a.size + pair.b.size for _, pair in pairs_by_path(blueprint.shapes))
     rows = trained_rows(blueprint)
-    assert [title for title, _ in rows] == ["adapter", "trained", "frozen"]
-    assert rows[0][1].startswith(f"rank 4, scale 4: {numbers:,} parameters, ")
+    assert [title for title, _ in rows] == ["adapter", "adapter", "adapter", "trained", "frozen"]
+    assert "PEFT" in rows[1][1]
+    assert "lacks what is trained besides" in rows[2][1]
+    assert rows[0][1].startswith(f"rank 4, scale 1: {numbers:,} parameters, ")
     assert "feed_forward.experts.{gate, up, down}" in rows[0][1]
     router = next(shape for path, _, shape in parameter_table(plain.shapes) if path.endswith("router.weight"))
-    assert rows[1][1].startswith(f"{math.prod(router):,} parameters")
+    assert rows[3][1].startswith(f"{math.prod(router):,} parameters")
     total, _ = count_parameters(plain.shapes, 2)
-    assert rows[2][1].startswith(f"{total - math.prod(router):,} parameters")
+    assert rows[4][1].startswith(f"{total - math.prod(router):,} parameters")
 
 
 @pytest.mark.parametrize(
@@ -119,15 +122,15 @@ def test_counts():
         (["adapter.targets=[]"], "adapter.targets=[] leaves nothing to adapt"),
         (["adapter.targets=[atention]"], "adapter.targets=atention: no such word; did you mean 'attention'?"),
         (["adapter.targets=['*.atention.*']"], "adapter.targets: *.atention.* matches no whole path|'*.attention.*'"),
-        (["adapter.targets=['*norm.scale']"], "adapter.targets: *norm.scale matches|of role scale and no weight"),
+        (["adapter.targets=['*norm.scale']"], "adapter.targets: *norm.scale matches|of role scale, which has no pair"),
         (
             ["adapter.targets=[.embedding.weight]"],
-            "adapter.targets: .embedding.weight matches|of role embedding and no",
+            "adapter.targets: .embedding.weight matches|of role embedding, which has no pair",
         ),
         (["model=mixtral", "adapter.targets=[shared]"], "adapter.targets: this model has no weights of shared; it has"),
         (["adapter.rank=200"], "adapter.rank=200 but .stacks[0].blocks[0].attention.|is a matrix of|choose at most"),
         (["adapter.rank=0"], "adapter.rank=0 must be at least 1"),
-        (["adapter.alpha=0"], "adapter.alpha=0 must be above 0"),
+        (["adapter.alpha=0"], "adapter.alpha=0 must be above 0, or null"),
         (["adapter.scale=alpha"], "adapter.scale=alpha: expected one of alpha/rank, alpha/sqrt(rank)"),
         (["adapter.r=3"], "adapter.r: there is no key 'r' in adapter lora"),
         (["adapter.init_from=there"], "adapter.init_from=there has pairs for trained weights; name the folder"),
