@@ -13,6 +13,7 @@ from refusals import refused
 
 from moezoo.cli.prepare_data import main as prepare_data
 from moezoo.data import Chat, Source, chat_renderer, load
+from moezoo.data.chat import folder_format
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
 from moezoo.data.corpus import select_held_out_by_index
@@ -258,3 +259,17 @@ def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypa
         with pytest.raises(UserError) as caught:
             prepare_data(arguments)
         assert str(caught.value).startswith(message)
+
+
+def test_a_missing_template_is_named_by_the_keys_at_hand(folder, tmp_path):
+    """Training sets data.template, prepare-data template, and generate reads the folder alone."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "tokenizer.json").write_bytes((Path(folder) / "tokenizer.json").read_bytes())
+    path = write(tmp_path / "a.jsonl", CHATS)
+    with refused(f"tokenizer={bare}/tokenizer.json: {bare} has no chat template", "set template=FILE"):
+        prepare_data([f"chat={path}", f"folder={bare}"])
+    with refused(f"data.tokenizer={bare}/tokenizer.json: {bare} has no chat", "set data.template=FILE"):
+        settings(path, bare).encode_line(1)
+    with refused(f"folder={bare}: {bare} has no chat template", "write chat_template.jinja there"):
+        folder_format(str(bare))
