@@ -25,7 +25,7 @@ class LowRank(Composed):
     weight is asked for. `base` is an array or another container. For stacked matrices each has its own pair.
 
     Attributes:
-        base: [*stacked, *inputs, *outputs].
+        base: [*stacked, *inputs, *outputs], an array or another container.
         a: [*stacked, *inputs, rank].
         b: [*stacked, rank, *outputs].
         scale: The factor of the product of both.
@@ -33,9 +33,10 @@ class LowRank(Composed):
         dtype: The dtype of the base.
     """
 
-    base: Float[Array, "..."] | Stored
-    a: Float[Array, "..."]
-    b: Float[Array, "..."]
+    # Arrays or containers of them. In kernels they are operands, and in trees like a model also shapes or None.
+    base: Any
+    a: Any
+    b: Any
     scale: float = eqx.field(static=True)
     inputs: int = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
