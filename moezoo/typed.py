@@ -216,7 +216,7 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
     for field in dataclasses.fields(kind):
         name = field.name
         usual = field.default_factory() if callable(field.default_factory) else field.default
-        usual = getattr(default, name) if isinstance(default, kind) else usual
+        usual = getattr(default, name) if type(default) is kind else usual
         if name in value:
             below = usual if dataclasses.is_dataclass(usual) else None
             completed[name] = complete(hints[name], value[name], _join(key, name), checks, below)

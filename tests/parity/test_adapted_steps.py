@@ -35,6 +35,7 @@ STEPS, RATE = 2, 0.02
 # As in test_step_parity: float32 rounds about forty operations in a row to 1e-6 of an array's largest value.
 TOLERANCE = 1e-5
 ADAPTER = Lora(rank=2, alpha=3.0, scale="alpha/sqrt(rank)")
+SCALE = 3 / math.sqrt(2)
 # Tokens or weights move; experts, heads and widths are split, and key-value heads shared; latents on a ring; layers of
 # several kinds; biases and an activation of experts; every `remat`.
 CASES = [
@@ -83,7 +84,7 @@ def _matrices(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.n
 
 def merged(bases: oracle.Parameters, pairs: oracle.Parameters) -> oracle.Parameters:
     """Return the oracle's parameters with scale A B added to each weight that has a pair."""
-    found, scale = dict(bases), ADAPTER.alpha / math.sqrt(ADAPTER.rank)
+    found, scale = dict(bases), SCALE
     for name in {key[:-2] for key in pairs}:
         a, b = _matrices(name, pairs[f"{name} a"], pairs[f"{name} b"])
         found[name] = bases[name] + scale * (a @ b).reshape(bases[name].shape)
@@ -92,7 +93,7 @@ def merged(bases: oracle.Parameters, pairs: oracle.Parameters) -> oracle.Paramet
 
 def gradients_of(gradients: oracle.Parameters, pairs: oracle.Parameters) -> oracle.Parameters:
     """Return the gradients of the pairs, given those of the merged weights."""
-    found, scale = {}, ADAPTER.alpha / math.sqrt(ADAPTER.rank)
+    found, scale = {}, SCALE
     for name in {key[:-2] for key in pairs}:
         a, b = _matrices(name, pairs[f"{name} a"], pairs[f"{name} b"])
         g = gradients[name].reshape(*a.shape[:-1], b.shape[-1])
