@@ -15,6 +15,7 @@ from training_runs import assert_same_models, read_rows, steps_only, train_and_p
 
 import moezoo
 from moezoo.hub.adapters import read_adapter
+from moezoo.hub.tensors import arrays_by_path
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import as_arrays
 from moezoo.parallel.low_rank import pairs_by_path, without_pairs
@@ -112,14 +113,13 @@ def test_a_merged_run_is_a_merged_folder(run, base, tmp_path):
     assert_same_models(one, other)
     plain = moezoo.from_pretrained(base, dtype="float32")
     for path, pair in pairs_by_path(run[0].model):
-        of_path = lambda m, path=path: eval(f"m{path}", {"m": m})  # noqa: E731
-        weight = np.asarray(of_path(plain), np.float64)
+        weight, found = (np.asarray(arrays_by_path(m)[path.lstrip(".")], np.float64) for m in (plain, one))
         first = pair.a.ndim - 1 - pair.inputs
         a = np.asarray(pair.a, np.float64).reshape(*pair.a.shape[:first], -1, 2)
         b = np.asarray(pair.b, np.float64).reshape(*pair.b.shape[: first + 1], -1)
         wanted = weight + 1.5 * (a @ b).reshape(weight.shape)
         # bfloat16 rounds by 2^-9 of a number at most.
-        np.testing.assert_allclose(np.asarray(of_path(one), np.float64), wanted, rtol=2**-8, atol=1e-6)
+        np.testing.assert_allclose(found, wanted, rtol=2**-8, atol=1e-6)
 
 
 def test_a_resumed_run_is_equal_to_the_bit(run, base, tmp_path):
