@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from moezoo.errors import UserError, check_type
-from moezoo.hub.json_files import read_json
+from moezoo.hub.adapter_settings import CONFIG, PEFT, WEIGHTS, AdapterSettings
 from moezoo.hub.opening import describe_download, folder_argument
 from moezoo.hub.peft import describe_unread
 from moezoo.hub.tensors import arrays_by_path, list_names, tensors
@@ -47,42 +47,8 @@ from moezoo.parallel.fetch import fetch
 from moezoo.parallel.low_rank import LowRank, is_low_rank, without_pairs
 from moezoo.typed import convert, show
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base_sha256"  # the entry of the file's metadata with the hash of the folder that the adapter is for
 _PREFIX = "base_model.model."
-_PEFT = (0, 19)  # the first version with this layout of packed experts
-# Patterns of names are regular expressions from anybody: few repetitions, and no repeated group.
-_REPEATS, _REPEATED, _MOST_REPEATS = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]"), 4
-# Keys of adapter_config.json that change what is computed, and the values that have no effect; others are refused.
-_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-    "layer_replication": (None,),
-    "megatron_config": (None,),
-    "loftq_config": (None, {}),
-    # The others change the base.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-}
-# What was chosen by, and how it was trained: the tensors show the result.
-_UNREAD = frozenset(
-    {
-        *("alora_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
-        *("eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
-        *("lora_ga_config", "megatron_core", "monteclora_config", "peft_type", "peft_version", "qalora_group_size"),
-        *("revision", "runtime_config", "target_modules", "target_parameters", "task_type"),
-    }
-)
-_READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))
-
-
 # lora_A [rank, inputs] and lora_B [outputs, rank]
 _Matrices = tuple[np.ndarray, np.ndarray]
 
@@ -281,7 +247,7 @@ class _Sizes(NamedTuple):
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "peft_version": ".".join(map(str, (*_PEFT, 0))),
+            "peft_version": ".".join(map(str, (*PEFT, 0))),
             "r": rank,
             "lora_alpha": _plain(alpha),
             "use_rslora": False,
@@ -473,7 +439,7 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not (where / name).exists():
             raise UserError(f"adapter={where}: no {name}; name a folder that PEFT or moezoo wrote")
-    settings = _Settings.read(where / CONFIG)
+    settings = AdapterSettings.read(where / CONFIG)
     files = WeightFiles(where, WEIGHTS)
     left = {_module(name): name for name in files.tensors}
     if len(left) < len(files.tensors):
@@ -547,7 +513,7 @@ def _split(place: Place, a: np.ndarray, b: np.ndarray, where: Path) -> list[tupl
 class _Packed:
     """The pairs that PEFT has for all experts of a layer. That of `gate_up_proj` is inside that of `down_proj`."""
 
-    def __init__(self, settings: "_Settings", read: Callable[[str], _Matrices | None], experts: int):
+    def __init__(self, settings: AdapterSettings, read: Callable[[str], _Matrices | None], experts: int):
         self._settings, self._read, self._experts = settings, read, experts
         self._open: dict[str, _Matrices | None] = {}
 
@@ -590,90 +556,3 @@ class _Packed:
                 f"{' and '.join(sorted(targets)) or 'none'} of their two matrices, expected one; save it with PEFT"
             )
         return outer if targets == {name} else None
-
-
-class _Settings(NamedTuple):
-    """What adapter_config.json says of the factor of each pair."""
-
-    where: Path
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    by_root: bool
-    version: str | None
-    parameters: tuple[str, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> "_Settings":
-        """Read the file. Raises `UserError` for what is no LoRA, and for what would be computed in another way."""
-        mapping = read_json(path)
-        if mapping.get("peft_type") != "LORA":
-            raise UserError(f"{path}: peft_type={show(mapping.get('peft_type'))[:40]}, expected LORA; only it is read")
-        for key, value in mapping.items():
-            if key in _WITHOUT_EFFECT:
-                if value not in _WITHOUT_EFFECT[key]:
-                    usual = show(_WITHOUT_EFFECT[key][0])
-                    raise UserError(
-                        f"{path}: {key}={show(value)[:80]} computes something else than a low-rank pair beside each "
-                        f"weight; expected {usual}: merge the adapter with PEFT, and load the merged folder"
-                    )
-            elif key not in _UNREAD | _READ and value not in (None, False, [], {}, "", 0):
-                raise UserError(
-                    f"{path}: unknown key {show(key)[:80]}={show(value)[:80]}; what it means is not known here: merge "
-                    "the adapter with PEFT, and load the merged folder"
-                )
-        number = lambda key, kind, of: convert(kind, of, f"{path}: {key}")  # noqa: E731
-        for key in ("rank_pattern", "alpha_pattern"):
-            for pattern in number(key, Mapping[str, float], mapping.get(key) or {}):
-                if len(_REPEATS.findall(pattern)) > _MOST_REPEATS or _REPEATED.search(pattern):
-                    raise UserError(
-                        f"{path}: {key} has {show(pattern)[:80]}, whose search may never end; write the names of the "
-                        "modules, or the ends of their names"
-                    )
-        return cls(
-            path,
-            number("r", int, mapping.get("r", 8)),
-            number("lora_alpha", float, mapping.get("lora_alpha", 8)),
-            number("rank_pattern", Mapping[str, int], mapping.get("rank_pattern") or {}),
-            number("alpha_pattern", Mapping[str, float], mapping.get("alpha_pattern") or {}),
-            number("use_rslora", bool, mapping.get("use_rslora", False)),
-            number("peft_version", str | None, mapping.get("peft_version")),
-            tuple(str(name).rpartition(".")[2] for name in mapping.get("target_parameters") or ()),
-        )
-
-    def check_packed(self) -> None:
-        """Raise `UserError` where matrices of all experts have another layout, or an unknown one."""
-        found = re.match(r"(\d+)\.(\d+)", self.version or "")
-        if found is None or (int(found[1]), int(found[2])) < _PEFT:
-            raise UserError(
-                f"{self.where}: the adapter has one pair for all experts of a layer, and peft_version="
-                f"{show(self.version)}; before 0.19.0 PEFT had these transposed: load it with that version, merge it, "
-                "and load the merged folder"
-            )
-
-    def scale(self, module: str, rank: int) -> float:
-        """Return the factor of a module's pair, whose matrices have so many ranks."""
-        stated, alpha = (_of(module, *pair) for pair in ((self.ranks, self.rank), (self.alphas, self.alpha)))
-        if stated != rank:
-            raise UserError(
-                f"{self.where}: the pair of {module} has rank {rank} in {WEIGHTS}, but {stated} by r or rank_pattern; "
-                "the two files belong to different adapters"
-            )
-        if not alpha or not math.isfinite(alpha):
-            raise UserError(
-                f"{self.where}: lora_alpha or alpha_pattern has {alpha:g} for {module}, expected a finite number other "
-                "than 0; take the right one"
-            )
-        return alpha / (math.sqrt(rank) if self.by_root else rank)
-
-
-def _of(module: str, pattern: Mapping[str, Any], usual: Any) -> Any:
-    """Return the value of the first pattern that a module's name ends with, as PEFT does."""
-    for key, value in pattern.items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error:
-            continue
-    return usual
