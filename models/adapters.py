@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 import zlib
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from moezoo.nn.linear import draws_numbers
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.parallel.low_rank import LowRank, pairs_by_path
 from moezoo.parallel.patterns import matches, matching
-from moezoo.typed import Positive, Size, check_fields, show
+from moezoo.typed import Positive, Range, Size, check_fields, show
 
 # A short word for the weights of a kind of part, and the patterns of their paths.
 WORDS = {
@@ -34,11 +34,13 @@ class Adapter(abc.ABC):
     Attributes:
         rate_factor: The factor on the learning rate of a run that starts from weights, unless the rate is set.
         init_from: The folder of an adapter to start from; None for a fresh one.
+        dropout: The probability with which training drops an input of what is trained.
     """
 
     rate_factor: ClassVar[float] = 1
 
     init_from: str | None = None
+    dropout: float = 0
 
     @abc.abstractmethod
     def adapt(self, model: LanguageModel, key: Array) -> LanguageModel:
@@ -79,6 +81,7 @@ class Lora(Adapter):
         alpha: What the scale is made of; None for a scale of 1.
         scale: `alpha/rank`, or `alpha/sqrt(rank)` (Kalajdzievski, 2023, arXiv:2312.03732).
         targets: Words of `WORDS`, `all` for all of these, or patterns of the paths of weights.
+        dropout: The probability with which a step drops each input of A (`moezoo.parallel.dropout`).
         init_from: A folder with pairs of these ranks, scale and targets to start from, as PEFT and moezoo write them.
     """
 
@@ -87,6 +90,7 @@ class Lora(Adapter):
     alpha: Positive | None = None
     scale: Literal["alpha/rank", "alpha/sqrt(rank)"] = "alpha/rank"
     targets: tuple[str, ...] = (_ALL,)
+    dropout: Annotated[float, Range(at_least=0, below=1)] = 0
     init_from: str | None = None
 
     def __post_init__(self):
@@ -122,6 +126,11 @@ class Lora(Adapter):
                     raise UserError(
                         f"adapter.targets: {show(target)} matches {odd[0]}, of role {table[odd[0]].role.value}, "
                         "which has no pair; leave it out, or train it whole with trained"
+                    )
+                if self.dropout and (outside := [path for path in sorted(here) if ".stacks" not in path]):
+                    raise UserError(
+                        f"adapter.dropout={self.dropout:g} is for pairs of layers, and adapter.targets has "
+                        f"{outside[0]}; set adapter.dropout=0, or leave it out"
                     )
             elif not here:
                 has = ", ".join(word for word, paths in in_words.items() if paths)

@@ -21,6 +21,7 @@ from moezoo.nn.cache import Cache
 from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Stack
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.low_rank import with_dropout
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
 Collect = Callable[[Block, PyTree], PyTree]
@@ -161,30 +162,36 @@ def run_layers(
     learns = cache is None and collect is None
 
     def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-        return (execution.gather_weights(block) if learns else block)(x, own, execution, past)
+        if learns:
+            block = with_dropout(execution.gather_weights(block), block, own.dropout, execution.first_input)
+        return block(x, own, execution, past)
 
     if learns:
         run = execution.checkpoint(run)
 
-    def run_stack(number: int, stack: Stack, x: Array) -> tuple[Array, tuple[PyTree, ...]]:
+    def run_stack(number: int, stack: Stack, first: int, x: Array) -> tuple[Array, tuple[PyTree, ...]]:
         # Computed once: neither again in the backward pass nor, by a compiler, for each head.
         prepared = [context._replace(prepared=block.attention.prepare(context)) for block in stack.blocks]
 
         def step(x: Array, scanned: Any) -> tuple[Array, tuple[PyTree, ...]]:
             # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
-            blocks, collected = scanned if learns else execution.layer(stack.blocks, scanned), []
+            period, sliced = scanned
+            blocks, collected = sliced if learns else execution.layer(stack.blocks, period), []
             for kind, block in enumerate(blocks):
-                past = None if cache is None else cache.past(number, kind, scanned)
-                x, sums, kept = run(x, block, prepared[kind], past)
+                past, own = None if cache is None else cache.past(number, kind, period), prepared[kind]
+                if own.dropout is not None:
+                    own = own._replace(dropout=own.dropout.of(first + period * len(blocks) + kind))
+                x, sums, kept = run(x, block, own, past)
                 collected.append(sums if learns else kept if collect is None else collect(block, kept))
             return x, tuple(collected)
 
-        return jax.lax.scan(step, x, stack.blocks if learns else jnp.arange(stack.count))
+        return jax.lax.scan(step, x, (jnp.arange(stack.count), stack.blocks if learns else None))
 
-    collected = []
+    collected, first = [], 0
     for number, stack in enumerate(stacks):
-        x, of_stack = run_stack(number, stack, x)
+        x, of_stack = run_stack(number, stack, first, x)
         collected.append(of_stack)
+        first += stack.count * len(stack.blocks)
     if not learns:
         return LayersOutput(x, tuple(collected), None)
     sums = {(n, kind): one for n, kinds in enumerate(collected) for kind, one in enumerate(kinds) if one is not None}

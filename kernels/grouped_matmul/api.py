@@ -16,6 +16,7 @@ from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWei
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.dropout import dropouts, read_numbers, take_numbers
 from moezoo.parallel.kernels import ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
@@ -208,7 +209,8 @@ def routed_mlp(
     composed = functools.partial(_routed_mlp, activation=activation)
     # On accelerators these rows take the composed path too; no backend there has a `routed_mlp`.
     are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in (gate, up, down))
-    if are_few or not any(BACKENDS[name].routed_mlp for _, name in chosen):
+    # What is dropped differs by row, so rows are made; kernels read tokens.
+    if are_few or dropouts((gate, up, down)) or not any(BACKENDS[name].routed_mlp for _, name in chosen):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
@@ -228,7 +230,7 @@ def routed_mlp(
 def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation):
     gate, up, down, gate_bias, up_bias = weights
     options = {"group_sizes": plan.group_sizes, "implementation": implementation}
-    rows = permute(tokens, plan)
+    rows, (gate, up, down) = read_numbers(permute(take_numbers(tokens, weights), plan), (gate, up, down))
     inner = gated(rows, gate, up, activation=activation, gate_bias=gate_bias, up_bias=up_bias, **options)
     return unpermute(grouped_matmul(inner, down, **options), gates, plan)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from moezoo.nn.base import Mixer, MixerOutput
 from moezoo.nn.cache import Kept, Past, Slots
@@ -30,6 +30,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import BothCoordinates, Scoring, SplitOperands
+from moezoo.parallel.dropout import read_numbers, take_numbers
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -67,10 +68,10 @@ def expand(
     weights: tuple[Array | Stored, Array | Stored], latents: Latents
 ) -> tuple[Float[Array, "batch keys heads head_dim"], Float[Array, "batch keys heads value_dim"]]:
     """Return keys and values of all heads. `weights`: key_up and value_up."""
-    key_up, value_up = weights
-    keys = project(latents.latent, key_up)
+    latent, (key_up, value_up) = read_numbers(latents.latent, weights)
+    keys = project(latent, key_up)
     shared = jnp.broadcast_to(latents.shared[:, :, None], (*keys.shape[:3], latents.shared.shape[-1]))
-    return jnp.concatenate([keys, shared], axis=-1), project(latents.latent, value_up)
+    return jnp.concatenate([keys, shared], axis=-1), project(latent, value_up)
 
 
 class LatentAttention(Mixer):
@@ -126,14 +127,15 @@ class LatentAttention(Mixer):
         group = execution.inner_group("heads")
         turn = self.prepare(context) if context.prepared is None else context.prepared
         plain, turned = self._queries(x, context, turn, group)
-        kept: PyTree = self.latents(x, turn)
+        kept = self.latents(x, turn)
         scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
         scoring = Scoring(scale, order=execution.kernel("attention"))
         if past is None:
             # With many queries, making keys and values of every head takes the fewest operations.
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
-            operands = SplitOperands(q, group.enter(kept), weights, expand, context.coordinates, scoring)
+            travels = kept._replace(latent=take_numbers(kept.latent, weights))
+            operands = SplitOperands(q, group.enter(travels), weights, expand, context.coordinates, scoring)
             y = attend(operands, execution.sequence_group)[:, :, :, 0]
         else:
             seen = group.enter(past.state.with_token(kept, past))

@@ -7,18 +7,21 @@ from jaxtyping import PyTree
 
 from moezoo.nn.context_parallel import context_parallel
 from moezoo.parallel.context_parallel import BothCoordinates, Coordinates
+from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.execution import Execution
 
 
 class Context(NamedTuple):
     """The coordinates of the queries of this device and of the keys.
 
-    `prepared` is what `Mixer.prepare` returned for the layer, if it was called before the layer.
+    `prepared` is what `Mixer.prepare` returned for the layer, if it was called before the layer. `dropout` is what
+    low-rank pairs drop of their inputs; None except in training.
     """
 
     queries: Coordinates
     keys: Coordinates
     prepared: PyTree = None
+    dropout: Dropout | None = None
 
     @property
     def coordinates(self) -> BothCoordinates:

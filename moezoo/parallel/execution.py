@@ -331,6 +331,25 @@ class Execution:
         extra = self.expert_axes if self.moves_weights and "expert" in placement.axes.names else ()
         return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
 
+    def first_input(self, logical: str, count: int) -> jax.Array | int:
+        """Return the number of the first of `count` inputs that this device has along an axis of a gathered weight."""
+        return self._index(self.rules.kept(logical, self.sizes)) * count
+
+    def token_numbers(self, rows: int, tokens: int) -> jax.Array:
+        """Return int32 [rows, tokens], which number the tokens of this device among those of all devices.
+
+        The token at place p of row r, of rows of n tokens, has number r n + p, in whatever order devices have them.
+        """
+        length = tokens * self.ways(self.sequence_axes)
+        first = self._index(self.sequence_axes) * tokens
+        places = jax.lax.dynamic_slice_in_dim(jnp.asarray(self.token_order(length), jnp.int32), first, tokens)
+        row = self._index(self.batch_axes) * rows + jax.lax.iota(jnp.int32, rows)
+        return row[:, None] * length + places[None]
+
+    def _index(self, axes: tuple[str, ...]) -> jax.Array | int:
+        """Return this device's number along `axes`, inside `shard_map`; 0 without axes."""
+        return jax.lax.axis_index(axes) if axes else 0
+
     def gather_weights(self, module: PyTree) -> PyTree:
         """Return a layer's weights, in `dtype` and gathered as the rules require. Called just before a layer runs.
 

@@ -1,6 +1,8 @@
 """A frozen weight with a trained low-rank pair beside it (LoRA; Hu et al., 2021, arXiv:2106.09685)."""
 
 import dataclasses
+import math
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.parallel.roles import Axes, Role
+from moezoo.errors import UserError
+from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
+from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.stored import Composed, Dot, Stored, by_matrix, contract, materialise, multiply
 
 # The logical axis between the two matrices of a pair.
@@ -31,6 +35,8 @@ class LowRank(Composed):
         scale: The factor of the product of both.
         inputs: The number of input dimensions.
         dtype: The dtype of the base.
+        dropout: What is dropped of what `a` reads; None for nothing, as outside of training. It is no parameter, and
+            only gathered weights have it.
     """
 
     # Arrays or containers of them. In kernels they are operands, and in trees like a model also shapes or None.
@@ -40,6 +46,7 @@ class LowRank(Composed):
     scale: float = eqx.field(static=True)
     inputs: int = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
+    dropout: Dropout | None = None
 
     def axes(self, declared: Axes) -> Mapping[str, Axes]:
         """Return the declared axes for the base, and for the pair the same with the rank for outputs, or inputs."""
@@ -72,11 +79,13 @@ class LowRank(Composed):
 
     def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
         """See `Stored.product`."""
-        thin = self._scaled(multiply(x, self.a, inputs, jnp.float32), x.dtype)
+        thin = self._scaled(multiply(self._dropped(x), self.a, inputs, jnp.float32), x.dtype)
         return multiply(x, self.base, inputs, dtype) + multiply(thin, self.b, 1, dtype)
 
     def contraction(self, equation: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """See `Stored.contraction`. The pair is contracted one matrix after the other."""
+        if self.dropout is not None:
+            raise UserError("adapter.dropout drops inputs of `project` only, and a layer calls `contract`; set it to 0")
         operands, result = equation.split("->")
         of_x, of_weight = operands.split(",")
         rank = next(letter for letter in "rzyw" if letter not in equation)
@@ -90,7 +99,7 @@ class LowRank(Composed):
         self, rows: Float[Array, "rows inputs"], multiply: Callable[[Array, Any], Array]
     ) -> Float[Array, "rows outputs"]:
         """See `Composed.group_product`."""
-        thin = self._scaled(multiply(rows, self.a), rows.dtype)
+        thin = self._scaled(multiply(self._dropped(rows), self.a), rows.dtype)
         return multiply(rows, self.base) + multiply(thin, self.b)
 
     def operand(self, dtype: DTypeLike) -> "LowRank":
@@ -117,7 +126,35 @@ class LowRank(Composed):
         return dataclasses.replace(self, base=None)
 
     def _scaled(self, x: Array, dtype: DTypeLike) -> Array:
-        return (x.astype(jnp.float32) * self.scale).astype(dtype)
+        scale = self.scale if self.dropout is None else self.scale / self.dropout.kept
+        return (x.astype(jnp.float32) * scale).astype(dtype)
+
+    def _dropped(self, x: Array) -> Array:
+        return x if self.dropout is None else self.dropout(x)
+
+
+def with_dropout(gathered: Any, module: Any, dropout: Dropout | None, first: Callable[[str, int], Array | int]) -> Any:
+    """Return the weights of a layer with `dropout` of what each pair reads.
+
+    Args:
+        gathered: The weights, gathered.
+        module: The same before they were gathered.
+        dropout: The dropout of the layer; None for none.
+        first: A function of a logical axis and a number of inputs on this device that returns the number of the first.
+    """
+    if dropout is None:
+        return gathered
+    inputs = {path: pair.a.inputs for path, pair in pairs_by_path(axes_of(module))}
+
+    def put(path: Any, x: Any) -> Any:
+        if not is_low_rank(x):
+            return x
+        name = jax.tree_util.keystr(path)
+        own = dropout.of(zlib.crc32(name.encode()))
+        size = math.prod(x.a.shape[-1 - x.inputs : -1])
+        return dataclasses.replace(x, dropout=Dropout(own.rate, own.key, own.token, first(inputs[name][0], size)))
+
+    return jax.tree_util.tree_map_with_path(put, gathered, is_leaf=is_stored)
 
 
 def is_low_rank(x: Any) -> bool:

@@ -17,6 +17,7 @@ from moezoo.moe.routing import Routing, reduce_routing
 from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
 from moezoo.parallel.context_parallel import Coordinates
+from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.execution import Execution
 
 # The most logits in memory at the same time: rows of a chunk times vocabulary.
@@ -124,9 +125,9 @@ def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) 
     return jax.lax.scan(step, start, chunks, unroll=len(chunks[0]) == 1)
 
 
-def losses(model: LanguageModel, batch: Batch, execution: Execution) -> Losses:
+def losses(model: LanguageModel, batch: Batch, execution: Execution, dropout: Dropout | None = None) -> Losses:
     """Return the losses over all devices, from this device's part of the batch and of the parameters."""
-    context = make_context(Coordinates(batch.positions, batch.segments), execution)
+    context = make_context(Coordinates(batch.positions, batch.segments), execution)._replace(dropout=dropout)
     out = model.layers(model.embed(batch.tokens, execution), context, execution)
     assert out.sums is not None
     local = cross_entropy(model, out.x, batch.labels, execution)

@@ -243,8 +243,9 @@ def _adapter_rows(blueprint: Blueprint, pairs: Sequence[tuple[str, int, int]]) -
         ranks.setdefault((pair.rank, pair.scale), []).append(entry)
     for (rank, scale), entries in ranks.items():
         paths, counts, sizes = zip(*entries, strict=True)
-        text = f"rank {rank}, scale {scale:.4g}: {sum(counts):,} parameters, {_bytes(sum(sizes))}: {short_names(paths)}"
-        yield "adapter", text
+        drops = f", dropout {blueprint.adapter.dropout:g}" * bool(blueprint.adapter.dropout)
+        how = f"rank {rank}, scale {scale:.4g}{drops}"
+        yield "adapter", f"{how}: {sum(counts):,} parameters, {_bytes(sum(sizes))}: {short_names(paths)}"
     if unread := describe_peers(blueprint.shapes):
         yield "adapter", unread
 

@@ -30,6 +30,7 @@ from moezoo.moe.routing import Balance, Routing, balance_of
 from moezoo.optim import Guard, GuardSettings, Optimizer, Work
 from moezoo.optim.guard import select
 from moezoo.parallel.collectives import psum, vary_like
+from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import no_context_mesh
@@ -86,7 +87,12 @@ def _sums(nats: Array, routing: Routing) -> _Sums:
 
 
 def gradients_of(
-    model: LanguageModel, batch: Batch, trained: PyTree, placements: PyTree, execution: Execution
+    model: LanguageModel,
+    batch: Batch,
+    trained: PyTree,
+    placements: PyTree,
+    execution: Execution,
+    dropout: Dropout | None = None,
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
     """Return gradients of the trained part of `model`, sums of losses, and the number of predicted tokens.
 
@@ -99,6 +105,7 @@ def gradients_of(
         trained: A tree of booleans that selects the trained arrays.
         placements: The placements of the trained arrays.
         execution: How to run the model.
+        dropout: What low-rank pairs drop in this step; each micro-step drops its own.
     """
     micro_steps = batch.tokens.shape[0]
     with jax.named_scope("loss"):
@@ -107,25 +114,26 @@ def gradients_of(
     # From here on parameters are typed as varying, so gradients stay local until they are summed once, below.
     parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
 
-    def objective(parameters: PyTree, micro: Batch) -> tuple[Float[Array, ""], _Sums]:
-        nats, routing = losses(eqx.combine(parameters, buffers), micro, execution)
+    def objective(parameters: PyTree, micro: Batch, number: Int[Array, ""] | int) -> tuple[Float[Array, ""], _Sums]:
+        drops = None if dropout is None else dropout.of(number)
+        nats, routing = losses(eqx.combine(parameters, buffers), micro, execution, drops)
         sums = _sums(nats, routing)
         return nats * scale + (sums.load_balance_loss + sums.z_loss) / micro_steps, sums
 
     differentiate = jax.grad(objective, has_aux=True)
     if micro_steps == 1:
-        gradients, sums = differentiate(parameters, jax.tree.map(lambda x: x[0], batch))
+        gradients, sums = differentiate(parameters, jax.tree.map(lambda x: x[0], batch), 0)
     else:
 
-        def add(total: PyTree, micro: Batch) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, total, differentiate(parameters, micro)), None
+        def add(total: PyTree, micro: tuple[Batch, Array]) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, differentiate(parameters, *micro)), None
 
-        _, sums = jax.eval_shape(differentiate, parameters, jax.tree.map(lambda x: x[0], batch))
+        _, sums = jax.eval_shape(differentiate, parameters, jax.tree.map(lambda x: x[0], batch), 0)
         zeros = (
             jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), parameters),
             jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
         )
-        (gradients, sums), _ = jax.lax.scan(add, zeros, batch)
+        (gradients, sums), _ = jax.lax.scan(add, zeros, (batch, jnp.arange(micro_steps)))
     return reduce_gradients(gradients, placements, execution.reduce_dtype), sums, predicted
 
 
@@ -144,6 +152,7 @@ class Step:
         execution: Execution,
         batch: Batch,
         guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
+        seed: int = 0,
     ):
         """Prepare the step; nothing is compiled yet.
 
@@ -154,11 +163,13 @@ class Step:
             execution: How to run the model; it must have a mesh.
             batch: Arrays, or shapes, [micro-steps, sequences, seq].
             guard: Which steps are skipped.
+            seed: What decides, with the number of a step, what an adapter drops.
 
         Raises:
             UserError: As `moezoo.parallel.axes.trainable_mask` does.
         """
         self.blueprint, self.trained, (_, rows, length) = blueprint, blueprint.mask, batch.tokens.shape
+        self._seed = seed
         model = blueprint.shapes
         execution = choose_dispatch(model.stacks, rows, length, execution, "train", self.trained)
         self._execution, self.optimizer, self._guard = execution, optimizer, guard
@@ -215,7 +226,10 @@ class Step:
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         execution, optimizer = self._execution, self.optimizer
         placements = eqx.filter(self.placements.model, self.trained)
-        gradients, sums, predicted = gradients_of(state.model, batch, self.trained, placements, execution)
+        dropout, rate = None, self.blueprint.adapter.dropout
+        if rate:
+            dropout = Dropout.start(rate, self._seed, state.step, execution.token_numbers(*batch.tokens.shape[1:]))
+        gradients, sums, predicted = gradients_of(state.model, batch, self.trained, placements, execution, dropout)
         parameters, buffers = eqx.partition(state.model, self.trained)
         norm = global_norm(gradients, placements, execution.live_axes)
         rate = optimizer.rate(state.step)

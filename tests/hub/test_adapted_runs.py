@@ -37,7 +37,13 @@ STEPS = (
     "checkpoint_every=1",
     "execution.param_dtype=stored",
 )
-LORA = ("adapter=lora", "adapter.rank=2", "adapter.alpha=3", "adapter.targets=[attention,experts]")
+LORA = (
+    "adapter=lora",
+    "adapter.rank=2",
+    "adapter.alpha=3",
+    "adapter.targets=[attention,experts]",
+    "adapter.dropout=0.3",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +91,9 @@ def test_the_base_stays_and_is_in_no_checkpoint(run, base):
 def test_the_summary_and_the_rate(run):
     found = {line[:12].strip(): line[12:] for line in run[1]}
     numbers = sum(pair.a.size + pair.b.size for _, pair in pairs_by_path(run[0].model))
-    assert found["adapter"].startswith(f"rank 2, scale 1.5: {numbers:,} parameters, {numbers * 4 / 1e3:.3g} kB: ")
+    assert found["adapter"].startswith(
+        f"rank 2, scale 1.5, dropout 0.3: {numbers:,} parameters, {numbers * 4 / 1e3:.3g} kB: "
+    )
     assert "trained" not in found
     assert any("adapter  the low-rank pairs" in line for line in run[1])
 

@@ -129,6 +129,11 @@ def test_counts():
         ),
         (["model=mixtral", "adapter.targets=[shared]"], "adapter.targets: this model has no weights of shared; it has"),
         (["adapter.rank=200"], "adapter.rank=200 but .stacks[0].blocks[0].attention.|is a matrix of|choose at most"),
+        (["adapter.dropout=1"], "adapter.dropout=1 must be at least 0 and below 1"),
+        (
+            ["adapter.dropout=0.1", "adapter.targets=[.unembedding.weight]"],
+            "adapter.dropout=0.1 is for pairs of layers, and adapter.targets has .unembedding.weight; set",
+        ),
         (["adapter.rank=0"], "adapter.rank=0 must be at least 1"),
         (["adapter.alpha=0"], "adapter.alpha=0 must be above 0, or null"),
         (["adapter.scale=alpha"], "adapter.scale=alpha: expected one of alpha/rank, alpha/sqrt(rank)"),

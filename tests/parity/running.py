@@ -103,6 +103,7 @@ class CompiledStep:
         trained: Any = None,
         execution: Execution | None = None,
         rows: int = ROWS,
+        adapter: Any = None,
     ):
         """Compile the step.
 
@@ -113,6 +114,7 @@ class CompiledStep:
             trained: Which arrays are trained, a function of the path; `Step`'s default if None.
             execution: How the step runs, if not as `case.execution`.
             rows: The first so many rows of each batch are used.
+            adapter: What `start` has been adapted with.
         """
         execution = case.execution if execution is None else execution
         start = model(case.family, case.balance) if start is None else start
@@ -122,7 +124,7 @@ class CompiledStep:
             optimizer = GradientRecorder(case.rule, OPTIMIZERS[case.optimizer][1], STEPS, placements)
         self._optimizer = optimizer
         self.step = Step(
-            as_blueprint(start, trained), self._optimizer, execution, batch_shapes(case.microbatches, rows)
+            as_blueprint(start, trained, adapter), self._optimizer, execution, batch_shapes(case.microbatches, rows)
         )
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
