@@ -7,6 +7,8 @@
   and the peak, which also has results that are not stored in arguments; MB received per step, by the traced step.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,10 +22,15 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
+from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
+from moezoo.hub.kept import in_format
 from moezoo.kernels.grouped_matmul import grouped_matmul
+from moezoo.models.adapters import NoAdapter
+from moezoo.models.blueprint import Blueprint
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import mesh_of, prepare, start
 from moezoo.parallel.traces import collective_traffic
@@ -36,7 +43,7 @@ CPU = "cpu"
 def run(keys: Any) -> Report:
     """Compile kernels or whole steps for each target. Raises `UserError` for unknown targets."""
     if keys.step:
-        rows = list(_steps(keys.absent, keys.step))
+        rows = list(_steps(keys.absent, keys.step, keys.format))
         columns = [Column("target", "target"), Column("step", "step")]
         names = ("arguments", "temporaries", "peak", "received")
         columns += [Column(name, f"{name}_bytes", ",.1f", 1e6) for name in names]
@@ -74,16 +81,18 @@ def compile_kernels(target: str, name: str, dtype: Any) -> Iterator[tuple[Row, j
         yield {"target": target, "part": part, "shape": name, **sizes}, program
 
 
-def _steps(targets: Sequence[str], steps: Sequence[str]) -> Iterator[Row]:
-    """Compile each of `steps`, overrides of a configuration, for each of `targets`: `cpu`, or absent devices."""
+def _steps(targets: Sequence[str], steps: Sequence[str], format: str | None) -> Iterator[Row]:
+    """Compile each of `steps`, overrides of a configuration, for each of `targets`: `cpu`, or absent devices.
+
+    A model whose weights have a `format` of few bits trains the rest, or its adapter alone.
+    """
     configs = {words: compose(*words.split()) for words in steps}
     devices = start(max(cfg.mesh.devices for cfg in configs.values()))
     there = {target: devices if target == CPU else absent_devices(target) for target in targets}
-    built = {
-        (target, words): build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, there[target])))
-        for target in targets
-        for words, cfg in configs.items()
-    }
+    built = {}
+    for target, (words, cfg) in itertools.product(targets, configs.items()):
+        execution = build_execution(cfg, mesh_of(cfg.mesh, there[target]))
+        built[target, words] = build_step(cfg, execution, _blueprint(cfg, execution, format))
     for (target, words), step in built.items():
         log(f"compiling {words} for {target}")
         memory = memory_of(step.compile())
@@ -91,3 +100,13 @@ def _steps(targets: Sequence[str], steps: Sequence[str]) -> Iterator[Row]:
         sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "temporaries", "peak")}
         received = collective_traffic(step.traced.jaxpr).bytes
         yield {"target": target, "step": words, **sizes, "received_bytes": received}
+
+
+def _blueprint(cfg: TrainConfig, execution: Execution, format: str | None) -> Blueprint:
+    """Return the blueprint of a configuration, with weights in a `format` that the mesh can lay out."""
+    blueprint = blueprint_of(cfg)
+    if format is None:
+        return blueprint
+    shapes = in_format(dataclasses.replace(blueprint, adapter=NoAdapter()).shapes, format)
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+    return dataclasses.replace(blueprint, change=lambda _: cut_pieces(zeros(), execution))

@@ -250,13 +250,21 @@ class Compile(WithShapes):
 
     step: tuple[str, ...] = key("compile training steps instead of kernels", '"KEY=VALUE ..."', default=())
     absent: tuple[str, ...] = key(
-        "a device, by default h200 and v5p; with step= also cpu: this machine", "NAME", default=("h200", "v5p")
+        "devices, by default h200 and v5p, eight each; v5p:4x4x4 is a slice, h200:8x8 nodes; with step= also cpu: this "
+        "machine",
+        "NAME",
+        default=("h200", "v5p"),
+    )
+    format: Literal["fp8", "mxfp4", "int4"] | None = key(
+        "with step=: what released folders store in few bits is stored so, and not trained", default=None
     )
 
     def __post_init__(self):
         for name in ("shape", "dtype"):
             if self.step and getattr(self, name):
                 raise UserError(f"{name}= is for kernels and step= for training steps; leave one of them out")
+        if self.format and not self.step:
+            raise UserError("format= is for training steps; name them with step=")
 
 
 def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:

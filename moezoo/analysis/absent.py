@@ -5,13 +5,14 @@ but not run.
 """
 
 import os
+import re
 
 from jax.experimental import topologies
 
 from moezoo.errors import UserError, nearest
 
-# Eight devices each. libtpu knows a TPU slice by a topology name; for a GPU XLA needs a description of the device.
-_TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
+# The sizes of eight devices. libtpu knows a TPU slice by a topology name; for a GPU XLA needs a description of it.
+_TPUS = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4"}
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -30,27 +31,33 @@ _GPUS = {"h200": _H200}
 ABSENT = (*_TPUS, *_GPUS)
 
 
-def absent_devices(kind: str) -> list:
-    """Return eight absent devices of a kind, for a mesh or shardings to lower and compile a program for.
+def absent_devices(name: str) -> list:
+    """Return absent devices, for a mesh or shardings to lower and compile a program for.
 
     Args:
-        kind: One of `ABSENT`.
+        name: One of `ABSENT`, for eight devices; or with sizes, of a TPU slice as `v5p:4x4x4`, of GPUs in one node as
+            `h200:4`, or of nodes and GPUs in each as `h200:8x8`.
 
     Raises:
-        UserError: The kind is unknown, or its compiler is not installed.
+        UserError: The kind or the sizes are unknown, or the compiler is not installed.
     """
+    kind, _, sizes = name.partition(":")
     if kind not in ABSENT:
         raise UserError(f"absent device {kind}: not known; {nearest(kind, ABSENT)}")
+    if name != kind and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", sizes):
+        raise UserError(f"absent device {name}: {kind} takes sizes such as {kind}:{_TPUS.get(kind, '8x8')}")
     # Without these, libtpu queries the cloud's metadata server and CUDA searches for a driver.
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "CUDA_VISIBLE_DEVICES": "-1"}
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
     try:
         if kind in _TPUS:
-            topology = topologies.get_topology_desc(platform="tpu", topology_name=_TPUS[kind])
+            where = f"{kind}:{sizes or _TPUS[kind]}"
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=where)
         else:
-            topology = topologies.get_topology_desc(platform="cuda", target_config=_GPUS[kind], topology="1x1x8")
+            where = "x".join(["1", "1", *(sizes or "8").split("x")][-3:])
+            topology = topologies.get_topology_desc(platform="cuda", target_config=_GPUS[kind], topology=where)
     except Exception as error:  # the exception for a missing plugin differs between versions of JAX
         reason = str(error).partition("\n")[0]
-        raise UserError(f"cannot compile for {kind} here ({reason}); pip install -e '.[absent]'") from error
+        raise UserError(f"cannot compile for {name} here ({reason}); pip install -e '.[absent]'") from error
     return list(topology.devices)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
@@ -200,4 +201,6 @@ def mesh_of(shape: MeshShape, devices: list) -> Mesh:
             f"{named} takes {wanted} of {have} devices, and with {jax.process_count()} processes it must take all; "
             "choose a larger mesh, or write -1 for one of its axes"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=shape.types, devices=devices[:wanted])
+    # `jax.make_mesh` does not split an axis of a TPU slice, so 8 x 8 of 4 x 4 x 4 chips would be refused.
+    layout = create_device_mesh(tuple(sizes.values()), devices[:wanted], allow_split_physical_axes=True)
+    return Mesh(layout, AXES, axis_types=shape.types)
