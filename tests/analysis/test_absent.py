@@ -1,5 +1,6 @@
 """Programs compiled for absent devices: their memory, their collectives and the order of their operations."""
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -16,8 +17,10 @@ import moezoo
 from benchmarks.compiled import compile_kernels
 from benchmarks.shapes import ACCELERATOR
 from moezoo.analysis.absent import ABSENT, absent_devices
+from moezoo.analysis.compiling import compile_for
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
+from moezoo.kernels.grouped_matmul import ragged_dot
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
@@ -26,12 +29,17 @@ from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.kernels import KernelOrder, target_of
+from moezoo.parallel.mesh import mesh_of
 from moezoo.training.build import build_step
 
 
 def test_unknown_kind():
     with pytest.raises(UserError, match=r"^absent device h100: not known; did you mean 'h200'\?$"):
         absent_devices("h100")
+    for name, sizes in {"v5p:": "2x2x2", "v5p:4x0": "2x2x2", "h200:8x": "8x8", "h200:1x1x8x8": "8x8"}.items():
+        kind = name.partition(":")[0]
+        with pytest.raises(UserError, match=f"^absent device {name}: {kind} takes sizes such as {kind}:{sizes}$"):
+            absent_devices(name)
 
 
 def test_names_what_to_install(monkeypatch):
@@ -46,11 +54,24 @@ def test_names_what_to_install(monkeypatch):
 
 
 @pytest.mark.absent
-@pytest.mark.parametrize("kind", ABSENT)
-def test_eight_devices(kind):
-    devices = absent_devices(kind)
-    assert len(devices) == 8
-    assert {d.platform for d in devices} == {"gpu" if kind == "h200" else "tpu"}
+@pytest.mark.parametrize(
+    ("name", "count"), [*((kind, 8) for kind in ABSENT), ("v5p:4x4x4", 64), ("h200:4", 4), ("h200:8x8", 64)]
+)
+def test_devices(name, count):
+    devices = absent_devices(name)
+    assert len(devices) == count
+    assert {d.platform for d in devices} == {"gpu" if name.startswith("h200") else "tpu"}
+    # Neither axis of the mesh is a product of axes of the slice.
+    if count == 64:
+        assert mesh_of(moezoo.MeshShape(fsdp=8, expert=8), devices).devices.size == count
+
+
+@pytest.mark.absent
+def test_a_narrow_gradient_of_experts_compiles():
+    """That of a low-rank pair beside a matrix of Mixtral 8x7B."""
+    shapes = ((32768, 14336), jnp.bfloat16), ((32768, 16), jnp.bfloat16), ((1,), jnp.int32)
+    outer = functools.partial(ragged_dot.outer, dtype=jnp.float32)
+    compile_for(absent_devices("v5p")[0], outer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
 @pytest.mark.absent

@@ -258,6 +258,17 @@ def test_compiled_steps(capsys):
     assert f"{communication(compose(*words.split())).bytes / 1e6:,.1f}" in out
 
 
+def test_a_compiled_step_of_few_bits(capsys):
+    """The base has one byte per number in place of four, and pieces that the mesh can lay out."""
+    words = f"step={SMALL} mesh.expert=2 adapter=lora adapter.rank=2 adapter.targets=[experts] optimizer=sgd"
+    sizes = []
+    for options in ([], ["format=fp8"]):
+        code, out, _ = bench(capsys, "compile", "absent=cpu", words, *options, "json=true")
+        assert code == 0
+        sizes.append(json.loads(out)[0]["arguments_bytes"])
+    assert sizes[1] < 0.6 * sizes[0]
+
+
 @pytest.mark.parametrize("model", ["mixtral", NARROW])
 def test_default_layouts(model):
     """They name every rule set that trains, and fit; the first on each mesh is the reference, `fsdp_ep` with `ring`.
@@ -343,6 +354,7 @@ def test_profile(capsys):
         ("load layout=mesh.expert=3", "mesh.expert=3 splits experts 3 ways but model.experts=8"),
         ("load layout=model.layers=3", "layout=model.layers=3: model.layers must be the same for all; a layout sets"),
         ("compile shape=L1 step=model=mixtral", "shape= is for kernels and step= for training steps; leave one of"),
+        ("compile format=fp8", "format= is for training steps; name them with step="),
         ("compile absent=cpu", "absent=cpu: only whole steps are compiled for it; name them with step="),
         ("compile absent=v5q", "absent device v5q: not known; did you mean"),
         ("profile mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
