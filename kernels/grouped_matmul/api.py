@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference, routed
-from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights
+from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_hopper
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
@@ -21,9 +22,22 @@ from moezoo.parallel.kernels import ChosenBackends, Keep, KernelOrder, Target, a
 from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 
+
+def _hopper(name: str) -> Any:
+    """Return a function of the file `hopper`, which a call imports, because it takes 0.2 s to import Pallas."""
+
+    def call(*operands: Any, **options: Any) -> Any:
+        from moezoo.kernels.grouped_matmul import hopper
+
+        return getattr(hopper, name)(*operands, **options)
+
+    return call
+
+
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
+    "hopper": Backend(*map(_hopper, ("multiply", "outer", "gated")), runs_on_hopper, dtypes=("bfloat16",)),
     "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
@@ -39,24 +53,27 @@ def register(name: str, backend: Backend) -> None:
 
 def _own_order(target: Target) -> Sequence[str]:
     # XLA's own product is one kernel on a TPU; elsewhere it multiplies every row by every group's matrix.
-    return ("ragged_dot", "blocked") if target.platform == "tpu" else ("blocked",)
+    return (*{"tpu": ("ragged_dot",), "cuda": ("hopper",)}.get(target.platform, ()), "blocked")
 
 
-def chosen_backend(target: Target, names: tuple[str, ...] = ()) -> str:
-    """Return the name of the backend that runs on `target`: the first of `names`, or of the kernel's own order.
+def chosen_backend(target: Target, names: tuple[str, ...] = (), dtype: DTypeLike = jnp.bfloat16) -> str:
+    """Return the name of the backend that runs on `target` with operands of `dtype`.
+
+    It is the first of `names`, or of the kernel's own order.
 
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target))[0][1]
+    return _choose(KernelOrder(names, target), dtype)[0][1]
 
 
-def _choose(implementation: str | KernelOrder | None, *weights: Any) -> ChosenBackends:
-    runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
+def _choose(implementation: str | KernelOrder | None, dtype: DTypeLike, *weights: Any) -> ChosenBackends:
+    runs_on = {name: functools.partial(lambda backend, at: backend.takes(at, dtype), b) for name, b in BACKENDS.items()}
     # The other backends need the stack of all matrices, of which a `Frozen` holds a half or a fourth of the bytes.
     is_frozen = lambda x: isinstance(x, Frozen)  # noqa: E731
     by_one = any(map(is_frozen, jax.tree.leaves(weights, is_leaf=is_frozen)))
-    return choose("grouped_matmul", runs_on, implementation, (lambda _: ("blocked",)) if by_one else _own_order)
+    own = (lambda _: ("blocked",)) if by_one else _own_order
+    return choose("grouped_matmul", runs_on, implementation, own, f" with {jnp.dtype(dtype).name}")
 
 
 def _is_open(implementation: str | KernelOrder | None) -> bool:
@@ -79,7 +96,8 @@ def grouped_matmul(
 
     | backend | runs on | work |
     |---|---|---|
-    | `blocked` | everything; the default except on TPUs | the rows in groups |
+    | `hopper` | NVIDIA GPUs of compute capability 9.0, in bfloat16; the default there | the rows in groups |
+    | `blocked` | everything; the default except there and on TPUs | the rows in groups |
     | `ragged_dot` | everything; the default on TPUs: one kernel of XLA | `groups` times as much except on TPUs |
     | `reference` | everything; naive, for comparison | `groups` times as much |
 
@@ -99,7 +117,7 @@ def grouped_matmul(
     Raises:
         UserError: The backend does not exist or does not run here, or the numbers of sizes and matrices differ.
     """
-    chosen = _choose(implementation, weights)
+    chosen = _choose(implementation, rows.dtype, weights)
     if weights.shape[0] != group_sizes.shape[0] or not weights.shape[0]:
         raise UserError(
             f"grouped_matmul: {group_sizes.shape[0]} group sizes for {weights.shape[0]} matrices; give one for each, "
@@ -131,6 +149,7 @@ def gated(
     activation: Activation,
     gate_bias: Float[Array, "groups outputs"] | None = None,
     up_bias: Float[Array, "groups outputs"] | None = None,
+    keep: Keep = "products",
     implementation: str | KernelOrder | None = None,
 ) -> Float[Array, "rows outputs"]:
     """Compute activation(rows x gate + gate_bias, rows x up + up_bias), with each group's matrices and biases.
@@ -144,6 +163,7 @@ def gated(
         group_sizes: As for `grouped_matmul`.
         activation: A function of two arrays [rows, outputs]. Its value and gradient at zero must be finite.
         gate_bias, up_bias: One bias per group, or None.
+        keep: What a kernel keeps for the backward pass, as for `routed_mlp`.
         implementation: As for `grouped_matmul`.
 
     Returns:
@@ -153,7 +173,8 @@ def gated(
     Raises:
         UserError: As for `grouped_matmul`.
     """
-    chosen = _choose(implementation, gate, up)
+    chosen = _choose(implementation, rows.dtype, gate, up)
+    options: Any = {"activation": activation, "keep": keep}
     composed = functools.partial(_gated, activation=activation)
     is_composed = isinstance(gate, Composed) or isinstance(up, Composed)
     if is_composed or not any(BACKENDS[name].gated for _, name in chosen):
@@ -161,7 +182,7 @@ def gated(
 
     def own(name: str) -> Callable[..., Array]:
         one = BACKENDS[name].gated
-        return functools.partial(composed, name) if one is None else functools.partial(one, activation=activation)
+        return functools.partial(composed, name) if one is None else functools.partial(one, **options)
 
     matrices = (materialise(weights, rows.dtype) for weights in (gate, up))
     operands = (rows, *matrices, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
@@ -205,8 +226,8 @@ def routed_mlp(
     Raises:
         UserError: As for `grouped_matmul`.
     """
-    chosen = _choose(implementation, gate, up, down)
-    composed = functools.partial(_routed_mlp, activation=activation)
+    chosen = _choose(implementation, tokens.dtype, gate, up, down)
+    composed = functools.partial(_routed_mlp, activation=activation, keep=keep)
     # On accelerators these rows take the composed path too; no backend there has a `routed_mlp`.
     are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in (gate, up, down))
     # What is dropped differs by row, so rows are made; kernels read tokens.
@@ -227,11 +248,11 @@ def routed_mlp(
     return checkpoint_name(run(chosen, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
 
 
-def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation):
+def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation, keep):
     gate, up, down, gate_bias, up_bias = weights
     options = {"group_sizes": plan.group_sizes, "implementation": implementation}
     rows, (gate, up, down) = read_numbers(permute(take_numbers(tokens, weights), plan), (gate, up, down))
-    inner = gated(rows, gate, up, activation=activation, gate_bias=gate_bias, up_bias=up_bias, **options)
+    inner = gated(rows, gate, up, activation=activation, gate_bias=gate_bias, up_bias=up_bias, keep=keep, **options)
     return unpermute(grouped_matmul(inner, down, **options), gates, plan)
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.kernels import Keep, RunsOn, anywhere
+from moezoo.parallel.kernels import Keep, RunsOn, Target, anywhere
 
 Activation = Callable[[Float[Array, "rows outputs"], Float[Array, "rows outputs"]], Float[Array, "rows outputs"]]
 
@@ -52,6 +53,7 @@ class Gated(Protocol):
         up_bias: Float[Array, "groups outputs"] | None,
         *,
         activation: Activation,
+        keep: Keep,
     ) -> Float[Array, "rows outputs"]: ...
 
 
@@ -80,6 +82,14 @@ class RoutedMLP(Protocol):
     ) -> Float[Array, "tokens embed"]: ...
 
 
+def runs_on_hopper(target: Target) -> bool:
+    """Return whether the target is an NVIDIA GPU of compute capability 9.0.
+
+    Kernels for its tensor cores must not be traced for others: for some of these the compiler aborts the process.
+    """
+    return target == Target("cuda", "9.0")
+
+
 class Backend(NamedTuple):
     """A backend.
 
@@ -92,6 +102,7 @@ class Backend(NamedTuple):
         gated: A kernel for `gated`; None to compose it of products.
         runs_on: Whether the backend can be traced and run for a target.
         routed_mlp: A kernel for `routed_mlp`; None to compose it of permutations, `gated` and a product.
+        dtypes: The names of the dtypes of operands that the backend takes; None for all.
         in_stack: Whether `multiply` takes `Matrices` too, and copies or makes only those that it uses.
     """
 
@@ -100,4 +111,9 @@ class Backend(NamedTuple):
     gated: Gated | None = None
     runs_on: RunsOn = anywhere
     routed_mlp: RoutedMLP | None = None
+    dtypes: tuple[str, ...] | None = None
     in_stack: bool = False
+
+    def takes(self, target: Target, dtype: DTypeLike) -> bool:
+        """Return whether the backend runs on the target with operands of this dtype."""
+        return self.runs_on(target) and (self.dtypes is None or jnp.dtype(dtype).name in self.dtypes)

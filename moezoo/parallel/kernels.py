@@ -95,6 +95,7 @@ def choose(
     backends: Mapping[str, RunsOn],
     implementation: str | KernelOrder | None,
     own_order: Callable[[Target], Sequence[str]],
+    operands: str = "",
 ) -> ChosenBackends:
     """Choose the first backend that runs on the target; without a target, one for each platform.
 
@@ -103,6 +104,7 @@ def choose(
         backends: Name -> whether the backend runs on a target.
         implementation: A backend's name, an order, or None for the kernel's own order.
         own_order: The kernel's own order of names for a target.
+        operands: What `backends` were asked for besides the target, for messages, such as " with float32".
 
     Raises:
         UserError: A name is not a backend, or none of the named backends runs on the target.
@@ -124,7 +126,9 @@ def choose(
     if not found:
         where = "any platform" if order.target is None else " ".join(filter(None, order.target))
         others = [name for name, runs_on in backends.items() if order.target is None or runs_on(order.target)]
-        raise UserError(f"{kernel}={' '.join(order.names)}: does not run on {where}; choose {' or '.join(others)}")
+        raise UserError(
+            f"{kernel}={' '.join(order.names)}: does not run on {where}{operands}; choose {' or '.join(others)}"
+        )
     return tuple(found.items())
 
 

@@ -1,0 +1,204 @@
+"""The kernels for Hopper, interpreted on a CPU, compared with loops over groups in float64.
+
+Interpretation needs jax 0.12, so these tests run in CI's part on a newer Python. Interpreted kernels show that tasks,
+masks and indices are right; that they run on a device, and how fast, they do not.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
+from test_grouped_matmul import GROUPS, ROUNDING, check, group_sizes, operands, slices, value_and_gradients
+
+import moezoo
+from moezoo.kernels.grouped_matmul import api, gated
+from moezoo.nn.activation import SWIGLU, ClampedSwiGLU
+from moezoo.parallel.kernels import anywhere
+
+pytestmark = pytest.mark.interpreted
+# More than one block of rows, and widths that no tile divides: two tiles of columns in one direction.
+ROWS, INPUTS, OUTPUTS = 300, 136, 72
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setitem(api.BACKENDS, "hopper", api.BACKENDS["hopper"]._replace(runs_on=anywhere))
+    with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()):
+        yield
+
+
+def with_nan(sizes: Any, *arrays: Any) -> list[Any]:
+    """Return arrays of rows with NaN beyond the last group."""
+    beyond = np.arange(arrays[0].shape[0])[:, None] >= sum(sizes)
+    return [jnp.where(beyond, jnp.nan, x) for x in arrays]
+
+
+def test_a_product_and_its_gradients():
+    run = jax.jit(functools.partial(value_and_gradients, "hopper"))
+
+    @settings(max_examples=8)
+    @given(sizes=group_sizes(ROWS), seed=st.integers(0, 9))
+    @example(sizes=(0, 0, 0, 0), seed=0)
+    @example(sizes=(0, 0, ROWS, 0), seed=0)
+    @example(sizes=(0, 128, 64, 0), seed=0)  # whole blocks
+    @example(sizes=(1, 126, 1, 1), seed=0)  # four groups in two blocks, and one row in the second
+    def compare(sizes, seed):
+        x, weights, cotangent = operands(ROWS, "bfloat16", seed, INPUTS, OUTPUTS)
+        given_x, given_cotangent = with_nan(sizes, x, cotangent)
+        results = run(given_x, weights, jnp.asarray(sizes, jnp.int32), given_cotangent)
+        check(results, x, weights, sizes, cotangent)
+        value, by_rows, by_weights = (np.asarray(result, np.float32) for result in results)
+        assert not value[sum(sizes) :].any()
+        assert not by_rows[sum(sizes) :].any()
+        assert not by_weights[np.equal(sizes, 0)].any()
+
+    compare()
+
+
+def gated_loop(sizes: Any, cotangent: Any, activation: Any, *parameters: Any) -> list[np.ndarray]:
+    """Return what `gated` should, with its gradients; products are rounded to bfloat16 before the backward pass."""
+    rows, *parameters = (jnp.asarray(x, jnp.float32) for x in parameters)
+
+    def value(rows: Any, gate: Any, up: Any, *biases: Any) -> Any:
+        parts = []
+        for group, mine in enumerate(slices(sizes)):
+            products = [rows[mine] @ w[group] for w in (gate, up)]
+            for i, bias in enumerate(biases):
+                products[i] += bias[group][None]
+            parts.append(activation(*products))
+        rest = jnp.zeros((rows.shape[0] - sum(sizes), gate.shape[2]))
+        return jnp.concatenate([*parts, rest])
+
+    with jax.default_matmul_precision("highest"):
+        result, pull = jax.vjp(value, rows, *parameters)
+        return [np.asarray(x) for x in (result, *pull(jnp.asarray(cotangent, jnp.float32)))]
+
+
+@pytest.mark.parametrize(
+    ("activation", "keep", "biases"),
+    [
+        (SWIGLU, "products", False),
+        (SWIGLU, "inputs", False),
+        (SWIGLU, "products", True),
+        (ClampedSwiGLU(1.5, 30.0), "inputs", True),
+        (lambda gate, up: jnp.tanh(gate) * (up + 1) + 0.5, "inputs", False),
+    ],
+    ids=["fused, products kept", "fused", "biases", "another activation", "not zero for zeros"],
+)
+def test_gated(activation, keep, biases):
+    check_gated(activation, keep, biases, (70, 0, 131, 3))
+
+
+def check_gated(activation: Any, keep: Any, biases: bool, sizes: tuple[int, ...]) -> None:
+    """Compare values and gradients with those of a loop."""
+    rng = np.random.default_rng(3)
+    shapes = (ROWS, INPUTS), *((GROUPS, INPUTS, OUTPUTS),) * 2, *((GROUPS, OUTPUTS),) * 2 * biases, (ROWS, OUTPUTS)
+    x, *parameters, cotangent = (jnp.asarray(rng.standard_normal(shape) / 4, jnp.bfloat16) for shape in shapes)
+
+    @jax.jit
+    def run(x: Any, cotangent: Any, *parameters: Any) -> Any:
+        def product(x: Any, gate: Any, up: Any, gate_bias: Any = None, up_bias: Any = None) -> Any:
+            options: Any = {"activation": activation, "keep": keep, "implementation": "hopper"}
+            sizes_ = jnp.asarray(sizes, jnp.int32)
+            return gated(x, gate, up, sizes_, gate_bias=gate_bias, up_bias=up_bias, **options)
+
+        value, pull = jax.vjp(product, x, *parameters)
+        return value, *pull(cotangent)
+
+    results = run(*with_nan(sizes, x, cotangent), *parameters)
+    for result, want in zip(results, gated_loop(sizes, cotangent, activation, x, *parameters), strict=True):
+        # Products and their cotangents are rounded, then sums of them: five roundings in a row at most.
+        error = np.abs(np.asarray(result, np.float32) - want)
+        assert error.max() <= 5 * ROUNDING["bfloat16"] * np.abs(want).max()
+    for result in results[:2]:
+        assert not np.asarray(result, np.float32)[sum(sizes) :].any()
+
+
+def test_types_on_two_devices():
+    """Rows differ by device, weights do not; their gradient is summed over devices.
+
+    This is traced alone: interpreted kernels share the memory of one device, whose blocks two devices would mix up.
+    """
+
+    def local(x: Any, weights: Any, sizes: Any, cotangent: Any) -> Any:
+        value, *gradients = value_and_gradients("hopper", x, weights, sizes[0], cotangent)
+        assert [set(jax.typeof(y).mat.varying) for y in (value, *gradients)] == [{"a"}, {"a"}, set()]
+        return value, *gradients
+
+    split, whole = PartitionSpec("a"), PartitionSpec()
+    specs = {"in_specs": (split, whole, split, split), "out_specs": (split, split, whole)}
+    mapped = jax.shard_map(local, mesh=auto_mesh(a=2), **specs)
+    x, weights, cotangent = operands(256, "bfloat16", 0, 64, 64)
+    found = jax.eval_shape(mapped, x, weights, jnp.zeros((2, GROUPS), jnp.int32), cotangent)
+    assert [y.shape for y in found] == [y.shape for y in (x, x, weights)]
+
+
+def plant(error: str, patch: pytest.MonkeyPatch) -> None:
+    """Plant an error in the kernels."""
+    from moezoo.kernels.grouped_matmul import hopper
+
+    def change(**changes: Any) -> None:
+        really = hopper._tasks
+        patch.setattr(hopper, "_tasks", lambda *a: (t := really(*a))._replace(**{k: f(t) for k, f in changes.items()}))
+
+    if error == "the tail is the last group":
+        change(group=lambda t: jnp.minimum(t.group, GROUPS - 1))
+    elif error == "a group begins a row late":
+        late = lambda t: (t.group == 1).astype(jnp.int32)  # noqa: E731
+        change(first=lambda t: t.first + late(t), size=lambda t: t.size - late(t))
+    elif error == "a task is dropped":
+        change(size=lambda t: t.size.at[1].set(0))
+    elif error == "rows are masked by multiplication":
+        where = lambda mask, x, other: x * mask.astype(x.dtype) + other  # noqa: E731
+        patch.setattr(hopper, "jnp", type("numpy", (), {**vars(jnp), "where": staticmethod(where)}))
+    else:
+        assert error == "accumulators are exchanged"
+        really = hopper._products
+        patch.setattr(hopper, "_products", lambda rows, w, *rest: really(rows, w[::-1], *rest))
+
+
+ERRORS = ("the tail is the last group", "a group begins a row late", "a task is dropped")
+ERRORS += ("rows are masked by multiplication", "accumulators are exchanged")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_seen(error, monkeypatch):
+    plant(error, monkeypatch)
+    with pytest.raises(AssertionError):
+        check_gated(SWIGLU, "inputs", False, (70, 60, 30, 3))
+
+
+def run(backend: str) -> list[float]:
+    """Return the losses of two steps and the gradient norms of a tiny run, in bfloat16."""
+    words = (
+        "model=mixtral",
+        "model.embed=64",
+        "model.expert_mlp=64",
+        "model.layers=1",
+        "model.experts=4",
+        "seq_len=16",
+    )
+    words += ("batch_size=4", "data=synthetic", "data.eval_sequences=4", "execution.dtype=bfloat16", "steps=2")
+    words += (f"execution.grouped_matmul=[{backend}]", "eval_every=0", "log_every=1", f"run_dir={backend}")
+    history = moezoo.train(moezoo.compose(*words)).history
+    return [row[name] for row in history for name in ("loss", "grad_norm")]
+
+
+def test_steps_of_training(monkeypatch):
+    """Kernels run inside the step's shard_map and scan. (Rematerialisation takes no interpreted kernel.)
+
+    Sums of a few roundings differ.
+    """
+    monkeypatch.setattr("moezoo.parallel.execution.rematerialise", lambda layer, remat: layer)
+    found, wanted = run("hopper"), run("blocked")
+    assert found != wanted
+    np.testing.assert_allclose(found, wanted, rtol=2 * ROUNDING["bfloat16"])
