@@ -32,7 +32,8 @@ from moezoo.models.adapters import NoAdapter
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import mesh_of, prepare, start
+from moezoo.parallel.kernels import KernelOrder, device_target
+from moezoo.parallel.mesh import MeshShape, mesh_of, prepare, start
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.build import build_step
 
@@ -66,9 +67,10 @@ def run(keys: Any) -> Report:
 def compile_kernels(target: str, name: str, dtype: Any) -> Iterator[tuple[Row, jax.stages.Compiled]]:
     """Compile both kernels of a shape for an absent device; yield each one's memory, in bytes, and its program."""
     shape, device = SHAPES[name], absent_devices(target)[0]
-    layer = partial(run_layer, Execution(dtype=dtype))
+    layer = partial(run_layer, Execution(mesh_of(MeshShape(), [device]), dtype=dtype))
+    product = partial(grouped_matmul, implementation=KernelOrder((), device_target(device)))
     for part, function, make in (
-        ("grouped_matmul", grouped_matmul, product_operands),
+        ("grouped_matmul", product, product_operands),
         ("moe_layer", layer, layer_operands),
     ):
         operands = jax.eval_shape(partial(make, shape, "uniform", dtype))

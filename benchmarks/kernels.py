@@ -148,7 +148,7 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     yield MATMUL, partial(compile_passes, jnp.matmul, (x, w[0]), (), c)
     if t * k % e == 0:
         yield BATCHED, partial(compile_passes, jnp.matmul, (x.reshape(e, -1, d), w), (), c.reshape(e, -1, f))
-    own = chosen_backend(device_target(jax.devices()[0]))
+    own = chosen_backend(device_target(jax.devices()[0]), (), dtype)
     yield f"moezoo {own}", partial(compile_passes, grouped_matmul, (x, w), (sizes,), c)
     ragged = partial(compile_passes, lax.ragged_dot, (x, w), (sizes,), c)
     yield "xla ragged_dot", None if _expands(shape, dtype) else ragged
@@ -200,7 +200,7 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         execution = Execution(dtype=dtype, remat="none", kernels=Kernels(grouped_matmul=(backend,)))
         return compile_passes(partial(run_layer, execution), (x, block), fixed, c)
 
-    own = chosen_backend(device_target(jax.devices()[0]))
+    own = chosen_backend(device_target(jax.devices()[0]), (), dtype)
     yield f"moezoo {own}", partial(with_backend, own)
     if own != "ragged_dot":
         yield "moezoo ragged_dot", None if _expands(shape, dtype) else partial(with_backend, "ragged_dot")

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, nearest
+from moezoo.parallel.mesh import has_started
 
 # The platforms of JAX's lowering. A device of "cuda" or "rocm" reports its platform as "gpu".
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -90,6 +92,13 @@ def device_target(device: Any) -> Target:
     return Target(platform, None if capability is None else str(capability))
 
 
+def _here(platform: str) -> Target:
+    """Return the target of programs for the devices of a platform that this process has; without capability if none."""
+    # Asking for devices would start JAX, after which their number is fixed.
+    own = device_target(jax.devices()[0]) if has_started() else None
+    return own if own is not None and own.platform == platform else Target(platform)
+
+
 def choose(
     kernel: str,
     backends: Mapping[str, RunsOn],
@@ -97,7 +106,8 @@ def choose(
     own_order: Callable[[Target], Sequence[str]],
     operands: str = "",
 ) -> ChosenBackends:
-    """Choose the first backend that runs on the target; without a target, one for each platform.
+    """Choose the first backend that runs on the target; without a target, one for each platform, with the capability
+    of this process's own GPU if it has one.
 
     Args:
         kernel: The kernel's name, for messages.
@@ -121,7 +131,7 @@ def choose(
     if order.target is not None:
         chosen = {"": first(order.target)}
     else:
-        chosen = {platform: first(Target(platform)) for platform in PLATFORMS}
+        chosen = {platform: first(_here(platform)) for platform in PLATFORMS}
     found = {platform: name for platform, name in chosen.items() if name is not None}
     if not found:
         where = "any platform" if order.target is None else " ".join(filter(None, order.target))

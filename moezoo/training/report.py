@@ -157,7 +157,7 @@ def kernels_line(execution: Execution, length: int) -> str:
     assert target is not None
     queries = length // execution.sequence_group.size
     chosen = {
-        "grouped_matmul": chosen_product(target, names.grouped_matmul),
+        "grouped_matmul": chosen_product(target, names.grouped_matmul, execution.dtype),
         "attention": chosen_attention(target, queries, length, names.attention),
     }
     by = {
