@@ -37,7 +37,7 @@ def _hopper(name: str) -> Any:
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "hopper": Backend(*map(_hopper, ("multiply", "outer", "gated")), runs_on_hopper, dtypes=("bfloat16",)),
+    "hopper": Backend(_hopper("multiply"), _hopper("outer"), _hopper("gated"), runs_on_hopper, dtypes=("bfloat16",)),
     "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }

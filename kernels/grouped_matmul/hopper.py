@@ -37,6 +37,9 @@ _BUFFERS = 2**17  # bytes of shared memory for loads in flight: of 227 KiB, a pr
 ROWS, DEPTH, UNIT = 128, 64, 64
 
 
+_Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
 class _Tasks(NamedTuple):
     """For each task its group, the number of its block, and the first and the number of its rows in the block."""
 
@@ -116,7 +119,7 @@ def _products(
     One array of rows is multiplied by every stack; of several, each by its own, and there is one sum of all products.
     """
     count, width = rows[0].shape[0], stacks[0].shape[3 - contract]
-    inputs = tuple(_padded(x, DEPTH) for x in rows)
+    inputs = [_padded(x, DEPTH) for x in rows]
     stacks = tuple(_padded(stack, UNIT, UNIT) for stack in stacks)
     wide, accumulators = stacks[0].shape[3 - contract], 1 if len(inputs) > 1 else len(stacks)
     columns, tasks = _columns(wide, accumulators), _tasks(group_sizes, count)
@@ -145,7 +148,7 @@ def _products(
 
         @pl.when((task[2] > 0) & (group < groups))
         def _() -> None:
-            products = pl.run_scoped(sums, *(plgpu.ACC((ROWS, columns)) for _ in range(accumulators)))
+            products = pl.run_scoped(sums, *(_Accumulator((ROWS, columns)) for _ in range(accumulators)))
             for value, out in zip(finish(*products), outs, strict=True):
                 _store_rows(value, out, task, column)
 
@@ -214,7 +217,7 @@ def outer(
 
             return accumulator[...]
 
-        value = pl.run_scoped(sums, plgpu.ACC(shape))
+        value = pl.run_scoped(sums, _Accumulator(shape))
 
         @functools.partial(pl.run_scoped, tile=plgpu.SMEM(shape, dtype=out.dtype))
         def _(tile: Any) -> None:

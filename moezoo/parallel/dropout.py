@@ -45,7 +45,7 @@ class Dropout(eqx.Module):
     rate: float = eqx.field(static=True)
     key: UInt32[Array, "2"]
     token: Int[Array, "*tokens"]
-    first: Int[Array, ""] | int = 0
+    first: Int[Array, ""] = eqx.field(converter=lambda x: jnp.asarray(x, jnp.int32), default=0)
 
     @classmethod
     def start(cls, rate: float, seed: int, step: Int[Array, ""], token: Int[Array, "*tokens"]) -> "Dropout":

@@ -67,6 +67,7 @@ def test_devices(name, count):
 
 
 @pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
 def test_a_narrow_gradient_of_experts_compiles():
     """That of a low-rank pair beside a matrix of Mixtral 8x7B."""
     shapes = ((32768, 14336), jnp.bfloat16), ((32768, 16), jnp.bfloat16), ((1,), jnp.int32)

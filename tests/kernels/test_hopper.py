@@ -5,6 +5,7 @@ masks and indices are right; that they run on a device, and how fast, they do no
 """
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -29,8 +30,7 @@ ROWS, INPUTS, OUTPUTS = 300, 136, 72
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
-    from jax.experimental.pallas import mosaic_gpu
-
+    mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     monkeypatch.setitem(api.BACKENDS, "hopper", api.BACKENDS["hopper"]._replace(runs_on=anywhere))
     with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()):
         yield
@@ -66,7 +66,7 @@ def test_a_product_and_its_gradients():
 
 def gated_loop(sizes: Any, cotangent: Any, activation: Any, *parameters: Any) -> list[np.ndarray]:
     """Return what `gated` should, with its gradients; products are rounded to bfloat16 before the backward pass."""
-    rows, *parameters = (jnp.asarray(x, jnp.float32) for x in parameters)
+    wide = [jnp.asarray(x, jnp.float32) for x in parameters]
 
     def value(rows: Any, gate: Any, up: Any, *biases: Any) -> Any:
         parts = []
@@ -79,7 +79,7 @@ def gated_loop(sizes: Any, cotangent: Any, activation: Any, *parameters: Any) ->
         return jnp.concatenate([*parts, rest])
 
     with jax.default_matmul_precision("highest"):
-        result, pull = jax.vjp(value, rows, *parameters)
+        result, pull = jax.vjp(value, *wide)
         return [np.asarray(x) for x in (result, *pull(jnp.asarray(cotangent, jnp.float32)))]
 
 
