@@ -136,7 +136,9 @@ def load_as(
 
     def load() -> _Loaded:
         if not folder.is_dir():
-            raise UserError(f"init_from={folder}: the folder is not there any more; put it back, or name it there")
+            raise UserError(
+                f"init_from={folder}: the folder is not there any more; put it back, or set init_from to where it is"
+            )
         opened = open_folder(folder, upcycle)
         if opened.sha256 != sha256:
             raise UserError(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
+from moezoo.errors import UserError
 from moezoo.parallel.collectives import vary_like
 
 _BYTES = 4
@@ -64,7 +65,12 @@ class Dropout(eqx.Module):
         """Return `x` with zeros for what is dropped. All dimensions after those of tokens number inputs.
 
         The rest stays as it is: whoever multiplies by the result divides by `kept`.
+
+        Raises:
+            UserError: The first dimensions are not those of the tokens.
         """
+        if x.shape[: self.token.ndim] != self.token.shape or x.ndim == self.token.ndim:
+            raise self.refusal(x)
         numbers = self.first + lax.iota(jnp.int32, math.prod(x.shape[self.token.ndim :]))
         by_token, by_input = (
             mix(x.reshape(-1).astype(jnp.uint32) ^ self.key[i]) for i, x in enumerate((self.token, numbers))
@@ -77,6 +83,13 @@ class Dropout(eqx.Module):
     def kept(self) -> float:
         """The probability that an input stays."""
         return 1 - self.rate
+
+    def refusal(self, x: Float[Array, "..."]) -> UserError:
+        """Return the error for activations `x` that are not those of the tokens, as only an own layer may pass."""
+        return UserError(
+            f"adapter.dropout={self.rate:g} knows tokens {list(self.token.shape)}, and a layer multiplies activations "
+            f"{list(x.shape)} by a weight with a pair; keep the dimensions of tokens first, or set adapter.dropout=0"
+        )
 
 
 def _is_dropout(x: Any) -> bool:
@@ -91,11 +104,14 @@ def dropouts(weights: PyTree) -> list[Dropout]:
 def take_numbers(x: Float[Array, "*tokens embed"], weights: PyTree) -> Float[Array, "*tokens wider"]:
     """Return `x` with the number of each token behind its activations, if `weights` have dropout; else `x`.
 
-    The tokens of `x` are those of the dropout, in order; their dimensions may be others.
+    The tokens of `x` are those of the dropout, in order; their dimensions may be others. Raises `UserError` for another
+    number of tokens.
     """
     found = dropouts(weights)
     if not found:
         return x
+    if math.prod(x.shape[:-1]) != found[0].token.size:
+        raise found[0].refusal(x)
     token = found[0].token.reshape(x.shape[:-1])
     numbers = jnp.stack([token >> (8 * i) & 255 for i in range(_BYTES)], axis=-1)
     return jnp.concatenate([x, vary_like(numbers.astype(x.dtype), x)], axis=-1)

@@ -69,10 +69,9 @@ class LowRank(Composed):
 
     def materialise(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the sum, computed in float32 and rounded once to `dtype`."""
-        base = materialise(self.base, jnp.float32).astype(jnp.float32)
-        first = self.a.ndim - 1 - self.inputs
-        a = self.a.reshape(*self.a.shape[:first], -1, self.rank).astype(jnp.float32)
-        b = self.b.reshape(*self.b.shape[: first + 1], -1).astype(jnp.float32)
+        base, a, b = (materialise(part, jnp.float32).astype(jnp.float32) for part in (self.base, self.a, self.b))
+        first = a.ndim - 1 - self.inputs
+        a, b = a.reshape(*a.shape[:first], -1, self.rank), b.reshape(*b.shape[: first + 1], -1)
         # In full precision on every platform, as a folder is written with this sum.
         pair = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
         return (base + self.scale * pair.reshape(base.shape)).astype(dtype)

@@ -225,7 +225,7 @@ def test_checkpoints_may_leave_frozen_arrays_where_they_are(stored, folders, tmp
         moezoo.train(moezoo.compose(*words))
         assert not (tmp_path / "a" / "checkpoints" / "frozen").exists()
         few.rename(away)
-        with refused(f"init_from={few}: the folder is not there any more"):
+        with refused(f"init_from={few}: the folder is not there any more; put it back, or set init_from to where"):
             moezoo.train(moezoo.compose(f"resume={tmp_path}/a", "steps=2"))
         with refused(f"init_from={few}: the folder is not there any more"):
             plan_export(f"{tmp_path}/a", f"{tmp_path}/moved")

@@ -14,6 +14,7 @@ from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.nn.linear import contract, project
 from moezoo.parallel.low_rank import LowRank, only_pairs, with_bases, without_pairs
 from moezoo.parallel.roles import Axes, Role
+from moezoo.parallel.stacked import InStack
 from moezoo.parallel.stored import materialise
 
 SCALE = 0.75
@@ -56,6 +57,15 @@ def test_products_of_one_matrix(inputs, outputs):
     close(project(x, w, len(inputs)), np.tensordot(np.asarray(x, np.float64), merged(w), len(inputs)))
     assert w.shape == (*inputs, *outputs)
     close(w.materialise(jnp.float32), merged(w))
+
+
+def test_a_pair_in_the_stack_of_all_layers_is_made_into_an_array():
+    """As where random routing reads the numbers of a router in generation."""
+    w = low_rank(0, (4,), (6,), (5,))
+    parts = {
+        name: InStack(stack=getattr(w, name), layer=jnp.int32(2), dtype=np.dtype(np.float32)) for name in ("a", "b")
+    }
+    close(dataclasses.replace(w, base=w.base[2], **parts).materialise(jnp.float32), merged(w)[2])
 
 
 def test_a_product_that_only_einsum_expresses():
