@@ -24,12 +24,12 @@ from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix,
 
 
 def _hopper(name: str) -> Any:
-    """Return a function of the file `hopper`, which a call imports, because it takes 0.2 s to import Pallas."""
+    """Return a function for Hopper by its name. A call imports it, because it takes 0.2 s to import Pallas."""
 
     def call(*operands: Any, **options: Any) -> Any:
-        from moezoo.kernels.grouped_matmul import hopper
+        from moezoo.kernels.grouped_matmul import hopper, hopper_mlp
 
-        return getattr(hopper, name)(*operands, **options)
+        return getattr(hopper_mlp if name == "routed_mlp" else hopper, name)(*operands, **options)
 
     return call
 
@@ -37,7 +37,14 @@ def _hopper(name: str) -> Any:
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "hopper": Backend(_hopper("multiply"), _hopper("outer"), _hopper("gated"), runs_on_hopper, dtypes=("bfloat16",)),
+    "hopper": Backend(
+        _hopper("multiply"),
+        _hopper("outer"),
+        _hopper("gated"),
+        runs_on_hopper,
+        _hopper("routed_mlp"),
+        dtypes=("bfloat16",),
+    ),
     "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
@@ -228,24 +235,34 @@ def routed_mlp(
     """
     chosen = _choose(implementation, tokens.dtype, gate, up, down)
     composed = functools.partial(_routed_mlp, activation=activation, keep=keep)
-    # On accelerators these rows take the composed path too; no backend there has a `routed_mlp`.
+    # On accelerators these few rows take the composed path too.
     are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in (gate, up, down))
+    is_sum = any(isinstance(w, Composed) for w in (gate, up, down))
+
+    def has_kernel(one: Backend) -> bool:
+        return one.routed_mlp is not None and (one.in_stack or not is_sum)
+
     # What is dropped differs by row, so rows are made; kernels read tokens.
-    if are_few or dropouts((gate, up, down)) or not any(BACKENDS[name].routed_mlp for _, name in chosen):
+    if are_few or dropouts((gate, up, down)) or not any(has_kernel(BACKENDS[name]) for _, name in chosen):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
     def own(name: str) -> Callable[..., Array]:
-        one = BACKENDS[name].routed_mlp
-        if one is None:
+        one = BACKENDS[name]
+        if not has_kernel(one):
             return functools.partial(composed, name)
-        return functools.partial(one, activation=activation, keep=keep)
+        kernel = functools.partial(one.routed_mlp, activation=activation, keep=keep)  # pyright: ignore[reportArgumentType]
+        return kernel if one.in_stack else lambda *rest: kernel(*rest[:-1], _arrays(rest[-1], tokens.dtype))
 
     gate, up, down = (by_matrix(weights, tokens.dtype) for weights in (gate, up, down))
     weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
     operands = (tokens, gates, plan, weights)
     alike = jax.tree.leaves(operands)
     return checkpoint_name(run(chosen, own, *jax.tree.map(lambda x: vary_like(x, *alike), operands)), GROUPED_MATMUL)
+
+
+def _arrays(weights: ExpertWeights, dtype: DTypeLike) -> ExpertWeights:
+    return jax.tree.map(lambda w: materialise(w, dtype), weights, is_leaf=lambda w: isinstance(w, Stored))
 
 
 def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation, keep):

@@ -14,7 +14,7 @@ Nothing here asks for a device: programs are compiled where there is none, and i
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,9 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from moezoo.kernels.grouped_matmul.backend import Activation, GroupMatrices, GroupSizes
+from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights, GroupMatrices, GroupSizes
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.kernels import Keep
 from moezoo.parallel.traces import equations
@@ -244,6 +244,71 @@ def _fuses(activation: Activation) -> bool:
     return found <= _FUSED | _CALLS
 
 
+def _members(rows: int, group_sizes: GroupSizes) -> Bool[Array, "rows groups"]:
+    """Return which group each row belongs to; none after the last group."""
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)[None]
+    row = lax.iota(jnp.int32, rows)[:, None]
+    return (ends - group_sizes.astype(jnp.int32)[None] <= row) & (row < ends)
+
+
+def _biased(x: Array, bias: Array | None, group_sizes: GroupSizes) -> Array:
+    if bias is None:
+        return x
+    return x + jnp.take(bias, jnp.argmax(_members(x.shape[0], group_sizes), 1), axis=0, mode="clip")
+
+
+def _by_bias(y: Array, bias: Array | None, group_sizes: GroupSizes) -> Array | None:
+    """Return the gradient of a bias, given that of the rows: a product, as a sum by groups would be a scatter."""
+    if bias is None:
+        return None
+    member = _members(y.shape[0], group_sizes).astype(y.dtype)
+    return jnp.einsum("rg,rn->gn", member, y, preferred_element_type=jnp.float32).astype(bias.dtype)
+
+
+def products(rows: Float[Array, "rows inputs"], weights: ExpertWeights, group_sizes: GroupSizes) -> list[Array]:
+    """Return the products with gate and up, plus their biases."""
+    matrices, biases = weights[:2], weights[3:]
+    found = _products((rows,), matrices, group_sizes, 1, lambda *both: both, 2)
+    return [_biased(x, bias, group_sizes) for x, bias in zip(found, biases, strict=True)]
+
+
+def activate(
+    both: Sequence[Float[Array, "rows outputs"]], group_sizes: GroupSizes, activation: Activation
+) -> Float[Array, "rows outputs"]:
+    """Return the activation of both products, with zeros in unused rows."""
+    used = lax.iota(jnp.int32, both[0].shape[0]) < group_sizes.sum(dtype=jnp.int32)
+    result = activation(*both)
+    return jnp.where(used[:, None], result, jnp.zeros((), result.dtype))
+
+
+def forward(
+    rows: Float[Array, "rows inputs"],
+    weights: ExpertWeights,
+    group_sizes: GroupSizes,
+    activation: Activation,
+    keep: Keep,
+) -> tuple[Float[Array, "rows outputs"], list[Float[Array, "rows outputs"]]]:
+    """Return the activation, and the products if they are kept: without biases of one kernel, if it can compute it."""
+    if weights.gate_bias is None and weights.up_bias is None and _fuses(activation):
+        results = 3 if keep == "products" else 1
+        finish = lambda *both: (activation(*both), *both)[:results]  # noqa: E731
+        result, *both = _products((rows,), weights[:2], group_sizes, 1, finish, results)
+    else:
+        both = products(rows, weights, group_sizes)
+        result = activate(both, group_sizes, activation)
+    return result, [checkpoint_name(x, GROUPED_MATMUL) for x in both] if keep == "products" else []
+
+
+def backward(
+    rows: Float[Array, "rows inputs"], weights: ExpertWeights, group_sizes: GroupSizes, by_both: Sequence[Array]
+) -> tuple[Float[Array, "rows inputs"], list[Any]]:
+    """Return the gradients by rows, and by gate, up and their biases, given those by both products."""
+    by_matrices = [outer(rows, y, group_sizes, w.dtype) for y, w in zip(by_both, weights[:2], strict=True)]
+    by_biases = [_by_bias(y, bias, group_sizes) for y, bias in zip(by_both, weights[3:], strict=True)]
+    by_rows = _products(tuple(by_both), weights[:2], group_sizes, 2, lambda x: (x,), 1)[0]
+    return by_rows, by_matrices + by_biases
+
+
 def gated(
     rows: Float[Array, "rows inputs"],
     gate: GroupMatrices,
@@ -255,67 +320,29 @@ def gated(
     activation: Activation,
     keep: Keep,
 ) -> Float[Array, "rows outputs"]:
-    """Compute the activation of both products in one kernel; with biases, or another activation, after it."""
-    if gate_bias is None and up_bias is None and _fuses(activation):
-        return _fused(activation, keep, rows, gate, up, group_sizes)
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    row = lax.iota(jnp.int32, rows.shape[0])[:, None]
-    member = ((ends - group_sizes)[None] <= row) & (row < ends[None])  # [rows, groups]
-    products = _both(rows, gate, up, group_sizes)
-    biased = [x if b is None else _biased(x, b, member) for x, b in zip(products, (gate_bias, up_bias), strict=True)]
-    result = activation(*biased)
-    return jnp.where(member.any(1, keepdims=True), result, jnp.zeros((), result.dtype))
-
-
-@jax.custom_vjp
-def _biased(x: Array, bias: Array, member: Array) -> Array:
-    return x + jnp.take(bias, jnp.argmax(member, 1), axis=0, mode="clip")
-
-
-# The gradient as a product: a sum by groups would be a scatter.
-_biased.defvjp(
-    lambda x, bias, member: (_biased(x, bias, member), member),
-    lambda member, y: (y, jnp.einsum("rg,rn->gn", member.astype(y.dtype), y, preferred_element_type=y.dtype), None),
-)
-
-
-@jax.custom_vjp
-def _both(rows: Array, gate: Array, up: Array, group_sizes: Array) -> tuple[Array, Array]:
-    """Return the products with gate and up."""
-    one, two = _products((rows,), (gate, up), group_sizes, 1, lambda *products: products, 2)
-    return one, two
-
-
-def _both_backward(residuals: Any, cotangents: Any) -> tuple[Array, Array, Array, None]:
-    rows, gate, up, group_sizes = residuals
-    by_rows = _products(cotangents, (gate, up), group_sizes, 2, lambda x: (x,), 1)[0]
-    by_gate, by_up = (outer(rows, y, group_sizes, gate.dtype) for y in cotangents)
-    return by_rows, by_gate, by_up, None
-
-
-_both.defvjp(lambda *operands: (_both(*operands), operands), _both_backward)
+    """Compute the activation of both products."""
+    return _gated(activation, keep, rows, group_sizes, gate, up, gate_bias, up_bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(activation: Activation, keep: Keep, rows: Array, gate: Array, up: Array, group_sizes: Array) -> Array:
+def _gated(activation, keep, rows, group_sizes, gate, up, gate_bias, up_bias):
     del keep  # nothing is kept without a backward pass
-    return _products((rows,), (gate, up), group_sizes, 1, lambda *products: (activation(*products),), 1)[0]
+    return forward(rows, ExpertWeights(gate, up, up, gate_bias, up_bias), group_sizes, activation, "inputs")[0]
 
 
-def _fused_forward(activation, keep, *operands):
-    if keep == "inputs":
-        return _fused(activation, keep, *operands), (operands, ())
-    rows, gate, up, group_sizes = operands
-    finish = lambda *products: (activation(*products), *products)  # noqa: E731
-    result, *products = _products((rows,), (gate, up), group_sizes, 1, finish, 3)
-    return result, (operands, [checkpoint_name(x, GROUPED_MATMUL) for x in products])
+def _gated_forward(activation, keep, rows, group_sizes, gate, up, *biases):
+    weights = ExpertWeights(gate, up, up, *biases)  # the third is not read
+    result, kept = forward(rows, weights, group_sizes, activation, keep)
+    return result, (rows, group_sizes, weights, kept)
 
 
-def _fused_backward(activation, keep, residuals, cotangent):
+def _gated_backward(activation, keep, residuals, cotangent):
     del keep
-    operands, products = residuals
-    _, pull = jax.vjp(activation, *(products or _both(*operands)))
-    return _both_backward(operands, pull(cotangent))
+    rows, sizes, weights, kept = residuals
+    both = kept or products(rows, weights, sizes)
+    _, pull = jax.vjp(lambda *both: activate(both, sizes, activation), *both)
+    by_rows, by_weights = backward(rows, weights, sizes, pull(cotangent))
+    return by_rows, None, *by_weights
 
 
-_fused.defvjp(_fused_forward, _fused_backward)
+_gated.defvjp(_gated_forward, _gated_backward)

@@ -48,8 +48,8 @@ def absent_devices(name: str) -> list:
         raise UserError(f"absent device {name}: {kind} takes sizes such as {kind}:{_TPUS.get(kind, '8x8')}")
     # Without these, libtpu queries the cloud's metadata server and CUDA searches for a driver.
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "CUDA_VISIBLE_DEVICES": "-1"}
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
+    for key, value in quiet.items():
+        os.environ.setdefault(key, value)
     try:
         if kind in _TPUS:
             where = f"{kind}:{sizes or _TPUS[kind]}"

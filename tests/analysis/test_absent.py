@@ -15,6 +15,7 @@ from programs import hops_over_loops, largest_array
 
 import moezoo
 from benchmarks.compiled import compile_kernels
+from benchmarks.kernels import layer_operands, run_layer
 from benchmarks.shapes import ACCELERATOR
 from moezoo.analysis.absent import ABSENT, absent_devices
 from moezoo.analysis.compiling import compile_for
@@ -30,6 +31,7 @@ from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.kernels import KernelOrder, target_of
 from moezoo.parallel.mesh import mesh_of
+from moezoo.parallel.remat import rematerialise
 from moezoo.training.build import build_step
 
 
@@ -95,6 +97,24 @@ def test_no_row_is_copied_for_every_expert(kind):
             assert not re.search(r"\bwhile\(", text)
             if row["part"] == "grouped_matmul":
                 assert row["temporaries_bytes"] < 0.01 * row["arguments_bytes"]
+
+
+@pytest.mark.absent
+@pytest.mark.parametrize(("remat", "products"), [("dots", 2), ("full", 0)])
+def test_what_a_layer_keeps_on_an_h200(remat, products):
+    """Its tokens, products of rows as `remat` says, and numbers per token and expert of the router."""
+    shape = ACCELERATOR["L1"]
+    execution = moezoo.Execution(mesh_of(moezoo.MeshShape(), absent_devices("h200")[:1]), dtype="bfloat16", remat=remat)
+    (x, block), (context,), _ = jax.eval_shape(functools.partial(layer_operands, shape, "uniform", "bfloat16"))
+
+    def kept(x: Any, block: Any, context: Any) -> Any:
+        layer = rematerialise(lambda x, block: run_layer(execution, x, block, context), remat)
+        return jax.vjp(layer, x, block)[1]
+
+    weights = {w.shape for w in jax.tree.leaves(block)}
+    found = [y for y in jax.tree.leaves(jax.eval_shape(kept, x, block, context)) if y.shape not in weights]
+    wanted = 2 * (shape.tokens * shape.embed + products * shape.rows * shape.mlp)
+    assert wanted <= sum(y.size * y.dtype.itemsize for y in found) <= 1.03 * wanted
 
 
 @pytest.mark.absent

@@ -19,7 +19,8 @@ from meshes import auto_mesh
 from test_grouped_matmul import GROUPS, ROUNDING, check, group_sizes, operands, slices, value_and_gradients
 
 import moezoo
-from moezoo.kernels.grouped_matmul import api, gated
+from moezoo.kernels.grouped_matmul import api, gated, routed_mlp
+from moezoo.kernels.permute import plan
 from moezoo.nn.activation import SWIGLU, ClampedSwiGLU
 from moezoo.parallel.kernels import anywhere
 
@@ -121,6 +122,56 @@ def check_gated(activation: Any, keep: Any, biases: bool, sizes: tuple[int, ...]
         assert error.max() <= 5 * ROUNDING["bfloat16"] * np.abs(want).max()
     for result in results[:2]:
         assert not np.asarray(result, np.float32)[sum(sizes) :].any()
+
+
+def routed_loop(ids: np.ndarray, cotangent: Any, activation: Any, *parameters: Any) -> list[np.ndarray]:
+    """Return what `routed_mlp` should, with its gradients by tokens, gates, matrices and biases."""
+
+    def value(tokens: Any, gates: Any, gate: Any, up: Any, down: Any, *biases: Any) -> Any:
+        total = jnp.zeros_like(tokens)
+        for choice, e in enumerate(ids.T):
+            here, e = jnp.asarray(e < GROUPS, jnp.float32)[:, None], np.minimum(e, GROUPS - 1)
+            both = [jnp.einsum("td,tdf->tf", tokens, w[e]) for w in (gate, up)]
+            both = [x + bias[e] for x, bias in zip(both, biases, strict=True)] if biases else both
+            result = jnp.einsum("tf,tfd->td", activation(*both), down[e])
+            total += here * gates[:, choice, None] * result
+        return total
+
+    with jax.default_matmul_precision("highest"):
+        result, pull = jax.vjp(jax.jit(value), *(jnp.asarray(x, jnp.float32) for x in parameters))
+        return [np.asarray(x) for x in (result, *pull(jnp.asarray(cotangent, jnp.float32)))]
+
+
+@pytest.mark.parametrize(("keep", "biases"), [("products", False), ("products", True), ("inputs", False)])
+def test_experts(keep, biases):
+    """From tokens to sums: some choices go to experts elsewhere, and one expert has no token."""
+    rng, tokens, k = np.random.default_rng(4), 70, 2
+    ids = np.stack([rng.choice([0, 1, 3, GROUPS], k, replace=False) for _ in range(tokens)])
+    shapes = (tokens, INPUTS), *((GROUPS, INPUTS, OUTPUTS),) * 2, (GROUPS, OUTPUTS, INPUTS)
+    shapes += ((GROUPS, OUTPUTS),) * 2 * biases
+    x, *weights = (jnp.asarray(rng.standard_normal(shape) / 4, jnp.bfloat16) for shape in shapes)
+    cotangent, gates = (
+        jnp.asarray(rng.standard_normal(x.shape), x.dtype),
+        jnp.asarray(rng.random((tokens, k)), jnp.float32),
+    )
+    here = plan(jnp.asarray(ids, jnp.int32), 0, GROUPS)
+
+    @jax.jit
+    def run(x: Any, gates: Any, cotangent: Any, *weights: Any) -> Any:
+        def experts(
+            x: Any, gates: Any, gate: Any, up: Any, down: Any, gate_bias: Any = None, up_bias: Any = None
+        ) -> Any:
+            options: Any = {"activation": SWIGLU, "keep": keep, "implementation": "hopper"}
+            return routed_mlp(x, gates, here, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, **options)
+
+        value, pull = jax.vjp(experts, x, gates, *weights)
+        return value, *pull(cotangent)
+
+    results = run(x, gates, cotangent, *weights)
+    for result, want in zip(results, routed_loop(ids, cotangent, SWIGLU, x, gates, *weights), strict=True):
+        # Seven roundings in a row at most.
+        error = np.abs(np.asarray(result, np.float32) - want)
+        assert error.max() <= 7 * ROUNDING["bfloat16"] * np.abs(want).max()
 
 
 def test_types_on_two_devices():
