@@ -42,6 +42,7 @@ def _forward(tokens, gates, plan, weights, activation, keep):
 def _backward(activation: Activation, keep: Keep, residuals: Any, cotangent: Array) -> tuple:
     del keep
     tokens, gates, plan, weights, kept = residuals
+    plan = jax.tree.map(jnp.asarray, plan)  # numbers that are known when a program is traced are no arrays here
     sizes, back = plan.group_sizes, permute(cotangent, plan)
     both = kept or products(permute(tokens, plan), weights, sizes)
     inner, pull = jax.vjp(lambda *both: activate(both, sizes, activation), *both)
