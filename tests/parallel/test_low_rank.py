@@ -149,6 +149,16 @@ def test_rows_beyond_the_groups_are_zero():
     assert not gated(rows, WEIGHTS[0], WEIGHTS[1], sizes, activation=swish_gated)[5:].any()
 
 
+def test_over_zeros_a_pair_is_the_matrix_of_its_rank():
+    """Every expert's: products with the pair are those with the array that it stands for."""
+    w = dataclasses.replace(WEIGHTS[0], base=jnp.zeros_like(WEIGHTS[0].base))
+    whole = w.materialise(jnp.float32)
+    assert np.linalg.matrix_rank(whole).tolist() == [3] * E
+    rows = jnp.asarray(np.random.default_rng(2).standard_normal((7, D)), jnp.float32)
+    sizes = jnp.asarray([2, 0, 3, 2], jnp.int32)
+    close(grouped_matmul(rows, w, sizes), np.asarray(grouped_matmul(rows, whole, sizes)))
+
+
 def test_beside_few_bits():
     """The base may be a container that kernels read matrix by matrix; no stack of it is made."""
     axes = Axes(Role.WEIGHT, ("expert",), ("inputs",), ("outputs",))
