@@ -19,7 +19,7 @@ from moezoo.kernels.attention.base import (
 )
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.kernels import ChosenBackends, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import Chosen, ChosenBackends, KernelOrder, Target, add_backend, choose, run
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
@@ -52,7 +52,7 @@ def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ..
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), queries, keys, kv_heads)[0][1]
+    return _choose(KernelOrder(names, target), queries, keys, kv_heads)[0][1].name
 
 
 def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
@@ -99,8 +99,8 @@ def attend(
     """
     chosen = _choose_for(operands, implementation)
 
-    def backend(name: str) -> Callable[[Operands], Attended]:
-        return lambda operands: BACKENDS[name].attend(operands, scale)
+    def backend(one: Chosen) -> Callable[[Operands], Attended]:
+        return lambda operands: BACKENDS[one.name].attend(operands, scale)
 
     per_query, v = operands.q.shape[:4], operands.v
     alike = jax.tree.leaves(operands)
@@ -136,8 +136,8 @@ def part_gradients(
 def _run_part(
     function_of: Callable[[Backend], Any], implementation: str | KernelOrder | None, operands: Operands, *others: Any
 ) -> Any:
-    def backend(name: str) -> Callable[..., Any]:
+    def backend(one: Chosen) -> Callable[..., Any]:
         # A backend that has no parts is one for few queries, where the naive one does.
-        return function_of(BACKENDS[name]) or function_of(BACKENDS["reference"])
+        return function_of(BACKENDS[one.name]) or function_of(BACKENDS["reference"])
 
     return run(_choose_for(operands, implementation), backend, operands, *others)

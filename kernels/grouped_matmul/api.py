@@ -12,13 +12,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
+from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference, routed
 from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_hopper
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.dropout import dropouts, read_numbers, take_numbers
-from moezoo.parallel.kernels import ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import Chosen, ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
 from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 
@@ -45,9 +46,28 @@ BACKENDS: dict[str, Backend] = {
         _hopper("routed_mlp"),
         dtypes=("bfloat16",),
     ),
-    "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
+    "blocked": Backend(
+        blocked.multiply,
+        blocked.outer,
+        routed_mlp=routed.routed_mlp,  # pyright: ignore[reportArgumentType]
+        in_stack=True,
+        for_gpu=lambda backend, gpu: _with_blocks(backend, blocks.measured(blocked.ON_GPUS, "blocked", gpu)),
+    ),
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
 }
+
+
+def _with_blocks(backend: Backend, sizes: blocked.Blocks) -> Backend:
+    return backend._replace(
+        multiply=functools.partial(blocked.multiply, blocks=sizes.products),
+        outer=functools.partial(blocked.outer, blocks=sizes.products),
+        routed_mlp=functools.partial(routed.routed_mlp, sizes=sizes.experts),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _backend(chosen: Chosen) -> Backend:
+    one = BACKENDS[chosen.name]
+    return one if chosen.gpu is None or one.for_gpu is None else one.for_gpu(one, chosen.gpu)
 
 
 def register(name: str, backend: Backend) -> None:
@@ -71,7 +91,7 @@ def chosen_backend(target: Target, names: tuple[str, ...] = (), dtype: DTypeLike
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), dtype)[0][1]
+    return _choose(KernelOrder(names, target), dtype)[0][1].name
 
 
 def _choose(implementation: str | KernelOrder | None, dtype: DTypeLike, *weights: Any) -> ChosenBackends:
@@ -184,12 +204,12 @@ def gated(
     options: Any = {"activation": activation, "keep": keep}
     composed = functools.partial(_gated, activation=activation)
     is_composed = isinstance(gate, Composed) or isinstance(up, Composed)
-    if is_composed or not any(BACKENDS[name].gated for _, name in chosen):
+    if is_composed or not any(_backend(one).gated for _, one in chosen):
         return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
 
-    def own(name: str) -> Callable[..., Array]:
-        one = BACKENDS[name].gated
-        return functools.partial(composed, name) if one is None else functools.partial(one, **options)
+    def own(one: Chosen) -> Callable[..., Array]:
+        kernel = _backend(one).gated
+        return functools.partial(composed, one.name) if kernel is None else functools.partial(kernel, **options)
 
     matrices = (materialise(weights, rows.dtype) for weights in (gate, up))
     operands = (rows, *matrices, jnp.asarray(group_sizes, jnp.int32), gate_bias, up_bias)
@@ -243,14 +263,14 @@ def routed_mlp(
         return one.routed_mlp is not None and (one.in_stack or not is_sum)
 
     # What is dropped differs by row, so rows are made; kernels read tokens.
-    if are_few or dropouts((gate, up, down)) or not any(has_kernel(BACKENDS[name]) for _, name in chosen):
+    if are_few or dropouts((gate, up, down)) or not any(has_kernel(_backend(one)) for _, one in chosen):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
-    def own(name: str) -> Callable[..., Array]:
-        one = BACKENDS[name]
+    def own(chosen: Chosen) -> Callable[..., Array]:
+        one = _backend(chosen)
         if not has_kernel(one):
-            return functools.partial(composed, name)
+            return functools.partial(composed, chosen.name)
         kernel = functools.partial(one.routed_mlp, activation=activation, keep=keep)  # pyright: ignore[reportArgumentType]
         return kernel if one.in_stack else lambda *rest: kernel(*rest[:-1], _arrays(rest[-1], tokens.dtype))
 
@@ -291,8 +311,8 @@ def _product(chosen, rows, weights, group_sizes):
     return run(chosen, functools.partial(_multiply, 1), rows, weights, group_sizes)
 
 
-def _multiply(contract: Literal[1, 2], name: str) -> Callable[..., Array]:
-    one = BACKENDS[name]
+def _multiply(contract: Literal[1, 2], chosen: Chosen) -> Callable[..., Array]:
+    one = _backend(chosen)
     return lambda rows, weights, sizes: one.multiply(
         rows, weights if one.in_stack else materialise(weights, rows.dtype), sizes, contract
     )
@@ -300,7 +320,7 @@ def _multiply(contract: Literal[1, 2], name: str) -> Callable[..., Array]:
 
 def _backward(chosen, residuals, cotangent):
     rows, weights, group_sizes = residuals
-    outer = lambda name: functools.partial(BACKENDS[name].outer, dtype=weights.dtype)  # noqa: E731
+    outer = lambda one: functools.partial(_backend(one).outer, dtype=weights.dtype)  # noqa: E731
     by_rows = run(chosen, functools.partial(_multiply, 2), cotangent, weights, group_sizes)
     by_weights = None if isinstance(weights, Widened) else run(chosen, outer, rows, cotangent, group_sizes)
     return by_rows, by_weights, None

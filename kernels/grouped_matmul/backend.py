@@ -104,6 +104,8 @@ class Backend(NamedTuple):
         routed_mlp: A kernel for `routed_mlp`; None to compose it of permutations, `gated` and a product.
         dtypes: The names of the dtypes of operands that the backend takes; None for all.
         in_stack: Whether `multiply` takes `Matrices` too, and copies or makes only those that it uses.
+        for_gpu: A function of the backend and a known GPU: the same backend with sizes of blocks for it. None if it has
+            none to choose.
     """
 
     multiply: Multiply
@@ -113,6 +115,7 @@ class Backend(NamedTuple):
     routed_mlp: RoutedMLP | None = None
     dtypes: tuple[str, ...] | None = None
     in_stack: bool = False
+    for_gpu: "Callable[[Backend, Target], Backend] | None" = None
 
     def takes(self, target: Target, dtype: DTypeLike) -> bool:
         """Return whether the backend runs on the target with operands of this dtype."""

@@ -10,7 +10,7 @@ On a CPU a product inside a loop is one call of a fast matrix product. Three cho
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +22,21 @@ from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.stored import Matrices, matrix_of
 
 BLOCKS = (256, 128, 32)
+
+
+class Blocks(NamedTuple):
+    """Rows per block: of products, as `BLOCKS`, and of experts as one, as `moezoo.kernels.grouped_matmul.routed.SIZES`.
+
+    Both are sorted, the largest first.
+    """
+
+    products: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+# A step of a loop costs a GPU some launches, so there are few of them: a block is large, and only few sizes are tried.
+# 512 rows times 2,048 columns are 64 tiles of 128 x 128 numbers for about 110 to 150 multiprocessors. Not measured.
+ON_GPUS = Blocks((512, 128), (512, 128))
 
 Mask = Bool[Array, "block 1"] | None
 # (carry, first row of the block, which of its rows count or None for all, rows per block) -> carry
@@ -46,9 +61,11 @@ def each_group(group_sizes: GroupSizes, step: Callable[..., Any], carry: Any) ->
     return repeat(used.sum(dtype=group_sizes.dtype), body, carry)
 
 
-def _over_rows(start: Int[Array, ""], stop: Int[Array, ""], rows: int, step: Step, carry: Any) -> Any:
+def _over_rows(
+    start: Int[Array, ""], stop: Int[Array, ""], rows: int, blocks: tuple[int, ...], step: Step, carry: Any
+) -> Any:
     """Run `step` over blocks that cover rows [start, stop) of `rows` exactly once."""
-    *larger, smallest = [block for block in BLOCKS if block <= rows] or [rows]
+    *larger, smallest = [block for block in blocks if block <= rows] or [rows]
     for block in larger:
         count = (stop - start) // block
         carry = repeat(count, _on_full_blocks(start, block, step), carry)
@@ -86,9 +103,13 @@ def dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: i
 
 
 def multiply(
-    rows: Float[Array, "rows a"], weights: GroupMatrices | Matrices, group_sizes: GroupSizes, contract: Literal[1, 2]
+    rows: Float[Array, "rows a"],
+    weights: GroupMatrices | Matrices,
+    group_sizes: GroupSizes,
+    contract: Literal[1, 2],
+    blocks: tuple[int, ...] | None = None,
 ) -> Float[Array, "rows b"]:
-    """Multiply group after group, skipping those without rows."""
+    """Multiply group after group, skipping those without rows; in `BLOCKS` unless `blocks` are given."""
 
     def group(g: Int[Array, ""], start: Int[Array, ""], stop: Int[Array, ""], result: Array) -> Array:
         weight = matrix_of(weights, g)
@@ -100,22 +121,27 @@ def multiply(
                 y = jnp.where(mask, y, lax.dynamic_slice_in_dim(result, first, block))
             return lax.dynamic_update_slice_in_dim(result, y, first, 0)
 
-        return _over_rows(start, stop, rows.shape[0], step, result)
+        return _over_rows(start, stop, rows.shape[0], blocks or BLOCKS, step, result)
 
     result = vary_like(jnp.zeros((rows.shape[0], weights.shape[3 - contract]), rows.dtype), rows)
     return each_group(group_sizes, group, result)
 
 
 def outer(
-    rows: Float[Array, "rows inputs"], others: Float[Array, "rows outputs"], group_sizes: GroupSizes, dtype: DTypeLike
+    rows: Float[Array, "rows inputs"],
+    others: Float[Array, "rows outputs"],
+    group_sizes: GroupSizes,
+    dtype: DTypeLike,
+    blocks: tuple[int, ...] | None = None,
 ) -> GroupMatrices:
     """Sum over a group's blocks in float32 and write the sum once; zero for groups without rows.
 
     The rows that do not fill a largest block come first, in one product, so a small group needs no sum.
     """
     ends = jnp.cumsum(group_sizes)
-    total, largest = rows.shape[0], min(BLOCKS[0], rows.shape[0])
-    sizes = sorted({min(size, largest) for size in range(BLOCKS[-1], largest + BLOCKS[-1], BLOCKS[-1])})
+    total, largest = rows.shape[0], min((blocks or BLOCKS)[0], rows.shape[0])
+    smallest = (blocks or BLOCKS)[-1]
+    sizes = sorted({min(size, largest) for size in range(smallest, largest + smallest, smallest)})
 
     def product(first: Int[Array, ""], mask: Mask, block: int) -> Array:
         return dot(_slice(rows, first, mask, block), _slice(others, first, mask, block), 0, 0)

@@ -44,21 +44,22 @@ from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 SIZES = (512, 288, 192, 144, 80, 40)
 
 Mask = Bool[Array, " block"]
+# The rows of blocks for an array of some rows, the smallest first.
+_Sizes = list[int]
 # (carry, first row of the block, rows in the block, which of them count, whether it surely is the group's first block)
 # -> carry
 Step = Callable[[Any, Int[Array, ""], int, Mask, bool], Any]
 
 
-def _sizes(rows: int) -> list[int]:
-    """Return the sizes of blocks for an array of `rows`, the smallest first."""
-    return sorted({min(size, rows) for size in SIZES})
-
-
 def _over_groups(
-    plan: Plan, weights: ExpertWeights, step_of: Callable[[Int[Array, ""], ExpertWeights], Step], carry: Any
+    plan: Plan,
+    weights: ExpertWeights,
+    sizes: _Sizes,
+    step_of: Callable[[Int[Array, ""], ExpertWeights], Step],
+    carry: Any,
 ) -> Any:
     """Run the step of each group that has rows, `step_of(group, its weights)`, on blocks that cover the group."""
-    *rests, largest = _sizes(plan.assignment.shape[0])
+    *rests, largest = sizes
 
     def group(g: Int[Array, ""], start: Int[Array, ""], stop: Int[Array, ""], carry: Any) -> Any:
         step = step_of(g, jax.tree.map(lambda w: matrix_of(w, g), weights, is_leaf=is_matrices))
@@ -73,6 +74,10 @@ def _over_groups(
         return repeat(count, functools.partial(_block, start, stop, largest, step, False), carry)
 
     return each_group(plan.group_sizes, group, carry)
+
+
+def _sizes(plan: Plan, rows: tuple[int, ...]) -> _Sizes:
+    return sorted({min(size, plan.assignment.shape[0]) for size in rows})
 
 
 def _block(
@@ -127,9 +132,9 @@ def _products(x: Float[Array, "block embed"], weights: ExpertWeights) -> list[Fl
     return [y if bias is None else y + bias[None] for y, bias in products]
 
 
-def _longer(x: Array) -> Array:
+def _longer(x: Array, sizes: _Sizes) -> Array:
     """Return `x` with a block of zeros after its rows."""
-    return jnp.pad(x, ((0, _sizes(x.shape[0])[-1]), *((0, 0) for _ in x.shape[1:])))
+    return jnp.pad(x, ((0, sizes[-1]), *((0, 0) for _ in x.shape[1:])))
 
 
 class _Zeros:
@@ -140,8 +145,8 @@ class _Zeros:
     the forward pass, which makes three arrays at most, has ended.
     """
 
-    def __init__(self, plan: Plan, begin: Literal[0, 3]):
-        self._plan, self._numbers = plan, itertools.count(begin)
+    def __init__(self, plan: Plan, sizes: _Sizes, begin: Literal[0, 3]):
+        self._plan, self._sizes, self._numbers = plan, sizes, itertools.count(begin)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return zeros."""
@@ -150,8 +155,7 @@ class _Zeros:
 
     def rows(self, *shape: int, dtype: DTypeLike) -> Array:
         """Return zeros of this shape for every row, and for one block after the last row."""
-        rows = self._plan.assignment.shape[0]
-        return self.array((rows + _sizes(rows)[-1], *shape), dtype)
+        return self.array((self._plan.assignment.shape[0] + self._sizes[-1], *shape), dtype)
 
 
 def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
@@ -159,9 +163,12 @@ def _row_of(plan: Plan, rows: Array) -> Int[Array, "tokens k"]:
     return jnp.where(plan.row < plan.assignment.shape[0], plan.row, rows.shape[0])
 
 
-def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weights: ExpertWeights) -> list[Array]:
+def _forward(
+    activation: Activation, keep: Keep, rows: tuple[int, ...], tokens: Array, plan: Plan, weights: ExpertWeights
+) -> list[Array]:
     """Return the results of all rows, and their products with gate and up if they are kept."""
-    index = _longer(plan.assignment // plan.row.shape[1])
+    sizes = _sizes(plan, rows)
+    index = _longer(plan.assignment // plan.row.shape[1], sizes)
 
     def step_of(_: Int[Array, ""], mine: ExpertWeights) -> Step:
         def step(carry: list[Array], first: Int[Array, ""], size: int, *_: Any) -> list[Array]:
@@ -173,12 +180,11 @@ def _forward(activation: Activation, keep: Keep, tokens: Array, plan: Plan, weig
 
     width, embed = weights.down.shape[1:]
     kept = (width, width) if keep == "products" else ()
-    zeros = _Zeros(plan, begin=0)
+    zeros = _Zeros(plan, sizes, begin=0)
     carry = [zeros.rows(n, dtype=tokens.dtype) for n in (embed, *kept)]
-    return _over_groups(plan, weights, step_of, carry)
+    return _over_groups(plan, weights, sizes, step_of, carry)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def routed_mlp(
     tokens: Float[Array, "tokens embed"],
     gates: Float[Array, "tokens k"],
@@ -186,22 +192,29 @@ def routed_mlp(
     weights: ExpertWeights,
     activation: Activation,
     keep: Keep,
+    sizes: tuple[int, ...] | None = None,
 ) -> Float[Array, "tokens embed"]:
-    """Run both passes as loops over blocks of rows."""
+    """Run both passes as loops over blocks of rows, of `SIZES` unless `sizes` are given."""
+    return _routed_mlp(tokens, gates, plan, weights, activation, keep, sizes or SIZES)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _routed_mlp(tokens, gates, plan, weights, activation, keep, sizes):
     del keep  # nothing is kept without a backward pass
-    return _run_forward(tokens, gates, plan, weights, activation, "inputs")[0]
+    return _run_forward(tokens, gates, plan, weights, activation, "inputs", sizes)[0]
 
 
-def _run_forward(tokens, gates, plan, weights, activation, keep):
-    results, *products = traced_once(_forward, SIZES, (activation, keep), tokens, plan, weights)
+def _run_forward(tokens, gates, plan, weights, activation, keep, sizes):
+    results, *products = traced_once(_forward, None, (activation, keep, sizes), tokens, plan, weights)
     products = [checkpoint_name(x, GROUPED_MATMUL) for x in products]
     return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
 
 
-def _run_backward(activation, residuals, cotangent):
+def _run_backward(activation, rows, residuals, cotangent):
     tokens, gates, plan, weights, kept = residuals
-    index = _longer(plan.assignment // plan.row.shape[1])
-    gate_of = _longer(jnp.take(gates.reshape(-1), plan.assignment, mode="fill", fill_value=0))
+    sizes = _sizes(plan, rows)
+    index = _longer(plan.assignment // plan.row.shape[1], sizes)
+    gate_of = _longer(jnp.take(gates.reshape(-1), plan.assignment, mode="fill", fill_value=0), sizes)
 
     def step_of(group: Int[Array, ""], mine: ExpertWeights) -> Step:
         def step(carry: tuple, first: Int[Array, ""], size: int, mask: Mask, begins: bool) -> tuple:
@@ -226,19 +239,20 @@ def _run_backward(activation, residuals, cotangent):
 
         return step
 
-    zeros = _Zeros(plan, begin=3)
+    zeros = _Zeros(plan, sizes, begin=3)
     trained = ExpertWeights(*map(_trained, weights))
     carry = (
         zeros.rows(tokens.shape[1], dtype=tokens.dtype),
         zeros.rows(dtype=jnp.float32),
         jax.tree.map(lambda w: zeros.array(w.shape, jnp.float32), trained),
     )
-    by_rows, by_gates, sums = _over_groups(plan, weights, step_of, carry)
+    by_rows, by_gates, sums = _over_groups(plan, weights, sizes, step_of, carry)
     row = _row_of(plan, by_rows)
     by_gates = jnp.take(by_gates, row, mode="fill", fill_value=0).astype(gates.dtype)
     return sum_rows(by_rows, row, None), by_gates, None, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, trained)
 
 
-routed_mlp.defvjp(
-    _run_forward, lambda activation, keep, *operands: traced_once(_run_backward, SIZES, (activation,), *operands)
+_routed_mlp.defvjp(
+    _run_forward,
+    lambda activation, keep, sizes, *operands: traced_once(_run_backward, None, (activation, sizes), *operands),
 )

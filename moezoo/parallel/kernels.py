@@ -55,8 +55,23 @@ class KernelOrder(NamedTuple):
 
 # Return whether a backend can be traced and run for a target.
 RunsOn = Callable[[Target], bool]
+
+
+class Chosen(NamedTuple):
+    """A chosen backend.
+
+    Attributes:
+        name: Its name.
+        gpu: The GPU that it will run on, from which it may take sizes of blocks; None on other platforms, and if no
+            GPU is known.
+    """
+
+    name: str
+    gpu: Target | None = None
+
+
 # Pairs (platform, backend). If the target is known, one pair whose platform is "".
-ChosenBackends = tuple[tuple[str, str], ...]
+ChosenBackends = tuple[tuple[str, Chosen], ...]
 
 
 def add_backend(kernel: str, backends: dict[str, Any], name: str, backend: Any, kind: type) -> None:
@@ -124,15 +139,17 @@ def choose(
         if name not in backends:
             raise UserError(f"{kernel}: no backend '{name}'; {nearest(name, backends)}")
 
-    def first(target: Target) -> str | None:
+    def first(target: Target, is_gpu: bool) -> Chosen | None:
         names = order.names or own_order(target)
-        return next((name for name in names if backends[name](target)), None)
+        name = next((name for name in names if backends[name](target)), None)
+        return None if name is None else Chosen(name, target if is_gpu else None)
 
     if order.target is not None:
-        chosen = {"": first(order.target)}
+        chosen = {"": first(order.target, order.target.platform in ("cuda", "rocm"))}
     else:
-        chosen = {platform: first(_here(platform)) for platform in PLATFORMS}
-    found = {platform: name for platform, name in chosen.items() if name is not None}
+        here = {platform: _here(platform) for platform in PLATFORMS}
+        chosen = {platform: first(target, target.capability is not None) for platform, target in here.items()}
+    found = {platform: one for platform, one in chosen.items() if one is not None}
     if not found:
         where = "any platform" if order.target is None else " ".join(filter(None, order.target))
         others = [name for name, runs_on in backends.items() if order.target is None or runs_on(order.target)]
@@ -142,11 +159,11 @@ def choose(
     return tuple(found.items())
 
 
-def run(chosen: ChosenBackends, function_of: Callable[[str], Callable[..., Any]], *operands: PyTree) -> Any:
-    """Call `function_of(name)` of the chosen backend on `operands`; where platforms differ, the lowering chooses."""
+def run(chosen: ChosenBackends, function_of: Callable[[Chosen], Callable[..., Any]], *operands: PyTree) -> Any:
+    """Call `function_of` the chosen backend on `operands`; where platforms differ, the lowering chooses."""
     (_, usual), *_ = chosen
-    others = {platform: name for platform, name in chosen if name != usual}
+    others = {platform: one for platform, one in chosen if one != usual}
     if not others:
         return function_of(usual)(*operands)
-    branches = {platform: function_of(name) for platform, name in others.items()}
+    branches = {platform: function_of(one) for platform, one in others.items()}
     return lax.platform_dependent(*operands, default=function_of(usual), **branches)

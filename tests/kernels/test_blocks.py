@@ -1,0 +1,67 @@
+"""Sizes of blocks by capability: which a backend takes, and what is refused of the table."""
+
+import functools
+import json
+
+import jax.numpy as jnp
+import pytest
+from programs import executed_products
+from test_grouped_matmul import check, operands, value_and_gradients
+
+from moezoo.errors import UserError
+from moezoo.kernels import blocks
+from moezoo.kernels.grouped_matmul import blocked
+from moezoo.parallel.kernels import KernelOrder, Target
+
+AMPERE, ADA = Target("cuda", "8.0"), Target("cuda", "8.9")
+
+
+def entry(**sizes):
+    """Return a table with the sizes of `blocked` on Ampere."""
+    return {"8.0": {"blocked": sizes}}
+
+
+def test_blocked_takes_the_sizes_of_its_gpu():
+    """A GPU without an entry takes those of all GPUs, and a CPU its own; nothing else changes."""
+    sizes = (0, 5, 17, 1)
+    x, weights, cotangent = operands(40)
+
+    def rows_of(target):
+        run = functools.partial(value_and_gradients, KernelOrder((), target))
+        arguments = x, weights, jnp.asarray(sizes, jnp.int32), cotangent
+        check(run(*arguments), x, weights, sizes, cotangent)
+        return sorted(shape[0] for shape in executed_products(run, *arguments))
+
+    with blocks.trying(entry(products=[8, 2])):
+        assert rows_of(AMPERE) == sorted(2 * [2, 2, 2, 8, 8, 2, 2] + [6, 8, 8, 2, 2])
+        ada = rows_of(ADA)
+        cpu = rows_of(Target("cpu"))
+    # 40 rows, fewer than the smallest block of GPUs, are one block per group; a CPU has blocks of 32.
+    assert set(ada) == {40}
+    assert set(cpu) == {32}
+
+
+def test_measured_sizes_replace_only_their_fields():
+    with blocks.trying(entry(experts=[64])):
+        assert blocks.measured(blocked.ON_GPUS, "blocked", AMPERE) == blocked.ON_GPUS._replace(experts=(64,))
+        assert blocks.measured(blocked.ON_GPUS, "blocked", ADA) == blocked.ON_GPUS
+        assert blocks.measured(blocked.ON_GPUS, "blocked", Target("cuda")) == blocked.ON_GPUS
+
+
+def test_the_table_is_read_from_its_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(blocks, "TABLE", tmp_path / "blocks.json")
+    assert blocks.read() == {}
+    (tmp_path / "blocks.json").write_text(json.dumps(entry(products=[16])))
+    assert blocks.measured(blocked.ON_GPUS, "blocked", AMPERE).products == (16,)
+    (tmp_path / "blocks.json").write_text("{")
+    with pytest.raises(UserError, match=r"blocks\.json is not JSON .*; remove it, or measure again$"):
+        blocks.read()
+
+
+@pytest.mark.parametrize("wrong", [{"rows": [8]}, {"products": 8}, {"products": []}, {"products": [0]}])
+def test_other_entries_are_refused(wrong):
+    name, value = next(iter(wrong.items()))
+    message = f"8.0 blocked has {name}={value}, expected fields products, experts with integers above 0"
+    with blocks.trying(entry(**wrong)), pytest.raises(UserError) as caught:
+        blocks.measured(blocked.ON_GPUS, "blocked", AMPERE)
+    assert str(caught.value).endswith(message)
