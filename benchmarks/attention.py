@@ -10,6 +10,7 @@ For absent devices programs are only compiled, so there are no times.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ def run(keys: Any) -> Report:
     cases: Any = itertools.product(devices.items(), keys.tokens, _PASSES)
     for (kind, device), tokens, name in cases:
         log(f"{kind}, {tokens} tokens, {name}")
-        operands = _operands(tokens, keys)
+        operands = operands_of(tokens, keys)
         programs = {who: compile_for(device, _program(who, name, keys), *operands) for who in _BACKENDS}
         labels = {"part": "attention", "tokens": tokens, "rows": _rows(tokens), "sizes": sizes, "pass": name}
         found = {} if keys.absent else _time(programs, jax.device_put(operands, device), keys, name)
@@ -73,7 +74,7 @@ def _rows(tokens: int) -> int:
     return max(1, _TOKENS // tokens)
 
 
-def _operands(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Coordinates], np.ndarray]:
+def operands_of(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Coordinates], np.ndarray]:
     """Return queries, keys and values; their positions and segments; the cotangent of the result."""
     rng, batch = np.random.default_rng(0), _rows(tokens)
     heads = sizes.kv_heads, sizes.group
@@ -92,12 +93,13 @@ def _operands(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Co
     return tuple(qkv), (at,), back
 
 
-def _program(who: Any, name: Any, sizes: Any) -> Any:
-    def call(q: Any, k: Any, v: Any, at: Coordinates) -> Any:
-        operands = Operands(q, k, v, at, at, sizes.window)
-        return attend(operands, sizes.head_dim**-0.5, implementation=who).result
+def call(q: Any, k: Any, v: Any, at: Coordinates, *, scale: float, window: int | None, implementation: str) -> Any:
+    """Return the result of one call of a backend."""
+    return attend(Operands(q, k, v, at, at, window), scale, implementation=implementation).result
 
-    return passes_of(call)[name]
+
+def _program(who: Any, name: Any, sizes: Any) -> Any:
+    return passes_of(partial(call, scale=sizes.head_dim**-0.5, window=sizes.window, implementation=who))[name]
 
 
 def _products(name: str, sizes: Any, at: Coordinates) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...], float]:

@@ -53,8 +53,9 @@ def run(keys: Any) -> Report:
     then.
     """
     shapes = [Shape(*numbers) for numbers in keys.calls]
+    dtype = [f"execution.dtype={keys.dtype}"] if keys.dtype else []
     configs = {
-        (name, layout): compose(*overrides("model", words), *layout.split())
+        (name, layout): compose(*overrides("model", words), *layout.split(), *dtype)
         for name, words in keys.models.items()
         for layout in keys.layout or [""]
     }

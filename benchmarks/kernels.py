@@ -5,6 +5,7 @@ Against: two yardsticks (one product of all rows with one matrix; one batched pr
 its three products), XLA's `ragged_dot`, a loop over experts, PyTorch's grouped product, transformers' Mixtral block.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -45,31 +46,51 @@ Named = tuple[str, Callable[[], Candidate] | None]
 def run(part: str, keys: Any) -> Report:
     """Time all implementations by turns, for each shape, routing and pass."""
     on_cpu = start()[0].platform == "cpu"
-    dtype, rows = keys.dtype or ("float32" if on_cpu else "bfloat16"), []
-    implementations = {"grouped_matmul": product, "moe_layer": layer}[part]
-    for name in keys.shapes("laptop" if on_cpu else "accelerator"):
-        shape = SHAPES[name]
-        for routing in keys.routing:
-            named = list(implementations(shape, routing, dtype))
-            yardsticks = [who for who, _ in named if who in (MATMUL, BATCHED)]
-            chosen = [who for who, _ in named if who in yardsticks or any(word in who for word in keys.only or [who])]
-            if chosen == yardsticks:
-                raise UserError(f"only={' only='.join(keys.only)}: no implementation of {part} has this in its name")
-            candidates = {who: make() for who, make in named if who in chosen and make}
-            for who in chosen:
-                if who not in candidates:
-                    log(f"{name} {routing}: {who} left out: {_TOO_LARGE}")
-            flops = shape.product_flops if part == "grouped_matmul" else shape.layer_flops
-            for passed in keys.passes:
-                labels = {"pass": passed, "routing": routing, "dtype": dtype}
-                calls = {who: candidate.calls[passed] for who, candidate in candidates.items()}
-                timings, work = measure(calls, seconds=keys.seconds, samples=keys.samples), float(flops * WORK[passed])
-                speeds = [work / timings[each].ms if each in timings else None for each in (MATMUL, BATCHED)]
-                for who, timing in timings.items():
-                    log(f"{name} {routing} {passed} {who}: {timing.ms:.1f} ms")
-                    named_row = {"part": part, "shape": shape.letters, "implementation": who, **labels}
-                    rows.append(measurement(named_row, timing, work, speeds, candidates[who].peak_bytes[passed]))
-    return report(rows)
+    dtype = keys.dtype or ("float32" if on_cpu else "bfloat16")
+    names = keys.shapes("laptop" if on_cpu else "accelerator")
+    cases = ((name, routing) for name in names for routing in keys.routing)
+    return report([row for name, routing in cases for row in rows_of(part, name, routing, dtype, keys)])
+
+
+def rows_of(
+    part: str,
+    name: str,
+    routing: Routing,
+    dtype: Any,
+    keys: Any,
+    failed: Callable[[str, Exception], None] | None = None,
+) -> Iterator[Row]:
+    """Yield what is measured of a shape and a routing: the implementations by turns, pass after pass.
+
+    `failed` gets the name and the error of an implementation that cannot be made; without it the error is raised.
+    """
+    shape, implementations = SHAPES[name], {"grouped_matmul": product, "moe_layer": layer}[part]
+    named = list(implementations(shape, routing, dtype))
+    yardsticks = [who for who, _ in named if who in (MATMUL, BATCHED)]
+    chosen = [who for who, _ in named if who in yardsticks or any(word in who for word in keys.only or [who])]
+    if chosen == yardsticks:
+        raise UserError(f"only={' only='.join(keys.only)}: no implementation of {part} has this in its name")
+    candidates: dict[str, Candidate] = {}
+    for who, make in named:
+        if who in chosen and make is None:
+            log(f"{name} {routing}: {who} left out: {_TOO_LARGE}")
+        elif who in chosen and make is not None:
+            try:
+                candidates[who] = make()
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(who, error)
+    flops = shape.product_flops if part == "grouped_matmul" else shape.layer_flops
+    for passed in keys.passes:
+        labels = {"pass": passed, "routing": routing, "dtype": dtype}
+        calls = {who: candidate.calls[passed] for who, candidate in candidates.items()}
+        timings, work = measure(calls, seconds=keys.seconds, samples=keys.samples), float(flops * WORK[passed])
+        speeds = [work / timings[each].ms if each in timings else None for each in (MATMUL, BATCHED)]
+        for who, timing in timings.items():
+            log(f"{name} {routing} {passed} {who}: {timing.ms:.1f} ms")
+            named_row = {"part": part, "shape": shape.letters, "implementation": who, **labels}
+            yield measurement(named_row, timing, work, speeds, candidates[who].peak_bytes[passed])
 
 
 def measurement(labels: Row, timing: Timing, flops: float, speeds: Sequence[float | None], peak: int | None) -> Row:
@@ -149,7 +170,9 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     if t * k % e == 0:
         yield BATCHED, partial(compile_passes, jnp.matmul, (x.reshape(e, -1, d), w), (), c.reshape(e, -1, f))
     own = chosen_backend(device_target(jax.devices()[0]), (), dtype)
-    yield f"moezoo {own}", partial(compile_passes, grouped_matmul, (x, w), (sizes,), c)
+    for backend in dict.fromkeys((own, "blocked")):
+        call = partial(grouped_matmul, implementation=None if backend == own else backend)
+        yield f"moezoo {backend}", partial(compile_passes, call, (x, w), (sizes,), c)
     ragged = partial(compile_passes, lax.ragged_dot, (x, w), (sizes,), c)
     yield "xla ragged_dot", None if _expands(shape, dtype) else ragged
 
@@ -158,7 +181,15 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         return jnp.concatenate([part @ w[i] for i, part in enumerate(parts)])
 
     yield "loop over experts", partial(compile_passes, loop, (x, w), (), c)
+    if importlib.util.find_spec("tokamax") is not None:
+        yield "tokamax ragged_dot", partial(compile_passes, _tokamax_product, (x, w), (sizes,), c)
     yield from torch_peers.products(x, w, sizes, c)
+
+
+def _tokamax_product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    import tokamax  # pyright: ignore[reportMissingImports] optional, with requirements of its own
+
+    return tokamax.ragged_dot(x, w, group_sizes=sizes)
 
 
 def layer_operands(shape: Shape, routing: Routing, dtype: Any) -> tuple[tuple, tuple, jax.Array]:
@@ -201,7 +232,8 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         return compile_passes(partial(run_layer, execution), (x, block), fixed, c)
 
     own = chosen_backend(device_target(jax.devices()[0]), (), dtype)
-    yield f"moezoo {own}", partial(with_backend, own)
+    for backend in dict.fromkeys((own, "blocked")):
+        yield f"moezoo {backend}", partial(with_backend, backend)
     if own != "ragged_dot":
         yield "moezoo ragged_dot", None if _expands(shape, dtype) else partial(with_backend, "ragged_dot")
     yield from torch_peers.layers(x, block, c)

@@ -6,6 +6,7 @@ Only `_run` and `_configure` import JAX, so a mistyped word is answered quickly.
 import dataclasses
 import re
 import sys
+import types
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -183,6 +184,14 @@ class Generate(WithModels, Timed):
     layout: tuple[str, ...] = key(
         "compare these layouts; by default one device, next to transformers", '"KEY=VALUE ..."', default=()
     )
+    dtype: Literal["float32", "bfloat16"] | None = key(
+        "with layout=: what layers compute in, by default as configured", "NAME", default=None
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dtype and not self.layout:
+            raise UserError("dtype= is for layouts, which transformers is not compared with; name them with layout=")
 
     @property
     def calls(self) -> list[list[int]]:
@@ -267,11 +276,38 @@ class Compile(WithShapes):
             raise UserError("format= is for training steps; name them with step=")
 
 
+@dataclasses.dataclass(frozen=True)
+class Accelerator(Keys):
+    """Keys of `accelerator`."""
+
+    only: tuple[Literal["parity", "products", "layers", "attention", "step", "generate", "tune"], ...] = key(
+        "parts; by default all, and tune only with tune=true",
+        "NAME",
+        default=("parity", "products", "layers", "attention", "step", "generate", "tune"),
+    )
+    size: Literal["tiny", "full"] | None = key("sizes, by default full, and tiny on a CPU", "NAME", default=None)
+    minutes: float = key("minutes of a part after which it starts no measurement", default=8.0, valid=Range(above=0))
+    seconds: float = key("time per implementation and pass", default=0.5, valid=Range(above=0))
+    samples: int = key("most samples per implementation and pass", default=15, valid=_POSITIVE)
+    tune: bool = key("measure sizes of blocks on this GPU, and write the table that backends read", default=False)
+
+    def timed(self, **more: Any) -> Any:
+        """Return the keys of parts that time calls, with `more`."""
+        passes = ("forward", "backward", "both")
+        common = {"seconds": self.seconds, "samples": self.samples, "only": (), "passes": passes}
+        return types.SimpleNamespace(**common, **more)
+
+    def generation(self, **more: Any) -> Generate:
+        """Return the keys of `generate`, with `more`."""
+        return Generate(seconds=self.seconds, samples=self.samples, **more)
+
+
 def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
     taken = take(kind, arguments)
     keys: Any = taken.options
-    with results.new_folder(keys.out):
+    with results.new_folder(keys.out, goes_on="rows.jsonl" if part == "accelerator" else None):
         from benchmarks import (
+            accelerator,
             attention,
             compiled,
             data,
@@ -299,7 +335,15 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "data": lambda: data.run(keys),
             "compile": lambda: compiled.run(keys),
         }
-        results.show(part, runs[part](), keys.json, keys.out)
+        if part == "accelerator":  # its rows are printed one by one, also as JSON
+            folder = results.folder_of(part, keys.out)
+            found = accelerator.run(keys, folder)
+            if not keys.json:
+                results.print_tables(found.tables)
+            results.write(found, folder)
+            accelerator.check(found.rows, folder)
+        else:
+            results.show(part, runs[part](), keys.json, keys.out)
 
 
 def _configure(kind: type[Keys], *arguments: str) -> Any:
@@ -348,6 +392,13 @@ _PARTS = (
         "the memory of kernels or training steps that are compiled, also for devices that this machine does not have",
         "shape=L1 absent=h200",
         'absent=cpu step="model=mixtral mesh.context=8 seq_len=8192 batch_size=1"',
+    ),
+    _part(
+        "accelerator",
+        Accelerator,
+        "agreement, kernels, a training step and generation on one accelerator, and go on where it was stopped",
+        "out=runs/h100",
+        "only=products only=layers tune=true out=runs/h100",
     ),
 )
 PARTS = {part.name: part for part in _PARTS}

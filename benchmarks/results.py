@@ -119,14 +119,18 @@ def log(text: str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: str | None, key: str = "out") -> Iterator[None]:
-    """Make the folder that the key `key` names, if it does; it is removed again if nothing is written there."""
+def new_folder(out: str | None, key: str = "out", goes_on: str | None = None) -> Iterator[None]:
+    """Make the folder that the key `key` names, if it does; it is removed again if nothing is written there.
+
+    A folder with files is refused, unless one of them is `goes_on`.
+    """
     with contextlib.ExitStack() as held:
         if out is not None:
             with writing_to(key, out):
                 held.enter_context(making(Path(out)))
-                if any(Path(out).iterdir()):
-                    raise UserError(f"{key}={out} is not empty; name a new folder")
+                if any(Path(out).iterdir()) and not (goes_on and (Path(out) / goes_on).exists()):
+                    other = f", or one with {goes_on}" if goes_on else ""
+                    raise UserError(f"{key}={out} is not empty; name a new folder{other}")
         yield
 
 
@@ -135,16 +139,28 @@ def show(part: str, report: Report, as_json: bool, out: str | None) -> None:
 
     Without `out` JSON is only printed, and what has no picture too.
     """
-    text = "[\n" + ",\n".join(json.dumps(row) for row in report.rows) + "\n]"
     if as_json:
-        print(text)
+        print(_text(report))
     else:
         print_tables(report.tables)
-    if out is None and (as_json or not report.panels):
-        return
+    if out is not None or (report.panels and not as_json):
+        write(report, folder_of(part, out))
+
+
+def folder_of(part: str, out: str | None) -> Path:
+    """Make and return the folder `out`, by default a new one in runs/."""
     folder = Path(out or f"runs/bench_{part}_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.json").write_text(text + "\n")
+    return folder
+
+
+def _text(report: Report) -> str:
+    return "[\n" + ",\n".join(json.dumps(row) for row in report.rows) + "\n]"
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write the rows and their picture to a folder."""
+    (folder / "rows.json").write_text(_text(report) + "\n")
     if report.panels:
         draw(report.panels, report.title, folder / "speed.png")
     log(f"wrote {folder}/rows.json" + f" and {folder}/speed.png" * bool(report.panels))

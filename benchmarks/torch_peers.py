@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.timing import Call, Candidate, Pass
+from benchmarks.timing import Call, Candidate, Pass, Queued
 from moezoo.moe.mixture import MoE
 
 Named = tuple[str, Callable[[], Candidate]]
@@ -78,19 +78,19 @@ def _candidate(function: Callable[..., Any], inputs: list[Any], cotangent: Any) 
     for tensor in inputs:
         tensor.requires_grad_(True)
 
-    def done(result: Any) -> Any:
+    def wait(result: Any) -> Any:
         if cotangent.is_cuda:
             torch.cuda.synchronize()
         return result
 
     def forward() -> Any:
         with torch.no_grad():
-            return done(function(*inputs))
+            return function(*inputs)
 
     kept = function(*inputs)
     calls: dict[Pass, Call] = {
-        "forward": forward,
-        "backward": lambda: done(torch.autograd.grad(kept, inputs, cotangent, retain_graph=True)),
-        "both": lambda: done(torch.autograd.grad(function(*inputs), inputs, cotangent)),
+        "forward": Queued(forward, wait),
+        "backward": Queued(lambda: torch.autograd.grad(kept, inputs, cotangent, retain_graph=True), wait),
+        "both": Queued(lambda: torch.autograd.grad(function(*inputs), inputs, cotangent), wait),
     }
     return Candidate(calls, dict.fromkeys(calls))

@@ -8,16 +8,16 @@ takes the sizes that stand in its file. An entry holds the fields of the backend
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moezoo.errors import UserError
 from moezoo.parallel.kernels import Target
 
 TABLE = Path(__file__).with_name("blocks.json")
 # Capability -> backend -> sizes by field.
-Table = dict[str, dict[str, dict[str, list[int] | int]]]
+Table = Mapping[str, Mapping[str, Mapping[str, Any]]]
 _Sizes = TypeVar("_Sizes", bound=NamedTuple)
 _tried: Table | None = None
 

@@ -1,9 +1,12 @@
-"""Where the time of a compiled step on CPU devices goes, by named scope, from a trace.
+"""Where the time of a compiled step on CPU devices or one GPU goes, by named scope, from a trace.
 
 XLA's CPU runtime records what every thread does: the operations of each device's program, the tasks that they hand to
 the thread pool, and the waits in collectives. An instant at which `n` threads work gives each of them 1 / n. So parts
 add up to the step by construction, also where eight devices share two cores. Instants at which threads only wait in
 collectives, and instants at which no operation runs, are parts too.
+
+For a GPU the trace records the kernels on each stream, with the operations that they belong to; a stream counts as a
+thread. This has not been run: no GPU was at hand. Kernels that name no operation count as "no operation".
 """
 
 import re
@@ -52,6 +55,8 @@ _MOVES = {
     *("get-tuple-element", "pad", "parameter", "reshape", "slice", "transpose", "tuple"),
 }
 _STEP = "moezoo step"
+# The planes of GPUs, whose events name their operation in a statistic.
+_GPU = "/device:GPU"
 # Events of XLA's runtime: tasks of its thread pool, and parts of a collective.
 _POOL, _RENDEZVOUS = "ThreadpoolListener::", ("Rendezvous", "InvokeRendezvous")
 _LONG = 1e15  # nanoseconds, much longer than a trace
@@ -74,7 +79,7 @@ class Profile(NamedTuple):
 
 
 def profile(step: Callable[[], object], times: int, text: str) -> Profile:
-    """Trace `times` calls of `step` on CPU devices; other devices record other events.
+    """Trace `times` calls of `step` on CPU devices or one GPU; TPUs record other events.
 
     Args:
         step: A function that runs a compiled program, and returns when it is done.
@@ -155,9 +160,11 @@ def _read_trace(folder: Path, named: dict[str, Operation]) -> Profile:
         # On CPython 3.12, jaxlib's type of statistics has no `__module__`.
         warnings.simplefilter("ignore", DeprecationWarning)
         data = jax.profiler.ProfileData.from_file(str(next(folder.glob("plugins/profile/*/*.xplane.pb"))))
-        for thread, line in enumerate(line for plane in data.planes for line in plane.lines):
+        for thread, (plane, line) in enumerate((at, line) for at in data.planes for line in at.lines):
             for event in line.events:
-                name, start_, length = event.name, event.start_ns, event.duration_ns
+                start_, length = event.start_ns, event.duration_ns
+                on_gpu = plane.name.startswith(_GPU)
+                name = dict(event.stats).get("hlo_op", "") if on_gpu else event.name
                 if name == _STEP:
                     steps.append((start_, event.end_ns))
                 elif name.startswith(_POOL):

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import jax
 import pytest
 
-from moezoo.analysis.profile import Event, Operation, divide, operations
+from moezoo.analysis.profile import Event, Operation, _read_trace, divide, operations
 
 PROGRAM = """HloModule jit_f
 
@@ -75,3 +76,32 @@ def test_instants_are_divided():
         whole, parts = divide(steps, happened, operations(PROGRAM))
         assert {name: sum(part.values()) * 1e6 for name, part in parts.items()} == pytest.approx(expected)
         assert whole * 1e6 == pytest.approx(100)
+
+
+GPU_TRACE = """
+planes { name: "/host:CPU" lines { name: "main" timestamp_ns: 0
+  events { metadata_id: 1 offset_ps: 0 duration_ps: 100000 } }
+  event_metadata { key: 1 value { id: 1 name: "moezoo step" } } }
+planes { name: "/device:GPU:0"
+  lines { name: "Stream #13(Compute)" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 10000 duration_ps: 30000 stats { metadata_id: 7 str_value: "act" } }
+    events { metadata_id: 1 offset_ps: 60000 duration_ps: 20000 stats { metadata_id: 7 str_value: "last" } }
+    events { metadata_id: 2 offset_ps: 90000 duration_ps: 5000 } }
+  lines { name: "Stream #14(Compute)" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 20000 duration_ps: 20000 stats { metadata_id: 7 str_value: "swap" } } }
+  event_metadata { key: 1 value { id: 1 name: "a_kernel" } }
+  event_metadata { key: 2 value { id: 2 name: "act" } }
+  stat_metadata { key: 7 value { id: 7 name: "hlo_op" } } }
+"""
+
+
+def test_a_trace_of_a_gpu(tmp_path):
+    """Kernels count for the operations that they name; streams share the time in which both run."""
+    folder = tmp_path / "plugins/profile/now"
+    folder.mkdir(parents=True)
+    data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU_TRACE)
+    (folder / "host.xplane.pb").write_bytes(data)
+    whole, parts = _read_trace(tmp_path, operations(PROGRAM))
+    found = {name: sum(part.values()) * 1e6 for name, part in parts.items()}
+    assert whole * 1e6 == pytest.approx(100)
+    assert found == pytest.approx({"experts": 20, "attention": 10, "loss": 20, "no operation": 50})

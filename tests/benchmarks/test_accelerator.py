@@ -1,0 +1,138 @@
+"""`accelerator` at toy size on a CPU: its rows, going on, failures, and the choice of sizes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import accelerator, agreement, tuning
+from benchmarks.parts import PARTS
+from moezoo.cli.command import execute
+from moezoo.kernels import blocks
+from moezoo.kernels.grouped_matmul import api
+from moezoo.parallel.kernels import Target
+
+QUICK = ("seconds=0.001", "samples=1", "out=a")
+EVERY = ("parity", "products", "layers", "attention", "step", "generate")
+
+
+def bench(capsys, *arguments):
+    """Return the exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as caught:
+        execute(PARTS["accelerator"], (*QUICK, *arguments), "python scripts/bench.py accelerator")
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_all_parts_and_going_on(capsys):
+    """Rows are lines of JSON; a second call measures only what the first has not finished."""
+    code, out, err = bench(capsys)
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    file = Path("a/rows.jsonl")
+    assert file.read_text().splitlines() == lines
+    rows = [json.loads(line) for line in lines]
+    assert tuple(dict.fromkeys(row["part"] for row in rows)) == EVERY
+    assert all(row["device"] == "cpu" and row["jax"] and row["date"] for row in rows)
+    assert all(row["agrees"] for row in rows if row["part"] == "parity")
+    for part in ("products", "layers"):
+        assert {row["pass"] for row in rows if row["part"] == part} == {"forward", "backward", "both"}
+        assert {"matmul", "moezoo blocked"} <= {row["implementation"] for row in rows if row["part"] == part}
+    step, *scopes = [row for row in rows if row["part"] == "step"]
+    assert step["tflops"] > 0
+    assert step["tokens_per_second"] == pytest.approx(16e3 / step["ms"], rel=1e-2)
+    assert sum(row["share"] for row in scopes) == pytest.approx(1, abs=1e-3)
+    assert "profile of the step" in out
+    assert Path("a/speed.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("a/rows.json").read_text()) == rows
+    # A call that was killed in the last unit has left the others.
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["part"] != "generate"))
+    code, out, err = bench(capsys, "json=true")
+    assert code == 0
+    again = [json.loads(line) for line in out.splitlines()]
+    assert {row["part"] for row in again} == {"generate"}
+    assert err.count("measured before") == len(EVERY) - 1
+    assert len(json.loads(Path("a/rows.json").read_text())) == len(rows)
+
+
+def test_failures_and_limits(capsys, monkeypatch):
+    """A unit that fails leaves its error, and is measured again; a part starts nothing after its minutes."""
+    products = accelerator.kernels.product
+
+    def broken(*arguments):
+        yield from list(products(*arguments))[:1]
+
+        def fail():
+            raise RuntimeError("no such kernel\non this device")
+
+        yield "torch grouped_mm", fail
+
+    monkeypatch.setattr(accelerator.kernels, "product", broken)
+    code, out, err = bench(capsys, "only=products", "json=true")
+    assert code == 2
+    assert "accelerator: 1 measurements failed and 0 results disagree; see a/rows.jsonl" in err
+    *measured, failed = [json.loads(line) for line in out.splitlines()]
+    assert {row["implementation"] for row in measured} == {"matmul"}
+    assert (failed["implementation"], failed["error"]) == ("torch grouped_mm", "RuntimeError: no such kernel")
+    monkeypatch.setattr(accelerator.kernels, "product", products)
+    monkeypatch.setitem(accelerator.SIZES, "tiny", accelerator.SIZES["tiny"]._replace(shapes=("tiny", "S1")))
+    code, out, err = bench(capsys, "only=products", "json=true", "minutes=0.0001")  # 6 ms
+    assert code == 0
+    assert {json.loads(line)["name"] for line in out.splitlines()} == {"tiny"}
+    assert "products S1: left, the part has run for 0 minutes; out=a goes on" in err
+
+
+def test_disagreement_is_seen(monkeypatch):
+    """A wrong kernel, and a wrong gradient, are rows that do not agree."""
+    one = agreement.PRODUCTS["blocked"]
+
+    def multiply(rows, *rest):
+        return (one.multiply(rows, *rest).astype(jnp.float32) * (1 + 1e-4)).astype(rows.dtype)
+
+    monkeypatch.setattr(agreement, "PRODUCTS", {"blocked": one})
+    monkeypatch.setattr(agreement, "ATTENTION", {})
+    monkeypatch.setitem(api.BACKENDS, "blocked", one._replace(multiply=multiply))
+    found = {(row["dtype"], row["result"]): row["agrees"] for row in agreement.rows(presets=())}
+    assert [found["float32", name] for name in ("value", "by rows", "by weights")] == [False, False, True]
+    assert found["bfloat16", "value"]  # less than a rounding
+
+
+def test_tuning(capsys, monkeypatch, tmp_path):
+    """Each field is varied around the best of those before it, and the table is what backends read."""
+    times = {(256, 64): 3.0, (512, 128): 2.0, (1024, 256): 1.0, (2048, 512): 4.0, (2048, 512, 128): 5.0}
+    asked = []
+
+    def measured(backend, table, names, keys):
+        sizes = table["8.0"][backend]
+        asked.append(sizes)
+        if sizes["experts"] == (2048, 512):
+            raise RuntimeError("too large")
+        return {name: times[sizes["products"]] + times[sizes["experts"]] for name in names}
+
+    monkeypatch.setattr(tuning, "_times", measured)
+    monkeypatch.setattr(blocks, "TABLE", tmp_path / "blocks.json")
+    blocks.TABLE.write_text(json.dumps({"9.0": {}}))
+    rows = list(tuning.tune(Target("cuda", "8.0"), ("tiny",), SimpleNamespace()))
+    assert {sizes["products"] for sizes in asked[4:]} == {(1024, 256)}
+    tuning.write(tuning.table_of(json.loads(json.dumps(rows))), tmp_path)
+    best = {"products": [1024, 256], "experts": [1024, 256]}
+    assert blocks.read() == {"9.0": {}, "8.0": {"blocked": best}}
+    assert blocks.measured(tuning.ON_GPUS, "blocked", Target("cuda", "8.0")).experts == (1024, 256)
+    code, _, err = bench(capsys, "tune=true")
+    assert code == 2
+    assert "tune=true measures sizes for GPUs, and this is cpu; leave it out" in err
+    assert np.isfinite(rows[0]["ms"])
+
+
+def test_times_of_sizes(monkeypatch):
+    """A layer is compiled with the sizes of the table for this GPU, which a CPU stands for here."""
+    seen = []
+    monkeypatch.setattr(tuning, "measure", lambda calls, **_: {name: SimpleNamespace(ms=1.0) for name in calls})
+    monkeypatch.setattr("moezoo.parallel.kernels._here", lambda platform: Target(platform, "8.0"))
+    read = blocks.measured
+    monkeypatch.setattr(blocks, "measured", lambda *arguments: seen.append(read(*arguments)) or seen[-1])
+    table = {"8.0": {"blocked": {"products": [16], "experts": [8]}}}
+    assert tuning._times("blocked", table, ("tiny",), SimpleNamespace(seconds=1, samples=1)) == {"tiny": 1.0}
+    assert {sizes.experts for sizes in seen} == {(8,)}
