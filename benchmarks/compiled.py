@@ -2,7 +2,8 @@
 
 - Kernels: a grouped product, and an MoE layer with router; forward and backward pass in one program. Columns: target;
   part; shape; in GB on one device arguments, results, temporaries, and `E x T x K x d`: the array with one copy of each
-  row per expert, which XLA's own expansion of a grouped product makes.
+  row per expert, which XLA's own expansion of a grouped product makes. Of a layer also what instructions outside
+  kernels read and write, and what must be read and written there (GPUs).
 - Whole training steps. Columns: target; step (the overrides that compose it); MB on one device: arguments, temporaries,
   and the peak, which also has results that are not stored in arguments; MB received per step, by the traced step.
 """
@@ -22,6 +23,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
+from moezoo.analysis.hlo import bytes_outside_kernels
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
@@ -61,6 +63,8 @@ def run(keys: Any) -> Report:
     columns = [Column(name, name) for name in ("target", "part", "shape")]
     columns += [Column(name, f"{name}_bytes", ".3f", 1e9) for name in ("arguments", "results", "temporaries")]
     columns.append(Column("E x T x K x d", "copies_bytes", ".3f", 1e9))
+    for title, name in (("outside kernels", "outside_bytes"), ("must move", "must_bytes")):
+        columns.append(Column(title, lambda row, name=name: row.get(name), ".3f", 1e9))
     return Report(rows, [Table("compiled, not run; forward and backward, GB on one device", columns, rows)])
 
 
@@ -79,7 +83,13 @@ def compile_kernels(target: str, name: str, dtype: Any) -> Iterator[tuple[Row, j
         assert memory is not None
         log(f"compiled {part} {name} for {target}")
         sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "results", "temporaries")}
-        sizes["copies_bytes"] = shape.experts * shape.rows * shape.embed * jnp.dtype(dtype).itemsize
+        width = jnp.dtype(dtype).itemsize
+        sizes["copies_bytes"] = shape.experts * shape.rows * shape.embed * width
+        if part == "moe_layer" and device_target(device).platform == "cuda":
+            # Tokens and cotangents become rows, results and gradients of rows become sums; and the gradient of the
+            # activation reads and writes three arrays of products.
+            sizes["must_bytes"] = width * (4 * (shape.tokens + shape.rows) * shape.embed + 6 * shape.rows * shape.mlp)
+            sizes["outside_bytes"] = bytes_outside_kernels(str(program.as_text()))
         yield {"target": target, "part": part, "shape": name, **sizes}, program
 
 

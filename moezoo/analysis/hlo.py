@@ -1,5 +1,6 @@
 """Read compiled programs: their instructions, by computation, from HLO text."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -41,6 +42,34 @@ class Instruction(NamedTuple):
 
 
 Computation = dict[str, Instruction]
+
+# Instructions that read and write no array: names of parts, and of what exists already.
+_NAMES = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
+# How a custom call names a kernel that this library writes.
+_KERNEL = re.compile(r'custom_call_target="(mosaic|tpu_custom_call|__gpu\$xla\.gpu\.triton)')
+
+
+def size_of(type_: str) -> int:
+    """Return the bytes of a type, of a tuple all of its parts; numbers of less than a byte count as one."""
+    sizes = re.findall(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]", type_)
+    return sum(
+        max(1, int(bits or 8) // 8) * math.prod(map(int, filter(None, dims.split(",")))) for _, bits, dims in sizes
+    )
+
+
+def bytes_outside_kernels(text: str) -> int:
+    """Return the bytes of operands and results of a program's instructions, but for kernels and what they contain.
+
+    Only the entry computation counts: a fusion reads its operands and writes its result once. A loop counts once too.
+    """
+    entry, found = read_computations(text)
+    body = found[entry]
+    counted = (
+        each
+        for name, each in body.items()
+        if name != "ROOT" and each.op not in _NAMES and not _KERNEL.search(each.text)
+    )
+    return sum(size_of(e.type) + sum(size_of(body[o].type) for o in e.operands if o in body) for e in counted)
 
 
 def read_computations(text: str) -> tuple[str, dict[str, Computation]]:
