@@ -3,7 +3,7 @@
 - Kernels: a grouped product, and an MoE layer with router; forward and backward pass in one program. Columns: target;
   part; shape; in GB on one device arguments, results, temporaries, and `E x T x K x d`: the array with one copy of each
   row per expert, which XLA's own expansion of a grouped product makes. Of a layer also what instructions outside
-  kernels read and write, and what must be read and written there (GPUs).
+  kernels read and write, and what must be read and written there, where the products are such kernels of a GPU.
 - Whole training steps. Columns: target; step (the overrides that compose it); MB on one device: arguments, temporaries,
   and the peak, which also has results that are not stored in arguments; MB received per step, by the traced step.
 """
@@ -85,11 +85,12 @@ def compile_kernels(target: str, name: str, dtype: Any) -> Iterator[tuple[Row, j
         sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "results", "temporaries")}
         width = jnp.dtype(dtype).itemsize
         sizes["copies_bytes"] = shape.experts * shape.rows * shape.embed * width
-        if part == "moe_layer" and device_target(device).platform == "cuda":
+        text = str(program.as_text())
+        if part == "moe_layer" and "mosaic_gpu" in text:
             # Tokens and cotangents become rows, results and gradients of rows become sums; and the gradient of the
             # activation reads and writes three arrays of products.
             sizes["must_bytes"] = width * (4 * (shape.tokens + shape.rows) * shape.embed + 6 * shape.rows * shape.mlp)
-            sizes["outside_bytes"] = bytes_outside_kernels(str(program.as_text()))
+            sizes["outside_bytes"] = bytes_outside_kernels(text)
         yield {"target": target, "part": part, "shape": name, **sizes}, program
 
 

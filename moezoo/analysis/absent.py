@@ -13,20 +13,35 @@ from moezoo.errors import UserError, nearest
 
 # The sizes of eight devices. libtpu knows a TPU slice by a topology name; for a GPU XLA needs a description of it.
 _TPUS = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4"}
-_H200 = """
-gpu_device_info {
+# A kind of GPU: compute capability, multiprocessors and their 32-bit lanes, clock in GHz, bytes of shared memory per
+# multiprocessor and most per block, bandwidth of memory in bytes per second, bytes of the second cache and of memory.
+_GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 166912, 2.039e12, 40 << 20, 80 << 30),
+    "h100": ("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 232448, 3.35e12, 50 << 20, 80 << 30),
+    "h200": ("NVIDIA H200", 9, 132, 128, 1.98, 233472, 232448, 4.8e12, 60 << 20, 150754820096),
+    "b200": ("NVIDIA B200", 10, 148, 128, 1.965, 233472, 232448, 7.7e12, 126 << 20, 180 << 30),
+}
+
+
+def _description(kind: str) -> str:
+    """Return XLA's description of a kind of GPU."""
+    name, major, cores, lanes, clock, shared, most_shared, bandwidth, cache, memory = _GPUS[kind]
+    # Instructions that only one generation has, such as those of its tensor cores, are a feature of their own.
+    extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {most_shared}
+  core_count: {cores} fpus_per_core: {lanes} clock_rate_ghz: {clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-}
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} {extension} }}
+}}
+platform_name: "CUDA" device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
 """
-_GPUS = {"h200": _H200}
+
 
 ABSENT = (*_TPUS, *_GPUS)
 
@@ -56,7 +71,7 @@ def absent_devices(name: str) -> list:
             topology = topologies.get_topology_desc(platform="tpu", topology_name=where)
         else:
             where = "x".join(["1", "1", *(sizes or "8").split("x")][-3:])
-            topology = topologies.get_topology_desc(platform="cuda", target_config=_GPUS[kind], topology=where)
+            topology = topologies.get_topology_desc(platform="cuda", target_config=_description(kind), topology=where)
     except Exception as error:  # the exception for a missing plugin differs between versions of JAX
         reason = str(error).partition("\n")[0]
         raise UserError(f"cannot compile for {name} here ({reason}); pip install -e '.[absent]'") from error

@@ -32,15 +32,15 @@ from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup, SplitOperands
-from moezoo.parallel.kernels import KernelOrder, target_of
+from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.remat import rematerialise
 from moezoo.training.build import build_step
 
 
 def test_unknown_kind():
-    with pytest.raises(UserError, match=r"^absent device h100: not known; did you mean 'h200'\?$"):
-        absent_devices("h100")
+    with pytest.raises(UserError, match=r"^absent device h20: not known; did you mean 'h200'\?$"):
+        absent_devices("h20")
     for name, sizes in {"v5p:": "2x2x2", "v5p:4x0": "2x2x2", "h200:8x": "8x8", "h200:1x1x8x8": "8x8"}.items():
         kind = name.partition(":")[0]
         with pytest.raises(UserError, match=f"^absent device {name}: {kind} takes sizes such as {kind}:{sizes}$"):
@@ -65,7 +65,9 @@ def test_names_what_to_install(monkeypatch):
 def test_devices(name, count):
     devices = absent_devices(name)
     assert len(devices) == count
-    assert {d.platform for d in devices} == {"gpu" if name.startswith("h200") else "tpu"}
+    capabilities = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
+    assert device_target(devices[0]).capability == capabilities.get(name.partition(":")[0])
+    assert {d.platform for d in devices} == {"tpu" if name.startswith("v") else "gpu"}
     # Neither axis of the mesh is a product of axes of the slice.
     if count == 64:
         assert mesh_of(moezoo.MeshShape(fsdp=8, expert=8), devices).devices.size == count
