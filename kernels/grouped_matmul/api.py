@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
 from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference, routed
-from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_hopper
+from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_hopper, runs_on_tpu
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
@@ -34,6 +34,17 @@ def _hopper(name: str) -> Any:
     return call
 
 
+def _megablox(name: str) -> Any:
+    """Return a function of the kernels for TPUs by its name, imported as `_hopper` does."""
+
+    def call(*operands: Any, **options: Any) -> Any:
+        from moezoo.kernels.grouped_matmul import megablox
+
+        return getattr(megablox, name)(*operands, **options)
+
+    return call
+
+
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
@@ -47,6 +58,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "blocked": Backend(blocked.multiply, blocked.outer, routed_mlp=routed.routed_mlp, in_stack=True),  # pyright: ignore[reportArgumentType]
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
+    "megablox": Backend(_megablox("multiply"), _megablox("outer"), runs_on=runs_on_tpu, dtypes=("bfloat16", "float32")),
 }
 
 
@@ -106,6 +118,7 @@ def grouped_matmul(
     | `hopper` | NVIDIA GPUs of compute capability 9.0, in bfloat16; the default there | the rows in groups |
     | `blocked` | everything; the default except there and on TPUs | the rows in groups |
     | `ragged_dot` | everything; the default on TPUs: one kernel of XLA | `groups` times as much except on TPUs |
+    | `megablox` | TPUs, in bfloat16 and float32; by name only | the rows in groups |
     | `reference` | everything; naive, for comparison | `groups` times as much |
 
     Args:

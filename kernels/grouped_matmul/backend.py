@@ -90,6 +90,11 @@ def runs_on_hopper(target: Target) -> bool:
     return target == Target("cuda", "9.0")
 
 
+def runs_on_tpu(target: Target) -> bool:
+    """Return whether the target is a TPU."""
+    return target.platform == "tpu"
+
+
 class Backend(NamedTuple):
     """A backend.
 
