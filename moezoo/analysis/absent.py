@@ -13,26 +13,38 @@ from moezoo.errors import UserError, nearest
 
 # The sizes of eight devices. libtpu knows a TPU slice by a topology name; for a GPU XLA needs a description of it.
 _TPUS = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4"}
-_H200 = """
+_GPU = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  %s
 }
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
 """
-_GPUS = {"h200": _H200}
+_H200 = """
+  core_count: 132 clock_rate_ghz: 1.98 l2_cache_size: 62914560
+  memory_bandwidth: 4800000000000 device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+"""
+_B200 = """
+  core_count: 148 clock_rate_ghz: 1.97 l2_cache_size: 132644864
+  memory_bandwidth: 8000000000000 device_memory_size: 191501434880
+  cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }
+"""
+_GPUS = {
+    "h200": _GPU % _H200 + 'device_description_str: "NVIDIA H200"',
+    "b200": _GPU % _B200 + 'device_description_str: "NVIDIA B200"',
+}
 
 ABSENT = (*_TPUS, *_GPUS)
 
 
 def absent_devices(name: str) -> list:
     """Return absent devices, for a mesh or shardings to lower and compile a program for.
+
+    Kernels for tensor cores are all compiled for the first kind of GPU that a process compiles one for.
 
     Args:
         name: One of `ABSENT`, for eight devices; or with sizes, of a TPU slice as `v5p:4x4x4`, of GPUs in one node as

@@ -29,7 +29,7 @@ from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup, SplitOperands
-from moezoo.parallel.kernels import KernelOrder, target_of
+from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.remat import rematerialise
 from moezoo.training.build import build_step
@@ -62,7 +62,7 @@ def test_names_what_to_install(monkeypatch):
 def test_devices(name, count):
     devices = absent_devices(name)
     assert len(devices) == count
-    assert {d.platform for d in devices} == {"gpu" if name.startswith("h200") else "tpu"}
+    assert {d.platform for d in devices} == {"gpu" if name[1:4] == "200" else "tpu"}
     # Neither axis of the mesh is a product of axes of the slice.
     if count == 64:
         assert mesh_of(moezoo.MeshShape(fsdp=8, expert=8), devices).devices.size == count
@@ -75,6 +75,22 @@ def test_a_narrow_gradient_of_experts_compiles():
     shapes = ((32768, 14336), jnp.bfloat16), ((32768, 16), jnp.bfloat16), ((1,), jnp.int32)
     outer = functools.partial(ragged_dot.outer, dtype=jnp.float32)
     compile_for(absent_devices("v5p")[0], outer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+def test_any_size_compiles_for_an_h200():
+    """The kernels' tiles, of memory too, divide neither the rows nor the widths."""
+    device = absent_devices("h200")[0]
+    product = functools.partial(grouped_matmul, implementation=KernelOrder((), device_target(device)))
+
+    def passes(rows: Any, weights: Any, sizes: Any) -> Any:
+        return jax.vjp(lambda *both: product(*both, sizes), rows, weights)[1](rows[:, :72])
+
+    for rows in (1, 37, 300):
+        shapes = ((rows, 136), jnp.bfloat16), ((4, 136, 72), jnp.bfloat16), ((4,), jnp.int32)
+        text = compile_for(device, passes, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)).as_text()
+        assert (text or "").count('custom_call_target="mosaic_gpu') == 2
 
 
 @pytest.mark.absent
