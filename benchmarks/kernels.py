@@ -231,9 +231,12 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         execution = Execution(dtype=dtype, remat="none", kernels=Kernels(grouped_matmul=(backend,)))
         return compile_passes(partial(run_layer, execution), (x, block), fixed, c)
 
-    own = chosen_backend(device_target(jax.devices()[0]), (), dtype)
+    target = device_target(jax.devices()[0])
+    own = chosen_backend(target, (), dtype)
     for backend in dict.fromkeys((own, "blocked")):
         yield f"moezoo {backend}", partial(with_backend, backend)
+    if target.platform == "tpu":
+        yield "moezoo megablox", partial(with_backend, "megablox")
     if own != "ragged_dot":
         yield "moezoo ragged_dot", None if _expands(shape, dtype) else partial(with_backend, "ragged_dot")
     yield from torch_peers.layers(x, block, c)

@@ -19,11 +19,18 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
-from moezoo.kernels.grouped_matmul import chosen_backend
+from moezoo.kernels.grouped_matmul import chips, chosen_backend
 from moezoo.kernels.grouped_matmul.blocked import ON_GPUS
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target
 
+_TILES = {
+    "rows": (64, 128),
+    "columns": (64, 128),
+    "depth": (64, 128),
+    "buffers": (2**16, 3 * 2**15, 2**17),
+    "snake": (1, 2, 4, 8),
+}
 # Sizes in the files of backends, and what is tried for each field.
 TRIED: dict[str, tuple[Any, dict[str, Sequence[Any]]]] = {
     "blocked": (
@@ -33,6 +40,8 @@ TRIED: dict[str, tuple[Any, dict[str, Sequence[Any]]]] = {
             "experts": [(256, 64), (512, 128), (1024, 256), (2048, 512), (2048, 512, 128)],
         },
     ),
+    "hopper": (chips.HOPPER.tiles, _TILES),
+    "blackwell": (chips.BLACKWELL.tiles, _TILES),
 }
 
 
@@ -76,6 +85,7 @@ def _times(backend: str, table: blocks.Table, names: Sequence[str], keys: Any) -
     for name in names:
         (x, block), fixed, back = layer_operands(SHAPES[name], "uniform", "bfloat16")
         execution = Execution(dtype="bfloat16", remat="none", kernels=Kernels(grouped_matmul=(backend,)))
+        jax.clear_caches()  # of traces with other sizes
         with blocks.trying(table):
             program = jax.jit(passes_of(partial(run_layer, execution))["both"])
             ready = program.lower((x, block), fixed, back).compile()

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference, routed
-from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_hopper
+from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_tpu
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
@@ -24,13 +24,37 @@ from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 
 
-def _hopper(name: str) -> Any:
-    """Return a function for Hopper by its name. A call imports it, because it takes 0.2 s to import Pallas."""
+def _nvidia(chip: str, name: str, gpu: Target | None = None) -> Any:
+    """Return a function for a generation of tensor cores. A call imports it: it takes 0.2 s to import Pallas."""
 
     def call(*operands: Any, **options: Any) -> Any:
-        from moezoo.kernels.grouped_matmul import hopper, hopper_mlp
+        from moezoo.kernels.grouped_matmul import chips, tensor_cores, tensor_cores_gated, tensor_cores_mlp
 
-        return getattr(hopper_mlp if name == "routed_mlp" else hopper, name)(*operands, **options)
+        file = {"gated": tensor_cores_gated, "routed_mlp": tensor_cores_mlp}.get(name, tensor_cores)
+        own = getattr(chips, chip.upper())
+        if gpu is not None:
+            own = own._replace(tiles=blocks.measured(own.tiles, chip, gpu))
+        return getattr(file, name)(own, *operands, **options)
+
+    return call
+
+
+def _tensor_cores(chip: str, capability: str) -> Backend:
+    names = ("multiply", "outer", "gated", "routed_mlp")
+    # Kernels must not be traced for other chips: for some of these the compiler aborts the process.
+    runs_on = lambda target: target == Target("cuda", capability)  # noqa: E731
+    with_tiles = lambda one, gpu: one._replace(**{name: _nvidia(chip, name, gpu) for name in names})  # noqa: E731
+    kernels = {name: _nvidia(chip, name) for name in names}
+    return Backend(**kernels, runs_on=runs_on, dtypes=("bfloat16",), for_gpu=with_tiles)
+
+
+def _megablox(name: str) -> Any:
+    """Return a function of the kernels for TPUs by its name, imported as `_nvidia` does."""
+
+    def call(*operands: Any, **options: Any) -> Any:
+        from moezoo.kernels.grouped_matmul import megablox
+
+        return getattr(megablox, name)(*operands, **options)
 
     return call
 
@@ -38,14 +62,8 @@ def _hopper(name: str) -> Any:
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
-    "hopper": Backend(
-        _hopper("multiply"),
-        _hopper("outer"),
-        _hopper("gated"),
-        runs_on_hopper,
-        _hopper("routed_mlp"),
-        dtypes=("bfloat16",),
-    ),
+    "hopper": _tensor_cores("hopper", "9.0"),
+    "blackwell": _tensor_cores("blackwell", "10.0"),
     "blocked": Backend(
         blocked.multiply,
         blocked.outer,
@@ -54,6 +72,7 @@ BACKENDS: dict[str, Backend] = {
         for_gpu=lambda backend, gpu: _with_blocks(backend, blocks.measured(blocked.ON_GPUS, "blocked", gpu)),
     ),
     "ragged_dot": Backend(ragged_dot.multiply, ragged_dot.outer),
+    "megablox": Backend(_megablox("multiply"), _megablox("outer"), runs_on=runs_on_tpu, dtypes=("bfloat16", "float32")),
 }
 
 
@@ -80,7 +99,7 @@ def register(name: str, backend: Backend) -> None:
 
 def _own_order(target: Target) -> Sequence[str]:
     # XLA's own product is one kernel on a TPU; elsewhere it multiplies every row by every group's matrix.
-    return (*{"tpu": ("ragged_dot",), "cuda": ("hopper",)}.get(target.platform, ()), "blocked")
+    return (*{"tpu": ("ragged_dot",), "cuda": ("hopper", "blackwell")}.get(target.platform, ()), "blocked")
 
 
 def chosen_backend(target: Target, names: tuple[str, ...] = (), dtype: DTypeLike = jnp.bfloat16) -> str:
@@ -124,8 +143,10 @@ def grouped_matmul(
     | backend | runs on | work |
     |---|---|---|
     | `hopper` | NVIDIA GPUs of compute capability 9.0, in bfloat16; the default there | the rows in groups |
+    | `blackwell` | NVIDIA GPUs of compute capability 10.0, in bfloat16; the default there | the rows in groups |
     | `blocked` | everything; the default except there and on TPUs | the rows in groups |
     | `ragged_dot` | everything; the default on TPUs: one kernel of XLA | `groups` times as much except on TPUs |
+    | `megablox` | TPUs, in bfloat16 and float32; by name only | the rows in groups |
     | `reference` | everything; naive, for comparison | `groups` times as much |
 
     Args:

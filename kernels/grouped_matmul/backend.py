@@ -82,12 +82,9 @@ class RoutedMLP(Protocol):
     ) -> Float[Array, "tokens embed"]: ...
 
 
-def runs_on_hopper(target: Target) -> bool:
-    """Return whether the target is an NVIDIA GPU of compute capability 9.0.
-
-    Kernels for its tensor cores must not be traced for others: for some of these the compiler aborts the process.
-    """
-    return target == Target("cuda", "9.0")
+def runs_on_tpu(target: Target) -> bool:
+    """Return whether the target is a TPU."""
+    return target.platform == "tpu"
 
 
 class Backend(NamedTuple):

@@ -49,6 +49,8 @@ ABSENT = (*_TPUS, *_GPUS)
 def absent_devices(name: str) -> list:
     """Return absent devices, for a mesh or shardings to lower and compile a program for.
 
+    Kernels for tensor cores are all compiled for the first kind of GPU that a process compiles one for.
+
     Args:
         name: One of `ABSENT`, for eight devices; or with sizes, of a TPU slice as `v5p:4x4x4`, of GPUs in one node as
             `h200:4`, or of nodes and GPUs in each as `h200:8x8`.

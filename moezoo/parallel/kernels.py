@@ -107,11 +107,10 @@ def device_target(device: Any) -> Target:
     return Target(platform, None if capability is None else str(capability))
 
 
-def _here(platform: str) -> Target:
-    """Return the target of programs for the devices of a platform that this process has; without capability if none."""
+def _own() -> Target | None:
+    """Return the target of programs for this process's devices; None before JAX has started."""
     # Asking for devices would start JAX, after which their number is fixed.
-    own = device_target(jax.devices()[0]) if has_started() else None
-    return own if own is not None and own.platform == platform else Target(platform)
+    return device_target(jax.devices()[0]) if has_started() else None
 
 
 def choose(
@@ -122,7 +121,7 @@ def choose(
     operands: str = "",
 ) -> ChosenBackends:
     """Choose the first backend that runs on the target; without a target, one for each platform, with the capability
-    of this process's own GPU if it has one.
+    of this process's own GPU if it has one, and one must run on this process's devices.
 
     Args:
         kernel: The kernel's name, for messages.
@@ -139,20 +138,22 @@ def choose(
         if name not in backends:
             raise UserError(f"{kernel}: no backend '{name}'; {nearest(name, backends)}")
 
-    def first(target: Target, is_gpu: bool) -> Chosen | None:
+    def first(target: Target) -> Chosen | None:
         names = order.names or own_order(target)
         name = next((name for name in names if backends[name](target)), None)
-        return None if name is None else Chosen(name, target if is_gpu else None)
+        is_known = target.platform in ("cuda", "rocm") and (target.capability or order.target)
+        return None if name is None else Chosen(name, target if is_known else None)
 
+    own = _own()
     if order.target is not None:
-        chosen = {"": first(order.target, order.target.platform in ("cuda", "rocm"))}
+        chosen, must = {"": first(order.target)}, order.target
     else:
-        here = {platform: _here(platform) for platform in PLATFORMS}
-        chosen = {platform: first(target, target.capability is not None) for platform, target in here.items()}
+        targets = {platform: Target(platform) for platform in PLATFORMS} | ({own.platform: own} if own else {})
+        chosen, must = {platform: first(target) for platform, target in targets.items()}, own
     found = {platform: one for platform, one in chosen.items() if one is not None}
-    if not found:
-        where = "any platform" if order.target is None else " ".join(filter(None, order.target))
-        others = [name for name, runs_on in backends.items() if order.target is None or runs_on(order.target)]
+    if not found or (must is not None and first(must) is None):
+        where = "any platform" if must is None else " ".join(filter(None, must))
+        others = [name for name, runs_on in backends.items() if must is None or runs_on(must)]
         raise UserError(
             f"{kernel}={' '.join(order.names)}: does not run on {where}{operands}; choose {' or '.join(others)}"
         )

@@ -21,10 +21,10 @@ from benchmarks.compiled import compile_kernels
 from benchmarks.kernels import layer_operands, run_layer
 from benchmarks.shapes import ACCELERATOR
 from moezoo.analysis.absent import ABSENT, absent_devices
-from moezoo.analysis.compiling import compile_for
+from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import ragged_dot
+from moezoo.kernels.grouped_matmul import grouped_matmul, ragged_dot
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
@@ -80,6 +80,46 @@ def test_a_narrow_gradient_of_experts_compiles():
     shapes = ((32768, 14336), jnp.bfloat16), ((32768, 16), jnp.bfloat16), ((1,), jnp.int32)
     outer = functools.partial(ragged_dot.outer, dtype=jnp.float32)
     compile_for(absent_devices("v5p")[0], outer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+def test_any_size_compiles_for_an_h200():
+    """The kernels' tiles, of memory too, divide neither the rows nor the widths."""
+    device = absent_devices("h200")[0]
+    product = functools.partial(grouped_matmul, implementation=KernelOrder((), device_target(device)))
+
+    def passes(rows: Any, weights: Any, sizes: Any) -> Any:
+        return jax.vjp(lambda x, w: product(x, w, sizes), rows, weights)[1](rows[:, :72])
+
+    for rows in (1, 37, 300):
+        shapes = ((rows, 136), jnp.bfloat16), ((4, 136, 72), jnp.bfloat16), ((4,), jnp.int32)
+        text = compile_for(device, passes, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)).as_text()
+        assert (text or "").count('custom_call_target="mosaic_gpu') == 2
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+def test_megablox_holds_no_product_in_float32():
+    """On each of two TPUs, a product and both gradients are three kernels without temporaries of that size."""
+    shape, there = ACCELERATOR["L1"], mesh_of(moezoo.MeshShape(fsdp=2), absent_devices("v5p")[:2])
+    product = functools.partial(grouped_matmul, implementation=KernelOrder(("megablox",), target_of(there)))
+
+    def passes(rows: Any, weights: Any, sizes: Any, cotangent: Any) -> Any:
+        value, pull = jax.vjp(lambda rows, weights: product(rows, weights[0], sizes), rows, weights)
+        return value, *pull(cotangent)
+
+    each = PartitionSpec("fsdp")
+    mapped = jax.shard_map(passes, mesh=there, in_specs=each, out_specs=each)
+    shapes = (2 * shape.rows, shape.embed), (2, shape.experts, shape.embed, shape.mlp)
+    operands = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (*shapes, (2 * shape.rows, shape.mlp))]
+    operands.insert(2, jax.ShapeDtypeStruct((2 * shape.experts,), jnp.int32))
+    where = NamedSharding(there, each)
+    program = jax.jit(mapped, in_shardings=where, out_shardings=where).lower(*operands).compile()
+    assert (program.as_text() or "").count('custom_call_target="tpu_custom_call"') == 3
+    memory = memory_of(program)
+    assert memory is not None
+    assert memory.temporaries < 4e6
 
 
 @pytest.mark.absent

@@ -130,7 +130,7 @@ def test_times_of_sizes(monkeypatch):
     """A layer is compiled with the sizes of the table for this GPU, which a CPU stands for here."""
     seen = []
     monkeypatch.setattr(tuning, "measure", lambda calls, **_: {name: SimpleNamespace(ms=1.0) for name in calls})
-    monkeypatch.setattr("moezoo.parallel.kernels._here", lambda platform: Target(platform, "8.0"))
+    monkeypatch.setattr("moezoo.parallel.kernels._own", lambda: Target("cuda", "8.0"))
     read = blocks.measured
     monkeypatch.setattr(blocks, "measured", lambda *arguments: seen.append(read(*arguments)) or seen[-1])
     table = {"8.0": {"blocked": {"products": [16], "experts": [8]}}}

@@ -30,7 +30,7 @@ CASES = [
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # largest relative error of one rounding
 
 
-@pytest.fixture(params=[name for name in BACKENDS if name != "hopper"])
+@pytest.fixture(params=[name for name, one in BACKENDS.items() if one.takes(Target("cpu"), "float32")])
 def implementation(request) -> str:
     """Every backend that runs on a CPU."""
     return request.param
@@ -209,10 +209,11 @@ def test_the_default_follows_the_platform_compiled_for():
 
 
 def test_the_choice_on_gpus():
-    """Kernels for Hopper are taken by capability and dtype. Elsewhere they are refused before anything is traced."""
+    """Kernels of a chip are taken by capability and dtype. Elsewhere they are refused before anything is traced."""
     hopper = Target("cuda", "9.0")
-    assert [chosen_backend(hopper, (), dtype) for dtype in ("bfloat16", "float32")] == ["hopper", "blocked"]
-    for capability in ("8.0", "10.0", None):
+    for target, own in ((hopper, "hopper"), (Target("cuda", "10.0"), "blackwell")):
+        assert [chosen_backend(target, (), dtype) for dtype in ("bfloat16", "float32")] == [own, "blocked"]
+    for capability in ("8.0", "10.3", None):
         assert chosen_backend(Target("cuda", capability)) == "blocked"
     assert chosen_backend(hopper, ("hopper", "reference"), "float32") == "reference"
     x, weights, _ = operands(4)

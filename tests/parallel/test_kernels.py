@@ -10,7 +10,17 @@ from refusals import refused
 
 from moezoo import Execution, MeshShape, compose
 from moezoo.moe.dispatch import Ring
-from moezoo.parallel.kernels import PLATFORMS, KernelOrder, Kernels, Target, anywhere, choose, device_target, run
+from moezoo.parallel.kernels import (
+    PLATFORMS,
+    Chosen,
+    KernelOrder,
+    Kernels,
+    Target,
+    anywhere,
+    choose,
+    device_target,
+    run,
+)
 from moezoo.parallel.mesh import abstract_mesh, make_mesh
 
 BACKENDS = {
@@ -22,8 +32,8 @@ CPU, OLD, NEW, AMD = Target("cpu"), Target("cuda", "8.0"), Target("cuda", "9.0")
 
 
 def chosen(names, target, own=("new_gpus", "gpus", "portable")):
-    """Return the backends by platform; with a known target, under ""."""
-    return dict(choose("product", BACKENDS, KernelOrder(names, target), lambda target: own))
+    """Return the backends' names by platform; with a known target, under ""."""
+    return {at: one.name for at, one in choose("product", BACKENDS, KernelOrder(names, target), lambda target: own)}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +49,20 @@ def test_the_first_backend_that_runs_on_the_target(target, wanted):
 def test_without_a_target_there_is_one_for_each_platform():
     """The capability of a GPU is unknown, so no backend that needs one is chosen."""
     assert chosen((), None) == {"cpu": "portable", "cuda": "gpus", "rocm": "gpus", "tpu": "portable"}
-    assert choose("product", BACKENDS, "portable", lambda target: ()) == tuple((p, "portable") for p in PLATFORMS)
+    portable = Chosen("portable")
+    assert choose("product", BACKENDS, "portable", lambda target: ()) == tuple((p, portable) for p in PLATFORMS)
+
+
+def test_a_backend_gets_the_gpu_if_one_is_known():
+    """Then a program without a target has a branch for it, also where the backend is that of other platforms."""
+    one = ("portable",)
+    assert choose("product", BACKENDS, KernelOrder(one, OLD), lambda target: ()) == (("", Chosen("portable", OLD)),)
+    assert choose("product", BACKENDS, KernelOrder(one, CPU), lambda target: ()) == (("", Chosen("portable")),)
+    choice = tuple((at, Chosen("portable", OLD if at == "cuda" else None)) for at in PLATFORMS)
+    functions = {Chosen("portable"): jnp.sin, Chosen("portable", OLD): jnp.cos}
+    traced = jax.jit(lambda x: run(choice, functions.__getitem__, x)).trace(jnp.ones(3))
+    assert "stablehlo.cosine" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.sine" in traced.lower(lowering_platforms=("rocm",)).as_text()
 
 
 def test_unknown_names_and_backends_that_do_not_run():
@@ -52,8 +75,9 @@ def test_unknown_names_and_backends_that_do_not_run():
 
 
 def test_the_lowering_chooses_where_platforms_differ():
-    functions, choice = {"portable": jnp.sin, "gpus": jnp.cos}, tuple(chosen((), None).items())
-    traced = jax.jit(lambda x: run(choice, functions.__getitem__, x)).trace(jnp.ones(3))
+    functions = {"portable": jnp.sin, "gpus": jnp.cos}
+    choice = tuple((platform, Chosen(name)) for platform, name in chosen((), None).items())
+    traced = jax.jit(lambda x: run(choice, lambda one: functions[one.name], x)).trace(jnp.ones(3))
     for platform, name in (("cpu", "sine"), ("cuda", "cosine"), ("tpu", "sine")):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert f"stablehlo.{name}" in text
@@ -61,8 +85,9 @@ def test_the_lowering_chooses_where_platforms_differ():
 
 
 def test_one_choice_for_all_platforms_needs_no_lowering():
-    for choice in ((("", "gpus"),), tuple((platform, "gpus") for platform in PLATFORMS)):
-        program = jax.make_jaxpr(lambda x, c=choice: run(c, {"gpus": jnp.cos}.__getitem__, x))(1.0)
+    gpus = Chosen("gpus")
+    for choice in ((("", gpus),), tuple((platform, gpus) for platform in PLATFORMS)):
+        program = jax.make_jaxpr(lambda x, c=choice: run(c, {gpus: jnp.cos}.__getitem__, x))(1.0)
         assert [equation.primitive.name for equation in program.eqns] == ["cos"]
 
 

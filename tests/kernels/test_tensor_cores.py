@@ -1,4 +1,4 @@
-"""The kernels for Hopper, interpreted on a CPU, compared with loops over groups in float64.
+"""The kernels for Hopper and Blackwell, interpreted on a CPU, compared with loops over groups in float64.
 
 Interpretation needs jax 0.12, so these tests run in CI's part on a newer Python. Interpreted kernels show that tasks,
 masks and indices are right; that they run on a device, and how fast, they do not.
@@ -19,20 +19,25 @@ from meshes import auto_mesh
 from test_grouped_matmul import GROUPS, ROUNDING, check, group_sizes, operands, slices, value_and_gradients
 
 import moezoo
+from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import api, gated, routed_mlp
 from moezoo.kernels.permute import plan
 from moezoo.nn.activation import SWIGLU, ClampedSwiGLU
-from moezoo.parallel.kernels import anywhere
+from moezoo.parallel.kernels import KernelOrder, Target, anywhere
 
 pytestmark = pytest.mark.interpreted
 # More than one block of rows, and widths that no tile divides: two tiles of columns in one direction.
 ROWS, INPUTS, OUTPUTS = 300, 136, 72
 
 
+CHIPS = ("hopper", "blackwell")
+
+
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    monkeypatch.setitem(api.BACKENDS, "hopper", api.BACKENDS["hopper"]._replace(runs_on=anywhere))
+    for chip in CHIPS:
+        monkeypatch.setitem(api.BACKENDS, chip, api.BACKENDS[chip]._replace(runs_on=anywhere))
     with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()):
         yield
 
@@ -43,8 +48,9 @@ def with_nan(sizes: Any, *arrays: Any) -> list[Any]:
     return [jnp.where(beyond, jnp.nan, x) for x in arrays]
 
 
-def test_a_product_and_its_gradients():
-    run = jax.jit(functools.partial(value_and_gradients, "hopper"))
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_product_and_its_gradients(chip):
+    run = jax.jit(functools.partial(value_and_gradients, chip))
 
     @settings(max_examples=8)
     @given(sizes=group_sizes(ROWS), seed=st.integers(0, 9))
@@ -63,6 +69,21 @@ def test_a_product_and_its_gradients():
         assert not by_weights[np.equal(sizes, 0)].any()
 
     compare()
+
+
+@pytest.mark.parametrize(("chip", "capability"), [("hopper", "9.0"), ("blackwell", "10.0")])
+def test_other_tiles(chip, capability):
+    """Measured sizes of tiles change how a result is computed, not what it is."""
+    tiles = {"rows": 64, "depth": 128, "columns": 64, "buffers": 2**16, "snake": 2}
+    order, sizes = KernelOrder((chip,), Target("cuda", capability)), (70, 0, 131, 3)
+    x, weights, cotangent = operands(ROWS, "bfloat16", 0, INPUTS, OUTPUTS)
+    given_x, given_cotangent = with_nan(sizes, x, cotangent)
+    arguments = given_x, weights, jnp.asarray(sizes, jnp.int32), given_cotangent
+    usual, other = (jax.jit(lambda *operands: value_and_gradients(order, *operands)) for _ in range(2))
+    traced = usual.trace(*arguments)
+    with blocks.trying({capability: {chip: tiles}}):
+        assert str(other.trace(*arguments).jaxpr) != str(traced.jaxpr)
+        check(other(*arguments), x, weights, sizes, cotangent)
 
 
 def gated_loop(sizes: Any, cotangent: Any, activation: Any, *parameters: Any) -> list[np.ndarray]:
@@ -96,10 +117,15 @@ def gated_loop(sizes: Any, cotangent: Any, activation: Any, *parameters: Any) ->
     ids=["fused, products kept", "fused", "biases", "another activation", "not zero for zeros"],
 )
 def test_gated(activation, keep, biases):
-    check_gated(activation, keep, biases, (70, 0, 131, 3))
+    check_gated("hopper", activation, keep, biases, (70, 0, 131, 3))
 
 
-def check_gated(activation: Any, keep: Any, biases: bool, sizes: tuple[int, ...]) -> None:
+def test_gated_on_blackwell():
+    """Only accumulators differ, of which each kernel has one or two."""
+    check_gated("blackwell", SWIGLU, "products", False, (70, 0, 131, 3))
+
+
+def check_gated(chip: str, activation: Any, keep: Any, biases: bool, sizes: tuple[int, ...]) -> None:
     """Compare values and gradients with those of a loop."""
     rng = np.random.default_rng(3)
     shapes = (ROWS, INPUTS), *((GROUPS, INPUTS, OUTPUTS),) * 2, *((GROUPS, OUTPUTS),) * 2 * biases, (ROWS, OUTPUTS)
@@ -108,7 +134,7 @@ def check_gated(activation: Any, keep: Any, biases: bool, sizes: tuple[int, ...]
     @jax.jit
     def run(x: Any, cotangent: Any, *parameters: Any) -> Any:
         def product(x: Any, gate: Any, up: Any, gate_bias: Any = None, up_bias: Any = None) -> Any:
-            options: Any = {"activation": activation, "keep": keep, "implementation": "hopper"}
+            options: Any = {"activation": activation, "keep": keep, "implementation": chip}
             sizes_ = jnp.asarray(sizes, jnp.int32)
             return gated(x, gate, up, sizes_, gate_bias=gate_bias, up_bias=up_bias, **options)
 
@@ -142,8 +168,16 @@ def routed_loop(ids: np.ndarray, cotangent: Any, activation: Any, *parameters: A
         return [np.asarray(x) for x in (result, *pull(jnp.asarray(cotangent, jnp.float32)))]
 
 
-@pytest.mark.parametrize(("keep", "biases"), [("products", False), ("products", True), ("inputs", False)])
-def test_experts(keep, biases):
+@pytest.mark.parametrize(
+    ("chip", "keep", "biases"),
+    [
+        ("hopper", "products", False),
+        ("hopper", "products", True),
+        ("hopper", "inputs", False),
+        ("blackwell", "inputs", False),
+    ],
+)
+def test_experts(chip, keep, biases):
     """From tokens to sums: some choices go to experts elsewhere, and one expert has no token."""
     rng, tokens, k = np.random.default_rng(4), 70, 2
     ids = np.stack([rng.choice([0, 1, 3, GROUPS], k, replace=False) for _ in range(tokens)])
@@ -161,7 +195,7 @@ def test_experts(keep, biases):
         def experts(
             x: Any, gates: Any, gate: Any, up: Any, down: Any, gate_bias: Any = None, up_bias: Any = None
         ) -> Any:
-            options: Any = {"activation": SWIGLU, "keep": keep, "implementation": "hopper"}
+            options: Any = {"activation": SWIGLU, "keep": keep, "implementation": chip}
             return routed_mlp(x, gates, here, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, **options)
 
         value, pull = jax.vjp(experts, x, gates, *weights)
@@ -195,11 +229,12 @@ def test_types_on_two_devices():
 
 def plant(error: str, patch: pytest.MonkeyPatch) -> None:
     """Plant an error in the kernels."""
-    from moezoo.kernels.grouped_matmul import hopper
+    from moezoo.kernels.grouped_matmul import chips, tensor_cores, tensor_cores_gated
 
     def change(**changes: Any) -> None:
-        really = hopper._tasks
-        patch.setattr(hopper, "_tasks", lambda *a: (t := really(*a))._replace(**{k: f(t) for k, f in changes.items()}))
+        really = tensor_cores._tasks
+        changed = lambda *a: (t := really(*a))._replace(**{k: f(t) for k, f in changes.items()})  # noqa: E731
+        patch.setattr(tensor_cores, "_tasks", changed)
 
     if error == "the tail is the last group":
         change(group=lambda t: jnp.minimum(t.group, GROUPS - 1))
@@ -210,22 +245,30 @@ def plant(error: str, patch: pytest.MonkeyPatch) -> None:
         change(size=lambda t: t.size.at[1].set(0))
     elif error == "rows are masked by multiplication":
         where = lambda mask, x, other: x * mask.astype(x.dtype) + other  # noqa: E731
-        patch.setattr(hopper, "jnp", type("numpy", (), {**vars(jnp), "where": staticmethod(where)}))
+        patch.setattr(tensor_cores, "jnp", type("numpy", (), {**vars(jnp), "where": staticmethod(where)}))
+    elif error == "accumulators are exchanged":
+        really = tensor_cores_gated.row_products
+        patch.setattr(
+            tensor_cores_gated, "row_products", lambda chip, rows, w, *rest: really(chip, rows, w[::-1], *rest)
+        )
     else:
-        assert error == "accumulators are exchanged"
-        really = hopper._products
-        patch.setattr(hopper, "_products", lambda rows, w, *rest: really(rows, w[::-1], *rest))
+        assert error == "each product replaces the sum"
+        really = chips.plgpu.tcgen05_mma
+        replace = lambda *refs, accumulate: really(*refs, accumulate=accumulate & False)  # noqa: E731
+        patch.setattr(chips.plgpu, "tcgen05_mma", replace)
 
 
 ERRORS = ("the tail is the last group", "a group begins a row late", "a task is dropped")
 ERRORS += ("rows are masked by multiplication", "accumulators are exchanged")
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_a_planted_error_is_seen(error, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "chip"), [*((error, "hopper") for error in ERRORS), ("each product replaces the sum", "blackwell")]
+)
+def test_a_planted_error_is_seen(error, chip, monkeypatch):
     plant(error, monkeypatch)
     with pytest.raises(AssertionError):
-        check_gated(SWIGLU, "inputs", False, (70, 60, 30, 3))
+        check_gated(chip, SWIGLU, "inputs", False, (70, 60, 30, 3))
 
 
 def run(backend: str) -> list[float]:
