@@ -23,7 +23,7 @@ class Chip(NamedTuple):
     - `finish(total, count)`: wait for the last of `count` products, at least one, and return the sum in float32.
     """
 
-    accumulator: Callable[[tuple[int, ...]], Any]
+    accumulator: Callable[[Any], Any]
     add: Callable[[Any, Any, Any, Any], None]
     finish: Callable[[Any, Any], Array]
 
