@@ -43,7 +43,7 @@ class Chip(NamedTuple):
     - `tiles`: the sizes of tiles.
     """
 
-    accumulator: Callable[[tuple[int, ...]], Any]
+    accumulator: Callable[[Any], Any]
     add: Callable[[Any, Any, Any, Any], None]
     finish: Callable[[Any, Any], Array]
     tiles: Tiles = Tiles()

@@ -3,6 +3,7 @@
 They compile in a process of their own: all kernels of a process are compiled for the first kind of GPU that it names.
 """
 
+import functools
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -23,12 +24,12 @@ def compiled(kind: str, sizes: list[tuple[int, int, int, int]]) -> list[tuple[in
     device, results = absent_devices(kind)[0], []
     options: Any = {"implementation": KernelOrder((), device_target(device))}
 
-    def mlp(x: Any, gate: Any, up: Any, down: Any, group_sizes: Any) -> Any:
+    def mlp(group_sizes: Any, x: Any, gate: Any, up: Any, down: Any) -> Any:
         inner = gated(x, gate, up, group_sizes, activation=SWIGLU, **options)
         return grouped_matmul(inner, down, group_sizes, **options)
 
     def passes(x: Any, gate: Any, up: Any, down: Any, group_sizes: Any, cotangent: Any) -> Any:
-        value, pull = jax.vjp(lambda x, gate, up, down: mlp(x, gate, up, down, group_sizes), x, gate, up, down)
+        value, pull = jax.vjp(functools.partial(mlp, group_sizes), x, gate, up, down)
         return value, pull(cotangent)
 
     for rows, embed, width, groups in sizes:
@@ -44,9 +45,9 @@ def compiled(kind: str, sizes: list[tuple[int, int, int, int]]) -> list[tuple[in
 
 @pytest.mark.absent
 def test_kernels_of_any_size():
-    """Two kernels forward and five backward; tiles, of memory too, divide neither rows nor widths in the first two."""
-    sizes = [(1, 136, 72, 4), (300, 136, 72, 4), (65536, 2048, 768, 128)]
+    """Two kernels forward and five backward. Of the first, tiles divide neither the rows nor a width."""
+    sizes = [(37, 128, 72, 4), (65536, 2048, 768, 128)]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
         results = other.submit(compiled, "b200", sizes).result()
-    assert [kernels for kernels, _ in results] == [7, 7, 7]
-    assert results[-1][1] < 0.5  # the products and their gradients, of width 768, and one gradient by rows
+    assert [kernels for kernels, _ in results] == [7, 7]
+    assert results[1][1] < 0.1  # one array of rows of width 768
