@@ -21,7 +21,7 @@ from benchmarks.kernels import layer_operands, product_operands, run_layer
 from benchmarks.results import Column, Report, Row, Table, log
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
-from moezoo.analysis.absent import absent_devices
+from moezoo.analysis.absent import GPUS, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.analysis.hlo import bytes_outside_kernels
 from moezoo.config.build import blueprint_of, build_execution
@@ -44,7 +44,15 @@ CPU = "cpu"
 
 
 def run(keys: Any) -> Report:
-    """Compile kernels or whole steps for each target. Raises `UserError` for unknown targets."""
+    """Compile kernels or whole steps for each target.
+
+    Raises `UserError` for unknown targets, and for two kinds of GPUs: a process compiles kernels of one kind.
+    """
+    kinds = {name.partition(":")[0] for name in keys.absent}
+    if len(gpus := sorted(kinds & set(GPUS))) > 1:
+        raise UserError(
+            f"absent={' absent='.join(gpus)}: a process compiles kernels for one kind of GPU; call it once for each"
+        )
     if keys.step:
         rows = list(_steps(keys.absent, keys.step, keys.format))
         columns = [Column("target", "target"), Column("step", "step")]

@@ -15,7 +15,7 @@ from moezoo.errors import UserError, nearest
 _TPUS = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4"}
 # A kind of GPU: compute capability, multiprocessors and their 32-bit lanes, clock in GHz, bytes of shared memory per
 # multiprocessor and most per block, bandwidth of memory in bytes per second, bytes of the second cache and of memory.
-_GPUS = {
+GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 166912, 2.039e12, 40 << 20, 80 << 30),
     "h100": ("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 232448, 3.35e12, 50 << 20, 80 << 30),
     "h200": ("NVIDIA H200", 9, 132, 128, 1.98, 233472, 232448, 4.8e12, 60 << 20, 150754820096),
@@ -25,7 +25,7 @@ _GPUS = {
 
 def _description(kind: str) -> str:
     """Return XLA's description of a kind of GPU."""
-    name, major, cores, lanes, clock, shared, most_shared, bandwidth, cache, memory = _GPUS[kind]
+    name, major, cores, lanes, clock, shared, most_shared, bandwidth, cache, memory = GPUS[kind]
     # Instructions that only one generation has, such as those of its tensor cores, are a feature of their own.
     extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
@@ -43,7 +43,7 @@ dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
 """
 
 
-ABSENT = (*_TPUS, *_GPUS)
+ABSENT = (*_TPUS, *GPUS)
 
 
 def absent_devices(name: str) -> list:

@@ -356,6 +356,7 @@ def test_profile(capsys):
         ("compile shape=L1 step=model=mixtral", "shape= is for kernels and step= for training steps; leave one of"),
         ("compile format=fp8", "format= is for training steps; name them with step="),
         ("compile absent=cpu", "absent=cpu: only whole steps are compiled for it; name them with step="),
+        ("compile absent=h200 absent=b200", "absent=b200 absent=h200: a process compiles kernels for one kind of GPU"),
         ("compile absent=v5q", "absent device v5q: not known; did you mean"),
         ("profile mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
         ("profile mesh=ep8 dtype=float32", "dtype: there is no key 'dtype'"),

@@ -4,13 +4,16 @@ import functools
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from programs import executed_products
 from test_grouped_matmul import check, operands, value_and_gradients
 
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
-from moezoo.kernels.grouped_matmul import blocked
+from moezoo.kernels.grouped_matmul import blocked, routed_mlp
+from moezoo.kernels.permute import plan
+from moezoo.nn.activation import SWIGLU
 from moezoo.parallel.kernels import KernelOrder, Target
 
 AMPERE, ADA = Target("cuda", "8.0"), Target("cuda", "8.9")
@@ -65,3 +68,19 @@ def test_other_entries_are_refused(wrong):
     with blocks.trying(entry(**wrong)), pytest.raises(UserError) as caught:
         blocks.measured(blocked.ON_GPUS, "blocked", AMPERE)
     assert str(caught.value).endswith(message)
+
+
+def test_experts_as_one_take_the_sizes_of_their_gpu():
+    """Products of one loop over experts: each block has as many rows as the table says."""
+    tokens, embed, mlp, experts = 24, 5, 3, 2
+    draw = np.random.default_rng(0).standard_normal
+    shapes = ((experts, embed, mlp),) * 2 + ((experts, mlp, embed),)
+    x, *weights = (jnp.asarray(draw(shape), jnp.float32) for shape in ((tokens, embed), *shapes))
+    gates, ids = jnp.ones((tokens, 1)), jnp.zeros((tokens, 1), jnp.int32)
+
+    def run(x):
+        order = KernelOrder((), AMPERE)
+        return routed_mlp(x, gates, plan(ids, 0, experts), *weights, activation=SWIGLU, implementation=order)
+
+    with blocks.trying(entry(experts=[8])):
+        assert {shape[0] for shape in executed_products(run, x)} == {8}
