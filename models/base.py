@@ -178,13 +178,14 @@ class LanguageModel(eqx.Module):
         tokens = jnp.asarray(tokens, jnp.int32)
         check_tokens(tokens.shape[0], tokens.shape[1], execution)
         execution = choose_dispatch(self.stacks, tokens.shape[0], tokens.shape[1], execution, "evaluate")
+        order = "contiguous" if segments is None and positions is None else None
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         positions = jnp.asarray(positions, jnp.int32)
 
         def local(model: LanguageModel, tokens: Array, coordinates: Coordinates) -> Output:
-            context = make_context(coordinates, execution)
+            context = make_context(coordinates, execution, order)
             out = model.layers(model.embed(tokens, execution), context, execution)
             assert out.sums is not None
             routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)

@@ -4,6 +4,7 @@ Layers that repeat a pattern of kinds are stored as one `Stack` and run by one s
 period is A A B: the stack has three blocks, and each of their arrays has a leading dimension of three periods.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, count, groupby, pairwise, product
@@ -171,7 +172,7 @@ def run_layers(
 
     def run_stack(number: int, stack: Stack, first: int, x: Array) -> tuple[Array, tuple[PyTree, ...]]:
         # Computed once: neither again in the backward pass nor, by a compiler, for each head.
-        prepared = [context._replace(prepared=block.attention.prepare(context)) for block in stack.blocks]
+        prepared = [dataclasses.replace(context, prepared=block.attention.prepare(context)) for block in stack.blocks]
 
         def step(x: Array, scanned: Any) -> tuple[Array, tuple[PyTree, ...]]:
             # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
@@ -180,7 +181,7 @@ def run_layers(
             for kind, block in enumerate(blocks):
                 past, own = None if cache is None else cache.past(number, kind, period), prepared[kind]
                 if own.dropout is not None:
-                    own = own._replace(dropout=own.dropout.of(first + period * len(blocks) + kind))
+                    own = dataclasses.replace(own, dropout=own.dropout.of(first + period * len(blocks) + kind))
                 x, sums, kept = run(x, block, own, past)
                 collected.append(sums if learns else kept if collect is None else collect(block, kept))
             return x, tuple(collected)

@@ -6,6 +6,7 @@ import equinox as eqx
 from jaxtyping import Array, Bool, Float
 
 from moezoo.parallel.context_parallel import Coordinates as Coordinates
+from moezoo.parallel.context_parallel import Interval as Interval
 from moezoo.parallel.kernels import RunsOn, anywhere
 
 # The log-sum-exp of a query that sees no key: finite, so that no gradient is NaN.
@@ -38,6 +39,8 @@ class Operands(eqx.Module):
         keys: The coordinates of keys, int32 [batch, keys] each.
         window: The number of positions that a query sees, its own included; None for all up to its own. A part of the
             tree's structure, not a leaf.
+        seen: The keys that each query sees, if keys are sorted by segment, then position; they follow from the
+            coordinates and the window (`moezoo.kernels.attention.intervals`). None if nothing is known of their order.
     """
 
     q: Queries
@@ -46,6 +49,7 @@ class Operands(eqx.Module):
     queries: Coordinates
     keys: Coordinates
     window: int | None = eqx.field(static=True)
+    seen: Interval | None = None
 
 
 class Attended(NamedTuple):

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -28,6 +27,7 @@ from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
     Coordinates,
+    Interval,
     Operands,
     Results,
     Scale,
@@ -45,19 +45,23 @@ _LAST = jnp.iinfo(jnp.int32).max
 Block = Float[Array, "_ _ _"]  # heads, rows, dim; the rows of queries are the tokens of each query head
 
 
+# Where a token is: its coordinates; or of queries whose interval of keys is known, that, and of keys their numbers.
+_Places = Coordinates | Interval | Int[Array, "..."]
+
+
 class _Keys(NamedTuple):
-    """Blocks of keys and values, and their coordinates."""
+    """Blocks of keys and values, and where they are."""
 
     key: Float[Array, "*blocks kv_heads keys head_dim"]
     value: Float[Array, "*blocks kv_heads keys value_dim"]
-    coordinates: Coordinates
+    places: _Places
 
 
 class _Step(NamedTuple):
     """One block of queries: arrays of its tokens, and the blocks of keys to visit, the first `count` of `order`."""
 
     parts: tuple[Block, ...]
-    coordinates: Coordinates
+    places: _Places
     order: Int[Array, "*steps blocks"]
     count: Int[Array, "*steps"]
 
@@ -110,7 +114,7 @@ def _softmax(operands: Operands) -> tuple[Array, ...]:
         def visit(j: Int[Array, ""], carry: tuple[Block, Block, Block]) -> tuple[Block, Block, Block]:
             highest, total, sums = carry
             block = _take(past, j)
-            scores, _ = _score(q, block.key, x.coordinates, block.coordinates, window)
+            scores, _ = _score(q, block.key, x.places, block.places, window)
             higher = jnp.maximum(highest, scores.max(-1, keepdims=True))
             weights, fade = jnp.exp(scores - higher), jnp.exp(highest - higher)
             total = total * fade + weights.sum(-1, keepdims=True)
@@ -141,7 +145,7 @@ def _backward(residuals: Any, cotangent: Attended) -> tuple[Array, Array, Array]
         def visit(j: Int[Array, ""], carry: tuple[Block, Array, Array]) -> tuple[Block, Array, Array]:
             by_q, by_k, by_v = carry
             block = _take(past, j)
-            scores, seen = _score(q, block.key, x.coordinates, block.coordinates, window)
+            scores, seen = _score(q, block.key, x.places, block.places, window)
             weights = jnp.exp(scores - highest) * share
             # Selected too, since the gradient of an unseen key's weight may be infinite.
             by_score = jnp.where(seen, weights * (_dot(back, block.value, 2, 2) - less), 0).astype(q.dtype)
@@ -169,7 +173,8 @@ def _attend_forward(operands: Operands) -> tuple[Attended, Any]:
 
 def _attend_backward(residuals: Any, cotangent: Attended) -> tuple[Operands]:
     gradients = traced_once(_backward, (BLOCKS, _SHORT), (), residuals, cotangent)
-    return (eqx.tree_at(lambda x: (x.q, x.k, x.v, x.queries, x.keys), residuals[0], (*gradients, None, None)),)
+    none = dataclasses.replace(residuals[0], queries=None, keys=None, seen=None)
+    return (dataclasses.replace(none, **dict(zip("qkv", gradients, strict=True))),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -180,8 +185,7 @@ def _plan(parts: tuple[Array, ...], operands: Operands) -> tuple[_Keys, _Step]:
 
     One dimension holds the blocks of all rows of the batch, so one loop runs over the blocks of queries of every row.
     """
-    at, key_at = _cut_coordinates(operands.queries, operands.keys)
-    visible = _visible(at, key_at, operands.window)
+    at, key_at, visible = _places(operands)
     order = _order_visits(visible)
     keys = _Keys(_cut(operands.k[:, :, :, None]), _cut(operands.v[:, :, :, None]), _join_rows(key_at))
     return keys, _Step(tuple(map(_cut, parts)), *_join_rows((at, order, visible.sum(-1, dtype=jnp.int32))))
@@ -206,6 +210,19 @@ def count_pairs(queries: Coordinates, keys: Coordinates, window: int | None) -> 
     """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys."""
     at, key_at = _cut_coordinates(queries, keys)
     return int(_visible(at, key_at, window).sum()), at.position.shape[2], key_at.position.shape[2]
+
+
+def _places(operands: Operands) -> tuple[_Places, _Places, Bool[Array, "batch queries keys"]]:
+    """Return where the tokens of each block are, and which blocks of queries must visit which blocks of keys."""
+    seen, keys = operands.seen, operands.keys.position
+    if seen is None:
+        at, key_at = _cut_coordinates(operands.queries, operands.keys)
+        return at, key_at, _visible(at, key_at, operands.window)
+    first, after = (_cut_numbers(x, mode="edge") for x in seen)
+    number = _cut_numbers(vary_like(lax.broadcasted_iota(jnp.int32, keys.shape, 1), keys), constant_values=_LAST)
+    low, high = jnp.where(first < after, first, _LAST).min(-1), jnp.where(first < after, after, 0).max(-1)
+    visible = (number[:, None, :, 0] < high[..., None]) & (number[:, None, :, -1] >= low[..., None])
+    return Interval(first, after), number, visible
 
 
 def _cut_coordinates(queries: Coordinates, keys: Coordinates) -> tuple[Coordinates, Coordinates]:
@@ -268,9 +285,13 @@ def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any
     return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(_take(x.order, i), carry), carry)
 
 
-def _score(q: Block, k: Block, queries: Coordinates, keys: Coordinates, window: int | None) -> tuple[Array, Array]:
+def _score(q: Block, k: Block, queries: Any, keys: Any, window: int | None) -> tuple[Array, Array]:
     """Return the scores of a pair of blocks, `NOTHING` for unseen keys, and which are seen; [kv_heads, rows, keys]."""
-    scores, seen = _dot(q, k, 2, 2), sees(queries, keys, window)
+    scores = _dot(q, k, 2, 2)
+    if isinstance(queries, Interval):
+        seen = (queries.first[:, None] <= keys[None]) & (keys[None] < queries.after[:, None])
+    else:
+        seen = sees(queries, keys, window)
     seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[1] // seen.shape[0], *seen.shape)).reshape(scores.shape)
     return jnp.where(seen, scores, NOTHING), seen
 

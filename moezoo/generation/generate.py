@@ -50,7 +50,8 @@ def prefill(
     def collect(block: Block, kept: PyTree) -> State:
         return block.attention.state(length).fill(kept)
 
-    x, states, _ = model.layers(model.embed(tokens, execution), Context(at, at), execution, collect=collect)
+    context = Context(at, at, chunks=(0,))  # padding, then one text
+    x, states, _ = model.layers(model.embed(tokens, execution), context, execution, collect=collect)
     return Advanced(_last_logits(model, x, execution), Cache.of_prompts(states, at))
 
 

@@ -45,7 +45,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
 
     @jax.jit
     def program(model: LanguageModel) -> tuple[Any, Any, Any]:
-        context = make_context(Coordinates(positions, jnp.ones_like(ids)), execution)
+        context = make_context(Coordinates(positions, jnp.ones_like(ids)), execution, "contiguous")
         x, before = _call_recording(model.embedding, "embedding", ids)
         stacks = tuple(
             dataclasses.replace(

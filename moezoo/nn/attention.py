@@ -23,7 +23,7 @@ from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import BothCoordinates, Scoring, SplitOperands
+from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
 
@@ -122,7 +122,7 @@ class Attention(Mixer):
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence keys and values travel."""
         group = execution.inner_group("heads")
         x, (query_norm, key_norm) = group.enter(x), group.enter_parameters((self.query_norm, self.key_norm))
-        turn = self.prepare(context) if context.prepared is None else context.prepared
+        turn, seen = self.prepare(context) if context.prepared is None else context.prepared
         q = self.rotary(self._project(x, self.query, self.query_bias, query_norm, group), turn)
         k = self.rotary(self._project(x, self.key, self.key_bias, key_norm, group), turn)
         v = self._project(x, self.value, self.value_bias, None, group)
@@ -133,7 +133,7 @@ class Attention(Mixer):
         scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
         if past is None:
             attend = context_parallel(execution).attend
-            operands = SplitOperands(q, kept, None, expand, context.coordinates, scoring)
+            operands = SplitOperands(q, kept, None, expand, context.coordinates, scoring, seen, context.chunks)
             y = attend(operands, execution.sequence_group)
         else:
             k, v = past.state.with_token(kept, past)
@@ -141,9 +141,9 @@ class Attention(Mixer):
         y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
         return MixerOutput(y, kept, self.out_bias)
 
-    def prepare(self, context: Context) -> Turn:
-        """Return the turn of rotary positions."""
-        return self.rotary.turn(context.queries.position)
+    def prepare(self, context: Context) -> tuple[Turn, Interval | None]:
+        """Return the turn of rotary positions, and the keys that each query sees."""
+        return self.rotary.turn(context.queries.position), context.seen(self.window)
 
     def state(self, length: int) -> Slots:
         """Declare a key and a value per token, with a window those of its tokens."""

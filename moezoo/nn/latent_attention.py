@@ -29,7 +29,7 @@ from moezoo.nn.rope import Turn
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import BothCoordinates, Scoring, SplitOperands
+from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands
 from moezoo.parallel.dropout import read_numbers, take_numbers
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.stored import Stored
@@ -125,7 +125,7 @@ class LatentAttention(Mixer):
     ) -> MixerOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence latents travel."""
         group = execution.inner_group("heads")
-        turn = self.prepare(context) if context.prepared is None else context.prepared
+        turn, in_sight = self.prepare(context) if context.prepared is None else context.prepared
         plain, turned = self._queries(x, context, turn, group)
         kept = self.latents(x, turn)
         scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
@@ -135,16 +135,17 @@ class LatentAttention(Mixer):
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
             travels = kept._replace(latent=take_numbers(kept.latent, weights))
-            operands = SplitOperands(q, group.enter(travels), weights, expand, context.coordinates, scoring)
+            at = context.coordinates
+            operands = SplitOperands(q, group.enter(travels), weights, expand, at, scoring, in_sight, context.chunks)
             y = attend(operands, execution.sequence_group)[:, :, :, 0]
         else:
             seen = group.enter(past.state.with_token(kept, past))
             y = self._attend_to_latents(plain, turned, seen, BothCoordinates(context.queries, past.keys), scoring)
         return MixerOutput(project(y, self.out, inputs=2), kept)
 
-    def prepare(self, context: Context) -> Turn:
-        """Return the turn of rotary positions."""
-        return self.rotary.turn(context.queries.position)
+    def prepare(self, context: Context) -> tuple[Turn, Interval | None]:
+        """Return the turn of rotary positions, and the keys that each query sees."""
+        return self.rotary.turn(context.queries.position), context.seen(None)
 
     def state(self, length: int) -> Slots:
         """Declare a latent and a shared key per token."""

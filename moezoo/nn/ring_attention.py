@@ -30,9 +30,11 @@ from moezoo.kernels.attention import FLOOR, Operands, Softmax, attend_part, join
 from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.context_parallel import (
     BothCoordinates,
+    Chunks,
     ContextParallel,
     Coordinates,
     Expand,
+    Interval,
     SequenceGroup,
     SplitOperands,
 )
@@ -45,13 +47,13 @@ class RotateKept(ContextParallel):
 
     def attend(self, operands: SplitOperands, group: SequenceGroup) -> Array:
         """Join the parts in float32, with the sinks once."""
-        q, kept, weights, expand, coordinates, (scale, window, sinks, order) = operands
+        q, kept, weights, expand, coordinates, (scale, window, sinks, order), seen, chunks = operands
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         learned, rest = eqx.partition(weights, eqx.is_inexact_array)
-        inputs = _Inputs(q, kept, learned, rest, coordinates, sinks)
+        inputs = _Inputs(q, kept, learned, rest, coordinates, sinks, seen)
         alike = jax.tree.leaves(inputs)
         inputs = jax.tree.map(lambda x: vary_like(x, *alike), inputs)
-        return _attend(_Options(expand, group, window, order), inputs)
+        return _attend(_Options(expand, group, window, order, chunks), inputs)
 
 
 class _Options(NamedTuple):
@@ -61,6 +63,7 @@ class _Options(NamedTuple):
     group: SequenceGroup
     window: int | None
     order: KernelOrder
+    chunks: Chunks
 
 
 class _Inputs(NamedTuple):
@@ -72,6 +75,7 @@ class _Inputs(NamedTuple):
     rest: PyTree
     coordinates: BothCoordinates
     sinks: Array | None
+    seen: Interval | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,7 +148,9 @@ def _backward(options: _Options, residuals: tuple[_Inputs, Softmax], back: Array
     by_inputs = (by_q, own, by_weights)
     like = (inputs.q, inputs.kept, inputs.learned)
     by_q, own, by_weights = jax.tree.map(lambda x, y: x.astype(y.dtype), by_inputs, like)
-    return (inputs._replace(q=by_q, kept=own, learned=by_weights, rest=None, coordinates=None, sinks=by_sinks),)
+    return (
+        inputs._replace(q=by_q, kept=own, learned=by_weights, rest=None, coordinates=None, sinks=by_sinks, seen=None),
+    )
 
 
 _attend.defvjp(_forward, _backward)
@@ -152,12 +158,26 @@ _attend.defvjp(_forward, _backward)
 
 def _operands(options: _Options, inputs: _Inputs, k: Array, v: Array, hop: Any) -> Operands:
     """Return a kernel's operands for keys that have made `hop` hops, which are those of the device so far back."""
-    group, keys = options.group, inputs.coordinates.keys
+    group, keys, seen = options.group, inputs.coordinates.keys, inputs.seen
     if group.axes:
         tokens = keys.position.shape[1] // group.size
-        start = (lax.axis_index(group.axes) - hop) % group.size * tokens
-        keys = Coordinates(*(lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in keys))
-    return Operands(inputs.q, k, v, inputs.coordinates.queries, keys, options.window)
+        device = (lax.axis_index(group.axes) - hop) % group.size
+        keys = Coordinates(*(lax.dynamic_slice_in_dim(x, device * tokens, tokens, axis=1) for x in keys))
+        if seen is not None:
+            seen = Interval(*(_of_device(x, device, tokens, options) for x in seen))
+    return Operands(inputs.q, k, v, inputs.coordinates.queries, keys, options.window, seen)
+
+
+def _of_device(before: Array, device: Any, tokens: int, options: _Options) -> Array:
+    """Return how many keys of a device lie before keys whose numbers in the whole sequence are given.
+
+    The chunks of a device ascend, so its keys are sorted too.
+    """
+    assert options.chunks is not None
+    each = len(options.chunks) // options.group.size
+    length = tokens // each
+    mine = lax.dynamic_slice_in_dim(jnp.asarray(options.chunks, jnp.int32), device * each, each)
+    return sum((jnp.clip(before - mine[i] * length, 0, length) for i in range(each)), start=jnp.zeros_like(before))
 
 
 def _count_hops(group: SequenceGroup, tokens: int, window: int | None) -> int:

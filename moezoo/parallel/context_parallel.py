@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.parallel.collectives import MeshAxes, gather
@@ -29,11 +30,34 @@ class Coordinates(NamedTuple):
     segment: Int[Array, "batch tokens"]
 
 
+class Interval(NamedTuple):
+    """The keys that each query sees, from number `first` up to and without `after`, in keys sorted by coordinates.
+
+    Equal numbers stand for none. int32 [batch, queries].
+    """
+
+    first: Int[Array, "batch queries"]
+    after: Int[Array, "batch queries"]
+
+
 class BothCoordinates(NamedTuple):
     """The coordinates of the queries and of the keys of one call of attention."""
 
     queries: Coordinates
     keys: Coordinates
+
+
+# Where the tokens of a sequence lie on devices, if they are sorted by segment, then position: the numbers of equal
+# chunks of the sorted sequence, in the order of devices, equally many on each. None if they may lie in any order.
+Chunks = tuple[int, ...] | None
+
+
+def in_order(x: Array, chunks: tuple[int, ...]) -> Array:
+    """Return an array [batch, tokens, ...] whose tokens lie as `chunks` says with its tokens sorted."""
+    if chunks == tuple(sorted(chunks)):
+        return x
+    parts = jnp.split(x, len(chunks), axis=1)
+    return jnp.concatenate([parts[chunks.index(number)] for number in range(len(chunks))], axis=1)
 
 
 class Scoring(NamedTuple):
@@ -84,6 +108,8 @@ class SplitOperands(NamedTuple):
         expand: A function that makes keys and values of `weights` and a `kept` of any number of tokens.
         coordinates: The result of `ContextParallel.coordinates`.
         scoring: The scale, window, sinks and backends.
+        seen: The keys that each query sees, of those of the whole sequence in sorted order; None if `chunks` is None.
+        chunks: Where tokens lie on the devices.
     """
 
     q: Float[Array, "batch queries kv_heads group head_dim"]
@@ -92,6 +118,8 @@ class SplitOperands(NamedTuple):
     expand: Expand
     coordinates: BothCoordinates
     scoring: Scoring
+    seen: Interval | None = None
+    chunks: Chunks = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,5 +31,9 @@ def balanced_order(length: int, devices: int) -> np.ndarray:
             f"seq_len={length} is not divisible by {chunks}, the chunks of the balanced order on {devices} devices; "
             f"set {fitting}, or execution.sequence_order=contiguous"
         )
-    pieces = np.arange(length).reshape(chunks, -1)
-    return np.concatenate([pieces[[device, chunks - 1 - device]].ravel() for device in range(devices)])
+    return np.arange(length).reshape(chunks, -1)[list(balanced_chunks(devices))].ravel()
+
+
+def balanced_chunks(devices: int) -> tuple[int, ...]:
+    """Return the numbers of the chunks, in the order of devices."""
+    return tuple(chunk for device in range(devices) for chunk in (device, 2 * devices - 1 - device))

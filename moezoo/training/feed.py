@@ -8,6 +8,7 @@ from jax.sharding import Sharding
 from jaxtyping import Integer
 
 from moezoo.data import Batch
+from moezoo.errors import UserError
 
 
 class Feed:
@@ -25,7 +26,12 @@ class Feed:
         )
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return global arrays from the `rows` of a batch, NumPy arrays [..., rows, seq]."""
+        """Return global arrays from the `rows` of a batch, NumPy arrays [..., rows, seq].
+
+        Raises:
+            UserError: Tokens are not in the order of documents and positions, which attention relies on.
+        """
+        _check_order(batch)
 
         def to_devices(x: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
@@ -35,3 +41,18 @@ class Feed:
             return jax.make_array_from_callback(self._shape, self._sharding, part)
 
         return Batch(*map(to_devices, batch))
+
+
+def _check_order(batch: Batch) -> None:
+    """Raise `UserError` if a row is not sorted by segment, then position, with padding first or last."""
+    segment, position = (np.asarray(x, np.int64) for x in (batch.segments, batch.positions))
+    last = np.where(segment[..., :1] == 0, 0, np.iinfo(np.int32).max)
+    segment = np.where(segment == 0, last, segment)
+    step, ahead = np.diff(segment, axis=-1), np.diff(position, axis=-1)
+    wrong = (step < 0) | ((step == 0) & (ahead < 0))
+    if wrong.any():
+        *_, row, token = np.argwhere(wrong)[0]
+        raise UserError(
+            f"a batch has row {row} out of order at token {token + 1}: the token before it is of a later document or "
+            "position; sort each row by segments, then positions, with padding (segment 0) at one end"
+        )

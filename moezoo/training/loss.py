@@ -1,5 +1,6 @@
 """The losses of one micro-step, inside `shard_map`."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -127,7 +128,8 @@ def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) 
 
 def losses(model: LanguageModel, batch: Batch, execution: Execution, dropout: Dropout | None = None) -> Losses:
     """Return the losses over all devices, from this device's part of the batch and of the parameters."""
-    context = make_context(Coordinates(batch.positions, batch.segments), execution)._replace(dropout=dropout)
+    context = make_context(Coordinates(batch.positions, batch.segments), execution, execution.sequence_order)
+    context = dataclasses.replace(context, dropout=dropout)
     out = model.layers(model.embed(batch.tokens, execution), context, execution)
     assert out.sums is not None
     local = cross_entropy(model, out.x, batch.labels, execution)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from moezoo.kernels.attention import Operands, attend, join
+from moezoo.kernels.attention import Operands, attend, chunked, join
 from moezoo.nn.attention import Attention
 from moezoo.nn.context_parallel import GatherKept, context_parallel
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
@@ -20,6 +20,7 @@ from moezoo.nn.ring_attention import RotateKept
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Coordinates, Scoring, SplitOperands
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import balanced_order
@@ -48,7 +49,7 @@ class PassAround(ContextParallel):
         return BothCoordinates(queries, queries)
 
     def attend(self, operands, group):
-        q, kept, weights, expand, coordinates, scoring = operands
+        q, kept, weights, expand, coordinates, scoring, *_ = operands
         around = [(i, (i + 1) % group.size) for i in range(group.size)]
         travelling, parts = (kept, coordinates.keys), []
         for _ in range(group.size):
@@ -65,9 +66,9 @@ class PassAround(ContextParallel):
         raise NotImplementedError
 
 
-def layer_and_gradients(execution, layer, x, at, cotangent):
+def layer_and_gradients(execution, order, layer, x, at, cotangent):
     """Return the value of the layer and its gradients by weights and input."""
-    value, pull = jax.vjp(lambda layer, x: layer(x, make_context(at, execution), execution).y, layer, x)
+    value, pull = jax.vjp(lambda layer, x: layer(x, make_context(at, execution, order), execution).y, layer, x)
     return value, *pull(cotangent)
 
 
@@ -80,24 +81,48 @@ def inputs():
 @functools.cache
 def on_one_device(name):
     """Return value and gradients without a mesh."""
-    return jax.jit(functools.partial(layer_and_gradients, Execution()))(LAYERS[name], *inputs())
+    return jax.jit(functools.partial(layer_and_gradients, Execution(), None))(LAYERS[name], *inputs())
 
 
 @pytest.mark.parametrize("value", [GatherKept(), RotateKept(), PassAround()], ids=["gather", "ring", "pass around"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_split_sequence_changes_nothing(name, value):
     """The output, and gradients by the input and every weight, also those that make keys from latents."""
+    compare(name, value, None)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "balanced"])
+@pytest.mark.parametrize("value", [GatherKept(), RotateKept()], ids=["gather", "ring"])
+def test_keys_in_a_known_order(value, order):
+    """Kernels get the keys that each query sees as intervals, of all keys or of those that a hop brings."""
+    seen = []
+    jax.clear_caches()  # traces of the kernel for equal types would not call it again
+    with pytest.MonkeyPatch.context() as patch:
+        plan = chunked._places
+        patch.setattr(chunked, "BLOCKS", (2, 2))
+        patch.setattr(chunked, "_places", lambda operands: seen.append(operands.seen) or plan(operands))
+        compare("grouped", value, order)
+    assert seen
+    assert all(each is not None for each in seen)
+
+
+def compare(name, value, order):
+    """Compare a layer on two rows of three devices with the layer on one device, without a known order of keys."""
     rules = Rules("mine", {}, {}, ("data",), ("context",))
     mesh = make_mesh(MeshShape(data=2, context=3))
-    execution = Execution(mesh=mesh, rules=rules, context_parallel=value)
+    options: Any = {"kernels": Kernels(attention=("chunked",)), "sequence_order": order} if order else {}
+    execution = Execution(mesh=mesh, rules=rules, context_parallel=value, **options)
+    lies = execution.token_order(SEQ) if order else np.arange(SEQ)
     split, whole = execution.tokens_spec, PartitionSpec()
     mapped = jax.shard_map(
-        functools.partial(layer_and_gradients, execution),
+        functools.partial(layer_and_gradients, execution, order),
         mesh=mesh,
         in_specs=(whole, split, split, split),
         out_specs=(split, whole, split),
     )
-    found, wanted = jax.jit(mapped)(LAYERS[name], *inputs()), on_one_device(name)
+    found = jax.jit(mapped)(LAYERS[name], *jax.tree.map(lambda x: x[:, lies], inputs()))
+    back = np.argsort(lies)
+    found, wanted = (found[0][:, back], found[1], found[2][:, back]), on_one_device(name)
     valid = np.asarray(AT.segment) > 0
     np.testing.assert_allclose(np.asarray(found[0])[valid], np.asarray(wanted[0])[valid], rtol=0, atol=PRECISION)
     for result, want in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(wanted[1:]), strict=True):

@@ -1,0 +1,50 @@
+"""Which keys a query sees, as one interval of keys, where these are sorted.
+
+In keys sorted by segment, then position, those that a query sees follow each other: the keys of its document from the
+first of its window up to itself. So two numbers per query replace a mask, whatever the order of the queries, and one
+search per number finds them, once for all heads and layers with the same window.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from moezoo.parallel.collectives import vary_like
+from moezoo.parallel.context_parallel import Coordinates, Interval
+
+_LAST = jnp.iinfo(jnp.int32).max
+
+
+def intervals(queries: Coordinates, keys: Coordinates, window: int | None) -> Interval:
+    """Return the interval of keys that each query sees, as `moezoo.kernels.attention.base.sees` defines it.
+
+    Args:
+        queries: Their coordinates, in any order.
+        keys: Their coordinates. Those of each row are sorted by segment, then position; padding, segment 0, is first or
+            last.
+        window: The positions that a query sees, its own included; None for all.
+    """
+    # Where padding is first, the first key says so; elsewhere its number is one after the last segment.
+    is_first = keys.segment[:, :1] == 0
+    order = lambda segment: jnp.where((segment == 0) & ~is_first, _LAST, segment)  # noqa: E731
+    oldest = jnp.full_like(queries.position, -_LAST) if window is None else queries.position - (window - 1)
+    keys, of_queries = Coordinates(keys.position, order(keys.segment)), order(queries.segment)
+    first = _count_before(keys, Coordinates(oldest, of_queries))
+    return Interval(first, _count_before(keys, Coordinates(queries.position + 1, of_queries)))
+
+
+def _count_before(keys: Coordinates, wanted: Coordinates) -> Int[Array, "batch queries"]:
+    """Return how many keys come before each of `wanted`: a binary search by pairs, which one number may not hold."""
+    count = keys.position.shape[1]
+
+    def halve(_: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = found
+        middle = (low + high) // 2
+        position, segment = (jnp.take_along_axis(x, middle, axis=1, mode="clip") for x in keys)
+        earlier = (segment == wanted.segment) & (position < wanted.position)
+        before = (low < high) & (earlier | (segment < wanted.segment))
+        return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
+
+    low = vary_like(jnp.zeros(wanted.position.shape, jnp.int32), *jax.tree.leaves((keys, wanted)))
+    return lax.fori_loop(0, count.bit_length(), halve, (low, low + count))[0]
