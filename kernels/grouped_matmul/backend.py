@@ -82,14 +82,6 @@ class RoutedMLP(Protocol):
     ) -> Float[Array, "tokens embed"]: ...
 
 
-def runs_on_hopper(target: Target) -> bool:
-    """Return whether the target is an NVIDIA GPU of compute capability 9.0.
-
-    Kernels for its tensor cores must not be traced for others: for some of these the compiler aborts the process.
-    """
-    return target == Target("cuda", "9.0")
-
-
 class Backend(NamedTuple):
     """A backend.
 
