@@ -23,6 +23,7 @@ from moezoo.config.compose import compose
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.attention import attend
 from moezoo.kernels.attention.base import Coordinates, Operands
+from moezoo.kernels.attention.intervals import intervals
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
 from moezoo.kernels.grouped_matmul import chosen_backend, grouped_matmul
 from moezoo.models import build_model
@@ -48,7 +49,7 @@ def rows(presets: tuple[str, ...] = PRESETS) -> Iterator[Row]:
             if backend.takes(target, dtype):
                 yield from _compare(f"grouped_matmul {name}", dtype, _KERNEL, *_product(name, dtype))
         for name, backend in ATTENTION.items():
-            if backend.runs_on(target):
+            if backend.takes(target, dtype, is_sorted=True):
                 yield from _compare(f"attention {name}", dtype, _KERNEL, *_attend(name, dtype))
     for preset in presets:
         log(f"{preset} here and on the host")
@@ -118,7 +119,8 @@ def _attend(name: str, dtype: str) -> tuple[list[Any], dict[str, np.ndarray]]:
     at = Coordinates(jnp.asarray(position), jnp.asarray((np.arange(tokens) >= 130)[None] + 1, jnp.int32))
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return attend(Operands(q, k, v, at, at, window), dim**-0.5, implementation=name).result
+        operands = Operands(q, k, v, at, at, window, intervals(at, at, window))
+        return attend(operands, dim**-0.5, implementation=name).result
 
     with jax.default_matmul_precision("highest"):
         value, gradients = _gradients(call, (q, k, v), back)

@@ -23,6 +23,7 @@ from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.kernels.attention import Operands, attend, chunked
 from moezoo.kernels.attention.base import Coordinates
+from moezoo.kernels.attention.intervals import intervals
 from moezoo.parallel.mesh import start
 
 # A batch holds at most this many tokens, and at least one row.
@@ -95,7 +96,9 @@ def operands_of(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[
 
 def call(q: Any, k: Any, v: Any, at: Coordinates, *, scale: float, window: int | None, implementation: str) -> Any:
     """Return the result of one call of a backend."""
-    return attend(Operands(q, k, v, at, at, window), scale, implementation=implementation).result
+    return attend(
+        Operands(q, k, v, at, at, window, intervals(at, at, window)), scale, implementation=implementation
+    ).result
 
 
 def _program(who: Any, name: Any, sizes: Any) -> Any:

@@ -1,13 +1,15 @@
 """`attend`: its contract, and the choice of a backend."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention import chunked, one_query, reference
+from moezoo.kernels.attention import chunked, hopper_backend, one_query, reference
 from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
@@ -19,13 +21,30 @@ from moezoo.kernels.attention.base import (
 )
 from moezoo.kernels.attention.partial import add_sinks
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.kernels import Chosen, ChosenBackends, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import (
+    Chosen,
+    ChosenBackends,
+    KernelOrder,
+    Target,
+    add_backend,
+    choose,
+    run,
+    runs_on_hopper,
+)
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, reference.part, reference.part_gradients),
     "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients),
     "one_query": Backend(one_query.attend),
+    "hopper": Backend(
+        hopper_backend.attend,
+        hopper_backend.part,
+        hopper_backend.part_gradients,
+        runs_on_hopper,
+        dtypes=("bfloat16",),
+        sorted_keys=True,
+    ),
 }
 
 
@@ -37,31 +56,58 @@ def register(name: str, backend: Backend) -> None:
     add_backend("attention", BACKENDS, name, backend, Backend)
 
 
+# Up to so many keys an accelerator may hold all scores of 512 queries.
+_FEW_KEYS = 1024
+# A program of `hopper` has so many queries.
+_MANY_QUERIES = 128
+
+
 def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequence[str]:
-    # The others have not been timed on accelerators.
-    if target.platform == "cpu" and one_query.suits(queries, kv_heads):
-        return ("one_query",)
-    return ("chunked",) if target.platform == "cpu" and chunked.suits(queries, keys) else ("reference",)
+    if target.platform == "cpu":
+        if one_query.suits(queries, kv_heads):
+            return ("one_query",)
+        return ("chunked",) if chunked.suits(queries, keys) else ("reference",)
+    # None of these has been timed.
+    own = ("hopper",) if queries >= _MANY_QUERIES else ()
+    return (*own, "chunked" if keys > _FEW_KEYS and chunked.suits(queries, keys) else "reference")
 
 
-def chosen_backend(target: Target, queries: int, keys: int, names: tuple[str, ...] = (), *, kv_heads: int = 1) -> str:
+def chosen_backend(
+    target: Target,
+    queries: int,
+    keys: int,
+    names: tuple[str, ...] = (),
+    *,
+    kv_heads: int = 1,
+    dtype: DTypeLike = jnp.bfloat16,
+    is_sorted: bool = True,
+) -> str:
     """Return the name of the backend for these numbers of queries, keys and key heads per row on `target`.
 
-    It is the first of `names`, or of the kernel's own order, that runs there.
+    It is the first of `names`, or of the kernel's own order, that runs there with operands of `dtype` and with keys in
+    a known order (`is_sorted`) or not.
 
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), queries, keys, kv_heads)[0][1].name
+    return _choose(KernelOrder(names, target), queries, keys, kv_heads, dtype, is_sorted)[0][1].name
 
 
 def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
-    return _choose(implementation, operands.q.shape[1], *operands.k.shape[1:3])
+    q, (keys, kv_heads) = operands.q, operands.k.shape[1:3]
+    return _choose(implementation, q.shape[1], keys, kv_heads, q.dtype, operands.seen is not None)
 
 
-def _choose(implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int) -> ChosenBackends:
-    runs_on = {name: backend.runs_on for name, backend in BACKENDS.items()}
-    return choose("attention", runs_on, implementation, lambda target: _own_order(target, queries, keys, kv_heads))
+def _choose(
+    implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int, dtype: DTypeLike, is_sorted: bool
+) -> ChosenBackends:
+    def takes(backend: Backend, target: Target) -> bool:
+        return backend.takes(target, dtype, is_sorted)
+
+    runs_on = {name: functools.partial(takes, backend) for name, backend in BACKENDS.items()}
+    own = functools.partial(_own_order, queries=queries, keys=keys, kv_heads=kv_heads)
+    operands = f" with {jnp.dtype(dtype).name}" + " and keys in an unknown order" * (not is_sorted)
+    return choose("attention", runs_on, implementation, own, operands)
 
 
 def attend(
@@ -78,11 +124,14 @@ def attend(
     most. Inside `shard_map` both results vary wherever an operand does, and no collective runs in the forward pass; the
     gradient of an operand that does not vary over an axis is summed over it (psum).
 
-    | backend | how | memory for scores |
-    |---|---|---|
-    | `reference` | all keys of up to 512 queries; naive | queries x keys |
-    | `one_query` | plain products over all key heads at once; the default for one query on CPUs | queries x keys |
-    | `chunked` | an online softmax over blocks; the default on CPUs, except for small work | one pair of blocks |
+    | backend | how | memory for scores | the default |
+    |---|---|---|---|
+    | `reference` | all keys of up to 512 queries; naive | queries x keys | for small work |
+    | `one_query` | plain products over all key heads at once | queries x keys | on CPUs for one query |
+    | `chunked` | an online softmax over blocks | one pair of blocks | on CPUs; elsewhere above 1,024 keys |
+    | `hopper` | the same, in kernels | on the chip | on NVIDIA GPUs of compute capability 9.0 |
+
+    `hopper` takes operands in bfloat16, and keys whose order is known (`Operands.seen`).
 
     Args:
         operands: Queries, keys, values, their coordinates, and the window.

@@ -3,11 +3,13 @@
 from typing import NamedTuple, Protocol
 
 import equinox as eqx
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from moezoo.parallel.context_parallel import Coordinates as Coordinates
 from moezoo.parallel.context_parallel import Interval as Interval
-from moezoo.parallel.kernels import RunsOn, anywhere
+from moezoo.parallel.kernels import RunsOn, Target, anywhere
 
 # The log-sum-exp of a query that sees no key: finite, so that no gradient is NaN.
 NOTHING = -1e30
@@ -110,12 +112,21 @@ class Backend(NamedTuple):
         part: Attention over a part of the keys; None if the backend has none.
         part_gradients: Its gradients.
         runs_on: Whether the backend can be traced and run for a target.
+        dtypes: The names of the dtypes of operands that the backend takes; None for all.
+        sorted_keys: Whether the backend needs `Operands.seen`.
     """
 
     attend: Attend
     part: AttendPart | None = None
     part_gradients: PartGradients | None = None
     runs_on: RunsOn = anywhere
+    dtypes: tuple[str, ...] | None = None
+    sorted_keys: bool = False
+
+    def takes(self, target: Target, dtype: DTypeLike, is_sorted: bool) -> bool:
+        """Return whether the backend runs on the target with operands of this dtype, and keys in a known order."""
+        fits = self.dtypes is None or jnp.dtype(dtype).name in self.dtypes
+        return self.runs_on(target) and fits and (is_sorted or not self.sorted_keys)
 
 
 def sees(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "*batch queries keys"]:

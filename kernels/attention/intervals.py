@@ -5,6 +5,8 @@ first of its window up to itself. So two numbers per query replace a mask, whate
 search per number finds them, once for all heads and layers with the same window.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +15,7 @@ from jaxtyping import Array, Int
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.context_parallel import Coordinates, Interval
 
+Bounds = Int[Array, "batch queries"]
 _LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -34,7 +37,7 @@ def intervals(queries: Coordinates, keys: Coordinates, window: int | None) -> In
     return Interval(first, _count_before(keys, Coordinates(queries.position + 1, of_queries)))
 
 
-def _count_before(keys: Coordinates, wanted: Coordinates) -> Int[Array, "batch queries"]:
+def _count_before(keys: Coordinates, wanted: Coordinates) -> Bounds:
     """Return how many keys come before each of `wanted`: a binary search by pairs, which one number may not hold."""
     count = keys.position.shape[1]
 
@@ -48,3 +51,33 @@ def _count_before(keys: Coordinates, wanted: Coordinates) -> Int[Array, "batch q
 
     low = vary_like(jnp.zeros(wanted.position.shape, jnp.int32), *jax.tree.leaves((keys, wanted)))
     return lax.fori_loop(0, count.bit_length(), halve, (low, low + count))[0]
+
+
+class Spans(NamedTuple):
+    """For each block of queries: the keys [low, high) that any of them sees, and [start, stop) that all of them see."""
+
+    low: Int[Array, "batch blocks"]
+    high: Int[Array, "batch blocks"]
+    start: Int[Array, "batch blocks"]
+    stop: Int[Array, "batch blocks"]
+
+
+def spans_of(first: Bounds, after: Bounds, block: int) -> Spans:
+    """Return the keys that blocks of so many queries see; the last one is filled with queries that see none."""
+    more = ((0, 0), (0, -first.shape[1] % block))
+    first, after = (jnp.pad(x, more).reshape(x.shape[0], -1, block) for x in (first, after))
+    some = first < after
+    low, high = jnp.where(some, first, _LAST).min(-1), jnp.where(some, after, 0).max(-1)
+    return Spans(jnp.minimum(low, high), high, first.max(-1), after.min(-1))
+
+
+def meeting(spans: Spans, keys: int, block: int) -> tuple[Int[Array, "batch blocks"], Int[Array, "batch blocks"]]:
+    """Return for each block of so many of all `keys` the first block of queries that meets it, and one after the last.
+
+    Both are equal if none does.
+    """
+    key = (lax.iota(jnp.int32, -(-keys // block)) * block)[None, :, None]
+    meets = (spans.low[:, None] < key + block) & (spans.high[:, None] > key)
+    number = lax.iota(jnp.int32, spans.low.shape[1])[None, None]
+    after = jnp.where(meets, number + 1, 0).max(-1)
+    return jnp.minimum(jnp.where(meets, number, _LAST).min(-1), after), after

@@ -89,6 +89,14 @@ def anywhere(target: Target) -> bool:
     return True
 
 
+def runs_on_hopper(target: Target) -> bool:
+    """Return whether the target is an NVIDIA GPU of compute capability 9.0.
+
+    Kernels for its tensor cores must not be traced for others: for some of these the compiler aborts the process.
+    """
+    return target == Target("cuda", "9.0")
+
+
 def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
     """Return the target of programs for `mesh`; None without a mesh, and for a mesh that names no device."""
     if mesh is None:

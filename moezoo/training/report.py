@@ -158,7 +158,7 @@ def kernels_line(execution: Execution, length: int) -> str:
     queries = length // execution.sequence_group.size
     chosen = {
         "grouped_matmul": chosen_product(target, names.grouped_matmul, execution.dtype),
-        "attention": chosen_attention(target, queries, length, names.attention),
+        "attention": chosen_attention(target, queries, length, names.attention, dtype=execution.dtype),
     }
     by = {
         kernel: f"set by execution.{kernel}" if getattr(names, kernel) else f"default on {target.platform}"

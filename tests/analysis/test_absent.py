@@ -24,6 +24,7 @@ from moezoo.analysis.absent import ABSENT, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
+from moezoo.kernels.attention import Attended, Operands, hopper_backend
 from moezoo.kernels.grouped_matmul import grouped_matmul, ragged_dot
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig
@@ -145,6 +146,33 @@ def test_no_row_is_copied_for_every_expert(kind):
                 assert "scatter(" not in text
             else:  # the router reads tokens too
                 assert row["must_bytes"] < row["outside_bytes"] < 1.2 * row["must_bytes"]
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(32, 8, (128, 128)), (16, 16, (192, 128))], ids=str)
+def test_attention_on_an_h200_has_no_temporaries(heads, kv_heads, dims):
+    """Beside numbers per query: one kernel forward, two backward, no loop, and no copy of queries, keys or values."""
+    tokens, (dim, value_dim) = 4096, dims
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct((1, tokens, *shape), dtype)
+
+    at, group = Coordinates(*(array(dtype=jnp.int32) for _ in range(2))), heads // kv_heads
+    result, total = array(kv_heads, group, value_dim), array(kv_heads, group, dtype=jnp.float32)
+    given = array(kv_heads, group, dim), array(kv_heads, dim), array(kv_heads, value_dim)
+
+    def both(q: Any, k: Any, v: Any, at: Any, back: Any) -> Any:
+        value, pull = jax.vjp(lambda q, k, v: hopper_backend.attend(Operands(q, k, v, at, at, None), 1.0), q, k, v)
+        return value, pull(back)
+
+    program = compile_for(absent_devices("h200")[0], both, *given, at, Attended(result, total))
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    assert text.count('custom_call_target="mosaic_gpu') == 3
+    # Per query and head the two numbers that the backward pass keeps, the three that it reads, and their transposes.
+    assert memory.temp_size_in_bytes < 4 * tokens * (12 * heads + 64)
 
 
 @pytest.mark.absent

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 from programs import largest_array
 
+from moezoo.errors import UserError
 from moezoo.kernels.attention import (
     BACKENDS,
     FLOOR,
@@ -48,15 +49,18 @@ from moezoo.kernels.attention import (
     reference,
 )
 from moezoo.kernels.attention.base import NOTHING, Coordinates
+from moezoo.kernels.attention.intervals import intervals
 from moezoo.parallel.collectives import ATTENTION, vary_like
-from moezoo.parallel.kernels import PLATFORMS, Target
+from moezoo.parallel.kernels import PLATFORMS, KernelOrder, Target
 from moezoo.parallel.traces import equations
 
+# The kernels for GPUs are interpreted in test_hopper_attention.py.
+PORTABLE = [name for name in BACKENDS if name != "hopper"]
 # Several blocks, of which the last is partly filled; one block; one query; fewer queries than keys; bfloat16.
 CASES = [Case(10, 10, 4), Case(10, 10, 64, 1), Case(1, 9, 4), Case(6, 9, 4, 3), Case(10, 10, 4, 3, "bfloat16")]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=PORTABLE)
 def implementation(request) -> str:
     """Every backend."""
     return request.param
@@ -102,7 +106,7 @@ def test_equals_a_loop(case):
         operands, cotangent = random_operands(case, seed)
         queries, keys = at
         wanted, seen = loop(case.window, operands, queries, keys, cotangent), sees(queries, keys, case.window)
-        for implementation in BACKENDS:
+        for implementation in PORTABLE:
             value, gradients = compiled(implementation, case)(operands, queries, keys, cotangent)
             assert [x.dtype for x in value] == [case.dtype, "float32"], implementation
             assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, operands)
@@ -350,7 +354,7 @@ def test_chunked_makes_no_array_of_every_query_for_every_key():
     case = Case(128, 128, 16)
     heads = KV_HEADS * GROUP
     largest = {
-        implementation: largest_array(compiled(implementation, case, 1).as_text() or "") for implementation in BACKENDS
+        implementation: largest_array(compiled(implementation, case, 1).as_text() or "") for implementation in PORTABLE
     }
     assert largest["chunked"] <= heads * max(case.queries * VALUE_DIM, case.block**2)
     assert largest["reference"] >= heads * case.block * case.keys
@@ -372,6 +376,44 @@ def test_one_query_reads_keys_in_their_order_unless_heads_are_many():
     chosen = functools.partial(chosen_backend, keys=16384, queries=1)
     assert [chosen(Target("cpu"), kv_heads=heads) for heads in (1, 16, 17)] == ["one_query"] * 2 + ["reference"]
     assert chosen(Target("cuda")) == "reference"
+
+
+def test_the_choice_on_accelerators():
+    """By capability, dtype, and whether the order of keys is known; no scores of many queries and keys are held."""
+    hopper, many = Target("cuda", "9.0"), {"queries": 4096, "keys": 4096}
+    assert chosen_backend(hopper, **many) == "hopper"
+    assert chosen_backend(hopper, **many, dtype="float32") == "chunked"
+    assert chosen_backend(hopper, **many, is_sorted=False) == "chunked"
+    others = ("cuda", None), ("cuda", "8.0"), ("cuda", "10.0"), ("rocm", "gfx942"), ("tpu", None)
+    for target in (Target(*each) for each in others):
+        assert chosen_backend(target, **many) == "chunked"
+        assert chosen_backend(target, 512, 1024) == "reference"
+    case = CASES[-1]
+    (inputs, _), (queries, keys) = random_operands(case), packed(case)
+    order = KernelOrder(("hopper",), hopper)
+    wanted = "^attention=hopper: does not run on cuda 9.0 with bfloat16 and keys in an unknown order; choose ref"
+    with pytest.raises(UserError, match=wanted):
+        attend(Operands(*inputs[:3], queries, keys, None), 1.0, implementation=order)
+
+
+def test_a_known_order_of_keys_changes_nothing():
+    """`chunked` goes by intervals of keys instead of coordinates; padding is first in one row and last in the other."""
+    case = Case(10, 10, 4, 3)
+    operands, cotangent = random_operands(case)
+    at = stack_rows(make_row([3, 7], [1], 10), make_row([2, 8], [3], 10))
+    seen = intervals(at, at, case.window)
+
+    def run(seen: Any, operands: Any) -> Any:
+        def both(q: Any, k: Any, v: Any) -> Any:
+            return attend(Operands(q, k, v, at, at, case.window, seen), operands.scale, implementation="chunked")
+
+        value, pull = jax.vjp(both, *operands[:3])
+        return value, *pull(cotangent)
+
+    with blocks_of(case.block):
+        jax.clear_caches()
+        for one, other in zip(*(jax.tree.leaves(run(each, operands)) for each in (seen, None)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 @functools.cache

@@ -62,5 +62,5 @@ def test_tokens_out_of_order_are_refused(segments, positions, token):
     if token is None:
         feed(batch)
     else:
-        with refused(f"row 1 out of order at token {token}", "padding (segment 0) at one end"):
+        with refused(f"a batch has row 1 out of order at token {token}", "padding (segment 0) at one end"):
             feed(batch)
