@@ -95,6 +95,11 @@ def chosen_backend(
 
 def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
     q, (keys, kv_heads) = operands.q, operands.k.shape[1:3]
+    # An execution names backends for training, prefill and decoding together. Keys of a cache have no order.
+    if q.shape[1] == 1 and isinstance(implementation, KernelOrder):
+        named = [BACKENDS[name] for name in implementation.names if name in BACKENDS]
+        if len(named) == len(implementation.names) and all(one.sorted_keys for one in named):
+            implementation = implementation._replace(names=())
     return _choose(implementation, q.shape[1], keys, kv_heads, q.dtype, operands.seen is not None)
 
 
@@ -131,7 +136,8 @@ def attend(
     | `chunked` | an online softmax over blocks | one pair of blocks | on CPUs; elsewhere above 1,024 keys |
     | `hopper` | the same, in kernels | on the chip | on NVIDIA GPUs of compute capability 9.0 |
 
-    `hopper` takes operands in bfloat16, and keys whose order is known (`Operands.seen`).
+    `hopper` takes operands in bfloat16, and keys whose order is known (`Operands.seen`). Where an execution names only
+    such backends, one query, as in decoding, takes the default.
 
     Args:
         operands: Queries, keys, values, their coordinates, and the window.

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 from test_grouped_matmul import GROUPS, ROUNDING, check, group_sizes, operands, slices, value_and_gradients
 
-import moezoo
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import api, gated, routed_mlp
 from moezoo.kernels.permute import plan
@@ -269,30 +268,3 @@ def test_a_planted_error_is_seen(error, chip, monkeypatch):
     plant(error, monkeypatch)
     with pytest.raises(AssertionError):
         check_gated(chip, SWIGLU, "inputs", False, (70, 60, 30, 3))
-
-
-def run(backend: str) -> list[float]:
-    """Return the losses of two steps and the gradient norms of a tiny run, in bfloat16."""
-    words = (
-        "model=mixtral",
-        "model.embed=64",
-        "model.expert_mlp=64",
-        "model.layers=1",
-        "model.experts=4",
-        "seq_len=16",
-    )
-    words += ("batch_size=4", "data=synthetic", "data.eval_sequences=4", "execution.dtype=bfloat16", "steps=2")
-    words += (f"execution.grouped_matmul=[{backend}]", "eval_every=0", "log_every=1", f"run_dir={backend}")
-    history = moezoo.train(moezoo.compose(*words)).history
-    return [row[name] for row in history for name in ("loss", "grad_norm")]
-
-
-def test_steps_of_training(monkeypatch):
-    """Kernels run inside the step's shard_map and scan. (Rematerialisation takes no interpreted kernel.)
-
-    Sums of a few roundings differ.
-    """
-    monkeypatch.setattr("moezoo.parallel.execution.rematerialise", lambda layer, remat: layer)
-    found, wanted = run("hopper"), run("blocked")
-    assert found != wanted
-    np.testing.assert_allclose(found, wanted, rtol=2 * ROUNDING["bfloat16"])
