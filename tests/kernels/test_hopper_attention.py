@@ -1,7 +1,8 @@
 """Attention for Hopper, interpreted on a CPU, compared with a loop over queries in float64.
 
 Interpretation needs jax 0.12, so these tests run in CI's part on a newer Python. Interpreted kernels show that blocks,
-masks and indices are right; that they run on a device, and how fast, they do not.
+masks and indices are right; that they run on a device, and how fast, they do not. Each of a program's three warpgroups
+blocks a thread of the CPU while it waits for another: with two threads, as `NPROC=2` gives, they can wait for ever.
 """
 
 import functools
