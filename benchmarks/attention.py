@@ -21,9 +21,10 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log, points, r
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
-from moezoo.kernels.attention import Operands, attend, chunked
+from moezoo.kernels.attention import Operands, attend, chosen_backend, chunked
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals
+from moezoo.parallel.kernels import KernelOrder, Target, device_target
 from moezoo.parallel.mesh import start
 
 # A batch holds at most this many tokens, and at least one row.
@@ -51,7 +52,10 @@ def run(keys: Any) -> Report:
     for (kind, device), tokens, name in cases:
         log(f"{kind}, {tokens} tokens, {name}")
         operands = operands_of(tokens, keys)
-        programs = {who: compile_for(device, _program(who, name, keys), *operands) for who in _BACKENDS}
+        target = device_target(device)
+        own = chosen_backend(target, tokens, tokens, dtype=keys.dtype)
+        names = dict.fromkeys((*_BACKENDS, own))
+        programs = {who: compile_for(device, _program(who, name, keys, target), *operands) for who in names}
         labels = {"part": "attention", "tokens": tokens, "rows": _rows(tokens), "sizes": sizes, "pass": name}
         found = {} if keys.absent else _time(programs, jax.device_put(operands, device), keys, name)
         for who, program in programs.items():
@@ -94,15 +98,16 @@ def operands_of(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[
     return tuple(qkv), (at,), back
 
 
-def call(q: Any, k: Any, v: Any, at: Coordinates, *, scale: float, window: int | None, implementation: str) -> Any:
+def call(q: Any, k: Any, v: Any, at: Coordinates, *, scale: float, window: int | None, implementation: Any) -> Any:
     """Return the result of one call of a backend."""
     return attend(
         Operands(q, k, v, at, at, window, intervals(at, at, window)), scale, implementation=implementation
     ).result
 
 
-def _program(who: Any, name: Any, sizes: Any) -> Any:
-    return passes_of(partial(call, scale=sizes.head_dim**-0.5, window=sizes.window, implementation=who))[name]
+def _program(who: str, name: Any, sizes: Any, target: Target) -> Any:
+    order = KernelOrder((who,), target)
+    return passes_of(partial(call, scale=sizes.head_dim**-0.5, window=sizes.window, implementation=order))[name]
 
 
 def _products(name: str, sizes: Any, at: Coordinates) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...], float]:
@@ -127,6 +132,10 @@ def _products(name: str, sizes: Any, at: Coordinates) -> tuple[jax.stages.Compil
     return jax.jit(call).lower(*operands).compile(), operands, heads / batch
 
 
+def _memory(who: str) -> Column:
+    return Column(f"{who} MB", lambda line: line.get(f"{who} temporary_bytes"), ".4g", 1e6)
+
+
 def report(rows: Sequence[Row]) -> Report:
     """Return a table with one line per device, length and pass; the picture has one panel per pass, times by length."""
     timed = rows[0]["ms"] is not None
@@ -136,8 +145,10 @@ def report(rows: Sequence[Row]) -> Report:
         columns.append(Column("ratio", ratio("chunked ms", "reference ms"), ".2f"))
         columns.append(Column("products ms", "products ms", ".4g"))
         columns.append(Column("of products", ratio("chunked ms", "products ms"), ".2f"))
-    columns += [Column(f"{who} MB", f"{who} temporary_bytes", ".4g", 1e6) for who in _BACKENDS]
+    columns += [_memory(who) for who in _BACKENDS]
     columns += [Column("ratio", ratio("chunked temporary_bytes", "reference temporary_bytes"), ".2f")]
+    others = {row["implementation"] for row in rows} - {*_BACKENDS, "products"}
+    columns += [_memory(who) for who in sorted(others)]
     lines = []
     for some in split(rows, lambda row: tuple(row[name] for name in _CASE)).values():
         line = dict(some[0])
