@@ -13,6 +13,7 @@ Called again with the same folder, units that are there are not measured again. 
 and what is left is named. A unit that fails leaves a row with its error, and the next one follows.
 """
 
+import contextlib
 import datetime
 import json
 import time
@@ -153,7 +154,9 @@ def _read(path: Path, labels: Mapping[str, str]) -> list[Row]:
     try:
         lines = path.read_text().splitlines() if path.exists() else []
         for number, line in enumerate(lines, 1):
-            row = json.loads(line)
+            row = None
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
             if not (isinstance(row, dict) and {"part", "unit", *labels} <= row.keys()):
                 raise ValueError(f"line {number} is no row of it")
             rows.append(row)
