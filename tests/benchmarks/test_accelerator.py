@@ -67,7 +67,7 @@ def test_failures_and_limits(capsys, monkeypatch):
         yield from list(products(*arguments))[:1]
 
         def fail():
-            raise RuntimeError("no such kernel\non this device")
+            raise RuntimeError("no such kernel [/x]\non this device")
 
         yield "torch grouped_mm", fail
 
@@ -77,12 +77,14 @@ def test_failures_and_limits(capsys, monkeypatch):
     assert "accelerator: 1 measurements failed and 0 results disagree; see a/rows.jsonl" in err
     *measured, failed = [json.loads(line) for line in out.splitlines()]
     assert {row["implementation"] for row in measured} == {"matmul"}
-    assert (failed["implementation"], failed["error"]) == ("torch grouped_mm", "RuntimeError: no such kernel")
+    assert (failed["implementation"], failed["error"]) == ("torch grouped_mm", "RuntimeError: no such kernel [/x]")
     monkeypatch.setattr(accelerator.kernels, "product", products)
     monkeypatch.setitem(accelerator.SIZES, "tiny", accelerator.SIZES["tiny"]._replace(shapes=("tiny", "S1")))
     # A call that does not come to what failed keeps what is known of it.
     kept = Path("a/rows.jsonl").read_text()
-    assert bench(capsys, "only=attention")[0] == 2
+    code, out, _ = bench(capsys, "only=attention")
+    assert code == 2
+    assert "no such kernel [/x]" in out  # brackets stay in the table
     assert Path("a/rows.jsonl").read_text().startswith(kept)
     code, out, err = bench(capsys, "only=products", "json=true", "minutes=0.0001")  # 6 ms
     assert code == 0
