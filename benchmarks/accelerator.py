@@ -13,10 +13,11 @@ Called again with the same folder, units that are there are not measured again. 
 and what is left is named. A unit that fails leaves a row with its error, and the next one follows.
 """
 
+import contextlib
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ from moezoo.training.files import replace_text
 
 # 10^12 products of bfloat16 numbers and additions per second, dense, as vendors state them; by a part of the name of
 # the device.
-PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250, "v5 lite": 197, "v5p": 459, "v6 lite": 918}
+PEAK_TFLOPS = {"A100": 312, "H100 PCIe": 756, " NVL": 835, "H100": 989, "H200": 989, "B200": 2250}
+PEAK_TFLOPS |= {"v5 lite": 197, "v5e": 197, "v5": 459, "v6 lite": 918, "v6e": 918}  # a v5p is a "TPU v5"
 ROWS = "rows.jsonl"
 # Two billion parameters of which 0.4 are active, and the same structure in numbers for a test.
 MODEL = (
@@ -45,6 +47,11 @@ MODEL = (
     "model.experts=64 model.experts_per_token=8 model.expert_mlp=768 model.max_length=4096"
 )
 _ONE = "mesh=single execution.dtype=bfloat16"
+
+
+def peak_of(kind: str) -> int | None:
+    """Return the peak of a kind of device, or None if it is not known."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in kind), None)
 
 
 class Size(NamedTuple):
@@ -92,37 +99,45 @@ class Unit(NamedTuple):
 def run(keys: Any, folder: Path) -> Report:
     """Measure what `folder` does not hold yet, and return all that it holds then.
 
-    Raises `UserError` for `tune=true` on what is no GPU.
+    Raises `UserError` for `tune=true` on what is no GPU, and for a folder with rows of something else.
     """
     device = start()[0]
     target = device_target(device)
-    size = SIZES[keys.size or ("tiny" if target.platform == "cpu" else "full")]
+    name = keys.size or ("tiny" if target.platform == "cpu" else "full")
+    size = SIZES[name]
     if keys.tune and target.capability is None:
         raise UserError(f"tune=true measures sizes for GPUs, and this is {target.platform}; leave it out")
-    units = [unit for unit in _units(size, target, keys) if unit.part in keys.only]
+    units = [unit for unit in _units(size, target, keys) if unit.part in (*keys.only, "tune")]
     path = folder / ROWS
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    again = {(row["part"], row["unit"]) for row in rows if "error" in row}
-    rows = [row for row in rows if (row["part"], row["unit"]) not in again]
-    done = {(row["part"], row["unit"]) for row in rows}
+    labels = {"device": device.device_kind, "size": name}
+    rows = _read(path, labels)
+    failed = {(row["part"], row["unit"]) for row in rows if "error" in row}
+    done = {(row["part"], row["unit"]) for row in rows} - failed
     began: dict[str, float] = {}
     for unit in units:
         if unit[:2] in done:
             log(f"{unit.part} {unit.name}: measured before")
+            _use(unit, rows, folder)
             continue
         minutes = (time.monotonic() - began.setdefault(unit.part, time.monotonic())) / 60
         if minutes > keys.minutes:
             log(f"{unit.part} {unit.name}: left, the part has run for {minutes:.0f} minutes; out={folder} goes on")
             continue
-        found = _rows(unit, device)
-        rows += found
+        found = _rows(unit, labels)
+        # What it left when it failed is replaced only now, because not every call comes to it.
+        rows = [row for row in rows if (row["part"], row["unit"]) != unit[:2]] + found
         print(*map(json.dumps, found), sep="\n", flush=True)
         # As a whole, so that a call that is killed leaves no part of a unit.
         replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         jax.clear_caches()
-    if keys.tune:
-        tuning.write(tuning.table_of(rows), folder)
+        _use(unit, rows, folder)
     return report(rows)
+
+
+def _use(unit: Unit, rows: Sequence[Row], folder: Path) -> None:
+    """Write the table of sizes if they are what the unit measures: the units after it run with them."""
+    if unit.part == "tune":
+        tuning.write(tuning.table_of(rows), folder)
 
 
 def check(rows: Sequence[Row], folder: Path) -> None:
@@ -133,11 +148,30 @@ def check(rows: Sequence[Row], folder: Path) -> None:
         raise UserError(f"accelerator: {failed} measurements failed and {apart} results disagree; see {folder / ROWS}")
 
 
-def _rows(unit: Unit, device: Any) -> list[Row]:
+def _read(path: Path, labels: Mapping[str, str]) -> list[Row]:
+    """Return the rows of earlier calls. Raises `UserError` for other lines, and if their labels are others."""
+    rows = []
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            row = None
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+            if not (isinstance(row, dict) and {"part", "unit", *labels} <= row.keys()):
+                raise ValueError(f"line {number} is no row of it")
+            rows.append(row)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not as accelerator leaves it ({error}); name another folder") from None
+    for name, own in labels.items():
+        if other := [row[name] for row in rows if row[name] != own]:
+            raise UserError(f"{path} has rows of {name} {other[0]}, and this is {own}; name another folder")
+    return rows
+
+
+def _rows(unit: Unit, labels: Mapping[str, str]) -> list[Row]:
     """Return the rows of a unit; one with the error if it fails."""
     log(f"{unit.part} {unit.name}")
-    labels = {"unit": unit.name, "device": device.device_kind, "jax": jax.__version__}
-    labels["date"] = f"{datetime.date.today()}"
+    labels = {"unit": unit.name, **labels, "jax": jax.__version__, "date": f"{datetime.date.today()}"}
     try:
         found = list(unit.measure())
     except Exception as error:  # the next units do not depend on it
@@ -225,7 +259,7 @@ def _step(size: Size, target: Target, keys: Any) -> Iterator[Row]:
     timing = measure({"step": call}, seconds=keys.seconds, samples=keys.samples)["step"]
     flops, tokens = model_flops(cfg), cfg.batch_size * cfg.seq_len
     tflops = flops / timing.ms / 1e9
-    peak = next((n for name, n in PEAK_TFLOPS.items() if name in jax.devices()[0].device_kind), None)
+    peak = peak_of(jax.devices()[0].device_kind)
     yield {
         "implementation": "moezoo",
         "settings": f"model={size.model} {size.step} {_ONE}",

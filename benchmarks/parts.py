@@ -18,6 +18,7 @@ from moezoo.cli.console import choose
 from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError, nearest
+from moezoo.host import locking
 from moezoo.typed import Range, show
 
 # A training step in one word each: overrides of `moezoo.compose`.
@@ -281,15 +282,19 @@ class Accelerator(Keys):
     """Keys of `accelerator`."""
 
     only: tuple[Literal["parity", "products", "layers", "attention", "step", "generate", "tune"], ...] = key(
-        "parts; by default all, and tune only with tune=true",
+        "parts; by default all; tune=true adds tune to them",
         "NAME",
-        default=("parity", "products", "layers", "attention", "step", "generate", "tune"),
+        default=("parity", "products", "layers", "attention", "step", "generate"),
     )
     size: Literal["tiny", "full"] | None = key("sizes, by default full, and tiny on a CPU", "NAME", default=None)
     minutes: float = key("minutes of a part after which it starts no measurement", default=8.0, valid=Range(above=0))
     seconds: float = key("time per implementation and pass", default=0.5, valid=Range(above=0))
     samples: int = key("most samples per implementation and pass", default=15, valid=_POSITIVE)
     tune: bool = key("measure sizes of blocks on this GPU, and write the table that backends read", default=False)
+
+    def __post_init__(self):
+        if "tune" in self.only and not self.tune:
+            raise UserError("only=tune: add tune=true, which replaces the table that backends read")
 
     def timed(self, **more: Any) -> Any:
         """Return the keys of parts that time calls, with `more`."""
@@ -337,11 +342,12 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
         }
         if part == "accelerator":  # its rows are printed one by one, also as JSON
             folder = results.folder_of(part, keys.out)
-            found = accelerator.run(keys, folder)
-            if not keys.json:
-                results.print_tables(found.tables)
-            results.write(found, folder)
-            accelerator.check(found.rows, folder)
+            with locking(folder.resolve(), f"another call measures into {folder}; wait for it, or name another folder"):
+                found = accelerator.run(keys, folder)
+                if not keys.json:
+                    results.print_tables(found.tables)
+                results.write(found, folder)
+                accelerator.check(found.rows, folder)
         else:
             results.show(part, runs[part](), keys.json, keys.out)
 
@@ -398,7 +404,7 @@ _PARTS = (
         Accelerator,
         "agreement, kernels, a training step and generation on one accelerator, and go on where it was stopped",
         "out=runs/h100",
-        "only=products only=layers tune=true out=runs/h100",
+        "only=products only=layers tune=true out=runs/tuned",
     ),
 )
 PARTS = {part.name: part for part in _PARTS}

@@ -171,7 +171,8 @@ def print_tables(tables: Sequence[Table]) -> None:
     from rich import box, table
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    # Settings and errors are printed as they are, also what is in brackets.
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     for each in tables:
         shown = table.Table(title=each.title, caption=each.caption, box=box.SIMPLE, collapse_padding=True)
         for column in each.columns:

@@ -97,13 +97,19 @@ def _times(backend: str, table: blocks.Table, names: Sequence[str], keys: Any) -
 def table_of(rows: Sequence[Row]) -> blocks.Table:
     """Return the fastest sizes of each backend and capability."""
     table: dict[str, dict[str, Any]] = {}
-    for row in sorted((row for row in rows if row["part"] == "tune"), key=lambda row: -row["ms"]):
+    measured = [row for row in rows if row["part"] == "tune" and "error" not in row]
+    for row in sorted(measured, key=lambda row: -row["ms"]):
         table.setdefault(row["capability"], {})[row["implementation"]] = row["sizes"]
     return table
 
 
 def write(table: blocks.Table, folder: Path) -> None:
-    """Write a table beside the kernels, together with what is there for other capabilities, and to `folder`."""
+    """Write a table beside the kernels, together with what is there for other capabilities, and to `folder`.
+
+    Nothing is written of an empty one.
+    """
+    if not table:
+        return
     merged = json.dumps({**blocks.read(), **table}, indent=1) + "\n"
     (folder / blocks.TABLE.name).write_text(merged)
     try:

@@ -8,7 +8,7 @@ takes the sizes that stand in its file. An entry holds the fields of the backend
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,11 +27,15 @@ def read() -> Table:
     if _tried is not None:
         return _tried
     try:
-        return json.loads(TABLE.read_text())
+        table = json.loads(TABLE.read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise UserError(f"{TABLE} is not JSON ({error}); remove it, or measure again") from None
+    is_nested = isinstance(table, dict) and all(isinstance(each, dict) for each in table.values())
+    if not (is_nested and all(isinstance(sizes, dict) for each in table.values() for sizes in each.values())):
+        raise UserError(f'{TABLE} is no table {{"9.0": {{"BACKEND": {{FIELD: SIZE}}}}}}; remove it, or measure again')
+    return table
 
 
 @contextlib.contextmanager
@@ -45,11 +49,19 @@ def trying(table: Table) -> Iterator[None]:
         _tried = before
 
 
-def measured(otherwise: _Sizes, backend: str, gpu: Target) -> _Sizes:
+def measured(
+    otherwise: _Sizes, backend: str, gpu: Target, refusal: Callable[[_Sizes], str | None] = lambda sizes: None
+) -> _Sizes:
     """Return the sizes of a backend for a GPU; `otherwise` where none are measured.
 
+    Args:
+        otherwise: The sizes that stand in the backend's file.
+        backend: Its name.
+        gpu: The GPU.
+        refusal: A function that says why sizes cannot work; None if they can.
+
     Raises:
-        UserError: The table has an entry that is no such sizes.
+        UserError: The table has an entry that is no such sizes, or that cannot work.
     """
     found = read().get(gpu.capability or "", {}).get(backend, {})
     kinds = {name: type(value) for name, value in otherwise._asdict().items()}
@@ -60,4 +72,7 @@ def measured(otherwise: _Sizes, backend: str, gpu: Target) -> _Sizes:
         if not fits:
             expected = f"fields {', '.join(kinds)} with integers above 0"
             raise UserError(f"{TABLE}: {gpu.capability} {backend} has {name}={found[name]}, expected {expected}")
-    return otherwise._replace(**sizes)
+    replaced = otherwise._replace(**sizes)
+    if sizes and (reason := refusal(replaced)):
+        raise UserError(f"{TABLE}: {gpu.capability} {backend}: {reason}; remove the entry, or measure again")
+    return replaced

@@ -33,7 +33,7 @@ def _nvidia(chip: str, name: str, gpu: Target | None = None) -> Any:
         file = {"gated": tensor_cores_gated, "routed_mlp": tensor_cores_mlp}.get(name, tensor_cores)
         own = getattr(chips, chip.upper())
         if gpu is not None:
-            own = own._replace(tiles=blocks.measured(own.tiles, chip, gpu))
+            own = own._replace(tiles=blocks.measured(own.tiles, chip, gpu, chips.Tiles.refusal))
         return getattr(file, name)(own, *operands, **options)
 
     return call

@@ -23,7 +23,8 @@ class Tiles(NamedTuple):
         depth: Numbers that a step sums over, 64 or 128.
         columns: Columns of a tile, 64 or 128, if there is one sum and they divide the width; of two sums 64. 128 rows
             of 128 columns take half of the registers of Hopper's warpgroup.
-        buffers: Bytes of shared memory for loads in flight: of 227 KiB, a program's result takes up to 64.
+        buffers: Bytes of shared memory for loads in flight: of 227 KiB, a program's result takes up to 64. A step has
+            tiles of up to four operands, and of two there are two steps in flight.
         snake: Tiles side by side before programs go on to the next rows, so that they find operands in the cache.
     """
 
@@ -32,6 +33,16 @@ class Tiles(NamedTuple):
     columns: int = 128
     buffers: int = 2**17
     snake: int = 1
+
+    def refusal(self) -> str | None:
+        """Return why kernels cannot have these sizes; None if they can."""
+        for name in ("rows", "depth", "columns"):
+            if (size := getattr(self, name)) not in (64, 128):
+                return f"{name}={size} must be 64 or 128"
+        least, most = 4 * self.depth * (self.columns + max(self.rows, self.columns)), (227 - 64) << 10
+        if not least <= self.buffers <= most:
+            return f"buffers={self.buffers} must be from {least} to {most} for tiles of these sizes"
+        return None
 
 
 class Chip(NamedTuple):

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
-from moezoo.parallel.collectives import vary_like, varying_axes
+from moezoo.parallel.collectives import vary_like
 
 # The rows of a tile, and the bytes of its other dimension: three tiles, each twice, and the sums must fit in the memory
 # of a core. A tile may reach beyond a matrix, but not beyond all rows.
@@ -41,8 +41,8 @@ def _padded(x: Array, tile: int) -> Array:
 
 
 def _call(kernel: Callable[..., Array], *operands: Array) -> Array:
-    """Call a kernel, also where axes that values vary over are checked, which its own code does not declare."""
-    if any(map(varying_axes, operands)):
+    """Call a kernel, also inside `shard_map`, where its own code does not declare which axes results vary over."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
         one: Any = PartitionSpec()  # all axes are split already: each device's part is the whole here
         kernel = jax.shard_map(kernel, in_specs=one, out_specs=one, check_vma=False)
     with jax.numpy_dtype_promotion("standard"):  # it mixes booleans and integers

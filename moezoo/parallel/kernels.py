@@ -141,6 +141,8 @@ def choose(
     Raises:
         UserError: A name is not a backend, or none of the named backends runs on the target.
     """
+    if not isinstance(implementation, str | KernelOrder | None):
+        raise UserError(f"{kernel}: implementation is {implementation!r}, expected the name of a backend or None")
     order = KernelOrder((implementation,)) if isinstance(implementation, str) else implementation or KernelOrder()
     for name in order.names:
         if name not in backends:

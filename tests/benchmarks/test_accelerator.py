@@ -1,6 +1,7 @@
 """`accelerator` at toy size on a CPU: its rows, going on, failures, and the choice of sizes."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from benchmarks import accelerator, agreement, tuning
 from benchmarks.parts import PARTS
 from moezoo.cli.command import execute
+from moezoo.host import locking
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import api
 from moezoo.parallel.kernels import Target
@@ -65,7 +67,7 @@ def test_failures_and_limits(capsys, monkeypatch):
         yield from list(products(*arguments))[:1]
 
         def fail():
-            raise RuntimeError("no such kernel\non this device")
+            raise RuntimeError("no such kernel [/x]\non this device")
 
         yield "torch grouped_mm", fail
 
@@ -75,13 +77,78 @@ def test_failures_and_limits(capsys, monkeypatch):
     assert "accelerator: 1 measurements failed and 0 results disagree; see a/rows.jsonl" in err
     *measured, failed = [json.loads(line) for line in out.splitlines()]
     assert {row["implementation"] for row in measured} == {"matmul"}
-    assert (failed["implementation"], failed["error"]) == ("torch grouped_mm", "RuntimeError: no such kernel")
+    assert (failed["implementation"], failed["error"]) == ("torch grouped_mm", "RuntimeError: no such kernel [/x]")
     monkeypatch.setattr(accelerator.kernels, "product", products)
     monkeypatch.setitem(accelerator.SIZES, "tiny", accelerator.SIZES["tiny"]._replace(shapes=("tiny", "S1")))
+    # A call that does not come to what failed keeps what is known of it.
+    kept = Path("a/rows.jsonl").read_text()
+    code, out, _ = bench(capsys, "only=attention")
+    assert code == 2
+    assert "no such kernel [/x]" in out  # brackets stay in the table
+    assert Path("a/rows.jsonl").read_text().startswith(kept)
     code, out, err = bench(capsys, "only=products", "json=true", "minutes=0.0001")  # 6 ms
     assert code == 0
     assert {json.loads(line)["name"] for line in out.splitlines()} == {"tiny"}
     assert "products S1: left, the part has run for 0 minutes; out=a goes on" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"part": "step", "un',
+            r"a/rows\.jsonl is not as accelerator leaves it \(line 1 is no row of it\); name another folder",
+        ),
+        ("[1]", r"\(line 1 is no row of it\); name another folder"),
+        ('{"part": "step", "unit": "all"}', r"\(line 1 is no row of it\); name another folder"),
+        (
+            '{"part": "step", "unit": "all", "device": "NVIDIA H200", "size": "full"}',
+            r"a/rows\.jsonl has rows of device NVIDIA H200, and this is cpu; name another folder",
+        ),
+        (
+            '{"part": "step", "unit": "all", "device": "cpu", "size": "full"}',
+            r"a/rows\.jsonl has rows of size full, and this is tiny; name another folder",
+        ),
+    ],
+    ids=["cut", "no object", "other keys", "another device", "another size"],
+)
+def test_other_rows_are_refused(capsys, text, message):
+    """A folder whose rows cannot go on is named, and stays as it is."""
+    file = Path("a/rows.jsonl")
+    file.parent.mkdir()
+    file.write_text(text)
+    code, out, err = bench(capsys, "only=products")
+    assert (code, out, file.read_text()) == (2, "", text)
+    assert re.search(message, err)
+    assert err.count("\n") == 1
+
+
+def test_one_call_at_a_time_measures_into_a_folder(capsys):
+    """A second one would replace the rows of the first."""
+    Path("a").mkdir()
+    Path("a/rows.jsonl").touch()
+    with locking(Path("a").resolve(), ""):
+        code, _, err = bench(capsys, "only=products")
+    assert code == 2
+    assert err == "error: another call measures into a; wait for it, or name another folder\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("TPU v6 lite", 918),
+        ("cpu", None),
+    ],
+)
+def test_peaks_by_the_names_of_devices(kind, peak):
+    """A v5p calls itself v5."""
+    assert accelerator.peak_of(kind) == peak
 
 
 def test_disagreement_is_seen(monkeypatch):
@@ -120,10 +187,31 @@ def test_tuning(capsys, monkeypatch, tmp_path):
     best = {"products": [1024, 256], "experts": [1024, 256]}
     assert blocks.read() == {"9.0": {}, "8.0": {"blocked": best}}
     assert blocks.measured(tuning.ON_GPUS, "blocked", Target("cuda", "8.0")).experts == (1024, 256)
+    # What failed has no time, and is not written.
+    failed = {"part": "tune", "implementation": "", "error": "no memory"}
+    assert tuning.table_of([*rows, failed]) == tuning.table_of(rows)
+    tuning.write(tuning.table_of([failed]), tmp_path / "none")
+    assert blocks.read().keys() == {"9.0", "8.0"}
     code, _, err = bench(capsys, "tune=true")
     assert code == 2
     assert "tune=true measures sizes for GPUs, and this is cpu; leave it out" in err
     assert np.isfinite(rows[0]["ms"])
+
+
+def test_tune_beside_other_parts(capsys, monkeypatch):
+    """`tune=true` adds its part to those that are named, which run with its sizes; without it the part is refused."""
+    gpu = Target("cuda", "8.0")
+    monkeypatch.setattr(accelerator, "device_target", lambda device: gpu)
+    tables = []
+    monkeypatch.setattr(accelerator.kernels, "rows_of", lambda *arguments: tables.append(blocks.read()) or [])
+    monkeypatch.setattr(blocks, "TABLE", Path("blocks.json").resolve())
+    row = {"part": "tune", "implementation": "blocked", "capability": "8.0", "sizes": {"products": [8]}, "ms": 1.0}
+    monkeypatch.setattr(tuning, "tune", lambda target, *rest: [row])
+    code, _, err = bench(capsys, "only=products", "tune=true", "size=tiny")
+    assert code == 0, err
+    assert [*tables, blocks.read()] == 2 * [{"8.0": {"blocked": {"products": [8]}}}]
+    code, _, err = bench(capsys, "only=tune", "only=products")
+    assert (code, err) == (2, "error: only=tune: add tune=true, which replaces the table that backends read\n")
 
 
 def test_times_of_sizes(monkeypatch):

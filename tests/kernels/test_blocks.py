@@ -3,15 +3,17 @@
 import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import executed_products
 from test_grouped_matmul import check, operands, value_and_gradients
 
+from benchmarks import tuning
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
-from moezoo.kernels.grouped_matmul import blocked, routed_mlp
+from moezoo.kernels.grouped_matmul import blocked, grouped_matmul, routed_mlp
 from moezoo.kernels.permute import plan
 from moezoo.nn.activation import SWIGLU
 from moezoo.parallel.kernels import KernelOrder, Target
@@ -84,3 +86,46 @@ def test_experts_as_one_take_the_sizes_of_their_gpu():
 
     with blocks.trying(entry(experts=[8])):
         assert {shape[0] for shape in executed_products(run, x)} == {8}
+
+
+@pytest.mark.parametrize("table", [[], {"8.0": []}, {"8.0": {"blocked": 5}}, {"8.0": {"blocked": None}}])
+def test_a_file_that_is_no_table_is_refused(table, monkeypatch, tmp_path):
+    monkeypatch.setattr(blocks, "TABLE", tmp_path / "blocks.json")
+    (tmp_path / "blocks.json").write_text(json.dumps(table))
+    with pytest.raises(UserError, match=r'blocks\.json is no table {"9\.0": {"BACKEND": {FIELD: SIZE}}}; remove it'):
+        blocks.read()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"rows": 100}, "rows=100 must be 64 or 128"),
+        ({"depth": 32}, "depth=32 must be 64 or 128"),
+        ({"columns": 256}, "columns=256 must be 64 or 128"),
+        ({"buffers": 2**16 - 1}, "buffers=65535 must be from 65536"),
+        ({"rows": 64, "buffers": 2**16 - 1}, "buffers=65535 must be from 65536"),
+        (
+            {"columns": 64, "buffers": 3 * 2**14 - 1},
+            "buffers=49151 must be from 49152",
+        ),
+        ({"depth": 128, "buffers": 2**16}, "buffers=65536 must be from 131072"),
+        ({"buffers": 2**18}, "buffers=262144 must be from 65536"),
+    ],
+)
+def test_tiles_that_cannot_work_are_refused(sizes, reason):
+    """The compilers' own messages, if they notice, name neither the table nor the field."""
+    x, weights, _ = operands(40, "bfloat16")
+    order = KernelOrder(("hopper",), Target("cuda", "9.0"))
+    run = functools.partial(grouped_matmul, group_sizes=jnp.asarray((0, 5, 17, 1)), implementation=order)
+    with blocks.trying({"9.0": {"hopper": sizes}}), pytest.raises(UserError) as caught:
+        jax.eval_shape(run, x, weights)
+    rest = " to 166912 for tiles of these sizes" if reason.startswith("buffers") else ""
+    assert str(caught.value).endswith(f"9.0 hopper: {reason}{rest}; remove the entry, or measure again")
+
+
+def test_tiles_that_tune_tries_are_accepted():
+    """Fields are varied one by one; the least buffers alone are too small for the largest tiles."""
+    for name in ("hopper", "blackwell"):
+        sizes, choices = tuning.TRIED[name]
+        tried = [sizes._replace(**{field: value}) for field, values in choices.items() for value in values]
+        assert [each.refusal() for each in tried] == [None] * len(tried)

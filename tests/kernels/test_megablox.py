@@ -81,6 +81,16 @@ def test_on_two_devices():
         np.testing.assert_allclose(result, want, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_interpreted")
+def test_on_a_mesh_whose_axes_nothing_varies_over():
+    """As in a training step on one device, which is a `shard_map` too."""
+    x, weights, cotangent = operands(ROWS, "float32", 0, 24, 16)
+    sizes, whole = (7, 0, 20, 3), PartitionSpec()
+    local = functools.partial(value_and_gradients, "megablox")
+    run = jax.jit(jax.shard_map(local, mesh=auto_mesh(a=1), in_specs=whole, out_specs=whole))
+    check(run(x, weights, jnp.asarray(sizes, jnp.int32), cotangent), x, weights, sizes, cotangent)
+
+
 def test_the_choice():
     """By name only, and on TPUs only: elsewhere it is refused before anything is traced."""
     tpu = Target("tpu")

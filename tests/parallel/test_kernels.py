@@ -74,6 +74,13 @@ def test_unknown_names_and_backends_that_do_not_run():
         chosen(("new_gpus",), OLD)
 
 
+@pytest.mark.parametrize("value", [("portable",), ["portable"], 5])
+def test_what_is_no_name_is_refused(value):
+    """Settings have a list of names, the argument of a function has one."""
+    with refused(f"product: implementation is {value!r}, expected the name of a backend or None"):
+        choose("product", BACKENDS, value, lambda target: ())
+
+
 def test_the_lowering_chooses_where_platforms_differ():
     functions = {"portable": jnp.sin, "gpus": jnp.cos}
     choice = tuple((platform, Chosen(name)) for platform, name in chosen((), None).items())
