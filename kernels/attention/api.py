@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention import chunked, hopper_backend, one_query, reference
+from moezoo.kernels.attention import chunked, hopper_backend, one_query, reference, splash_backend
 from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
@@ -30,6 +30,7 @@ from moezoo.parallel.kernels import (
     choose,
     run,
     runs_on_hopper,
+    runs_on_tpu,
 )
 
 # A new backend is a file, and a name here.
@@ -45,6 +46,14 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16",),
         sorted_keys=True,
     ),
+    "splash": Backend(
+        splash_backend.attend,
+        splash_backend.part,
+        splash_backend.part_gradients,
+        runs_on_tpu,
+        dtypes=("bfloat16", "float32"),
+        sorted_keys=True,
+    ),
 }
 
 
@@ -58,8 +67,8 @@ def register(name: str, backend: Backend) -> None:
 
 # Up to so many keys an accelerator may hold all scores of 512 queries.
 _FEW_KEYS = 1024
-# A program of `hopper` has so many queries.
-_MANY_QUERIES = 128
+# A program of `hopper` has so many queries, and a block of `splash` at least so many queries and keys.
+_MANY = 128
 
 
 def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequence[str]:
@@ -68,7 +77,9 @@ def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequen
             return ("one_query",)
         return ("chunked",) if chunked.suits(queries, keys) else ("reference",)
     # None of these has been timed.
-    own = ("hopper",) if queries >= _MANY_QUERIES else ()
+    own = ("hopper",) if queries >= _MANY else ()
+    if target.platform == "tpu":
+        own = ("splash",) if min(queries, keys) >= _MANY else ()
     return (*own, "chunked" if keys > _FEW_KEYS and chunked.suits(queries, keys) else "reference")
 
 
@@ -135,9 +146,10 @@ def attend(
     | `one_query` | plain products over all key heads at once | queries x keys | on CPUs for one query |
     | `chunked` | an online softmax over blocks | one pair of blocks | on CPUs; elsewhere above 1,024 keys |
     | `hopper` | the same, in kernels | on the chip | on NVIDIA GPUs of compute capability 9.0 |
+    | `splash` | the same, in kernels of JAX | on the chip | on TPUs from 128 queries and keys |
 
-    `hopper` takes operands in bfloat16, and keys whose order is known (`Operands.seen`). Where an execution names only
-    such backends, one query, as in decoding, takes the default.
+    `hopper` takes operands in bfloat16, `splash` in that and float32; both take keys whose order is known
+    (`Operands.seen`). Where an execution names only such backends, one query, as in decoding, takes the default.
 
     Args:
         operands: Queries, keys, values, their coordinates, and the window.

@@ -14,12 +14,22 @@ from jaxtyping import Array, Float, Int
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import blocked, few, ragged_dot, reference, routed
-from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights, runs_on_tpu
+from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWeights
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.dropout import dropouts, read_numbers, take_numbers
-from moezoo.parallel.kernels import Chosen, ChosenBackends, Keep, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import (
+    Chosen,
+    ChosenBackends,
+    Keep,
+    KernelOrder,
+    Target,
+    add_backend,
+    choose,
+    run,
+    runs_on_tpu,
+)
 from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 

@@ -82,11 +82,6 @@ class RoutedMLP(Protocol):
     ) -> Float[Array, "tokens embed"]: ...
 
 
-def runs_on_tpu(target: Target) -> bool:
-    """Return whether the target is a TPU."""
-    return target.platform == "tpu"
-
-
 class Backend(NamedTuple):
     """A backend.
 

@@ -5,18 +5,15 @@ each, and only the rows of the group are stored. Sums are in float32 and rounded
 gradient is held in float32. Nobody here has timed it on a TPU.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
-from moezoo.parallel.collectives import vary_like
+from moezoo.kernels.unchecked import call_unchecked
 
 # The rows of a tile, and the bytes of its other dimension: three tiles, each twice, and the sums must fit in the memory
 # of a core. A tile may reach beyond a matrix, but not beyond all rows.
@@ -40,15 +37,6 @@ def _padded(x: Array, tile: int) -> Array:
     return jnp.pad(x, ((0, more), (0, 0))) if more else x
 
 
-def _call(kernel: Callable[..., Array], *operands: Array) -> Array:
-    """Call a kernel, also inside `shard_map`, where its own code does not declare which axes results vary over."""
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        one: Any = PartitionSpec()  # all axes are split already: each device's part is the whole here
-        kernel = jax.shard_map(kernel, in_specs=one, out_specs=one, check_vma=False)
-    with jax.numpy_dtype_promotion("standard"):  # it mixes booleans and integers
-        return vary_like(kernel(*operands), *operands)
-
-
 def multiply(
     rows: Float[Array, "rows a"], weights: GroupMatrices, group_sizes: GroupSizes, contract: Literal[1, 2]
 ) -> Float[Array, "rows b"]:
@@ -64,7 +52,7 @@ def multiply(
         options: Any = {"tiling": tiles, "transpose_rhs": contract == 2, "existing_out": zeros}
         return gmm(rows, *rest, preferred_element_type=rows.dtype, **options)
 
-    return _call(kernel, _padded(rows, tiles[0]), weights, group_sizes)[:count]
+    return call_unchecked(kernel, _padded(rows, tiles[0]), weights, group_sizes)[:count]
 
 
 def outer(
@@ -76,4 +64,4 @@ def outer(
     def kernel(rows: Array, others: Array, sizes: Array) -> Array:
         return tgmm(rows.T, others, sizes, preferred_element_type=dtype, tiling=tiles)
 
-    return _call(kernel, *(_padded(x, tiles[0]) for x in (rows, others)), group_sizes)
+    return call_unchecked(kernel, *(_padded(x, tiles[0]) for x in (rows, others)), group_sizes)

@@ -97,6 +97,11 @@ def runs_on_hopper(target: Target) -> bool:
     return target == Target("cuda", "9.0")
 
 
+def runs_on_tpu(target: Target) -> bool:
+    """Return whether the target is a TPU."""
+    return target.platform == "tpu"
+
+
 def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
     """Return the target of programs for `mesh`; None without a mesh, and for a mesh that names no device."""
     if mesh is None:

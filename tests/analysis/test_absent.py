@@ -24,7 +24,7 @@ from moezoo.analysis.absent import ABSENT, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
-from moezoo.kernels.attention import Attended, Operands, hopper_backend
+from moezoo.kernels.attention import Attended, Operands, attend, hopper_backend
 from moezoo.kernels.grouped_matmul import grouped_matmul, ragged_dot
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig
@@ -32,7 +32,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
-from moezoo.parallel.context_parallel import Coordinates, Scoring, SequenceGroup, SplitOperands
+from moezoo.parallel.context_parallel import Coordinates, Interval, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.remat import rematerialise
@@ -173,6 +173,37 @@ def test_attention_on_an_h200_has_no_temporaries(heads, kv_heads, dims):
     assert text.count('custom_call_target="mosaic_gpu') == 3
     # Per query and head the two numbers that the backward pass keeps, the three that it reads, and their transposes.
     assert memory.temp_size_in_bytes < 4 * tokens * (12 * heads + 64)
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize(("dims", "temporaries"), [((128, 128), 45e6), ((192, 128), 89e6)], ids=str)
+def test_attention_on_a_tpu_in_kernels(dims, temporaries):
+    """Both passes on two devices: one kernel forward, two backward, no loop, and no scores."""
+    tokens, heads, (dim, value_dim) = 4096, 8, dims
+    there = mesh_of(moezoo.MeshShape(fsdp=2), absent_devices("v5p")[:2])
+    order = KernelOrder(target=target_of(there))
+
+    def both(q: Any, k: Any, v: Any, at: Any, seen: Any, back: Any) -> Any:
+        run = lambda q, k, v: attend(Operands(q, k, v, at, at, None, seen), 1.0, implementation=order)  # noqa: E731
+        value, pull = jax.vjp(run, q, k, v)
+        return value, pull(back)
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct((2, tokens, *shape), dtype)
+
+    number, back = array(dtype=jnp.int32), Attended(array(heads, 1, value_dim), array(heads, 1, dtype=jnp.float32))
+    given = array(heads, 1, dim), array(heads, dim), array(heads, value_dim)
+    each = PartitionSpec("fsdp")
+    where, mapped = NamedSharding(there, each), jax.shard_map(both, mesh=there, in_specs=each, out_specs=each)
+    program = jax.jit(mapped, in_shardings=where, out_shardings=where)
+    program = program.lower(*given, Coordinates(number, number), Interval(number, number), back).compile()
+    text, memory = program.as_text(), memory_of(program)
+    assert text is not None
+    assert memory is not None
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+    assert not re.search(r"\bwhile\(", text)
+    assert memory.temporaries < temporaries < 4 * heads * tokens**2
 
 
 @pytest.mark.absent

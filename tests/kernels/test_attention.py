@@ -54,8 +54,8 @@ from moezoo.parallel.collectives import ATTENTION, vary_like
 from moezoo.parallel.kernels import PLATFORMS, KernelOrder, Target
 from moezoo.parallel.traces import equations
 
-# The kernels for GPUs are interpreted in test_hopper_attention.py.
-PORTABLE = [name for name in BACKENDS if name != "hopper"]
+# Kernels for GPUs and TPUs are interpreted in test_hopper_attention.py and test_splash_attention.py.
+PORTABLE = [name for name in BACKENDS if name not in ("hopper", "splash")]
 # Several blocks, of which the last is partly filled; one block; one query; fewer queries than keys; bfloat16.
 CASES = [Case(10, 10, 4), Case(10, 10, 64, 1), Case(1, 9, 4), Case(6, 9, 4, 3), Case(10, 10, 4, 3, "bfloat16")]
 
@@ -384,16 +384,23 @@ def test_the_choice_on_accelerators():
     assert chosen_backend(hopper, **many) == "hopper"
     assert chosen_backend(hopper, **many, dtype="float32") == "chunked"
     assert chosen_backend(hopper, **many, is_sorted=False) == "chunked"
-    others = ("cuda", None), ("cuda", "8.0"), ("cuda", "10.0"), ("rocm", "gfx942"), ("tpu", None)
+    tpu = Target("tpu")
+    assert [chosen_backend(tpu, **many, dtype=dtype) for dtype in ("bfloat16", "float32")] == ["splash"] * 2
+    assert chosen_backend(tpu, **many, dtype="float16") == "chunked"
+    assert chosen_backend(tpu, **many, is_sorted=False) == "chunked"
+    assert [chosen_backend(tpu, *sizes) for sizes in ((1, 4096), (128, 100), (128, 128))] == ["reference"] * 2 + [
+        "splash"
+    ]
+    others = ("cuda", None), ("cuda", "8.0"), ("cuda", "10.0"), ("rocm", "gfx942")
     for target in (Target(*each) for each in others):
         assert chosen_backend(target, **many) == "chunked"
         assert chosen_backend(target, 512, 1024) == "reference"
     case = CASES[-1]
     (inputs, _), (queries, keys) = random_operands(case), packed(case)
-    order = KernelOrder(("hopper",), hopper)
-    wanted = "^attention=hopper: does not run on cuda 9.0 with bfloat16 and keys in an unknown order; choose ref"
-    with pytest.raises(UserError, match=wanted):
-        attend(Operands(*inputs[:3], queries, keys, None), 1.0, implementation=order)
+    for target, name, on in ((hopper, "hopper", "cuda 9.0"), (tpu, "splash", "tpu"), (Target("cpu"), "splash", "cpu")):
+        wanted = f"^attention={name}: does not run on {on} with bfloat16 and keys in an unknown order; choose ref"
+        with pytest.raises(UserError, match=wanted):
+            attend(Operands(*inputs[:3], queries, keys, None), 1.0, implementation=KernelOrder((name,), target))
 
 
 def test_a_known_order_of_keys_changes_nothing():
