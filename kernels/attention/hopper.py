@@ -248,7 +248,8 @@ def part(q: Queries, k: Keys, v: Values, first: Bounds, after: Bounds) -> Softma
             return higher, total, *sums
 
         def compute(run: Callable[[Any], Any]) -> None:
-            zeros = [jnp.zeros((ROWS, x.size), jnp.float32) for x in columns]
+            widths: Any = columns  # Pallas's slices have sizes
+            zeros = [jnp.zeros((ROWS, x.size), jnp.float32) for x in widths]
             highest, total, *sums = run((jnp.full(ROWS, FLOOR, jnp.float32), jnp.zeros(ROWS, jnp.float32), *zeros))
             total = jnp.where(total > 0, total, 1)
             for value, part in zip(sums, columns, strict=True):

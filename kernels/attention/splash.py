@@ -137,12 +137,13 @@ def _options() -> dict[str, Any]:
 
 def _kernel_forward(q: Array, k: Array, v: Array, first: Array, after: Array) -> tuple[Array, Array]:
     """Return the result and the log-sum-exp, where queries see a key."""
-    options = _options() | {"block_sizes": kernels.BlockSizes(_block(q.shape[1]), _block(k.shape[1]))}
+    options: Any = _options() | {"block_sizes": kernels.BlockSizes(_block(q.shape[1]), _block(k.shape[1]))}
     options |= {"save_residuals": True, "residual_checkpoint_name": None}
 
     def row(given: tuple[Any, ...]) -> tuple[Array, Array]:
         *arrays, plan = given
-        result, (logsumexp,) = kernels._splash_attention_forward(_info(plan, plan.key), *arrays, None, None, **options)
+        forward: Any = kernels._splash_attention_forward
+        result, (logsumexp,) = forward(_info(plan, plan.key), *arrays, None, None, **options)
         return result, logsumexp
 
     heads = _by_head(q), _by_head(k[:, :, :, None]), _by_head(v[:, :, :, None])
@@ -156,10 +157,10 @@ def _kernels_backward(
     """Return the gradients by q, k and v. That of a score is its weight times (the gradient of the weight - `less`)."""
     minor = kernels.QKVLayout.HEAD_DIM_MINOR
     size = _block(k.shape[1])
-    options = _options() | {"bq": _block(q.shape[1]), "bkv": size}
+    options: Any = _options() | {"bq": _block(q.shape[1]), "bkv": size}
     options |= {"q_layout": minor, "k_layout": minor, "v_layout": minor}
     # In one kernel with the others, the gradient by q would be held once for every block of keys.
-    of_keys = options | {"bkv_compute": size, "use_fused_bwd_kernel": False}
+    of_keys: Any = options | {"bkv_compute": size, "use_fused_bwd_kernel": False}
 
     def row(given: tuple[Any, ...]) -> tuple[Array, Array, Array]:
         q, k, v, logsumexp, back, less, plan = given

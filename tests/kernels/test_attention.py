@@ -380,7 +380,8 @@ def test_one_query_reads_keys_in_their_order_unless_heads_are_many():
 
 def test_the_choice_on_accelerators():
     """By capability, dtype, and whether the order of keys is known; no scores of many queries and keys are held."""
-    hopper, many = Target("cuda", "9.0"), {"queries": 4096, "keys": 4096}
+    hopper: Any = Target("cuda", "9.0")
+    many: Any = {"queries": 4096, "keys": 4096}
     assert chosen_backend(hopper, **many) == "hopper"
     assert chosen_backend(hopper, **many, dtype="float32") == "chunked"
     assert chosen_backend(hopper, **many, is_sorted=False) == "chunked"

@@ -1,5 +1,7 @@
 """Intervals of keys and of blocks say what `sees` says of sorted keys."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,12 +48,12 @@ def test_equal_what_is_seen(at, window):
     np.testing.assert_array_equal(seen, sees(queries, keys, window))
 
     rows, columns = -QUERIES % BLOCK, -KEYS % BLOCK
-    pairs = np.pad(seen, ((0, 0), (0, rows), (0, columns))).reshape(1, (QUERIES + rows) // BLOCK, BLOCK, -1, BLOCK)
+    pairs: Any = np.pad(seen, ((0, 0), (0, rows), (0, columns))).reshape(1, (QUERIES + rows) // BLOCK, BLOCK, -1, BLOCK)
     spans = spans_of(jnp.asarray(first), jnp.asarray(after), BLOCK)
     low, high, start, stop = (np.asarray(x)[..., None] for x in spans)
     some = pairs.any((2, 4))
     begin = np.arange(some.shape[2]) * BLOCK
-    met = (low < begin + BLOCK) & (high > begin)
+    met: Any = (low < begin + BLOCK) & (high > begin)
     assert not (some & ~met).any()
     assert (met.any(2) == some.any(2)).all()
     whole = (begin >= start) & (begin + BLOCK <= stop)

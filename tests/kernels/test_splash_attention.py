@@ -122,14 +122,14 @@ def test_only_visible_pairs_of_blocks_are_visited(window, blocks):
 
     keys = stack_rows(*(make_row(*row, 4 * BLOCK) for row in (([], []), ([200, 300], []), ([100, 257], [1]))))
     queries = Coordinates(*(x.reshape(3, 4, BLOCK)[:, list(blocks)].reshape(3, -1) for x in keys))
-    plan = jax.jit(lambda *at: splash._plan(*intervals(*at, window), 4 * BLOCK))(queries, keys)
+    plan = jax.jit(lambda at, keys: splash._plan(*intervals(at, keys, window), 4 * BLOCK))(queries, keys)
     visible: Any = sees(queries, keys, window).reshape(3, len(blocks), BLOCK, 4, BLOCK).any((2, 4))
     np.testing.assert_array_equal(plan.visited, visible)
     # Pairs that are visited have their own blocks, and others one that is visited before or after.
     mine, theirs = (np.broadcast_to(x, visible.shape) for x in (np.arange(4), np.arange(len(blocks))[:, None]))
     for at, own, dim in ((plan.key, mine, 2), (plan.query, theirs, 1)):
         np.testing.assert_array_equal(np.asarray(at)[visible], own[visible])
-        assert (np.diff(np.asarray(at), axis=dim) >= 0).all()
+        assert (np.diff(np.asarray(at, np.int32), axis=dim) >= 0).all()
 
 
 def test_on_two_devices():
