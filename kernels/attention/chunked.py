@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -173,8 +174,9 @@ def _attend_forward(operands: Operands) -> tuple[Attended, Any]:
 
 def _attend_backward(residuals: Any, cotangent: Attended) -> tuple[Operands]:
     gradients = traced_once(_backward, (BLOCKS, _SHORT), (), residuals, cotangent)
-    none = dataclasses.replace(residuals[0], queries=None, keys=None, seen=None)
-    return (dataclasses.replace(none, **dict(zip("qkv", gradients, strict=True))),)
+    where = lambda x: (x.q, x.k, x.v, x.queries, x.keys, x.seen)  # noqa: E731
+    no_gradient = (None, None, None)
+    return (eqx.tree_at(where, residuals[0], (*gradients, *no_gradient), is_leaf=lambda x: x is None),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

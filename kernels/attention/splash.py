@@ -79,7 +79,7 @@ def _fill(x: Array, dim: int, value: int = 0) -> Array:
     return jnp.pad(x, more, constant_values=value)
 
 
-def _by_head(x: Float[Array, "batch tokens kv_heads *rest"]) -> Float[Array, "batch heads tokens ..."]:
+def _by_head(x: Float[Array, "batch tokens kv_heads *rest"]) -> Float[Array, "batch heads filled ..."]:
     """Make one dimension of key heads and the query heads of each, if `x` has these; fill the last block."""
     return _fill(rearrange(x, "b t k g ... -> b (k g) t ..."), 2)
 
