@@ -33,9 +33,10 @@ from moezoo.parallel.mesh import MeshShape, mesh_of
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 # The most roundings that count as agreement. Sums are in float32, so a kernel in bfloat16 rounds results and, in
-# attention and its gradients, weights; a sum in float32 has up to some hundred terms. A model has dozens of each.
+# attention and its gradients, weights; a sum in float32 has up to some hundred terms. Gradients of whole models by two
+# backends of a CPU differ by up to 14 and 2.7; products in TF32 differ by thousands.
 _KERNEL = {"float32": 512.0, "bfloat16": 4.0}
-_MODEL = {"float32": 4096.0, "bfloat16": 16.0}
+_MODEL = {"float32": 512.0, "bfloat16": 8.0}
 PRESETS = ("mixtral", "deepseek", "gpt_oss", "qwen3_moe")
 # Rows of each group: none, one, more than a tile, and room behind them.
 _SIZES, _ROWS, _INPUTS, _OUTPUTS = (70, 0, 1, 200, 9), 300, 136, 72

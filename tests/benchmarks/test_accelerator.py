@@ -166,6 +166,16 @@ def test_disagreement_is_seen(monkeypatch):
     assert found["bfloat16", "value"]  # less than a rounding
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1 + 1e-4), ("bfloat16", 1.05)])
+def test_other_gradients_of_a_model_are_seen(dtype, factor):
+    """On a CPU a model is compared with itself, so the comparison gets other numbers here."""
+    gradients = {"a": np.ones(5, np.float32), "b": np.full(3, 2, np.float32)}
+    other = {name: x * np.float32(factor) for name, x in gradients.items()}
+    for loss, found, wanted in ((2.0, gradients, [True, True]), (2.0 * factor, other, [False, False])):
+        rows = agreement._differences("model", dtype, (np.float32(2), gradients), (np.float32(loss), found))
+        assert [row["agrees"] for row in rows] == wanted
+
+
 def test_tuning(capsys, monkeypatch, tmp_path):
     """Each field is varied around the best of those before it, and the table is what backends read."""
     times = {(256, 64): 3.0, (512, 128): 2.0, (1024, 256): 1.0, (2048, 512): 4.0, (2048, 512, 128): 5.0}
