@@ -71,10 +71,10 @@ _FEW_KEYS = 1024
 _MANY = 128
 
 
-def _own_order(target: Target, queries: int, keys: int, kv_heads: int) -> Sequence[str]:
+def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
+    if queries == 1:
+        return ("one_query",)
     if target.platform == "cpu":
-        if one_query.suits(queries, kv_heads):
-            return ("one_query",)
         return ("chunked",) if chunked.suits(queries, keys) else ("reference",)
     # None of these has been timed.
     own = ("hopper",) if queries >= _MANY else ()
@@ -89,11 +89,10 @@ def chosen_backend(
     keys: int,
     names: tuple[str, ...] = (),
     *,
-    kv_heads: int = 1,
     dtype: DTypeLike = jnp.bfloat16,
     is_sorted: bool = True,
 ) -> str:
-    """Return the name of the backend for these numbers of queries, keys and key heads per row on `target`.
+    """Return the name of the backend for these numbers of queries and keys per row on `target`.
 
     It is the first of `names`, or of the kernel's own order, that runs there with operands of `dtype` and with keys in
     a known order (`is_sorted`) or not.
@@ -101,27 +100,27 @@ def chosen_backend(
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), queries, keys, kv_heads, dtype, is_sorted)[0][1].name
+    return _choose(KernelOrder(names, target), queries, keys, dtype, is_sorted)[0][1].name
 
 
 def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
-    q, (keys, kv_heads) = operands.q, operands.k.shape[1:3]
+    q = operands.q
     # An execution names backends for training, prefill and decoding together. Keys of a cache have no order.
     if q.shape[1] == 1 and isinstance(implementation, KernelOrder):
         named = [BACKENDS[name] for name in implementation.names if name in BACKENDS]
         if len(named) == len(implementation.names) and all(one.sorted_keys for one in named):
             implementation = implementation._replace(names=())
-    return _choose(implementation, q.shape[1], keys, kv_heads, q.dtype, operands.seen is not None)
+    return _choose(implementation, q.shape[1], operands.k.shape[1], q.dtype, operands.seen is not None)
 
 
 def _choose(
-    implementation: str | KernelOrder | None, queries: int, keys: int, kv_heads: int, dtype: DTypeLike, is_sorted: bool
+    implementation: str | KernelOrder | None, queries: int, keys: int, dtype: DTypeLike, is_sorted: bool
 ) -> ChosenBackends:
     def takes(backend: Backend, target: Target) -> bool:
         return backend.takes(target, dtype, is_sorted)
 
     runs_on = {name: functools.partial(takes, backend) for name, backend in BACKENDS.items()}
-    own = functools.partial(_own_order, queries=queries, keys=keys, kv_heads=kv_heads)
+    own = functools.partial(_own_order, queries=queries, keys=keys)
     operands = f" with {jnp.dtype(dtype).name}" + " and keys in an unknown order" * (not is_sorted)
     return choose("attention", runs_on, implementation, own, operands)
 
@@ -143,7 +142,7 @@ def attend(
     | backend | how | memory for scores | the default |
     |---|---|---|---|
     | `reference` | all keys of up to 512 queries; naive | queries x keys | for small work |
-    | `one_query` | plain products over all key heads at once | queries x keys | on CPUs for one query |
+    | `one_query` | one product per key head, over all keys | queries x keys | for one query |
     | `chunked` | an online softmax over blocks | one pair of blocks | on CPUs; elsewhere above 1,024 keys |
     | `hopper` | the same, in kernels | on the chip | on NVIDIA GPUs of compute capability 9.0 |
     | `splash` | the same, in kernels of JAX | on the chip | on TPUs from 128 queries and keys |

@@ -11,10 +11,9 @@ from jax.typing import DTypeLike
 from moezoo.analysis.calls import Call
 from moezoo.config.settings import TrainConfig
 from moezoo.models.base import LanguageModel
-from moezoo.models.block import Block
 from moezoo.models.layers import block_path
 from moezoo.moe.chunks import for_group
-from moezoo.nn.cache import Cache, Kept
+from moezoo.nn.cache import Cache
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.execution import Execution
@@ -71,11 +70,9 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
                 )
         if call.cache is not None:
             continue
-        for name, kept in _kept(block, call.length):
+        for name, whole_sizes in block.attention.shared_sizes().items():
             # Fewer key-value heads than devices are on several of them.
-            sizes = {axis: max(1, size // _ways(axis, execution)) for axis, size in kept.sizes.items()}
-            if not sizes.pop("slots", None):
-                continue
+            sizes = {axis: max(1, size // _ways(axis, execution)) for axis, size in whole_sizes.items()}
             yield of_tokens(f"{name} kept by attention", sizes)
             if gathered:
                 axes, whole = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
@@ -98,10 +95,11 @@ def cache_rows(model: LanguageModel, cache: Cache, execution: Execution) -> Iter
     over = execution.batch_axes
     for number, kinds in enumerate(cache.states):
         for kind, state in enumerate(kinds):
-            fields = _kept(model.stacks[number].blocks[kind], 1)
-            for (name, kept), array in zip(fields, jax.tree.leaves(state), strict=True):
+            fields = jax.tree_util.tree_leaves_with_path(model.stacks[number].blocks[kind].attention.state(1))
+            for (path, kept), array in zip(fields, jax.tree.leaves(state), strict=True):
                 ways = (1, execution.ways(over), *(_ways(axis, execution) for axis in kept.sizes))
                 local = tuple(size // parts for size, parts in zip(array.shape, ways, strict=True))
+                name = jax.tree_util.keystr(path[-1:]).removeprefix(".")
                 name, axes = f"{name} in the cache of .{block_path(number, kind)}", ("layer", "batch", *kept.sizes)
                 yield _row(name, axes, ((), over), local, array.dtype, execution)
 
@@ -113,12 +111,6 @@ def _row(
     spec = (*spec, *(execution.rules.kept(logical, execution.sizes) for logical in axes[len(spec) :]))
     shape = tuple(size * execution.ways(over) for size, over in zip(local, spec, strict=True))
     return ActivationRow(name, tuple(axes), spec, shape, tuple(local), math.prod(local) * jnp.dtype(dtype).itemsize)
-
-
-def _kept(block: Block, length: int) -> Iterator[tuple[str, Kept]]:
-    """Yield the name and the declaration of each array that a layer keeps of texts of `length` tokens."""
-    for path, kept in jax.tree_util.tree_leaves_with_path(block.attention.state(length)):
-        yield jax.tree_util.keystr(path[-1:]).removeprefix("."), kept
 
 
 def _ways(axis: str, execution: Execution) -> int:

@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.nn.base import Mixer, MixerOutput
-from moezoo.nn.cache import Kept, Past, Slots
+from moezoo.nn.cache import Past, Slots
 from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
@@ -148,9 +148,12 @@ class Attention(Mixer):
     def state(self, length: int) -> Slots:
         """Declare a key and a value per token, with a window those of its tokens."""
         slots = length if self.window is None else min(length, self.window)
+        return Slots.declare(slots, KeyValue(**self.shared_sizes()))
+
+    def shared_sizes(self) -> dict[str, Any]:
+        """Return the sizes of keys and values."""
         *_, kv_heads, head_dim = self.key.shape
-        each: Any = Kept({"slots": slots, "kv_heads": kv_heads, "head_dim": head_dim})
-        return Slots(slots, KeyValue(each, each))
+        return {name: {"kv_heads": kv_heads, "head_dim": head_dim} for name in KeyValue._fields}
 
     def _project(
         self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[..., Array] | None, group: InnerGroup

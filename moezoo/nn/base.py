@@ -1,6 +1,7 @@
 """The contracts of the two parts of a block: the mixer, which is attention, and the feed-forward part."""
 
 import abc
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
@@ -72,6 +73,13 @@ class Mixer(eqx.Module):
 
         The module may hold shapes instead of arrays, and its arrays may be those of a stack.
         """
+
+    def shared_sizes(self) -> Mapping[str, Mapping[str, int]]:
+        """Return what each token makes for the others of its document: name -> sizes of its dimensions by logical axis.
+
+        On a split sequence this is what devices exchange. The module is as for `state`.
+        """
+        return {}
 
 
 class FeedForwardOutput(NamedTuple):

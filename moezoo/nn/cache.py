@@ -48,17 +48,28 @@ class State(eqx.Module):
 class Slots(State):
     """What each token keeps, in a ring buffer: token t of a text is in slot t modulo `num_slots`.
 
-    `kept` is a tree like `MixerOutput.kept`; its arrays are [layer, batch, slots, ...].
+    `kept` is a tree like `MixerOutput.kept`, whose arrays are [batch, tokens, ..., size]. Here they are [layer, batch,
+    ..., slots, size]: a product with one query then reads the slots of each head as they lie in memory.
     """
 
     kept: PyTree
 
+    @classmethod
+    def declare(cls, num_slots: int, sizes: PyTree) -> "Slots":
+        """Declare slots by the sizes of what a token keeps: a tree like `MixerOutput.kept` of dicts by logical axis."""
+
+        def one(sizes: Mapping[str, int]) -> Kept:
+            *others, last = sizes.items()
+            return Kept(dict((*others, ("slots", num_slots), last)))
+
+        return cls(num_slots, jax.tree.map(one, sizes, is_leaf=lambda x: isinstance(x, dict)))
+
     def fill(self, kept: PyTree) -> "Slots":
-        """Arrange arrays [batch, tokens, ...] of whole prompts."""
-        return Slots(self.num_slots, jax.tree.map(lambda x: fit(x, self.num_slots), kept))
+        """Arrange arrays [batch, tokens, ..., size] of whole prompts."""
+        return Slots(self.num_slots, jax.tree.map(lambda x: jnp.moveaxis(fit(x, self.num_slots), 1, -2), kept))
 
     def with_token(self, fresh: PyTree, past: "Past") -> PyTree:
-        """Return the arrays [batch, slots, ...] of the layer of `past`, with a token's `fresh` [batch, 1, ...].
+        """Return the arrays [batch, slots, ..., size] of the layer of `past`, with a token's `fresh` in its slot.
 
         The state itself stays as it is: if every layer wrote into it, XLA would copy all of it for every layer.
         """
@@ -66,14 +77,15 @@ class Slots(State):
 
         def one(kept: Array, token: Array) -> Array:
             mine = lax.dynamic_index_in_dim(kept, past.layer, keepdims=False)
-            here = lax.broadcasted_iota(jnp.int32, (1, kept.shape[2], *(1,) * (kept.ndim - 3)), 1) == slot
-            return jnp.where(here, token.astype(kept.dtype), mine)
+            here = lax.broadcasted_iota(jnp.int32, (*(1,) * (mine.ndim - 2), mine.shape[-2], 1), mine.ndim - 2) == slot
+            return jnp.moveaxis(jnp.where(here, jnp.moveaxis(token, 1, -2).astype(kept.dtype), mine), -2, 1)
 
         return jax.tree.map(one, self.kept, fresh)
 
     def advance(self, fresh: PyTree, column: Int[Array, ""]) -> "Slots":
         """Write token `column` into its slot."""
-        return Slots(self.num_slots, jax.tree.map(lambda x, new: write(x, new, column, dim=2), self.kept, fresh))
+        one = lambda x, new: write(x, jnp.moveaxis(new, 2, -2), column, dim=x.ndim - 2)  # noqa: E731
+        return Slots(self.num_slots, jax.tree.map(one, self.kept, fresh))
 
 
 class Past(NamedTuple):

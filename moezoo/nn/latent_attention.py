@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moezoo.nn.base import Mixer, MixerOutput
-from moezoo.nn.cache import Kept, Past, Slots
+from moezoo.nn.cache import Past, Slots
 from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
@@ -58,10 +58,16 @@ class LatentSizes:
 
 
 class Latents(NamedTuple):
-    """What a token keeps for later ones: its latent, and the rotated key that all heads share."""
+    """What keys and values of a token come from: its latent, and the rotated key that all heads share."""
 
     latent: Float[Array, "batch keys kv_lora"]
     shared: Float[Array, "batch keys rope_dim"]
+
+
+class Joined(NamedTuple):
+    """What a token keeps for later ones: its latent, then the shared key. One array, which one product reads."""
+
+    latents: Float[Array, "batch keys kv_lora_out"]
 
 
 def expand(
@@ -127,14 +133,15 @@ class LatentAttention(Mixer):
         group = execution.inner_group("heads")
         turn, in_sight = self.prepare(context) if context.prepared is None else context.prepared
         plain, turned = self._queries(x, context, turn, group)
-        kept = self.latents(x, turn)
+        latents = self.latents(x, turn)
+        kept = Joined(jnp.concatenate(latents, axis=-1))
         scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
         scoring = Scoring(scale, order=execution.kernel("attention"))
         if past is None:
             # With many queries, making keys and values of every head takes the fewest operations.
             q, weights = jnp.concatenate([plain, turned], axis=-1)[:, :, :, None], (self.key_up, self.value_up)
             attend = context_parallel(execution).attend
-            travels = kept._replace(latent=take_numbers(kept.latent, weights))
+            travels = latents._replace(latent=take_numbers(latents.latent, weights))
             at = context.coordinates
             operands = SplitOperands(q, group.enter(travels), weights, expand, at, scoring, in_sight, context.chunks)
             y = attend(operands, execution.sequence_group)[:, :, :, 0]
@@ -149,21 +156,25 @@ class LatentAttention(Mixer):
 
     def state(self, length: int) -> Slots:
         """Declare a latent and a shared key per token."""
-        latent: Any = Kept({"slots": length, "kv_lora": self.sizes.kv_lora})
-        shared: Any = Kept({"slots": length, "rope_dim": self.sizes.rope_dim})
-        return Slots(length, Latents(latent, shared))
+        sizes: Any = {"kv_lora_out": self.sizes.kv_lora + self.sizes.rope_dim}
+        return Slots.declare(length, Joined(sizes))
+
+    def shared_sizes(self) -> dict[str, Any]:
+        """Return the sizes of latents and shared keys."""
+        return {"latent": {"kv_lora": self.sizes.kv_lora}, "shared": {"rope_dim": self.sizes.rope_dim}}
 
     def _attend_to_latents(
-        self, plain: Array, turned: Array, past: Latents, coordinates: BothCoordinates, scoring: Scoring
+        self, plain: Array, turned: Array, past: Joined, coordinates: BothCoordinates, scoring: Scoring
     ) -> Float[Array, "batch seq heads value_dim"]:
         """Return the same result without making keys and values of each head, for one query and many keys.
 
         q . (latent K) = (q K^T) . latent, and mean(latent V) = mean(latent) V. So all heads attend to the latents as to
-        one key-value head (DeepSeek-V2, section 2.1.2).
+        one key-value head (DeepSeek-V2, section 2.1.2). Values are the keys, of whose average the latent is kept: the
+        part of shared keys costs fewer operations than a copy of all latents takes time.
         """
         q = jnp.concatenate([contract("bshn,lhn->bshl", plain, self.key_up), turned], axis=-1)
-        k = jnp.concatenate(past, axis=-1)[:, :, None]
-        y = attend_whole(q[:, :, None], k, past.latent[:, :, None], coordinates, scoring)[:, :, 0]
+        k = past.latents[:, :, None]
+        y = attend_whole(q[:, :, None], k, k, coordinates, scoring)[:, :, 0, :, : self.sizes.kv_lora]
         return contract("bshl,lhv->bshv", y, self.value_up)
 
     def _queries(

@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import math
 import os
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -16,6 +17,10 @@ from moezoo.errors import UserError, check_type
 from moezoo.host import keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
 from moezoo.typed import Range, check_fields, convert
+
+# XLA's library of fused CPU kernels, on by default from jax 0.11, adds up products of bfloat16 in bfloat16, which ends
+# at 256 equal terms, and reads numbers that nothing has written (0.12, NaN in one process of two; docs/running.md).
+_NO_FUSED_CPU_KERNELS = "--xla_cpu_experimental_ynn_fusion_type="
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -74,6 +79,24 @@ class MeshShape:
 def has_started() -> bool:
     """Return whether JAX has started, after which its number of devices is fixed."""
     return xla_bridge.backends_are_initialized()
+
+
+def refuse_fused_cpu_kernels() -> None:
+    """Turn them off in programs that this process and its children compile; a user who has set the flag keeps it."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version__.startswith("0.10.") or _NO_FUSED_CPU_KERNELS in flags:
+        return
+    os.environ["XLA_FLAGS"] = f"{flags} {_NO_FUSED_CPU_KERNELS}".strip()
+    if has_started() and jax.default_backend() == "cpu":
+        warnings.warn(
+            "JAX has started before moezoo was imported, so XLA's fused CPU kernels are on: sums in bfloat16 may be "
+            "wrong, and results NaN (docs/running.md); import moezoo before JAX makes an array",
+            stacklevel=2,
+        )
+
+
+# JAX reads the flags when it starts.
+refuse_fused_cpu_kernels()
 
 
 def accelerators() -> bool:

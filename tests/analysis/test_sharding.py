@@ -109,8 +109,7 @@ def test_cache_by_hand():
     # 384 rows on all 128 devices; 3,000 tokens and 16 more, rounded up.
     slots = 3072 + 16
     assert {name: row.local_shape for name, row in rows.items()} == {
-        "latent in the cache of .stacks[0].blocks[0]": (27, 3, slots, 512),
-        "shared in the cache of .stacks[0].blocks[0]": (27, 3, slots, 64),
+        "latents in the cache of .stacks[0].blocks[0]": (27, 3, slots, 512 + 64),
     }
     assert {row.axes[:3] for row in rows.values()} == {("layer", "batch", "slots")}
 

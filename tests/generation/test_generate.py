@@ -139,17 +139,17 @@ def test_logits_with_a_cache_equal_those_without(name):
 
 def test_what_is_kept():
     """A window bounds the number of slots; DeepSeek keeps a latent and a shared key, not keys and values of heads."""
-    for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8, 4})):
+    for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8 + 4})):
         at: Any = Coordinates(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
         read = functools.partial(generation.prefill, length=14, execution=moezoo.Execution())
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.states)
-        assert {int(np.prod(x.shape[3:])) for x in kept} == numbers
+        assert {int(np.prod(x.shape[2:])) // x.shape[-2] for x in kept} == numbers
         # As declared.
         states = [block.attention.state(14) for stack in model(name).stacks for block in stack.blocks]
         declared = [tuple(leaf.sizes.values()) for leaf in jax.tree.leaves(states)]
         assert [x.shape[2:] for x in kept] == declared
-        assert {x.shape[1:3] for x in kept} == {(4, slots)}
+        assert {(x.shape[1], x.shape[-2]) for x in kept} == {(4, slots)}
 
 
 def make_execution(mesh, strategy, rules="fsdp_ep"):

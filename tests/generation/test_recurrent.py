@@ -167,5 +167,5 @@ def test_what_is_kept():
     read = functools.partial(generation.prefill, length=13, execution=moezoo.Execution())
     cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid()).cache
     shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
-    assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 4, 2, 8)}], [{(1, 4, 13, 2, 8)}]]
+    assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 2, 4, 8)}], [{(1, 4, 2, 13, 8)}]]
     assert sorted(cache.coordinates) == [4, 13]

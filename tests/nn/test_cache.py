@@ -20,20 +20,22 @@ def test_a_text_is_arranged_as_if_written_token_by_token(count):
     for token in range(count):
         slots[:, token % SLOTS] = columns[:, token]
     np.testing.assert_array_equal(fit(jnp.asarray(columns), SLOTS), slots)
-    declared: Any = Kept({"slots": SLOTS})
-    np.testing.assert_array_equal(Slots(SLOTS, declared).fill(jnp.asarray(columns)).kept, slots)
+    declared = Slots.declare(SLOTS, {"heads": 2, "head_dim": 1})
+    assert declared.kept == Kept({"heads": 2, "slots": SLOTS, "head_dim": 1})
+    each = jnp.stack([columns, -columns], axis=-1)[..., None]
+    np.testing.assert_array_equal(declared.fill(each).kept[..., 0], np.stack([slots, -slots], axis=1))
 
 
 def test_a_token_is_written_into_its_slot():
     """What each layer keeps of it, and its coordinates, for each number of slots."""
-    kept = jnp.zeros((4, BATCH, SLOTS))
+    kept = jnp.zeros((4, BATCH, 2, SLOTS, 1))
     at = Coordinates(*(jnp.zeros((BATCH, SLOTS), jnp.int32) for _ in range(2)))
     cache = Cache(((Slots(SLOTS, kept),),), {SLOTS: at}, jnp.int32(7))
-    tokens = jnp.arange(1.0, 9).reshape(4, BATCH, 1)
+    tokens = jnp.arange(1.0, 17).reshape(4, BATCH, 1, 2, 1)
     past = cache.past(0, 0, jnp.int32(2))
-    wanted = np.zeros((4, BATCH, SLOTS))
-    wanted[:, :, 7 % SLOTS] = tokens[:, :, 0]
-    np.testing.assert_array_equal(past.state.with_token(tokens[2], past), wanted[2])
+    wanted = np.zeros((4, BATCH, 2, SLOTS, 1))
+    wanted[:, :, :, 7 % SLOTS] = tokens[:, :, 0]
+    np.testing.assert_array_equal(past.state.with_token(tokens[2], past), wanted[2].swapaxes(1, 2))
     after = cache.advance(((tokens,),))
     np.testing.assert_array_equal(after.states[0][0].kept, wanted)
     assert after.column == 8
@@ -61,16 +63,16 @@ class Total(State):
 def test_the_cache_carries_any_state():
     """Beside slots of two sizes: coordinates are kept once for each size, and none for a state that needs none."""
     at = Coordinates(*(jnp.ones((BATCH, 5), jnp.int32),) * 2)
-    rings = [Slots(n, jnp.zeros((1, BATCH, n))) for n in (8, SLOTS, 8)]
+    rings = [Slots(n, jnp.zeros((1, BATCH, n, 1))) for n in (8, SLOTS, 8)]
     total = Total(0, jnp.zeros((2, BATCH)))
     cache = Cache.of_prompts(((total, *rings[:2]), (rings[2],)), at)
     assert sorted(cache.coordinates) == [SLOTS, 8]
     assert cache.column == 5
     assert cache.past(0, 0, jnp.int32(1)).keys is None
     assert cache.past(1, 0, jnp.int32(0)).keys is cache.coordinates[8]
-    token = jnp.ones((1, BATCH, 1))
+    token = jnp.ones((1, BATCH, 1, 1))
     fresh = ((jnp.full((2, BATCH), 3.0), token, token), (token,))
     after = jax.jit(lambda cache: cache.add_token(Coordinates(*(a[:, :1] for a in at))).advance(fresh))(cache)
     assert jax.tree.structure(after) == jax.tree.structure(cache)  # as a loop needs
     np.testing.assert_array_equal(after.states[0][0].total, np.full((2, BATCH), 3.0))
-    np.testing.assert_array_equal(after.states[1][0].kept[0, :, 5], np.ones(BATCH))
+    np.testing.assert_array_equal(after.states[1][0].kept[0, :, 5], np.ones((BATCH, 1)))
