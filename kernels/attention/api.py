@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from moezoo.kernels import blocks
 from moezoo.kernels.attention import chunked, hopper_backend, one_query, reference, splash_backend
 from moezoo.kernels.attention.base import (
     NOTHING,
@@ -33,10 +34,17 @@ from moezoo.parallel.kernels import (
     runs_on_tpu,
 )
 
+
+def _with_blocks(backend: Backend, gpu: Target) -> Backend:
+    sizes = {"blocks": blocks.measured(chunked.ON_GPUS, "chunked", gpu)}
+    names = ("attend", "part", "part_gradients")
+    return backend._replace(**{name: functools.partial(getattr(chunked, name), **sizes) for name in names})
+
+
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, reference.part, reference.part_gradients),
-    "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients),
+    "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients, for_gpu=_with_blocks),
     "one_query": Backend(one_query.attend),
     "hopper": Backend(
         hopper_backend.attend,
@@ -55,6 +63,11 @@ BACKENDS: dict[str, Backend] = {
         sorted_keys=True,
     ),
 }
+
+
+def _backend(chosen: Chosen) -> Backend:
+    one = BACKENDS[chosen.name]
+    return one if chosen.gpu is None or one.for_gpu is None else one.for_gpu(one, chosen.gpu)
 
 
 def register(name: str, backend: Backend) -> None:
@@ -167,7 +180,7 @@ def attend(
     chosen = _choose_for(operands, implementation)
 
     def backend(one: Chosen) -> Callable[[Operands], Attended]:
-        return lambda operands: BACKENDS[one.name].attend(operands, scale)
+        return lambda operands: _backend(one).attend(operands, scale)
 
     per_query, v = operands.q.shape[:4], operands.v
     alike = jax.tree.leaves(operands)
@@ -205,6 +218,6 @@ def _run_part(
 ) -> Any:
     def backend(one: Chosen) -> Callable[..., Any]:
         # A backend that has no parts is one for few queries, where the naive one does.
-        return function_of(BACKENDS[one.name]) or function_of(BACKENDS["reference"])
+        return function_of(_backend(one)) or function_of(BACKENDS["reference"])
 
     return run(_choose_for(operands, implementation), backend, operands, *others)

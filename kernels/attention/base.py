@@ -1,5 +1,6 @@
 """The contract of a backend of attention, and what it returns."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import equinox as eqx
@@ -114,6 +115,8 @@ class Backend(NamedTuple):
         runs_on: Whether the backend can be traced and run for a target.
         dtypes: The names of the dtypes of operands that the backend takes; None for all.
         sorted_keys: Whether the backend needs `Operands.seen`.
+        for_gpu: A function of the backend and a known GPU: the same backend with sizes of blocks for it. None if it has
+            none to choose.
     """
 
     attend: Attend
@@ -122,6 +125,7 @@ class Backend(NamedTuple):
     runs_on: RunsOn = anywhere
     dtypes: tuple[str, ...] | None = None
     sorted_keys: bool = False
+    for_gpu: "Callable[[Backend, Target], Backend] | None" = None
 
     def takes(self, target: Target, dtype: DTypeLike, is_sorted: bool) -> bool:
         """Return whether the backend runs on the target with operands of this dtype, and keys in a known order."""

@@ -207,6 +207,38 @@ def test_attention_on_a_tpu_in_kernels(dims, temporaries):
 
 
 @pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "temporaries"),
+    [("a100", "bfloat16", 222e6), ("h200", "float32", 281e6), ("b200", "bfloat16", 222e6)],
+)
+def test_attention_on_other_gpus(kind, dtype, temporaries):
+    """Both passes in blocks of 512: a pair of these is the largest array of scores, in a third of the naive memory."""
+    tokens, kv_heads, group, dim = 4096, 8, 4, 128
+    device, found = absent_devices(kind)[0], {}
+
+    def array(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct((1, tokens, *shape), dtype)
+
+    number, result = array(dtype=jnp.int32), array(kv_heads, group, dim)
+    given = result, array(kv_heads, dim), array(kv_heads, dim), Coordinates(number, number), Interval(number, number)
+    for names in ((), ("reference",)):
+
+        def both(q: Any, k: Any, v: Any, at: Any, seen: Any, back: Any, names: Any = names) -> Any:
+            order = KernelOrder(names, device_target(device))
+            run = lambda q, k, v: attend(Operands(q, k, v, at, at, None, seen), 1.0, implementation=order)  # noqa: E731
+            value, pull = jax.vjp(run, q, k, v)
+            return value, pull(back)
+
+        program = compile_for(device, both, *given, Attended(result, array(kv_heads, group, dtype=jnp.float32)))
+        memory = memory_of(program)
+        assert memory is not None
+        found[names] = memory.temporaries
+        assert (f"f32[{kv_heads},{group * 512},512]" in (program.as_text() or "")) == (not names)
+    assert found[()] < temporaries < found["reference",] / 3
+
+
+@pytest.mark.absent
 @pytest.mark.parametrize(("remat", "products"), [("dots", 2), ("full", 0)])
 def test_what_a_layer_keeps_on_an_h200(remat, products):
     """Its tokens, products of rows as `remat` says, and numbers per token and expert of the router."""
