@@ -64,6 +64,15 @@ BACKENDS: dict[str, Backend] = {
     ),
 }
 
+# Names that are no backends, and why.
+REFUSED = {
+    "cudnn": "cuDNN's attention drops the gradient by the log-sum-exp silently, knows no documents as intervals of "
+    "keys, refuses in JAX values narrower than keys, and cannot be interpreted, so nothing is proven of it without the "
+    "chip; take hopper or chunked",
+    "tokamax": "tokamax's attention for Hopper has no gradient by the log-sum-exp, and its backward pass skips blocks "
+    "of keys by causality only, not by documents or windows; take hopper or chunked",
+}
+
 
 def _backend(chosen: Chosen) -> Backend:
     one = BACKENDS[chosen.name]
@@ -136,7 +145,7 @@ def _choose(
     runs_on = {name: functools.partial(takes, backend) for name, backend in BACKENDS.items()}
     own = functools.partial(_own_order, queries=queries, keys=keys, kv_heads=kv_heads)
     operands = f" with {jnp.dtype(dtype).name}" + " and keys in an unknown order" * (not is_sorted)
-    return choose("attention", runs_on, implementation, own, operands)
+    return choose("attention", runs_on, implementation, own, operands, REFUSED)
 
 
 def attend(

@@ -1,6 +1,7 @@
 """The choice of a kernel's backend: the first of an ordered list that runs on what a program is compiled for."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -132,6 +133,7 @@ def choose(
     implementation: str | KernelOrder | None,
     own_order: Callable[[Target], Sequence[str]],
     operands: str = "",
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> ChosenBackends:
     """Choose the first backend that runs on the target; without a target, one for each platform, with the capability
     of this process's own GPU if it has one, and one must run on this process's devices.
@@ -142,6 +144,7 @@ def choose(
         implementation: A backend's name, an order, or None for the kernel's own order.
         own_order: The kernel's own order of names for a target.
         operands: What `backends` were asked for besides the target, for messages, such as " with float32".
+        refused: Why names that a user may expect are no backends, and what to take.
 
     Raises:
         UserError: A name is not a backend, or none of the named backends runs on the target.
@@ -151,7 +154,7 @@ def choose(
     order = KernelOrder((implementation,)) if isinstance(implementation, str) else implementation or KernelOrder()
     for name in order.names:
         if name not in backends:
-            raise UserError(f"{kernel}: no backend '{name}'; {nearest(name, backends)}")
+            raise UserError(f"{kernel}: no backend '{name}'; {refused.get(name) or nearest(name, backends)}")
 
     def first(target: Target) -> Chosen | None:
         names = order.names or own_order(target)
