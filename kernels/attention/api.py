@@ -29,6 +29,7 @@ from moezoo.parallel.kernels import (
     Target,
     add_backend,
     choose,
+    passed_over,
     run,
     runs_on_hopper,
     runs_on_tpu,
@@ -124,6 +125,12 @@ def chosen_backend(
         UserError: A name is not a backend, or none of them runs there.
     """
     return _choose(KernelOrder(names, target), queries, keys, kv_heads, dtype, is_sorted)[0][1].name
+
+
+def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike) -> list[str]:
+    """Return why backends before the one that `chosen_backend` returns, for keys in a known order, are passed over."""
+    few = f"is for {_MANY} queries{' and keys' * (target.platform == 'tpu')} or more"
+    return passed_over(chosen, names, _own_order(target, _MANY, _MANY, 1), BACKENDS, target, dtype, few)
 
 
 def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:

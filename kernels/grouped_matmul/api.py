@@ -27,6 +27,7 @@ from moezoo.parallel.kernels import (
     Target,
     add_backend,
     choose,
+    passed_over,
     run,
     runs_on_tpu,
 )
@@ -121,6 +122,11 @@ def chosen_backend(target: Target, names: tuple[str, ...] = (), dtype: DTypeLike
         UserError: A name is not a backend, or none of them runs there.
     """
     return _choose(KernelOrder(names, target), dtype)[0][1].name
+
+
+def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike) -> list[str]:
+    """Return why backends before the one that `chosen_backend` returns are passed over."""
+    return passed_over(chosen, names, _own_order(target), BACKENDS, target, dtype)
 
 
 def _choose(implementation: str | KernelOrder | None, dtype: DTypeLike, *weights: Any) -> ChosenBackends:

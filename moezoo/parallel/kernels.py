@@ -1,12 +1,15 @@
 """The choice of a kernel's backend: the first of an ordered list that runs on what a program is compiled for."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, nearest
@@ -101,6 +104,35 @@ def runs_on_hopper(target: Target) -> bool:
 def runs_on_tpu(target: Target) -> bool:
     """Return whether the target is a TPU."""
     return target.platform == "tpu"
+
+
+def lacks(backend: Any, target: Target, dtype: DTypeLike) -> str | None:
+    """Return why a backend does not run on the target with operands of this dtype; None if it does."""
+    name = jnp.dtype(dtype).name
+    if not backend.runs_on(target):
+        return "does not run here"
+    if backend.dtypes is None or name in backend.dtypes:
+        return None
+    return f"takes {' and '.join(backend.dtypes)}, not {name}"
+
+
+def passed_over(
+    chosen: str,
+    names: Sequence[str],
+    own: Sequence[str],
+    backends: Mapping[str, Any],
+    target: Target,
+    dtype: DTypeLike,
+    otherwise: str = "",
+) -> list[str]:
+    """Return why backends before the chosen one are not taken, such as "hopper takes bfloat16, not float32".
+
+    They are those of `names`, or if there are none, those of the kernel's `own` order that are made for the target;
+    `otherwise` is the reason of one that runs there with this dtype.
+    """
+    own = [name for name in own if backends[name].runs_on is not anywhere and backends[name].runs_on(target)]
+    before = itertools.takewhile(lambda name: name != chosen, names or own)
+    return [f"{name} {lacks(backends[name], target, dtype) or otherwise}" for name in before]
 
 
 def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
