@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moezoo.kernels import blocks
-from moezoo.kernels.attention import chunked, hopper_backend, one_query, reference, splash_backend
+from moezoo.kernels.attention import by_intervals, chunked, one_query, reference
 from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
@@ -26,6 +26,7 @@ from moezoo.parallel.kernels import (
     Chosen,
     ChosenBackends,
     KernelOrder,
+    RunsOn,
     Target,
     add_backend,
     choose,
@@ -42,27 +43,19 @@ def _with_blocks(backend: Backend, gpu: Target) -> Backend:
     return backend._replace(**{name: functools.partial(getattr(chunked, name), **sizes) for name in names})
 
 
+def _by_intervals(kernels: str, runs_on: RunsOn, dtypes: tuple[str, ...]) -> Backend:
+    names = ("attend", "part", "part_gradients")
+    attend, part, gradients = (functools.partial(getattr(by_intervals, name), kernels) for name in names)
+    return Backend(attend, part, gradients, runs_on, dtypes, sorted_keys=True)
+
+
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, reference.part, reference.part_gradients),
     "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients, for_gpu=_with_blocks),
     "one_query": Backend(one_query.attend),
-    "hopper": Backend(
-        hopper_backend.attend,
-        hopper_backend.part,
-        hopper_backend.part_gradients,
-        runs_on_hopper,
-        dtypes=("bfloat16",),
-        sorted_keys=True,
-    ),
-    "splash": Backend(
-        splash_backend.attend,
-        splash_backend.part,
-        splash_backend.part_gradients,
-        runs_on_tpu,
-        dtypes=("bfloat16", "float32"),
-        sorted_keys=True,
-    ),
+    "hopper": _by_intervals("hopper", runs_on_hopper, ("bfloat16",)),
+    "splash": _by_intervals("splash", runs_on_tpu, ("bfloat16", "float32")),
 }
 
 # Names that are no backends, and why.
