@@ -164,7 +164,8 @@ def kernel_lines(execution: Execution, length: int, stacks: Sequence[Stack]) -> 
     queries = length // execution.sequence_group.size
     keys = queries if isinstance(execution.context_parallel, RotateKept) else length  # of one call
     skips = ", ".join([*_windows(stacks), "documents in order"])
-    product = grouped_matmul.chosen_backend(target, names.grouped_matmul, dtype)
+    experts = [getattr(block.feed_forward, "experts", None) for stack in stacks for block in stack.blocks]
+    product = grouped_matmul.chosen_backend(target, names.grouped_matmul, dtype, experts)
     own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype)
 
     def line(kernel: str, backend: str, reasons: Sequence[str], *others: str) -> str:

@@ -1,5 +1,6 @@
 """The pictures of a run, and what it prints that no run of the suite does."""
 
+import functools
 import io
 import sys
 import types
@@ -11,6 +12,8 @@ import moezoo
 from moezoo import progress
 from moezoo.config.build import build_execution
 from moezoo.models.blueprint import Blueprint
+from moezoo.nn.block_fp8 import BlockFP8
+from moezoo.nn.containers import store
 from moezoo.optim import AdamW, Constant, Cosine
 from moezoo.parallel.kernels import Target
 from moezoo.training.pictures import (
@@ -175,6 +178,16 @@ def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, 
     monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target(*target.split()))
     found = kernel_lines(build_execution(cfg), cfg.seq_len, Blueprint(cfg.model).shapes.stacks)
     assert found == [f"grouped_matmul: {product}", f"attention: {attention}"]
+
+
+def test_the_line_of_products_with_experts_in_few_bits(monkeypatch):
+    """They take the portable backend, because others need whole stacks."""
+    cfg = moezoo.compose("execution.dtype=bfloat16")
+    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target("cuda", "9.0"))
+    rounded = functools.partial(BlockFP8.rounded, size=(4, 4))
+    change = lambda model: store(model, lambda path: ".experts." in path, rounded)  # noqa: E731
+    line = kernel_lines(build_execution(cfg), cfg.seq_len, Blueprint(cfg.model, change=change).shapes.stacks)[0]
+    assert line == "grouped_matmul: blocked (cuda 9.0: hopper takes whole stacks, not weights of few bits)"
 
 
 def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):
