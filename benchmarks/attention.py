@@ -21,6 +21,7 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log, points, r
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
+from moezoo.kernels import blocks
 from moezoo.kernels.attention import Operands, attend, chosen_backend, chunked
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals
@@ -112,7 +113,9 @@ def _program(who: str, name: Any, sizes: Any, target: Target) -> Any:
 
 def _products(name: str, sizes: Any, at: Coordinates) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...], float]:
     """Return the program of some of the products, its operands, and how many times as many there are in all."""
-    pairs, queries, keys = chunked.count_pairs(at, at, sizes.window)
+    target = device_target(jax.devices()[0])
+    on_gpu = blocks.measured(chunked.ON_GPUS, "chunked", target) if target.platform in ("cuda", "rocm") else None
+    pairs, queries, keys = chunked.count_pairs(at, at, sizes.window, on_gpu)
     heads, rows = pairs * sizes.kv_heads, sizes.group * queries
     batch = max(1, min(heads, _SCORES // (rows * keys)))
     shapes = (rows, sizes.head_dim), (keys, sizes.head_dim), (keys, sizes.value_dim), (rows, sizes.value_dim)

@@ -1,24 +1,28 @@
 """Measure sizes of blocks on this GPU: `accelerator tune=true`. The table of the fastest is what backends read.
 
 Each field of a backend's sizes is varied alone, in the order of the fields, around the fastest of the fields before it.
-A choice's time is the geometric mean over shapes of a layer's forward and backward pass in one program.
+A choice's time is the geometric mean over shapes of a layer's forward and backward pass in one program; for `chunked`,
+of causal attention to the tokens of the shape.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks import attention
 from benchmarks.kernels import layer_operands, run_layer
 from benchmarks.results import Row, log
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
+from moezoo.kernels.attention import chunked
 from moezoo.kernels.grouped_matmul import chips, chosen_backend
 from moezoo.kernels.grouped_matmul.blocked import ON_GPUS
 from moezoo.parallel.execution import Execution
@@ -40,6 +44,7 @@ TRIED: dict[str, tuple[Any, dict[str, Sequence[Any]]]] = {
             "experts": [(256, 64), (512, 128), (1024, 256), (2048, 512), (2048, 512, 128)],
         },
     ),
+    "chunked": (chunked.ON_GPUS, {"queries": (256, 512, 1024), "keys": (256, 512, 1024, 2048)}),
     "hopper": (chips.HOPPER.tiles, _TILES),
     "blackwell": (chips.BLACKWELL.tiles, _TILES),
 }
@@ -54,7 +59,7 @@ def tune(target: Target, names: Sequence[str], keys: Any) -> Iterator[Row]:
     if target.capability is None:
         raise UserError(f"tune=true measures sizes for GPUs, and this is {target.platform}; leave it out")
     fastest = chosen_backend(target)
-    for backend in dict.fromkeys((fastest, "blocked")):
+    for backend in dict.fromkeys((fastest, "blocked", "chunked")):
         if backend in TRIED:
             yield from _tune(backend, target.capability, names, keys)
 
@@ -80,18 +85,27 @@ def _tune(backend: str, capability: str, names: Sequence[str], keys: Any) -> Ite
 
 
 def _times(backend: str, table: blocks.Table, names: Sequence[str], keys: Any) -> dict[str, float]:
-    """Return the milliseconds of a layer of each shape, with sizes from `table`."""
+    """Return the milliseconds of a layer or of attention for each shape, with sizes from `table`."""
     times = {}
     for name in names:
-        (x, block), fixed, back = layer_operands(SHAPES[name], "uniform", "bfloat16")
-        execution = Execution(dtype="bfloat16", remat="none", kernels=Kernels(grouped_matmul=(backend,)))
+        function, operands = _case(backend, name)
         jax.clear_caches()  # of traces with other sizes
         with blocks.trying(table):
-            program = jax.jit(passes_of(partial(run_layer, execution))["both"])
-            ready = program.lower((x, block), fixed, back).compile()
-        call = call_of(ready, (x, block), fixed, back)
+            ready = jax.jit(passes_of(function)["both"]).lower(*operands).compile()
+        call = call_of(ready, *operands)
         times[name] = measure({name: call}, seconds=keys.seconds, samples=keys.samples)[name].ms
     return times
+
+
+def _case(backend: str, name: str) -> tuple[Callable[..., Any], Any]:
+    """Return a function, and what it is differentiated by, its other operands and a cotangent."""
+    if backend == "chunked":
+        heads = {"kv_heads": 8, "group": 4, "head_dim": 128, "value_dim": 128}
+        sizes = SimpleNamespace(**heads, documents=1, dtype="bfloat16")
+        call = partial(attention.call, scale=128**-0.5, window=None, implementation=backend)
+        return call, jax.device_put(attention.operands_of(SHAPES[name].tokens, sizes))
+    execution = Execution(dtype="bfloat16", remat="none", kernels=Kernels(grouped_matmul=(backend,)))
+    return partial(run_layer, execution), layer_operands(SHAPES[name], "uniform", "bfloat16")
 
 
 def table_of(rows: Sequence[Row]) -> blocks.Table:

@@ -60,9 +60,13 @@ _INT32 = Range(at_most=2**31 - 1)  # devices count in int32
 
 
 class Name(str):
-    """The type of a field that holds a key of `registry`, at the time when it is set. The value is plain text."""
+    """The type of a field that holds a key of `registry`, at the time when it is set. The value is plain text.
+
+    `refused` are names that a user may expect there, and why they are not.
+    """
 
     registry: ClassVar[Mapping[str, Any]]
+    refused: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
 
 class Checks(NamedTuple):
@@ -110,6 +114,8 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     if choices is not None:
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return value
+        if isinstance(value, str) and (reason := getattr(inner, "refused", {}).get(value)):
+            raise UserError(f"{key}={value}: {reason}")
     elif origin is tuple:
         if isinstance(value, str) and _choices(arguments[0]) is not None:
             value = [value]

@@ -1,6 +1,7 @@
 """Attention over packed documents: the kernel of every attention layer."""
 
 from moezoo.kernels.attention.api import BACKENDS as BACKENDS
+from moezoo.kernels.attention.api import REFUSED as REFUSED
 from moezoo.kernels.attention.api import attend as attend
 from moezoo.kernels.attention.api import attend_part as attend_part
 from moezoo.kernels.attention.api import chosen_backend as chosen_backend

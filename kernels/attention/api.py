@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moezoo.kernels.attention import chunked, hopper_backend, one_query, reference, splash_backend
+from moezoo.kernels import blocks
+from moezoo.kernels.attention import by_intervals, chunked, one_query, reference
 from moezoo.kernels.attention.base import (
     NOTHING,
     Attended,
@@ -25,36 +26,51 @@ from moezoo.parallel.kernels import (
     Chosen,
     ChosenBackends,
     KernelOrder,
+    RunsOn,
     Target,
     add_backend,
     choose,
+    passed_over,
     run,
     runs_on_hopper,
     runs_on_tpu,
 )
 
+
+def _with_blocks(backend: Backend, gpu: Target) -> Backend:
+    sizes = {"blocks": blocks.measured(chunked.ON_GPUS, "chunked", gpu)}
+    names = ("attend", "part", "part_gradients")
+    return backend._replace(**{name: functools.partial(getattr(chunked, name), **sizes) for name in names})
+
+
+def _by_intervals(kernels: str, runs_on: RunsOn, dtypes: tuple[str, ...]) -> Backend:
+    names = ("attend", "part", "part_gradients")
+    attend, part, gradients = (functools.partial(getattr(by_intervals, name), kernels) for name in names)
+    return Backend(attend, part, gradients, runs_on, dtypes, sorted_keys=True)
+
+
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, reference.part, reference.part_gradients),
-    "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients),
+    "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients, for_gpu=_with_blocks),
     "one_query": Backend(one_query.attend),
-    "hopper": Backend(
-        hopper_backend.attend,
-        hopper_backend.part,
-        hopper_backend.part_gradients,
-        runs_on_hopper,
-        dtypes=("bfloat16",),
-        sorted_keys=True,
-    ),
-    "splash": Backend(
-        splash_backend.attend,
-        splash_backend.part,
-        splash_backend.part_gradients,
-        runs_on_tpu,
-        dtypes=("bfloat16", "float32"),
-        sorted_keys=True,
-    ),
+    "hopper": _by_intervals("hopper", runs_on_hopper, ("bfloat16",)),
+    "splash": _by_intervals("splash", runs_on_tpu, ("bfloat16", "float32")),
 }
+
+# Names that are no backends, and why.
+REFUSED = {
+    "cudnn": "cuDNN's attention drops the gradient by the log-sum-exp silently, knows no documents as intervals of "
+    "keys, refuses in JAX values narrower than keys, and cannot be interpreted, so nothing is proven of it without the "
+    "chip; take hopper or chunked",
+    "tokamax": "tokamax's attention for Hopper has no gradient by the log-sum-exp, and its backward pass skips blocks "
+    "of keys by causality only, not by documents or windows; take hopper or chunked",
+}
+
+
+def _backend(chosen: Chosen) -> Backend:
+    one = BACKENDS[chosen.name]
+    return one if chosen.gpu is None or one.for_gpu is None else one.for_gpu(one, chosen.gpu)
 
 
 def register(name: str, backend: Backend) -> None:
@@ -103,6 +119,12 @@ def chosen_backend(
     return _choose(KernelOrder(names, target), queries, keys, dtype, is_sorted)[0][1].name
 
 
+def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike) -> list[str]:
+    """Return why backends before the one that `chosen_backend` returns, for keys in a known order, are passed over."""
+    few = f"is for {_MANY} queries{' and keys' * (target.platform == 'tpu')} or more"
+    return passed_over(chosen, names, _own_order(target, _MANY, _MANY), BACKENDS, target, dtype, few)
+
+
 def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
     q = operands.q
     # An execution names backends for training, prefill and decoding together. Keys of a cache have no order.
@@ -122,7 +144,7 @@ def _choose(
     runs_on = {name: functools.partial(takes, backend) for name, backend in BACKENDS.items()}
     own = functools.partial(_own_order, queries=queries, keys=keys)
     operands = f" with {jnp.dtype(dtype).name}" + " and keys in an unknown order" * (not is_sorted)
-    return choose("attention", runs_on, implementation, own, operands)
+    return choose("attention", runs_on, implementation, own, operands, REFUSED)
 
 
 def attend(
@@ -166,7 +188,7 @@ def attend(
     chosen = _choose_for(operands, implementation)
 
     def backend(one: Chosen) -> Callable[[Operands], Attended]:
-        return lambda operands: BACKENDS[one.name].attend(operands, scale)
+        return lambda operands: _backend(one).attend(operands, scale)
 
     per_query, v = operands.q.shape[:4], operands.v
     alike = jax.tree.leaves(operands)
@@ -204,6 +226,6 @@ def _run_part(
 ) -> Any:
     def backend(one: Chosen) -> Callable[..., Any]:
         # A backend that has no parts is one for few queries, where the naive one does.
-        return function_of(BACKENDS[one.name]) or function_of(BACKENDS["reference"])
+        return function_of(_backend(one)) or function_of(BACKENDS["reference"])
 
     return run(_choose_for(operands, implementation), backend, operands, *others)

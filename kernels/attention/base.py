@@ -1,15 +1,15 @@
 """The contract of a backend of attention, and what it returns."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import equinox as eqx
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from moezoo.parallel.context_parallel import Coordinates as Coordinates
 from moezoo.parallel.context_parallel import Interval as Interval
-from moezoo.parallel.kernels import RunsOn, Target, anywhere
+from moezoo.parallel.kernels import RunsOn, Target, anywhere, lacks
 
 # The log-sum-exp of a query that sees no key: finite, so that no gradient is NaN.
 NOTHING = -1e30
@@ -114,6 +114,8 @@ class Backend(NamedTuple):
         runs_on: Whether the backend can be traced and run for a target.
         dtypes: The names of the dtypes of operands that the backend takes; None for all.
         sorted_keys: Whether the backend needs `Operands.seen`.
+        for_gpu: A function of the backend and a known GPU: the same backend with sizes of blocks for it. None if it has
+            none to choose.
     """
 
     attend: Attend
@@ -122,11 +124,11 @@ class Backend(NamedTuple):
     runs_on: RunsOn = anywhere
     dtypes: tuple[str, ...] | None = None
     sorted_keys: bool = False
+    for_gpu: "Callable[[Backend, Target], Backend] | None" = None
 
     def takes(self, target: Target, dtype: DTypeLike, is_sorted: bool) -> bool:
         """Return whether the backend runs on the target with operands of this dtype, and keys in a known order."""
-        fits = self.dtypes is None or jnp.dtype(dtype).name in self.dtypes
-        return self.runs_on(target) and fits and (is_sorted or not self.sorted_keys)
+        return lacks(self, target, dtype) is None and (is_sorted or not self.sorted_keys)
 
 
 def sees(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "*batch queries keys"]:

@@ -12,6 +12,7 @@ On a CPU a product inside a loop is one call of a fast matrix product. Three cho
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,9 +39,22 @@ from moezoo.kernels.attention.base import (
 from moezoo.kernels.once import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
-# The most tokens per block: for up to `_SHORT` tokens, and for more.
+# The most tokens per block on a CPU: for up to `_SHORT` tokens, and for more.
 BLOCKS = (64, 128)
 _SHORT = 512
+
+
+class Blocks(NamedTuple):
+    """The most tokens of a block of queries, and of one of keys."""
+
+    queries: int
+    keys: int
+
+
+# A step of a loop costs a GPU some launches, and has the blocks of one row. The scores of 512 queries and keys are 16
+# tiles of 128 x 128 numbers for each query head: 8 heads give work to 108 to 148 multiprocessors. They take 1 MiB for
+# each of these heads in float32, of which the backward pass holds a few arrays. Not measured.
+ON_GPUS = Blocks(512, 512)
 _LAST = jnp.iinfo(jnp.int32).max
 
 Block = Float[Array, "_ _ _"]  # heads, rows, dim; the rows of queries are the tokens of each query head
@@ -72,42 +86,52 @@ def suits(queries: int, keys: int) -> bool:
     return queries >= 16 and queries * keys >= 64 * 64
 
 
-def attend(operands: Operands, scale: Scale) -> Attended:
-    """Attend row after row, block after block; queries times `scale` are rounded to the queries' dtype."""
+def attend(operands: Operands, scale: Scale, blocks: Blocks | None = None) -> Attended:
+    """Attend row after row, block after block; queries times `scale` are rounded to the queries' dtype.
+
+    Blocks are those of a CPU unless `blocks` are given.
+    """
     q = operands.q
-    return _attend(dataclasses.replace(operands, q=(q.astype(jnp.float32) * scale).astype(q.dtype)))
+    operands = dataclasses.replace(operands, q=(q.astype(jnp.float32) * scale).astype(q.dtype))
+    return _attend(blocks or _on_cpu(operands.queries, operands.keys), operands)
 
 
-@jax.custom_vjp
-def _attend(operands: Operands) -> Attended:
-    return _attend_forward(operands)[0]
+def _on_cpu(at: Coordinates, key_at: Coordinates) -> Blocks:
+    return Blocks(*(BLOCKS[x.position.shape[1] > _SHORT] for x in (at, key_at)))
 
 
-def _forward(operands: Operands) -> tuple[Attended, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(blocks: Blocks, operands: Operands) -> Attended:
+    return _attend_forward(blocks, operands)[0]
+
+
+def _forward(blocks: Blocks, operands: Operands) -> tuple[Attended, Any]:
     # Named where the backward pass uses them: if a policy saves them, no loop runs twice.
-    result, highest, total = (checkpoint_name(x, ATTENTION) for x in _softmax(operands))
+    result, highest, total = (checkpoint_name(x, ATTENTION) for x in _softmax(blocks, operands))
     logsumexp = jnp.where(highest > FLOOR, highest + jnp.log(total), NOTHING)[..., 0]
     # Keep two numbers, not the log-sum-exp: for large scores it is too rounded to give weights that sum to one.
     return Attended(result, logsumexp), (operands, result, highest, total)
 
 
-def part(operands: Operands) -> Softmax:
+def part(operands: Operands, blocks: Blocks | None = None) -> Softmax:
     """Attend to a part of the keys, block after block."""
-    result, highest, total = traced_once(_softmax, (BLOCKS, _SHORT), (), operands)
-    return Softmax(result, highest[..., 0], total[..., 0])
+    result, *numbers = traced_once(_softmax, None, (blocks or _on_cpu(operands.queries, operands.keys),), operands)
+    return Softmax(result, *(x[..., 0] for x in numbers))
 
 
-def part_gradients(operands: Operands, whole: Softmax, back: Results) -> tuple[Array, Array, Array]:
+def part_gradients(
+    operands: Operands, whole: Softmax, back: Results, blocks: Blocks | None = None
+) -> tuple[Array, Array, Array]:
     """Return the gradients that go through a part of the keys, block after block."""
     residuals = (operands, whole.result, whole.highest[..., None], whole.total[..., None])
     cotangent = Attended(back, jnp.zeros_like(whole.total))
-    return traced_once(_backward, (BLOCKS, _SHORT), (), residuals, cotangent)
+    return traced_once(_backward, None, (blocks or _on_cpu(operands.queries, operands.keys),), residuals, cotangent)
 
 
-def _softmax(operands: Operands) -> tuple[Array, ...]:
+def _softmax(blocks: Blocks, operands: Operands) -> tuple[Array, ...]:
     """Return the result, the largest score and the total of each query, [batch, queries, kv_heads, group, dim or 1]."""
     v, window = operands.v, operands.window
-    past, steps = _plan((operands.q,), operands)
+    past, steps = _plan((operands.q,), operands, blocks)
 
     def step(_: None, x: _Step) -> tuple[None, tuple[Block, Block, Block]]:
         (q,) = x.parts
@@ -130,12 +154,12 @@ def _softmax(operands: Operands) -> tuple[Array, ...]:
     return tuple(_join(x, operands.q) for x in parts)
 
 
-def _backward(residuals: Any, cotangent: Attended) -> tuple[Array, Array, Array]:
+def _backward(blocks: Blocks, residuals: Any, cotangent: Attended) -> tuple[Array, Array, Array]:
     """Return the gradients by q, k and v."""
     operands, result, highest, total = residuals
     q, window = operands.q, operands.window
     parts = q, result, cotangent.result, cotangent.logsumexp[..., None], highest, 1 / total
-    past, steps = _plan(parts, operands)
+    past, steps = _plan(parts, operands, blocks)
 
     def step(carry: tuple[Array, Array], x: _Step) -> tuple[tuple[Array, Array], Block]:
         q, result, back, through_logsumexp, highest, share = x.parts
@@ -168,12 +192,12 @@ def _backward(residuals: Any, cotangent: Attended) -> tuple[Array, Array, Array]
     return _join(by_q, q), by_k, by_v
 
 
-def _attend_forward(operands: Operands) -> tuple[Attended, Any]:
-    return traced_once(_forward, (BLOCKS, _SHORT), (), operands)
+def _attend_forward(blocks: Blocks, operands: Operands) -> tuple[Attended, Any]:
+    return traced_once(_forward, None, (blocks,), operands)
 
 
-def _attend_backward(residuals: Any, cotangent: Attended) -> tuple[Operands]:
-    gradients = traced_once(_backward, (BLOCKS, _SHORT), (), residuals, cotangent)
+def _attend_backward(blocks: Blocks, residuals: Any, cotangent: Attended) -> tuple[Operands]:
+    gradients = traced_once(_backward, None, (blocks,), residuals, cotangent)
     where = lambda x: (x.q, x.k, x.v, x.queries, x.keys, x.seen)  # noqa: E731
     no_gradient = (None, None, None)
     return (eqx.tree_at(where, residuals[0], (*gradients, *no_gradient), is_leaf=lambda x: x is None),)
@@ -182,15 +206,16 @@ def _attend_backward(residuals: Any, cotangent: Attended) -> tuple[Operands]:
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _plan(parts: tuple[Array, ...], operands: Operands) -> tuple[_Keys, _Step]:
+def _plan(parts: tuple[Array, ...], operands: Operands, blocks: Blocks) -> tuple[_Keys, _Step]:
     """Return all blocks of keys, and one step for each block of queries; `parts` are arrays of queries.
 
     One dimension holds the blocks of all rows of the batch, so one loop runs over the blocks of queries of every row.
     """
-    at, key_at, visible = _places(operands)
+    at, key_at, visible = _places(operands, blocks)
     order = _order_visits(visible)
-    keys = _Keys(_cut(operands.k[:, :, :, None]), _cut(operands.v[:, :, :, None]), _join_rows(key_at))
-    return keys, _Step(tuple(map(_cut, parts)), *_join_rows((at, order, visible.sum(-1, dtype=jnp.int32))))
+    k, v = (_cut(x[:, :, :, None], blocks.keys) for x in (operands.k, operands.v))
+    parts = tuple(_cut(x, blocks.queries) for x in parts)
+    return _Keys(k, v, _join_rows(key_at)), _Step(parts, *_join_rows((at, order, visible.sum(-1, dtype=jnp.int32))))
 
 
 def _order_visits(visible: Bool[Array, "batch queries keys"]) -> Int[Array, "batch queries keys"]:
@@ -208,38 +233,38 @@ def _join_rows(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-def count_pairs(queries: Coordinates, keys: Coordinates, window: int | None) -> tuple[int, int, int]:
+def count_pairs(
+    queries: Coordinates, keys: Coordinates, window: int | None, blocks: Blocks | None = None
+) -> tuple[int, int, int]:
     """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys."""
-    at, key_at = _cut_coordinates(queries, keys)
+    at, key_at = _cut_coordinates(queries, keys, blocks or _on_cpu(queries, keys))
     return int(_visible(at, key_at, window).sum()), at.position.shape[2], key_at.position.shape[2]
 
 
-def _places(operands: Operands) -> tuple[_Places, _Places, Bool[Array, "batch queries keys"]]:
+def _places(operands: Operands, blocks: Blocks) -> tuple[_Places, _Places, Bool[Array, "batch queries keys"]]:
     """Return where the tokens of each block are, and which blocks of queries must visit which blocks of keys."""
     seen, keys = operands.seen, operands.keys.position
     if seen is None:
-        at, key_at = _cut_coordinates(operands.queries, operands.keys)
+        at, key_at = _cut_coordinates(operands.queries, operands.keys, blocks)
         return at, key_at, _visible(at, key_at, operands.window)
-    first, after = (_cut_numbers(x, mode="edge") for x in seen)
-    number = _cut_numbers(vary_like(lax.broadcasted_iota(jnp.int32, keys.shape, 1), keys), constant_values=_LAST)
+    first, after = (_cut_numbers(x, blocks.queries, mode="edge") for x in seen)
+    number = vary_like(lax.broadcasted_iota(jnp.int32, keys.shape, 1), keys)
+    number = _cut_numbers(number, blocks.keys, constant_values=_LAST)
     low, high = jnp.where(first < after, first, _LAST).min(-1), jnp.where(first < after, after, 0).max(-1)
     visible = (number[:, None, :, 0] < high[..., None]) & (number[:, None, :, -1] >= low[..., None])
     return Interval(first, after), number, visible
 
 
-def _cut_coordinates(queries: Coordinates, keys: Coordinates) -> tuple[Coordinates, Coordinates]:
+def _cut_coordinates(queries: Coordinates, keys: Coordinates, blocks: Blocks) -> tuple[Coordinates, Coordinates]:
     # The padding of the last block: queries that see what the last one sees, and keys that no query sees.
-    at = Coordinates(*(_cut_numbers(x, mode="edge") for x in queries))
-    return at, Coordinates(_cut_numbers(keys.position, constant_values=_LAST), _cut_numbers(keys.segment, mode="edge"))
+    at = Coordinates(*(_cut_numbers(x, blocks.queries, mode="edge") for x in queries))
+    position = _cut_numbers(keys.position, blocks.keys, constant_values=_LAST)
+    return at, Coordinates(position, _cut_numbers(keys.segment, blocks.keys, mode="edge"))
 
 
-def _count_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCKS[tokens > _SHORT])
-
-
-def _cut(x: Float[Array, "batch tokens kv_heads group dim"]) -> Float[Array, "blocks kv_heads rows dim"]:
-    """Cut each row of the batch into equal blocks, padded with zeros at the end."""
-    blocks = _count_blocks(x.shape[1])
+def _cut(x: Float[Array, "batch tokens kv_heads group dim"], most: int) -> Float[Array, "blocks kv_heads rows dim"]:
+    """Cut each row of the batch into equal blocks of at most so many tokens, padded with zeros at the end."""
+    blocks = -(-x.shape[1] // most)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % blocks), (0, 0), (0, 0), (0, 0)))
     return rearrange(x, "b (n t) k g d -> (b n) k (g t) d", n=blocks)
 
@@ -250,8 +275,8 @@ def _join(x: Float[Array, "blocks kv_heads rows dim"], like: Array) -> Float[Arr
     return x[:, : like.shape[1]]
 
 
-def _cut_numbers(x: Int[Array, "batch tokens"], **padding: Any) -> Int[Array, "batch blocks block"]:
-    blocks = _count_blocks(x.shape[1])
+def _cut_numbers(x: Int[Array, "batch tokens"], most: int, **padding: Any) -> Int[Array, "batch blocks block"]:
+    blocks = -(-x.shape[1] // most)
     x = jnp.pad(x.astype(jnp.int32), ((0, 0), (0, -x.shape[1] % blocks)), **padding)
     return x.reshape(x.shape[0], blocks, -1)
 

@@ -5,6 +5,8 @@ and for each pair of blocks whether to visit it. The numbers and the visits may 
 that a query sees is packed into its number, 16 bits for each end, and only pairs of blocks are visited that lie between
 the first and the last key that a query of the block sees: causality, documents and windows are skipped alike, in any
 order of queries. A step for each other pair remains, which computes nothing.
+
+Gradients are our own rule around the kernels, whose own rule refuses a log-sum-exp.
 """
 
 import functools
@@ -44,19 +46,30 @@ def part(q: Array, k: Array, v: Array, first: Array, after: Array) -> Softmax:
     return whole._replace(result=whole.result.astype(v.dtype))
 
 
-def part_gradients(*given: Array) -> tuple[Array, Array, Array]:
-    """Return the gradients by q, k and v; `given` are these, the intervals, both results and their gradients."""
-    q, k, v, first, after, logsumexp, result, back, to_logsumexp = given
-    less = (back.astype(jnp.float32) * result.astype(jnp.float32)).sum(-1) - to_logsumexp
+def part_gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    after: Array,
+    whole: Softmax,
+    back: Array,
+    through_logsumexp: Array | float = 0.0,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients by q, k and v that go through these keys; arguments as in `by_intervals`.
+
+    Weights are recomputed from the log-sum-exp: for scores of magnitude s they sum to one within s x 2**-24.
+    """
+    less = (back.astype(jnp.float32) * whole.result.astype(jnp.float32)).sum(-1) - through_logsumexp
     # Weights are exp(score - log-sum-exp): zero for a query that sees nothing, by any finite number.
-    logsumexp = jnp.where(logsumexp > FLOOR, logsumexp, 0)
+    logsumexp = jnp.where(whole.highest > FLOOR, whole.highest + jnp.log(whole.total), 0)
     parts = []
     for keys in _calls(k):
         seen = _within(Interval(first, after), keys)
         parts.append(call_unchecked(_kernels_backward, q, k[:, keys], v[:, keys], *seen, logsumexp, back, less))
     by_q, by_k, by_v = zip(*parts, strict=True)
-    whole = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in by_q))
-    return whole.astype(q.dtype), jnp.concatenate(by_k, 1), jnp.concatenate(by_v, 1)
+    all_q = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in by_q))
+    return all_q.astype(q.dtype), jnp.concatenate(by_k, 1), jnp.concatenate(by_v, 1)
 
 
 def _calls(k: Array) -> list[slice]:

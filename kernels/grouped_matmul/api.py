@@ -27,6 +27,7 @@ from moezoo.parallel.kernels import (
     Target,
     add_backend,
     choose,
+    passed_over,
     run,
     runs_on_tpu,
 )
@@ -112,15 +113,23 @@ def _own_order(target: Target) -> Sequence[str]:
     return (*{"tpu": ("ragged_dot",), "cuda": ("hopper", "blackwell")}.get(target.platform, ()), "blocked")
 
 
-def chosen_backend(target: Target, names: tuple[str, ...] = (), dtype: DTypeLike = jnp.bfloat16) -> str:
-    """Return the name of the backend that runs on `target` with operands of `dtype`.
+def chosen_backend(
+    target: Target, names: tuple[str, ...] = (), dtype: DTypeLike = jnp.bfloat16, weights: Any = ()
+) -> str:
+    """Return the name of the backend that runs on `target` with operands of `dtype`, and `weights` or their shapes.
 
     It is the first of `names`, or of the kernel's own order.
 
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), dtype)[0][1].name
+    return _choose(KernelOrder(names, target), dtype, weights)[0][1].name
+
+
+def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike) -> list[str]:
+    """Return why backends before the one that `chosen_backend` returns are passed over."""
+    few_bits = "takes whole stacks, not weights of few bits"
+    return passed_over(chosen, names, _own_order(target), BACKENDS, target, dtype, few_bits)
 
 
 def _choose(implementation: str | KernelOrder | None, dtype: DTypeLike, *weights: Any) -> ChosenBackends:

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.kernels import Keep, RunsOn, Target, anywhere
+from moezoo.parallel.kernels import Keep, RunsOn, Target, anywhere, lacks
 
 Activation = Callable[[Float[Array, "rows outputs"], Float[Array, "rows outputs"]], Float[Array, "rows outputs"]]
 
@@ -111,4 +110,4 @@ class Backend(NamedTuple):
 
     def takes(self, target: Target, dtype: DTypeLike) -> bool:
         """Return whether the backend runs on the target with operands of this dtype."""
-        return self.runs_on(target) and (self.dtypes is None or jnp.dtype(dtype).name in self.dtypes)
+        return lacks(self, target, dtype) is None

@@ -8,6 +8,7 @@ from moezoo.data import SOURCES, DataSettings
 from moezoo.errors import UserError, check_type
 from moezoo.hub.upcycling import Upcycle
 from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.attention import REFUSED
 from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.models.adapters import ADAPTERS, Adapter, NoAdapter
@@ -41,7 +42,7 @@ class GroupedMatmulName(Name):
 class AttentionName(Name):
     """The name of a backend of attention."""
 
-    registry = ATTENTION
+    registry, refused = ATTENTION, REFUSED
 
 
 @dataclasses.dataclass(frozen=True)

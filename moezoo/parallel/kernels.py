@@ -1,11 +1,15 @@
 """The choice of a kernel's backend: the first of an ordered list that runs on what a program is compiled for."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, nearest
@@ -102,6 +106,35 @@ def runs_on_tpu(target: Target) -> bool:
     return target.platform == "tpu"
 
 
+def lacks(backend: Any, target: Target, dtype: DTypeLike) -> str | None:
+    """Return why a backend does not run on the target with operands of this dtype; None if it does."""
+    name = jnp.dtype(dtype).name
+    if not backend.runs_on(target):
+        return "does not run here"
+    if backend.dtypes is None or name in backend.dtypes:
+        return None
+    return f"takes {' and '.join(backend.dtypes)}, not {name}"
+
+
+def passed_over(
+    chosen: str,
+    names: Sequence[str],
+    own: Sequence[str],
+    backends: Mapping[str, Any],
+    target: Target,
+    dtype: DTypeLike,
+    otherwise: str = "",
+) -> list[str]:
+    """Return why backends before the chosen one are not taken, such as "hopper takes bfloat16, not float32".
+
+    They are those of `names`, or if there are none, those of the kernel's `own` order that are made for the target;
+    `otherwise` is the reason of one that runs there with this dtype.
+    """
+    own = [name for name in own if backends[name].runs_on is not anywhere and backends[name].runs_on(target)]
+    before = itertools.takewhile(lambda name: name != chosen, names or own)
+    return [f"{name} {lacks(backends[name], target, dtype) or otherwise}" for name in before]
+
+
 def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:
     """Return the target of programs for `mesh`; None without a mesh, and for a mesh that names no device."""
     if mesh is None:
@@ -132,6 +165,7 @@ def choose(
     implementation: str | KernelOrder | None,
     own_order: Callable[[Target], Sequence[str]],
     operands: str = "",
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> ChosenBackends:
     """Choose the first backend that runs on the target; without a target, one for each platform, with the capability
     of this process's own GPU if it has one, and one must run on this process's devices.
@@ -142,6 +176,7 @@ def choose(
         implementation: A backend's name, an order, or None for the kernel's own order.
         own_order: The kernel's own order of names for a target.
         operands: What `backends` were asked for besides the target, for messages, such as " with float32".
+        refused: Why names that a user may expect are no backends, and what to take.
 
     Raises:
         UserError: A name is not a backend, or none of the named backends runs on the target.
@@ -151,7 +186,7 @@ def choose(
     order = KernelOrder((implementation,)) if isinstance(implementation, str) else implementation or KernelOrder()
     for name in order.names:
         if name not in backends:
-            raise UserError(f"{kernel}: no backend '{name}'; {nearest(name, backends)}")
+            raise UserError(f"{kernel}: no backend '{name}'; {refused.get(name) or nearest(name, backends)}")
 
     def first(target: Target) -> Chosen | None:
         names = order.names or own_order(target)

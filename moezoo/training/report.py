@@ -1,5 +1,6 @@
 """What a run prints: the summary before step 1, progress, and its results."""
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -18,15 +19,16 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
 from moezoo.data.epochs import Epochs
 from moezoo.hub.adapters import describe_peers
-from moezoo.kernels.attention import chosen_backend as chosen_attention
-from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
+from moezoo.kernels.attention import api as attention
+from moezoo.kernels.grouped_matmul import api as grouped_matmul
 from moezoo.models import name_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import Compared, compare_strategies
+from moezoo.nn.ring_attention import RotateKept
 from moezoo.optim import Schedule, UpdateRule, Work
 from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
-from moezoo.parallel.axes import Role, count_parameters, is_stored, parameter_table
+from moezoo.parallel.axes import Role, Stack, count_parameters, is_stored, parameter_table
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.low_rank import is_low_rank
@@ -151,20 +153,40 @@ def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
     return line
 
 
-def kernels_line(execution: Execution, length: int) -> str:
-    """Name the backends that a step on sequences of `length` tokens runs, and who chose them."""
-    target, names = execution.target, execution.kernels
+def kernel_lines(execution: Execution, length: int, stacks: Sequence[Stack]) -> list[str]:
+    """Name the backend of each kernel that a step on sequences of `length` tokens runs, and why it is that one.
+
+    Why: what the step is compiled for, or the setting that names the backend; backends that are passed over; and what
+    attention skips: windows, and what is in other documents, which lie in order in each row.
+    """
+    target, names, dtype = execution.target, execution.kernels, execution.dtype
     assert target is not None
     queries = length // execution.sequence_group.size
-    chosen = {
-        "grouped_matmul": chosen_product(target, names.grouped_matmul, execution.dtype),
-        "attention": chosen_attention(target, queries, length, names.attention, dtype=execution.dtype),
-    }
-    by = {
-        kernel: f"set by execution.{kernel}" if getattr(names, kernel) else f"default on {target.platform}"
-        for kernel in chosen
-    }
-    return ", ".join(f"{kernel} {backend} ({by[kernel]})" for kernel, backend in chosen.items())
+    keys = queries if isinstance(execution.context_parallel, RotateKept) else length  # of one call
+    skips = ", ".join([*_windows(stacks), "documents in order"])
+    experts = [getattr(block.feed_forward, "experts", None) for stack in stacks for block in stack.blocks]
+    product = grouped_matmul.chosen_backend(target, names.grouped_matmul, dtype, experts)
+    own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype)
+
+    def line(kernel: str, backend: str, reasons: Sequence[str], *others: str) -> str:
+        who = f"set by execution.{kernel} on " * bool(getattr(names, kernel))
+        why = who + " ".join(filter(None, target)) + f": {', '.join(reasons)}" * bool(reasons)
+        return f"{kernel}: {backend} ({'; '.join([why, *others])})"
+
+    return [
+        line("grouped_matmul", product, grouped_matmul.reasons(product, target, names.grouped_matmul, dtype)),
+        line("attention", own, attention.reasons(own, target, names.attention, dtype), skips),
+    ]
+
+
+def _windows(stacks: Sequence[Stack]) -> list[str]:
+    """Describe the windows of layers, such as "window 128 in 12 of 24 layers"."""
+    layers = [
+        getattr(b.attention, "window", None) for stack in stacks for b in stack.blocks for _ in range(stack.count)
+    ]
+    counts = collections.Counter(window for window in layers if window is not None)
+    some = {window: f" in {count} of {len(layers)} layers" * (count < len(layers)) for window, count in counts.items()}
+    return [f"window {window}{part}" for window, part in some.items()]
 
 
 def traffic_lines(traffic: TrafficTable) -> list[str]:
@@ -295,7 +317,7 @@ def summarize(
     rows += [
         ("optimizer", rate_line(cfg.optimizer, cfg.schedule, cfg.steps)),
         *(("optimizer", line) for line in optimizer_lines(step.update_work, traffic)),
-        ("kernels", kernels_line(execution, cfg.seq_len)),
+        *(("kernels", line) for line in kernel_lines(execution, cfg.seq_len, model.stacks)),
         (
             "memory",
             f"per device: parameters {memory['parameters']}, optimizer {memory['optimizer state']}, gradients "

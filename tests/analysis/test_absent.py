@@ -24,7 +24,7 @@ from moezoo.analysis.absent import ABSENT, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
-from moezoo.kernels.attention import Attended, Operands, attend, hopper_backend
+from moezoo.kernels.attention import Attended, Operands, attend, by_intervals
 from moezoo.kernels.grouped_matmul import grouped_matmul, ragged_dot
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig
@@ -163,7 +163,8 @@ def test_attention_on_an_h200_has_no_temporaries(heads, kv_heads, dims):
     given = array(kv_heads, group, dim), array(kv_heads, dim), array(kv_heads, value_dim)
 
     def both(q: Any, k: Any, v: Any, at: Any, back: Any) -> Any:
-        value, pull = jax.vjp(lambda q, k, v: hopper_backend.attend(Operands(q, k, v, at, at, None), 1.0), q, k, v)
+        run = lambda q, k, v: by_intervals.attend("hopper", Operands(q, k, v, at, at, None), 1.0)  # noqa: E731
+        value, pull = jax.vjp(run, q, k, v)
         return value, pull(back)
 
     program = compile_for(absent_devices("h200")[0], both, *given, at, Attended(result, total))
@@ -204,6 +205,38 @@ def test_attention_on_a_tpu_in_kernels(dims, temporaries):
     assert text.count('custom_call_target="tpu_custom_call"') == 3
     assert not re.search(r"\bwhile\(", text)
     assert memory.temporaries < temporaries < 4 * heads * tokens**2
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "temporaries"),
+    [("a100", "bfloat16", 222e6), ("h200", "float32", 281e6), ("b200", "bfloat16", 222e6)],
+)
+def test_attention_on_other_gpus(kind, dtype, temporaries):
+    """Both passes in blocks of 512: a pair of these is the largest array of scores, in a third of the naive memory."""
+    tokens, kv_heads, group, dim = 4096, 8, 4, 128
+    device, found = absent_devices(kind)[0], {}
+
+    def array(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct((1, tokens, *shape), dtype)
+
+    number, result = array(dtype=jnp.int32), array(kv_heads, group, dim)
+    given = result, array(kv_heads, dim), array(kv_heads, dim), Coordinates(number, number), Interval(number, number)
+    for names in ((), ("reference",)):
+
+        def both(q: Any, k: Any, v: Any, at: Any, seen: Any, back: Any, names: Any = names) -> Any:
+            order = KernelOrder(names, device_target(device))
+            run = lambda q, k, v: attend(Operands(q, k, v, at, at, None, seen), 1.0, implementation=order)  # noqa: E731
+            value, pull = jax.vjp(run, q, k, v)
+            return value, pull(back)
+
+        program = compile_for(device, both, *given, Attended(result, array(kv_heads, group, dtype=jnp.float32)))
+        memory = memory_of(program)
+        assert memory is not None
+        found[names] = memory.temporaries
+        assert (f"f32[{kv_heads},{group * 512},512]" in (program.as_text() or "")) == (not names)
+    assert found[()] < temporaries < found["reference",] / 3
 
 
 @pytest.mark.absent

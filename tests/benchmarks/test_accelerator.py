@@ -183,6 +183,8 @@ def test_tuning(capsys, monkeypatch, tmp_path):
 
     def measured(backend, table, names, keys):
         sizes = table["8.0"][backend]
+        if backend == "chunked":
+            return dict.fromkeys(names, 1.0 + abs(sizes["queries"] - 1024) + abs(sizes["keys"] - 256))
         asked.append(sizes)
         if sizes["experts"] == (2048, 512):
             raise RuntimeError("too large")
@@ -195,7 +197,7 @@ def test_tuning(capsys, monkeypatch, tmp_path):
     assert {sizes["products"] for sizes in asked[4:]} == {(1024, 256)}
     tuning.write(tuning.table_of(json.loads(json.dumps(rows))), tmp_path)
     best = {"products": [1024, 256], "experts": [1024, 256]}
-    assert blocks.read() == {"9.0": {}, "8.0": {"blocked": best}}
+    assert blocks.read() == {"9.0": {}, "8.0": {"blocked": best, "chunked": {"queries": 1024, "keys": 256}}}
     assert blocks.measured(tuning.ON_GPUS, "blocked", Target("cuda", "8.0")).experts == (1024, 256)
     # What failed has no time, and is not written.
     failed = {"part": "tune", "implementation": "", "error": "no memory"}
@@ -225,12 +227,14 @@ def test_tune_beside_other_parts(capsys, monkeypatch):
 
 
 def test_times_of_sizes(monkeypatch):
-    """A layer is compiled with the sizes of the table for this GPU, which a CPU stands for here."""
+    """A layer and attention are compiled with the sizes of the table for this GPU, which a CPU stands for here."""
     seen = []
     monkeypatch.setattr(tuning, "measure", lambda calls, **_: {name: SimpleNamespace(ms=1.0) for name in calls})
     monkeypatch.setattr("moezoo.parallel.kernels._own", lambda: Target("cuda", "8.0"))
     read = blocks.measured
     monkeypatch.setattr(blocks, "measured", lambda *arguments: seen.append(read(*arguments)) or seen[-1])
-    table = {"8.0": {"blocked": {"products": [16], "experts": [8]}}}
-    assert tuning._times("blocked", table, ("tiny",), SimpleNamespace(seconds=1, samples=1)) == {"tiny": 1.0}
-    assert {sizes.experts for sizes in seen} == {(8,)}
+    table = {"8.0": {"blocked": {"products": [16], "experts": [8]}, "chunked": {"keys": 64}}}
+    for backend, wanted in (("blocked", ((16,), (8,))), ("chunked", (512, 64))):
+        seen.clear()
+        assert tuning._times(backend, table, ("tiny",), SimpleNamespace(seconds=1, samples=1)) == {"tiny": 1.0}
+        assert set(seen) == {wanted}

@@ -34,11 +34,14 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 from programs import largest_array
+from refusals import refused
 
+import moezoo
 from moezoo.errors import UserError
 from moezoo.kernels.attention import (
     BACKENDS,
     FLOOR,
+    REFUSED,
     Attended,
     Operands,
     Softmax,
@@ -424,6 +427,19 @@ def test_the_choice_on_accelerators():
         wanted = f"^attention={name}: does not run on {on} with bfloat16 and keys in an unknown order; choose ref"
         with pytest.raises(UserError, match=wanted):
             attend(Operands(*inputs[:3], queries, keys, None), 1.0, implementation=KernelOrder((name,), target))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_are_no_backends(name):
+    """Each is refused by one line with the reason, unless somebody registers a backend of that name."""
+    with refused(f"attention: no backend '{name}'; ", "gradient by the log-sum-exp", "; take hopper or chunked"):
+        chosen_backend(Target("cuda", "9.0"), 512, 512, (name,))
+    with refused(f"execution.attention[0]={name}: ", "gradient by the log-sum-exp", "; take hopper or chunked"):
+        moezoo.compose(f"execution.attention=[{name}]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, name, BACKENDS["chunked"])
+        names = moezoo.compose(f"execution.attention={name}").execution.attention
+        assert chosen_backend(Target("cpu"), 512, 512, names or ()) == name
 
 
 def test_a_known_order_of_keys_changes_nothing():

@@ -1,18 +1,22 @@
 """Sizes of blocks by capability: which a backend takes, and what is refused of the table."""
 
+import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_loop import GROUP, Case, packed, random_operands
 from programs import executed_products
 from test_grouped_matmul import check, operands, value_and_gradients
 
 from benchmarks import tuning
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
+from moezoo.kernels.attention import Operands, Softmax, attend, attend_part, part_gradients
 from moezoo.kernels.grouped_matmul import blocked, grouped_matmul, routed_mlp
 from moezoo.kernels.permute import plan
 from moezoo.nn.activation import SWIGLU
@@ -44,6 +48,35 @@ def test_blocked_takes_the_sizes_of_its_gpu():
     # 40 rows, fewer than the smallest block of GPUs, are one block per group; a CPU has blocks of 32.
     assert set(ada) == {40}
     assert set(cpu) == {32}
+
+
+def test_chunked_attention_takes_the_sizes_of_its_gpu():
+    """Both passes, and those of a part of the keys; programs with other sizes are others, and results are the same."""
+    case = Case(130, 130, 0)
+    (q, k, v, *_), cotangent = random_operands(case)
+    given, ones = Operands(q, k, v, *packed(case), None), jnp.ones_like(cotangent.logsumexp)
+    whole = Softmax(cotangent.result, 10 * ones, ones)
+    passes = {
+        "forward": lambda order, given: attend(given, 1.0, implementation=order),
+        "part": lambda order, given: attend_part(given, order),
+        "backward": lambda order, given: part_gradients(given, whole, cotangent.result, order),
+    }
+
+    def both(order: KernelOrder, given: Operands) -> Any:
+        run = lambda q: attend(dataclasses.replace(given, q=q), 1.0, implementation=order)  # noqa: E731
+        return jax.vjp(run, given.q)[1](cotangent)
+
+    for run in (*passes.values(), both):
+        found = []
+        for target, rows, keys in ((AMPERE, 33, 44), (ADA, 130, 130), (Target("cpu"), 44, 44)):
+            order = KernelOrder(("chunked",), target)
+            with blocks.trying({"8.0": {"chunked": {"queries": 40, "keys": 50}}}):
+                shapes = executed_products(functools.partial(run, order), given)
+                found.append(jax.jit(functools.partial(run, order))(given))
+            assert {shape[1] for shape in shapes} == {GROUP * rows}, target
+            assert keys in {shape[2] for shape in shapes} or run is passes["backward"], target
+        for other in found[1:]:
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found[0], other)
 
 
 def test_measured_sizes_replace_only_their_fields():

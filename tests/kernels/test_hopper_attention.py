@@ -19,7 +19,7 @@ from attention_loop import Inputs, check, loop, make_row, sees, stack_rows
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
-from moezoo.kernels.attention import Attended, Operands, hopper_backend, join_softmax
+from moezoo.kernels.attention import Attended, Operands, by_intervals, join_softmax
 from moezoo.kernels.attention.base import Coordinates
 
 pytestmark = pytest.mark.interpreted
@@ -82,7 +82,7 @@ def value_and_gradients(
 
     def run(given: Inputs) -> Attended:
         q, k, v, scale, _ = given
-        return hopper_backend.attend(Operands(q, k, v, queries, keys, window), scale)
+        return by_intervals.attend("hopper", Operands(q, k, v, queries, keys, window), scale)
 
     if not gradients:
         return run(given), ()
@@ -118,8 +118,8 @@ def test_parts():
     @jax.jit
     def run(q: Any, k: Any, v: Any, queries: Any, keys: Any, back: Any) -> Any:
         at = [Operands(q, k[:, x], v[:, x], queries, Coordinates(*(y[:, x] for y in keys)), None) for x in parts]
-        whole = join_softmax(*map(hopper_backend.part, at))
-        gradients = [hopper_backend.part_gradients(x, whole, back) for x in at]
+        whole = join_softmax(*(by_intervals.part("hopper", x) for x in at))
+        gradients = [by_intervals.part_gradients("hopper", x, whole, back) for x in at]
         by_q, *others = ([x.astype(jnp.float32) for x in each] for each in zip(*gradients, strict=True))
         logsumexp = jnp.where(whole.highest > -1e29, whole.highest + jnp.log(whole.total), -1e30)
         return (whole.result, logsumexp), (by_q[0] + by_q[1], *(jnp.concatenate(x, 1) for x in others))
@@ -193,7 +193,7 @@ def plant(error: str, patch: pytest.MonkeyPatch) -> None:
     from moezoo.kernels.attention import hopper
 
     before, after = (ERRORS | ERRORS_OF_GRADIENTS)[error]
-    found = [x for x in (hopper, hopper_backend) if before in Path(str(x.__file__)).read_text()]
+    found = [x for x in (hopper, by_intervals) if before in Path(str(x.__file__)).read_text()]
     text = Path(str(found[0].__file__)).read_text()
     assert (len(found), text.count(before)) == (1, 1)
     changed = types.ModuleType("changed")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 from test_hopper_attention import BLOCK, Case, coordinates, operands
 
-from moezoo.kernels.attention import Attended, Operands, join_softmax, splash_backend
+from moezoo.kernels.attention import Attended, Operands, by_intervals, join_softmax
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals
 
@@ -47,7 +47,7 @@ def value_and_gradients(window: int | None, given: Inputs, queries: Any, keys: A
 
     def run(given: Inputs) -> Attended:
         q, k, v, scale, _ = given
-        return splash_backend.attend(Operands(q, k, v, queries, keys, window), scale)
+        return by_intervals.attend("splash", Operands(q, k, v, queries, keys, window), scale)
 
     value, pull = jax.vjp(run, given)
     return value, *pull(cotangent)
@@ -103,8 +103,8 @@ def test_parts():
     @jax.jit
     def run(q: Any, k: Any, v: Any, queries: Any, keys: Any, back: Any) -> Any:
         at = [Operands(q, k[:, x], v[:, x], queries, Coordinates(*(y[:, x] for y in keys)), 60) for x in parts]
-        whole = join_softmax(*map(splash_backend.part, at))
-        gradients = [splash_backend.part_gradients(x, whole, back) for x in at]
+        whole = join_softmax(*(by_intervals.part("splash", x) for x in at))
+        gradients = [by_intervals.part_gradients("splash", x, whole, back) for x in at]
         by_q, *others = zip(*gradients, strict=True)
         logsumexp = jnp.where(whole.highest > -1e29, whole.highest + jnp.log(whole.total), -1e30)
         return (whole.result, logsumexp), (by_q[0] + by_q[1], *(jnp.concatenate(x, 1) for x in others))

@@ -100,7 +100,7 @@ def test_keys_in_a_known_order(value, order):
     with pytest.MonkeyPatch.context() as patch:
         plan = chunked._places
         patch.setattr(chunked, "BLOCKS", (2, 2))
-        patch.setattr(chunked, "_places", lambda operands: seen.append(operands.seen) or plan(operands))
+        patch.setattr(chunked, "_places", lambda operands, blocks: seen.append(operands.seen) or plan(operands, blocks))
         compare("grouped", value, order)
     assert seen
     assert all(each is not None for each in seen)

@@ -1,5 +1,6 @@
 """The pictures of a run, and what it prints that no run of the suite does."""
 
+import functools
 import io
 import sys
 import types
@@ -10,7 +11,11 @@ import pytest
 import moezoo
 from moezoo import progress
 from moezoo.config.build import build_execution
+from moezoo.models.blueprint import Blueprint
+from moezoo.nn.block_fp8 import BlockFP8
+from moezoo.nn.containers import store
 from moezoo.optim import AdamW, Constant, Cosine
+from moezoo.parallel.kernels import Target
 from moezoo.training.pictures import (
     draw_losses,
     draw_routing,
@@ -19,7 +24,7 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import Progress, kernels_line, print_lines, rate_line, unsplit_lines
+from moezoo.training.report import Progress, kernel_lines, print_lines, rate_line, unsplit_lines
 
 
 def test_lines_are_printed_in_any_encoding(monkeypatch):
@@ -123,11 +128,66 @@ def test_rules_for_an_axis_of_one_device():
         assert unsplit_lines(cfg.rules, cfg.mesh.sizes) == found
 
 
-def test_a_named_backend_is_told_from_a_default():
-    cfg = moezoo.compose("mesh=ep8", "execution.attention=reference")
-    product, attention = kernels_line(build_execution(cfg), cfg.seq_len).split(", ")
-    assert product.endswith("(default on cpu)")
-    assert attention == "attention reference (set by execution.attention)"
+@pytest.mark.parametrize(
+    ("words", "target", "product", "attention"),
+    [
+        ("", "cpu", "blocked (cpu)", "chunked (cpu; documents in order)"),
+        (
+            "model.window=64 execution.attention=[splash,reference]",
+            "cpu",
+            "blocked (cpu)",
+            "reference (set by execution.attention on cpu: splash does not run here; window 64, documents in order)",
+        ),
+        (
+            "model=gpt_oss model.window=100 execution.dtype=bfloat16",
+            "tpu",
+            "ragged_dot (tpu)",
+            "splash (tpu; window 100 in 2 of 4 layers, documents in order)",
+        ),
+        (
+            "",
+            "cuda 9.0",
+            "blocked (cuda 9.0: hopper takes bfloat16, not float32)",
+            "reference (cuda 9.0: hopper takes bfloat16, not float32; documents in order)",
+        ),
+        (
+            "seq_len=2048 model.max_length=2048 execution.dtype=bfloat16",
+            "cuda 8.0",
+            "blocked (cuda 8.0)",
+            "chunked (cuda 8.0; documents in order)",
+        ),
+        (
+            "seq_len=64 execution.dtype=bfloat16",
+            "cuda 9.0",
+            "hopper (cuda 9.0)",
+            "reference (cuda 9.0: hopper is for 128 queries or more; documents in order)",
+        ),
+        # The ring's calls have the keys of one device.
+        (
+            "seq_len=2048 model.max_length=2048 mesh.context=2 execution.context_parallel=ring",
+            "rocm gfx942",
+            "blocked (rocm gfx942)",
+            "reference (rocm gfx942; documents in order)",
+        ),
+    ],
+    ids=lambda value: value or "default",
+)
+def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, attention):
+    """What a step is compiled for, which setting names a backend, and why one made for the chip is passed over."""
+    cfg = moezoo.compose(*words.split())
+    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target(*target.split()))
+    found = kernel_lines(build_execution(cfg), cfg.seq_len, Blueprint(cfg.model).shapes.stacks)
+    assert found == [f"grouped_matmul: {product}", f"attention: {attention}"]
+
+
+def test_the_line_of_products_with_experts_in_few_bits(monkeypatch):
+    """They take the portable backend, because others need whole stacks."""
+    cfg = moezoo.compose("execution.dtype=bfloat16")
+    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target("cuda", "9.0"))
+    rounded = functools.partial(BlockFP8.rounded, size=(4, 4))
+    change = lambda model: store(model, lambda path: ".experts." in path, rounded)  # noqa: E731
+    line = kernel_lines(build_execution(cfg), cfg.seq_len, Blueprint(cfg.model, change=change).shapes.stacks)[0]
+    assert line == "grouped_matmul: blocked (cuda 9.0: hopper takes whole stacks, not weights of few bits)"
 
 
 def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):
