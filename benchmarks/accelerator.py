@@ -5,6 +5,7 @@
 | `parity` | agreement of kernels and models with definitions on the host (`benchmarks.agreement`) | |
 | `products`, `layers` | a grouped product, an MoE layer, of six sizes | a matmul, `blocked`, XLA, tokamax, PyTorch |
 | `attention` | causal attention, 32 query heads and 8 key heads of 128, 4k to 32k tokens | other backends, cuDNN |
+| | one query per row over a cache of so many slots, of these heads and of 128 heads over latents | `reference` |
 | `step` | a training step of two billion parameters in bfloat16, and where its time goes | the peak of the device |
 | `generate` | greedy generation by that model | the bytes that it reads |
 
@@ -16,6 +17,7 @@ and what is left is named. A unit that fails leaves a row with its error, and th
 import contextlib
 import datetime
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,15 +25,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import agreement, attention, generate, kernels, tuning
 from benchmarks.results import Column, Panel, Report, Row, Table, log, points, split
 from benchmarks.steps import Running, model_flops, random_batch
-from benchmarks.timing import compile_passes, measure
+from benchmarks.timing import call_of, compile_passes, measure
+from moezoo.analysis.compiling import memory_of
 from moezoo.analysis.profile import ORDER, profile
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
-from moezoo.kernels.attention import chosen_backend
+from moezoo.kernels.attention import Operands, attend, chosen_backend
+from moezoo.kernels.attention.base import Coordinates
 from moezoo.parallel.kernels import Target, device_target
 from moezoo.parallel.mesh import start
 from moezoo.training.files import replace_text
@@ -195,6 +201,8 @@ def _units(size: Size, target: Target, keys: Any) -> Iterator[Unit]:
             yield Unit(part, name, partial(_kernel, kind, name, keys))
     for tokens in size.tokens:
         yield Unit("attention", f"{tokens}", partial(_attention, tokens, size, target, keys))
+    for tokens in size.tokens:
+        yield Unit("attention", f"decode {tokens}", partial(_decode, tokens, size, keys))
     yield Unit("step", "all", partial(_step, size, target, keys))
     yield Unit("generate", "all", partial(_generate, size, keys))
 
@@ -251,6 +259,43 @@ def _attention(tokens: int, size: Size, target: Target, keys: Any) -> Iterator[R
             }
 
 
+def _decode(slots: int, size: Size, keys: Any) -> Iterator[Row]:
+    """Time one query for each of 8 rows over a cache as generation stores it: [batch, heads, slots, dim]."""
+    rows, heads = 8, size.heads
+    grouped = {"heads": (heads["kv_heads"], heads["group"]), "dims": (heads["head_dim"], heads["value_dim"])}
+    for kind, heads, dims in (("grouped", *grouped.values()), ("latent", (1, 128), (576, 576))):
+        draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
+        shapes = (rows, 1, *heads, dims[0]), (rows, heads[0], slots, dims[0])
+        q, k = (jax.device_put(draw(shape).astype(jnp.bfloat16)) for shape in shapes)
+        # A latent's keys are its values.
+        v = k if kind == "latent" else jax.device_put(draw((*k.shape[:3], dims[1])).astype(jnp.bfloat16))
+        at = Coordinates(*(jnp.full((rows, 1), n, jnp.int32) for n in (slots, 1)))
+        key_at = Coordinates(*(jnp.broadcast_to(x, (rows, slots)) for x in (jnp.arange(slots), jnp.int32(1))))
+        calling = {name: partial(_one_query, name) for name in ("one_query", "reference")}
+        programs = {name: jax.jit(call).lower(q, k, v, at, key_at).compile() for name, call in calling.items()}
+        calls = {name: call_of(program, q, k, v, at, key_at) for name, program in programs.items()}
+        for name, timing in measure(calls, seconds=keys.seconds, samples=keys.samples).items():
+            memory = memory_of(programs[name])
+            tflops = 2 * rows * math.prod(heads) * slots * sum(dims) / timing.ms / 1e9
+            read = k.nbytes + (0 if kind == "latent" else v.nbytes)
+            yield {
+                "name": f"{slots} {kind}",
+                "implementation": f"moezoo {name}",
+                "pass": "decode",
+                "tokens": slots,
+                "dtype": "bfloat16",
+                **timing.rounded(4),
+                "tflops": round(tflops, 5),
+                "gigabytes_per_second": round(read / timing.ms / 1e6, 3),
+                "peak_bytes": None if memory is None else memory.peak,
+            }
+
+
+def _one_query(name: str, q: Any, k: Any, v: Any, at: Coordinates, key_at: Coordinates) -> Any:
+    operands = Operands(q, k.swapaxes(1, 2), v.swapaxes(1, 2), at, key_at, None)
+    return attend(operands, 0.1, implementation=name).result
+
+
 def _step(size: Size, target: Target, keys: Any) -> Iterator[Row]:
     cfg = compose(*f"model={size.model} {size.step} {_ONE}".split())
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
@@ -290,6 +335,7 @@ def report(rows: Sequence[Row]) -> Report:
     by = split([row for row in rows if "error" not in row], "part")
     timed = [Column("ms", "ms", ".4g"), Column("spread", "ms_spread", ".2g"), Column("TFLOP/s", "tflops", ".3f")]
     memory = Column("peak GB", "peak_bytes", ".2f", 1e9)
+    cache = Column("GB/s of the cache", lambda row: row.get("gigabytes_per_second"), ".1f")
     who = Column("implementation", "implementation")
     case = [Column("size", "name"), Column("pass", "pass"), who]
     steps = [row for row in by.get("step", []) if "scope" not in row]
@@ -299,7 +345,7 @@ def report(rows: Sequence[Row]) -> Report:
         ("parity", by.get("parity", []), [who, Column("result", "result"), Column("dtype", "dtype")]),
         ("tune", by.get("tune", []), [who, Column("sizes", lambda row: str(row["sizes"])), Column("ms", "ms", ".4g")]),
         *((part, by.get(part, []), [*case, *timed, share, memory]) for part in ("products", "layers")),
-        ("attention", by.get("attention", []), [*case, *timed, memory]),
+        ("attention", by.get("attention", []), [*case, *timed, cache, memory]),
         ("step", steps, [*timed, Column("tokens/s", "tokens_per_second", ",.0f")]),
         ("profile of the step", scopes, [Column("scope", "scope"), Column("ms", "ms", ".2f")]),
     ]
