@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.config.build import build_execution
@@ -25,6 +26,8 @@ from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
 from moezoo.training.evaluate import make_sums
 from moezoo.training.loss import chunk_rows
+
+AnyMesh = Mesh | AbstractMesh
 
 
 class Call(NamedTuple):
@@ -63,16 +66,16 @@ def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
     return cfg.model.vocab // execution.inner_group("vocab").size
 
 
-def _train(cfg: TrainConfig, blueprint: Blueprint) -> Call:
-    rows, execution = cfg.batch_size // cfg.execution.microbatches, build_execution(cfg, abstract_mesh(cfg.mesh))
+def _train(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
+    rows, execution = cfg.batch_size // cfg.execution.microbatches, build_execution(cfg, mesh or abstract_mesh(cfg.mesh))
     execution = choose_dispatch(blueprint.shapes.stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     step = build_step(cfg, execution, blueprint)
     return Call(execution, rows, cfg.seq_len, logits, None, step.memory, lambda: step.traced)
 
 
-def _evaluate(cfg: TrainConfig, blueprint: Blueprint) -> Call:
-    model, execution = blueprint.shapes, build_execution(cfg, abstract_mesh(cfg.mesh)).exact
+def _evaluate(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
+    model, execution = blueprint.shapes, build_execution(cfg, mesh or abstract_mesh(cfg.mesh)).exact
     execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
     logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
@@ -81,16 +84,16 @@ def _evaluate(cfg: TrainConfig, blueprint: Blueprint) -> Call:
     return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, _parameters(model, execution), trace)
 
 
-def _prefill(cfg: TrainConfig, blueprint: Blueprint) -> Call:
-    made = _generation(cfg, blueprint.shapes)
+def _prefill(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
+    made = _generation(cfg, blueprint.shapes, mesh)
     trace = lambda: jax.jit(made.begin).trace(*made.arguments)  # noqa: E731
     local = cfg.batch_size // made.prefill.ways(made.prefill.batch_axes)
     memory = _parameters(blueprint.shapes, made.prefill)
     return Call(made.prefill, cfg.batch_size, round_up(cfg.seq_len), local, None, memory, trace)
 
 
-def _decode(cfg: TrainConfig, blueprint: Blueprint) -> Call:
-    made = _generation(cfg, blueprint.shapes)
+def _decode(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
+    made = _generation(cfg, blueprint.shapes, mesh)
     now = eqx.filter_eval_shape(made.begin, *made.arguments)
     trace = lambda: jax.jit(made.advance).trace(*made.arguments, now)  # noqa: E731
     local = cfg.batch_size // made.decode.ways(made.decode.batch_axes)
@@ -106,20 +109,21 @@ class _Generation(NamedTuple):
     arguments: tuple[PyTree, ...]
 
 
-def _generation(cfg: TrainConfig, model: LanguageModel) -> _Generation:
+def _generation(cfg: TrainConfig, model: LanguageModel, mesh: AnyMesh | None) -> _Generation:
     """Return both programs of `generate` for prompts of `seq_len` tokens, `batch_size` of them, and a token more."""
     if cfg.seq_len >= (limit := cfg.model.longest).tokens:
         raise UserError(
             f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed {limit}; "
             f"choose at most {limit.tokens - 1}"
         )
-    execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any").exact.for_rows(cfg.batch_size)
+    execution = build_execution(cfg, mesh or abstract_mesh(cfg.mesh), batches="any").exact.for_rows(cfg.batch_size)
     how = continuation(model, cfg.seq_len, round_up(1), Sampling(), execution, rows=cfg.batch_size)
     programs, prompts = how.programs(model), prompt_shapes(cfg.batch_size, cfg.seq_len)
     return _Generation(how.prefill, how.decode, programs.begin, programs.advance, (model, prompts))
 
 
-CALLS: dict[CallName, Callable[[TrainConfig, Blueprint], Call]] = {
+# (configuration, blueprint, mesh in place of one without devices) -> the program
+CALLS: dict[CallName, Callable[..., Call]] = {
     "train": _train,
     "evaluate": _evaluate,
     "prefill": _prefill,

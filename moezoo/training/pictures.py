@@ -1,9 +1,10 @@
-"""The pictures of a run. Only this module uses matplotlib, without a screen."""
+"""The pictures of a run, and bars. Only this module uses matplotlib, without a screen."""
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,8 @@ _ROUTING = (
 )
 
 
-def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
-    """Return a figure and its panels, one below the other."""
+def _figure(width: float, height: float, rows: int = 1, *, share: bool = True) -> tuple[Any, Any]:
+    """Return a figure and its panels, one below the other, with one horizontal axis if they share it."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it reports at length where it cannot write to the user's folder of settings
@@ -35,7 +36,7 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
 
     logger.setLevel(level)
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, sharex=True)
+    return figure, figure.subplots(rows, sharex=share)
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -151,4 +152,45 @@ def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
     axes.set_ylabel("MoE layer")
     axes.set_title(f"Expert load, {steps}", fontsize=10)
     figure.colorbar(image, ax=axes, extend="max", label="load / mean load of the layer")
+    _save(figure, path)
+
+
+class Bars(NamedTuple):
+    """A panel of horizontal bars, one for each label.
+
+    Attributes:
+        name: The panel's title.
+        parts: For each label, part -> its size.
+        limit: Where a line is drawn; None for none.
+        stacked: Whether the parts of a label follow each other in one bar; otherwise each has a bar of its own.
+    """
+
+    name: str
+    parts: Sequence[Mapping[str, float]]
+    limit: float | None
+    stacked: bool
+
+
+def draw_bars(path: Path, title: str, labels: Sequence[str], panels: Sequence[Bars]) -> None:
+    """Write a PNG file with panels one below the other."""
+    figure, axes = _figure(11, 1.2 + len(panels) * (1.0 + 0.55 * len(labels)), len(panels), share=False)
+    figure.suptitle(title)
+    for axis, panel in zip(np.atleast_1d(axes), panels, strict=True):
+        names = list(dict.fromkeys(itertools.chain.from_iterable(panel.parts)))
+        start, place, height = np.zeros(len(labels)), np.arange(len(labels)), 0.8
+        for number, name in enumerate(names):
+            sizes = np.array([each.get(name, 0.0) for each in panel.parts])
+            colour = f"C{number % 10}"
+            if panel.stacked:
+                axis.barh(place, sizes, left=start, label=name, color=colour, hatch="//" if number >= 10 else None)
+                start += sizes
+            else:
+                height = 0.8 / len(names)
+                axis.barh(place - 0.4 + (number + 0.5) * height, sizes, height, label=name, color=colour)
+        if panel.limit is not None:
+            axis.axvline(panel.limit, color="black", linestyle="--", label="what a device has")
+        axis.set_yticks(place, labels)
+        axis.invert_yaxis()
+        axis.set_title(panel.name, loc="left")
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
     _save(figure, path)

@@ -1,0 +1,121 @@
+"""Compile the program of a configuration for an absent slice in a child process, and remember its memory.
+
+A compiler may print, abort, or serve one kind of GPU per process, so each program has a process of its own. What was
+compiled is remembered by its text: the lowered program, the slice and the versions.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moezoo.errors import UserError
+from moezoo.host import user_cache
+from moezoo.parallel.traffic import CallName
+
+# Without these, plugins look for devices and report at length that there are none.
+_QUIET = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+# Distributions whose versions decide what a compiler makes.
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
+_MARK = "moezoo-compiled "  # the line of stdout with the result, among what plugins print
+
+
+class Compiled(NamedTuple):
+    """A compiled program: bytes on one device, how long it took, and the most host memory of its process in bytes."""
+
+    peak: int
+    arguments: int
+    temporaries: int
+    seconds: float
+    host_bytes: int
+    remembered: bool = False
+
+
+def compile_apart(words: Sequence[str], topology: str, call: CallName) -> Compiled:
+    """Compile what a configuration runs for the devices of a slice.
+
+    Args:
+        words: The overrides of the configuration.
+        topology: The slice, as `moezoo.analysis.absent.absent_devices` names it.
+        call: What runs.
+
+    Raises:
+        UserError: The configuration, the slice or the compiler refuses; with the compiler's first line if it crashes.
+    """
+    request = json.dumps([list(words), topology, call])
+    command = [sys.executable, "-c", "from moezoo.analysis.apart import child; child()"]
+    done = subprocess.run(
+        command, input=request, capture_output=True, text=True, check=False, env={**os.environ, **_QUIET}
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            found = json.loads(line.removeprefix(_MARK))
+            if "error" in found:
+                raise UserError(found["error"])
+            return Compiled(**found)
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith(("F0", "Check failed", "Fatal"))), lines[-1] if lines else "")
+    raise UserError(f"the compiler ended with code {done.returncode}: {said[:300]}")
+
+
+def child() -> None:
+    """Compile what stdin asks for and print the result; what `compile_apart` starts."""
+    words, topology, call = json.load(sys.stdin)
+    try:
+        found = _compile(words, topology, call)._asdict()
+    except UserError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # whatever a compiler raises
+        found = {"error": f"the compiler refuses: {str(error).strip().splitlines()[0][:300]}"}
+    print(f"{_MARK}{json.dumps(found)}", flush=True)
+
+
+def _compile(words: Sequence[str], topology: str, call: CallName) -> Compiled:
+    from moezoo.analysis.absent import absent_devices
+    from moezoo.analysis.calls import CALLS
+    from moezoo.analysis.compiling import memory_of
+    from moezoo.config.build import blueprint_on
+    from moezoo.config.compose import compose
+    from moezoo.parallel.mesh import mesh_of, no_context_mesh
+
+    began, cfg = time.monotonic(), compose(*words)
+    mesh = mesh_of(cfg.mesh, absent_devices(topology))
+    with no_context_mesh():
+        lowered = CALLS[call](cfg, blueprint_on(cfg), mesh).trace().lower()
+    file = user_cache() / "plan" / f"{_name(lowered.as_text(), topology)}.json"
+    try:
+        return Compiled(**json.loads(file.read_text()), remembered=True)
+    except (OSError, ValueError, TypeError):
+        memory = memory_of(lowered.compile())
+    if memory is None:
+        raise UserError(f"the compiler for {topology} does not report memory; write --estimate")
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = Compiled(memory.peak, memory.arguments, memory.temporaries, time.monotonic() - began, host)
+    _remember(file, found)
+    return found
+
+
+def _name(text: str, topology: str) -> str:
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions() if each.name}
+    versions = [installed.get(name, "") for name in _COMPILERS]
+    flags = os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")
+    return hashlib.sha256("\0".join((text, topology, *versions, *flags)).encode()).hexdigest()
+
+
+def _remember(file: Path, found: Compiled) -> None:
+    from moezoo.training.files import replace_text
+
+    kept = found._asdict()
+    del kept["remembered"]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps(kept))
+    except OSError:
+        pass  # the folder of caches cannot be written: the program is compiled again next time

@@ -1,0 +1,187 @@
+"""What a configuration takes on a slice of devices that this machine does not have: one row per layout.
+
+Memory is that of `moezoo.analysis.memory_model`, time the bound of `moezoo.analysis.work`: no run is faster, because
+products, memory and links work at their peak rates and at the same time. So throughput and utilisation are bounds from
+above.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moezoo.analysis.hardware import Slice
+from moezoo.analysis.memory_model import Footprint, footprint
+from moezoo.analysis.sharding import CollectiveRow, collectives
+from moezoo.analysis.work import Bound, Work, bound, work_of
+from moezoo.config.build import blueprint_on
+from moezoo.config.compose import compose
+from moezoo.config.own import path_of
+from moezoo.config.settings import TrainConfig
+from moezoo.errors import UserError
+from moezoo.host import in_gib
+from moezoo.parallel.kernels import Target
+from moezoo.parallel.traffic import CallName
+
+
+class PlanRow(NamedTuple):
+    """One layout. Bytes, FLOPs and collectives are those of one device and one call; what is not known is None.
+
+    Attributes:
+        words: The overrides that compose its configuration.
+        mesh: Mesh axis -> number of devices, of those above 1.
+        rules: The name of the rules.
+        dispatch: The strategy; for `auto` the one that it chooses.
+        fits: Whether the peak of memory is at most what a device has: the compiler's where it is known.
+        reason: Why it does not fit or cannot be laid out, and what would help; empty if it fits.
+        bytes_per_device: The peak of the memory model.
+        hbm_bytes: What a device has.
+        memory: What is held at the peak -> bytes.
+        moment: When the peak is.
+        compiled_bytes: The compiler's own peak.
+        flops_per_device: FLOPs that are executed, of products.
+        recomputed_flops: Those of rematerialisation among them.
+        model_flops: A device's share of the FLOPs of the model.
+        collectives: The collectives of the traced program.
+        seconds: "compute", "HBM" and each link -> the least seconds that it works.
+        step_seconds: The largest of these: a bound from below.
+        unoverlapped_seconds: The bound if nothing overlaps.
+        bound_by: Which one is the largest.
+        tokens_per_second_per_device: A bound from above.
+        utilisation: The share of the peak rate that the FLOPs of the model are; a bound from above.
+    """
+
+    words: tuple[str, ...]
+    mesh: Mapping[str, int]
+    rules: str
+    dispatch: str
+    fits: bool
+    reason: str
+    hbm_bytes: int
+    bytes_per_device: int | None = None
+    memory: Mapping[str, int] | None = None
+    moment: str | None = None
+    compiled_bytes: int | None = None
+    flops_per_device: float | None = None
+    recomputed_flops: float | None = None
+    model_flops: float | None = None
+    collectives: tuple[CollectiveRow, ...] | None = None
+    seconds: Mapping[str, float] | None = None
+    step_seconds: float | None = None
+    unoverlapped_seconds: float | None = None
+    bound_by: str | None = None
+    tokens_per_second_per_device: float | None = None
+    utilisation: float | None = None
+
+
+def target_of(where: Slice) -> Target:
+    """Return the target of programs for a slice."""
+    capabilities = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
+    kind = where.chip.name
+    return Target("cuda", capabilities[kind]) if where.chip.is_gpu else Target("tpu")
+
+
+def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, least: bool = False) -> PlanRow:
+    """Return the row of a configuration on a slice, by the memory model and the traced program. No device is used.
+
+    Args:
+        words: The overrides of the configuration, mesh included.
+        where: The slice.
+        call: What runs, as in `moezoo.analysis.sharding.describe`.
+        least: Leave out what needs the traced program where the memory does not fit.
+    """
+    words = tuple(words)
+    try:
+        cfg = compose(*words)
+        row = _laid_out(words, cfg, where, call)
+        return row if least and not row.fits else _timed(row, cfg, where, call)
+    except UserError as error:
+        found = {key: word.partition("=")[2] for word in words if (key := word.partition("=")[0])}
+        mesh = {key.partition(".")[2]: int(n) for key, n in found.items() if key.startswith("mesh.") and n.isdigit()}
+        chosen = found.get("rules", ""), found.get("dispatch", "")
+        return PlanRow(words, mesh, *chosen, fits=False, reason=str(error), hbm_bytes=where.chip.hbm_bytes)
+
+
+def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
+    found, have = footprint(cfg, call, target=target_of(where)), where.chip.hbm_bytes
+    mesh = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
+    held: dict[str, int] = {}
+    for term in found.terms:
+        held[term.name] = held.get(term.name, 0) + term.bytes
+    row = PlanRow(words, mesh, cfg.rules.name, path_of(type(cfg.dispatch)), found.peak <= have, "", have)
+    row = row._replace(bytes_per_device=found.peak, memory=held, moment=found.moment)
+    return row if row.fits else row._replace(reason=_shortage(found, have))
+
+
+def _shortage(found: Footprint, have: int) -> str:
+    most = max(found.terms, key=lambda term: term.bytes)
+    return f"{in_gib(found.peak)} of {in_gib(have)}, in the {found.moment}; most is {most.name}, {in_gib(most.bytes)}"
+
+
+def _timed(row: PlanRow, cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
+    work = work_of(cfg, call)
+    return _with_bound(row, work, bound(work, where, cfg.mesh.sizes), cfg, where, call)
+
+
+def _with_bound(
+    row: PlanRow, work: Work, least: Bound, cfg: TrainConfig, where: Slice, call: CallName
+) -> PlanRow:
+    tokens = cfg.batch_size * (1 if call == "decode" else cfg.seq_len)
+    step = least.step_seconds
+    return row._replace(
+        flops_per_device=sum(work.flops.values()),
+        recomputed_flops=work.flops.get("recomputed", 0.0),
+        model_flops=work.model_flops,
+        collectives=collectives(work.traffic),
+        seconds={"compute": least.compute, "HBM": least.hbm, **least.links},
+        step_seconds=step,
+        unoverlapped_seconds=least.summed,
+        bound_by=least.bound_by,
+        tokens_per_second_per_device=tokens / step / where.devices,
+        utilisation=work.model_flops / (step * where.chip.flops),
+    )
+
+
+def remedies(words: Sequence[str], where: Slice, call: CallName = "train") -> Iterator[str]:
+    """Yield changes with which a configuration fits into the memory of a slice, each tried by the memory model."""
+    words = tuple(words)
+    cfg = compose(*words)
+    rows, batch = cfg.execution.microbatches, cfg.batch_size
+    tried: list[list[tuple[str, ...]]] = []
+    if call == "train":
+        tried.append([("execution.remat=full",)] if cfg.execution.remat != "full" else [])
+        doubled = (rows * 2**i for i in range(1, 11))
+        tried.append([(f"execution.microbatches={n}",) for n in doubled if n <= batch and batch % n == 0])
+    options = {field.name for field in dataclasses.fields(cfg.dispatch)}
+    if "chunks" in options:
+        tried.append([(f"dispatch.chunks={n}",) for n in (2, 4, 8)])
+    if "buffer_factor" in options:
+        tried.append([("dispatch.buffer_factor=1.5",)])
+    for choices in tried:
+        for choice in choices:
+            if _fits((*words, *choice), where, call):
+                yield " ".join(choice)
+                break
+    axis = "fsdp" if "fsdp" in cfg.rules.mesh_axes else "expert"
+    for factor in (2, 4, 8, 16):
+        more = f"mesh.{axis}={cfg.mesh.sizes[axis] * factor}"
+        if _fits((*words, more), where, call):
+            yield f"{where.devices * factor:,} devices ({more})"
+            break
+
+
+def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:
+    try:
+        return footprint(compose(*words), call, target=target_of(where)).peak <= where.chip.hbm_bytes
+    except UserError:
+        return False
+
+
+def sort(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the rows that fit, the fastest first, then the others."""
+    return sorted(rows, key=lambda row: (not row.fits, row.step_seconds is None, row.step_seconds or 0.0))
+
+
+def as_mapping(row: PlanRow) -> dict[str, Any]:
+    """Return a row as JSON has it."""
+    found = row._asdict()
+    return found | {"collectives": [each._asdict() for each in row.collectives or ()]}

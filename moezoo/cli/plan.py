@@ -1,0 +1,219 @@
+"""`moezoo plan`: what will happen on hardware that this machine does not have."""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import moezoo.interrupts as interrupts
+from moezoo.cli.command import ConfiguredCommand
+from moezoo.config.options import key, split, take, take_switches
+from moezoo.errors import UserError
+
+_SEARCH_SECONDS = 180.0
+_BEST = 3  # how many of a search are compiled
+_STRATEGIES = ("dense", "capacity", "gather", "ring", "ragged")
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The command's own keys."""
+
+    topology: str = key(
+        "the devices: v5p:4x4x4 (chips along each torus dimension; also v5e, v6e, tpu7x), h200:8 (GPUs of a node; also "
+        "a100, h100, b200), h200:8x8 (nodes x GPUs)",
+        "KIND:SIZES",
+    )
+    mesh: str | None = key("one mesh, or several to compare: fsdp64,fsdp8_ep8; all for a search", "A,B", default=None)
+    rules: str | None = key("rules, or several to compare; all for each", "A,B", default=None)
+    dispatch: str | None = key("a strategy, or several to compare; all for each", "A,B", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """The command's options."""
+
+    call: Literal["train", "evaluate", "prefill", "decode"] = key(
+        "what runs, as in `moezoo sharding`", "train|evaluate|prefill|decode", default="train"
+    )
+    estimate: bool = key("compile nothing: by the memory model and the traced program", default=False)
+    json: bool = key("print the rows as JSON, alone on stdout", default=False)
+    picture: str | None = key("draw bars of memory and time of each row into this PNG file", "FILE", default=None)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the rows of a plan, and what it recommends."""
+    switches, words = take_switches(Switches, arguments)
+    keys, words = take(Keys, words)
+    for word in words:
+        if word.startswith("run_dir="):
+            raise UserError(f"{word}: plan writes no run; to plan for a saved one, write resume=FOLDER")
+    from moezoo.analysis.hardware import parse_slice
+    from moezoo.parallel.mesh import cpu_devices, has_started
+
+    where = parse_slice(keys.topology)
+    if not has_started():
+        cpu_devices(1)  # tracing must not occupy an accelerator
+    from moezoo.cli import plan_text as text
+
+    chosen = _searching(keys, words)
+    rows = _search(words, where, switches) if chosen else _compare(keys, words, where, switches)
+    found: list[Any] = []
+    with interrupts.undoing(lambda: _write(text.stopped(found))):
+        for row in rows:
+            found[:] = row
+    if switches.picture is not None:
+        text.draw(found, Path(switches.picture), f"{switches.call}, {where}")
+    if switches.json:
+        print(text.as_json(found))
+        return
+    print(text.render(text.title(found, words, where, switches.call), found))
+    print(text.recommend(found, words, where, switches.call))
+    if not any(row.fits for row in found):
+        raise UserError(f"nothing fits topology={where}")
+
+
+def _write(text: str) -> None:
+    os.write(sys.stdout.fileno(), text.encode())
+
+
+def _searching(keys: Keys, words: Sequence[str]) -> bool:
+    named = any(word.startswith("mesh.") for word in words) or any((keys.rules, keys.dispatch, keys.mesh))
+    return keys.mesh == "all" or not named
+
+
+def _list(value: str | None, every: Sequence[str]) -> list[str]:
+    return list(every) if value == "all" else value.split(",") if value else []
+
+
+def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -> Iterator[list[Any]]:
+    """Yield the rows so far, as each is done."""
+    from moezoo.analysis import plan
+    from moezoo.analysis.candidates import check_mesh, fill, listed
+    from moezoo.config.overrides import groups
+
+    rules = _list(keys.rules, groups()["rules"])
+    candidates = list(listed(words, _list(keys.mesh, ()), rules, _list(keys.dispatch, _STRATEGIES)))
+    done: list[Any] = []
+    for number, candidate in enumerate(candidates, 1):
+        _progress(f"{number}/{len(candidates)}: {' '.join(candidate[len(words) :]) or 'as configured'}")
+        began = time.monotonic()
+        try:
+            full = fill(candidate, where)
+            check_mesh(full, where)
+        except UserError:
+            if len(candidates) == 1:
+                raise
+            full = candidate
+        row = plan.estimate(full, where, switches.call)
+        row = _helped(row, where, switches.call) if not row.fits else row
+        if not switches.estimate and row.bytes_per_device is not None:
+            row = _compiled(row, where, switches.call)
+        done.append(row)
+        _progress(f"  {_outcome(row)} ({time.monotonic() - began:.0f} s)")
+        yield plan.sort(done)
+
+
+def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[list[Any]]:
+    """Yield the best rows by estimate so far, then the best of all with what the compiler says of them."""
+    from moezoo.analysis import plan
+    from moezoo.analysis.candidates import searched
+
+    began, done, left = time.monotonic(), [], 0
+    for number, candidate in enumerate(searched(words, where, switches.call), 1):
+        if time.monotonic() - began > _SEARCH_SECONDS:
+            left += 1
+            continue
+        row = plan.estimate(candidate, where, switches.call, least=True)
+        done.append(row)
+        _progress(f"{number}: {' '.join(candidate[len(words) :])}: {_outcome(row)}")
+        yield plan.sort(done)[:10]
+    if not done:
+        raise UserError(f"no mesh of {where.devices} devices splits all sizes evenly; change batch_size or topology")
+    if left:
+        _progress(f"stopped after {_SEARCH_SECONDS:.0f} s; {left} layouts were not looked at")
+    best = plan.sort(done)
+    if switches.call == "train":
+        best = plan.sort([*_recomputing_less(best[:_BEST], where), *best])
+    if not best[0].fits:
+        best = [_helped(best[0], where, switches.call), *best[1:]]
+    best = best[:10]
+    for number, row in enumerate(best[:_BEST]):
+        if not switches.estimate and row.fits:
+            _progress(f"compiling {' '.join(row.words[len(words) :])}")
+            best[number] = _compiled(row, where, switches.call)
+            yield plan.sort(best)
+    yield plan.sort(best)
+
+
+def _recomputing_less(rows: Sequence[Any], where: Any) -> Iterator[Any]:
+    """Yield rows that keep more for the backward pass, where that fits: fewer FLOPs are executed."""
+    from moezoo.analysis import plan
+
+    for row in rows:
+        for remat in ("none", "dots"):
+            kept = plan.estimate((*row.words, f"execution.remat={remat}"), where, "train", least=True)
+            if row.fits and kept.fits:
+                yield kept
+                break
+
+
+def _helped(row: Any, where: Any, call: Any) -> Any:
+    """Return a row that does not fit with what would make it fit."""
+    from moezoo.analysis.plan import remedies
+
+    if row.bytes_per_device is None:
+        return row
+    found = "; or ".join(remedies(row.words, where, call))
+    return row._replace(reason=f"{row.reason}; " + (f"fits with {found}" if found else "nothing that was tried helps"))
+
+
+def _compiled(row: Any, where: Any, call: Any) -> Any:
+    from moezoo.analysis.apart import compile_apart
+    from moezoo.host import in_gib
+
+    try:
+        found = compile_apart(row.words, str(where), call)
+    except UserError as error:
+        return row._replace(fits=False, reason=str(error))
+    fits = found.peak <= row.hbm_bytes
+    reason = "" if fits else row.reason or f"the compiler needs {in_gib(found.peak)} of {in_gib(row.hbm_bytes)}"
+    seconds = "remembered" if found.remembered else f"{found.seconds:.0f} s, {in_gib(found.host_bytes)} of this machine"
+    _progress(f"  compiled ({seconds}): {in_gib(found.peak)} per device")
+    return row._replace(compiled_bytes=found.peak, fits=fits, reason=reason)
+
+
+def _outcome(row: Any) -> str:
+    from moezoo.host import in_gib
+
+    memory = "" if row.bytes_per_device is None else in_gib(row.bytes_per_device)
+    if row.step_seconds is None:
+        return row.reason
+    return f"{memory}, at least {row.step_seconds:.4g} s, bound by {row.bound_by}"
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+COMMAND = ConfiguredCommand(
+    "plan",
+    "say what will fit and how fast it can be, on absent hardware",
+    main,
+    keys=Keys,
+    description="Say whether a configuration fits on a slice of TPUs or nodes of GPUs that this machine does not have, "
+    "how long a step takes at least, and what binds it. Each row is compiled as it would run, for these devices "
+    "(pip install 'moezoo[plan]'), or with --estimate only traced. Without a mesh, it searches for a layout and "
+    "recommends one.",
+    switches=Switches,
+    examples=(
+        "model=mixtral_8x7b topology=v5p:4x4x4 batch_size=768 seq_len=4096",
+        "model=qwen3_30b_a3b topology=h200:8 mesh=ep8 dispatch=all batch_size=64 seq_len=4096 --estimate",
+        "model=deepseek_v3 topology=v5p:8x8x8 mesh=fsdp64_ep8,fsdp512 rules=all batch_size=3072 seq_len=8192 --estimate",
+        "model=gpt_oss_120b topology=h200:8 rules=serve mesh=ep8 batch_size=64 seq_len=4096 --call=decode",
+    ),
+    groups=("model",),
+)

@@ -1,0 +1,164 @@
+"""The output of `moezoo plan`: a table, JSON, a recommendation, and a picture."""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moezoo.analysis.candidates import mesh_name
+from moezoo.analysis.hardware import Slice
+from moezoo.analysis.plan import PlanRow, as_mapping
+from moezoo.config.compose import compose
+from moezoo.models import name_of
+from moezoo.parallel.traffic import CallName
+
+_GIB = 2**30
+_WIDEST = 200
+
+
+def as_json(rows: Sequence[PlanRow]) -> str:
+    """Return the rows as JSON."""
+    return json.dumps([as_mapping(row) for row in rows], indent=1)
+
+
+def title(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: CallName) -> str:
+    """Return the line above the table."""
+    cfg = compose(*rows[0].words) if rows and rows[0].bytes_per_device is not None else compose(*words)
+    chip = where.chip
+    return (
+        f"{call} {name_of(cfg.model)}: batch_size={cfg.batch_size} seq_len={cfg.seq_len} on {where}, {where.devices:,} "
+        f"devices of {chip.flops / 1e12:,.0f} TFLOP/s and {chip.hbm_bytes / _GIB:.0f} GiB at "
+        f"{chip.hbm_speed / 1e12:.2f} TB/s\nSeconds are the least that peak rates allow; tokens/s and utilisation are "
+        "bounds from above."
+    )
+
+
+def render(heading: str, rows: Sequence[PlanRow]) -> str:
+    """Return the table, and under it why rows do not fit."""
+    table = Table(box=box.SIMPLE)
+    shown = {name: get for name, get in _COLUMNS.items() if any(get(row) for row in rows)}
+    for name in shown:
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(get(row) for get in shown.values()))
+    console = Console(width=_WIDEST, record=True, file=_Nowhere())
+    console.print(table)
+    lines = [heading, *(line.rstrip() for line in console.export_text().splitlines() if line.strip())]
+    lines += [f"{_name(row)}: {row.reason}" for row in rows if row.reason]
+    lines += _shares(rows[0]) if rows and rows[0].memory else []
+    return "\n".join(lines)
+
+
+class _Nowhere:
+    def write(self, text: str) -> int:
+        """Drop the text."""
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def _name(row: PlanRow) -> str:
+    more = [word for word in row.words if word.startswith("execution.remat=")]
+    return " ".join([mesh_name(row.mesh), row.rules, row.dispatch, *more[-1:]])
+
+
+def _number(get: Callable[[PlanRow], float | None], form: str, unit: float = 1.0) -> Callable[[PlanRow], str]:
+    def cell(row: PlanRow) -> str:
+        value = get(row)
+        return "" if value is None else format(value / unit, form)
+
+    return cell
+
+
+def _remat(row: PlanRow) -> str:
+    return next((word.partition("=")[2] for word in reversed(row.words) if word.startswith("execution.remat=")), "")
+
+
+_LEFT = ("mesh", "rules", "dispatch", "remat", "bound by", "fits")
+_COLUMNS: dict[str, Callable[[PlanRow], str]] = {
+    "mesh": lambda row: mesh_name(row.mesh),
+    "rules": lambda row: row.rules,
+    "dispatch": lambda row: row.dispatch,
+    "remat": _remat,
+    "fits": lambda row: "yes" if row.fits else "NO",
+    "GiB": _number(lambda row: row.bytes_per_device, ".1f", _GIB),
+    "compiled": _number(lambda row: row.compiled_bytes, ".1f", _GIB),
+    "s/step >=": _number(lambda row: row.step_seconds, ".4g"),
+    "bound by": lambda row: row.bound_by or "",
+    "compute s": _number(lambda row: (row.seconds or {}).get("compute"), ".3g"),
+    "HBM s": _number(lambda row: (row.seconds or {}).get("HBM"), ".3g"),
+    "links s": _number(lambda row: max(_links(row).values(), default=None), ".3g"),
+    "no overlap s": _number(lambda row: row.unoverlapped_seconds, ".4g"),
+    "tokens/s/device <=": _number(lambda row: row.tokens_per_second_per_device, ",.0f"),
+    "utilisation <=": _number(lambda row: row.utilisation, ".1%"),
+}
+
+
+def _links(row: PlanRow) -> dict[str, float]:
+    return {name: each for name, each in (row.seconds or {}).items() if name not in ("compute", "HBM")}
+
+
+def _shares(row: PlanRow) -> list[str]:
+    """Return lines about the first row: what is held at the peak, FLOPs, and collectives by operation and axis."""
+    held = sorted((row.memory or {}).items(), key=lambda item: -item[1])
+    lines = ["", f"{_name(row)}, in the {row.moment}, GiB: " + ", ".join(f"{k} {v / _GIB:.2f}" for k, v in held)]
+    if row.flops_per_device is not None and row.model_flops is not None:
+        again = row.recomputed_flops or 0.0
+        lines.append(
+            f"TFLOP per device: model {row.model_flops / 1e12:,.1f}, executed {row.flops_per_device / 1e12:,.1f}, of "
+            f"which recomputed {again / 1e12:,.1f}"
+        )
+    by: dict[tuple[str, str], int] = {}
+    for each in row.collectives or ():
+        place = each.op, " ".join(each.mesh_axes)
+        by[place] = by.get(place, 0) + each.bytes
+    named = (f"{op} over {axes} {size / 1e9:,.2f}" for (op, axes), size in sorted(by.items(), key=lambda x: -x[1]))
+    lines += ["GB received per device: " + ", ".join(named)] if by else []
+    links = (f"{name} {value:.3g}" for name, value in _links(row).items())
+    return lines + (["seconds of links: " + ", ".join(links)] if _links(row) else [])
+
+
+def recommend(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: CallName) -> str:
+    """Return the best row with the numbers that decide, and the command that runs it."""
+    fitting = [row for row in rows if row.fits and row.step_seconds is not None]
+    if not fitting:
+        return ""
+    best, *others = fitting
+    assert best.step_seconds is not None
+    held = best.compiled_bytes or best.bytes_per_device or 0
+    lines = [
+        "",
+        f"recommended: {_name(best)}: at least {best.step_seconds:.4g} s, bound by {best.bound_by}; "
+        f"{held / _GIB:.1f} of {best.hbm_bytes / _GIB:.0f} GiB",
+    ]
+    if others:
+        next_best = others[0]
+        lines.append(f"next: {_name(next_best)}: at least {next_best.step_seconds:.4g} s, bound by {next_best.bound_by}")
+    last = {word.partition("=")[0]: word for word in best.words if not (word.startswith("mesh.") and word.endswith("=1"))}
+    if call == "train":
+        lines.append("  moezoo train " + shlex.join(last.values()))
+    return "\n".join(lines)
+
+
+def stopped(rows: Sequence[PlanRow]) -> str:
+    """Return the rows that were done when the command was stopped."""
+    return render("stopped; what was done:", rows) + "\n" if rows else ""
+
+
+def draw(rows: Sequence[PlanRow], path: Path, name: str) -> None:
+    """Draw for each row its memory at the peak, by part, beside what a device has; and its times."""
+    from moezoo.training.pictures import Bars, draw_bars
+
+    known = [row for row in rows if row.memory]
+    labels = [_name(row) for row in known]
+    memory = [{part: size / _GIB for part, size in (row.memory or {}).items()} for row in known]
+    times = [dict(row.seconds or {}) for row in known]
+    have = known[0].hbm_bytes / _GIB if known else None
+    panels = Bars("GiB per device at the peak", memory, have, True), Bars("least seconds", times, None, False)
+    draw_bars(path, name, labels, panels)
