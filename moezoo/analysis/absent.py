@@ -9,23 +9,23 @@ import re
 
 from jax.experimental import topologies
 
+from moezoo.analysis.hardware import CHIPS
 from moezoo.errors import UserError, nearest
 
-# The sizes of eight devices. libtpu knows a TPU slice by a topology name; for a GPU XLA needs a description of it.
-_TPUS = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4"}
-# A kind of GPU: compute capability, multiprocessors and their 32-bit lanes, clock in GHz, bytes of shared memory per
-# multiprocessor and most per block, bandwidth of memory in bytes per second, bytes of the second cache and of memory.
+# A kind of GPU as XLA describes it: compute capability, multiprocessors and their 32-bit lanes, clock in GHz, bytes of
+# shared memory per multiprocessor and most per block, bytes of the second cache.
 GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 166912, 2.039e12, 40 << 20, 80 << 30),
-    "h100": ("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 232448, 3.35e12, 50 << 20, 80 << 30),
-    "h200": ("NVIDIA H200", 9, 132, 128, 1.98, 233472, 232448, 4.8e12, 60 << 20, 150754820096),
-    "b200": ("NVIDIA B200", 10, 148, 128, 1.965, 233472, 232448, 7.7e12, 126 << 20, 180 << 30),
+    "a100": ("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 166912, 40 << 20),
+    "h100": ("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 232448, 50 << 20),
+    "h200": ("NVIDIA H200", 9, 132, 128, 1.98, 233472, 232448, 60 << 20),
+    "b200": ("NVIDIA B200", 10, 148, 128, 1.965, 233472, 232448, 126 << 20),
 }
 
 
 def _description(kind: str) -> str:
     """Return XLA's description of a kind of GPU."""
-    name, major, cores, lanes, clock, shared, most_shared, bandwidth, cache, memory = GPUS[kind]
+    name, major, cores, lanes, clock, shared, most_shared, cache = GPUS[kind]
+    chip = CHIPS[kind]
     # Instructions that only one generation has, such as those of its tensor cores, are a feature of their own.
     extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
@@ -35,7 +35,7 @@ gpu_device_info {{
   core_count: {cores} fpus_per_core: {lanes} clock_rate_ghz: {clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache} device_memory_size: {memory}
+  memory_bandwidth: {chip.hbm_speed:.0f} l2_cache_size: {cache} device_memory_size: {chip.hbm_bytes}
   cuda_compute_capability {{ major: {major} {extension} }}
 }}
 platform_name: "CUDA" device_description_str: "{name}"
@@ -43,7 +43,7 @@ dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
 """
 
 
-ABSENT = (*_TPUS, *GPUS)
+ABSENT = tuple(CHIPS)
 
 
 def absent_devices(name: str) -> list:
@@ -52,8 +52,8 @@ def absent_devices(name: str) -> list:
     Kernels for tensor cores are all compiled for the first kind of GPU that a process compiles one for.
 
     Args:
-        name: One of `ABSENT`, for eight devices; or with sizes, of a TPU slice as `v5p:4x4x4`, of GPUs in one node as
-            `h200:4`, or of nodes and GPUs in each as `h200:8x8`.
+        name: One of `ABSENT`, for eight devices; or with sizes, of the chips of a TPU slice as `v5p:4x4x4`, of GPUs in
+            one node as `h200:4`, or of nodes and GPUs in each as `h200:8x8`.
 
     Raises:
         UserError: The kind or the sizes are unknown, or the compiler is not installed.
@@ -61,18 +61,19 @@ def absent_devices(name: str) -> list:
     kind, _, sizes = name.partition(":")
     if kind not in ABSENT:
         raise UserError(f"absent device {kind}: not known; {nearest(kind, ABSENT)}")
+    eight = "x".join(map(str, CHIPS[kind].eight))
     if name != kind and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", sizes):
-        raise UserError(f"absent device {name}: {kind} takes sizes such as {kind}:{_TPUS.get(kind, '8x8')}")
+        raise UserError(f"absent device {name}: {kind} takes sizes such as {kind}:{'8x8' if kind in GPUS else eight}")
     # Without these, libtpu queries the cloud's metadata server and CUDA searches for a driver.
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "CUDA_VISIBLE_DEVICES": "-1"}
     for key, value in quiet.items():
         os.environ.setdefault(key, value)
     try:
-        if kind in _TPUS:
-            where = f"{kind}:{sizes or _TPUS[kind]}"
+        if kind not in GPUS:
+            where = f"{kind}:{sizes or eight}"
             topology = topologies.get_topology_desc(platform="tpu", topology_name=where)
         else:
-            where = "x".join(["1", "1", *(sizes or "8").split("x")][-3:])
+            where = "x".join(["1", "1", *(sizes or eight).split("x")][-3:])
             topology = topologies.get_topology_desc(platform="cuda", target_config=_description(kind), topology=where)
     except Exception as error:  # the exception for a missing plugin differs between versions of JAX
         reason = str(error).partition("\n")[0]
