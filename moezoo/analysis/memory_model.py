@@ -8,22 +8,25 @@ the moment with the most bytes. docs/planning.md compares it with what compilers
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from moezoo.analysis.calls import CALLS
-from moezoo.config.build import blueprint_on
+from moezoo.analysis.saved import saved_bytes
+from moezoo.config.build import build_execution
 from moezoo.config.settings import TrainConfig
+from moezoo.kernels.grouped_matmul import chosen_backend
 from moezoo.models.blueprint import Blueprint
-from moezoo.parallel.kernels import Target
+from moezoo.models.layers import block_path
+from moezoo.models.working_set import Term, layer_moments, of_one, stream, weights_of
+from moezoo.parallel.axes import Role, Stack
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.kernels import Target, mesh_for
+from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.traffic import CallName
+from moezoo.training.build import build_step
+from moezoo.training.loss import chunk_rows
+from moezoo.training.step import Step
 
 TPU = Target("tpu")
-
-
-class Term(NamedTuple):
-    """A part of what a device holds: its `name`, and its `bytes` on one device."""
-
-    name: str
-    bytes: int
 
 
 class Moment(NamedTuple):
@@ -75,6 +78,8 @@ def footprint(
 ) -> Footprint:
     """Return the memory of a program on one device of the mesh of `cfg`. No device is used and nothing is compiled.
 
+    With `remat` of `dots` or `none` the step is traced, which takes seconds.
+
     Args:
         cfg: The configuration.
         call: What runs, as for `moezoo.analysis.sharding.describe`.
@@ -84,9 +89,65 @@ def footprint(
     Raises:
         UserError: The parts of the configuration do not fit together, or a mesh axis is -1.
     """
-    blueprint = blueprint_on(cfg, given=blueprint)
-    program = CALLS[call](cfg, blueprint)
-    held = tuple(Term(*item) for item in program.memory.items())
-    rows, length = program.local_tokens
-    batch = Term("batch", 4 * 4 * rows * length)
-    return Footprint(sum(term.bytes for term in held) + batch.bytes, (Moment("arguments", (*held, batch)),))
+    step = build_step(cfg, build_execution(cfg, mesh_for(cfg.mesh, target)), blueprint)
+    return _train(cfg, step, target)
+
+
+def _train(cfg: TrainConfig, step: Step, target: Target) -> Footprint:
+    execution, blueprint = step.execution, step.blueprint
+    model, mask = blueprint.shapes, blueprint.mask
+    steps, rows, length = step.arguments[1].tokens.shape
+    tokens = rows * length // execution.ways(execution.token_axes)
+    held = step.memory
+    counters = local_bytes(step.arguments[0], step.placements) - held["parameters"] - held["optimizer state"]
+    arguments = (
+        Term("parameters", held["parameters"]),
+        Term("optimizer state", held["optimizer state"]),
+        Term("batch and counters", 4 * 4 * tokens * steps + counters),
+    )
+    gradients = Term("gradients", held["gradients"])
+    # Over several micro-steps: their sum, beside those of the micro-step.
+    total = (Term("sum of gradients over micro-steps", held["gradients"]),) * (steps > 1)
+    hoisted = Term("parameters as loops read them", _hoisted(model.stacks, execution, target))
+    always = (*arguments, *total, hoisted)
+    saved = saved_bytes(step)
+    moments = []
+
+    def add(name: str, *terms: Term) -> None:
+        moments.append(Moment(name, tuple(term for term in (*always, *terms) if term.bytes)))
+
+    one = stream(tokens, cfg.model.embed, execution)
+    vocab = model.vocab // execution.inner_group("vocab").size
+    readout = weights_of(model.readout, mask.readout, execution)
+    add(
+        "head",
+        Term("saved activations", sum(saved)),
+        Term("activations of the residual stream and their gradient", 3 * one),
+        Term("unembedding and its gradient", readout.whole + readout.gradients + readout.summed),
+        Term("logits and their gradient", 3 * 4 * vocab * chunk_rows(tokens, vocab)),
+    )
+    backend = chosen_backend(target, execution.kernels.grouped_matmul, execution.dtype)
+    for number, stack in reversed(list(enumerate(model.stacks))):
+        for kind, block in enumerate(stack.blocks):
+            learns = mask.stacks[number].blocks[kind]
+            for name, terms in layer_moments(of_one(block), learns, execution, tokens, backend).items():
+                where = f"backward pass of {block_path(number, kind)}: {name}"
+                add(where, gradients, Term("saved activations", sum(saved[: number + 1])), *terms)
+    moments.append(Moment("update", (*arguments, gradients)))
+    return Footprint(sum(term.bytes for term in arguments), tuple(moments))
+
+
+def _hoisted(stacks: tuple[Stack, ...], execution: Execution, target: Target) -> int:
+    """Return the bytes of copies of stacks of weights that XLA makes before the loop over layers, which read them.
+
+    A TPU's compiler casts them to the dtype of computation. A GPU's turns those that are gathered along an inner
+    dimension, so that this comes first.
+    """
+    found = 0
+    for x, placement in zip(jax.tree.leaves(stacks), jax.tree.leaves(execution.placements(stacks)), strict=True):
+        size, itemsize = placement.local_size(x.shape), jnp.dtype(execution.dtype).itemsize
+        if target.platform == "tpu" and placement.axes.role is Role.WEIGHT and x.dtype.itemsize > itemsize:
+            found += size * itemsize
+        if target.platform == "cuda" and any(placement.gathered[2:]):
+            found += size * x.dtype.itemsize
+    return found

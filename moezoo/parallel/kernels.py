@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, nearest
-from moezoo.parallel.mesh import has_started
+from moezoo.parallel.mesh import MeshShape, abstract_mesh, has_started
 
 # The platforms of JAX's lowering. A device of "cuda" or "rocm" reports its platform as "gpu".
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -151,6 +151,22 @@ def device_target(device: Any) -> Target:
     if platform == "gpu":
         platform = "rocm" if str(capability).startswith("gfx") or "AMD" in device.device_kind else "cuda"
     return Target(platform, None if capability is None else str(capability))
+
+
+class _Described(NamedTuple):
+    """The device of a mesh without devices: as much of it as `device_target` and JAX's tracing read."""
+
+    platform: str
+    compute_capability: str | None
+    device_kind: str = "absent"
+    num_cores: int | None = None
+
+
+def mesh_for(shape: MeshShape, target: Target) -> AbstractMesh:
+    """Return a mesh of `shape` without devices, to trace programs for `target`. Raises as `abstract_mesh` does."""
+    device = _Described("gpu" if target.platform in ("cuda", "rocm") else target.platform, target.capability)
+    mesh = abstract_mesh(shape)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
 
 
 def _own() -> Target | None:

@@ -172,7 +172,7 @@ class Step:
         self._seed = seed
         model = blueprint.shapes
         execution = choose_dispatch(model.stacks, rows, length, execution, "train", self.trained)
-        self._execution, self.optimizer, self._guard = execution, optimizer, guard
+        self.execution, self.optimizer, self._guard = execution, optimizer, guard
         placements = execution.placements(model)
         moments = optimizer.placements(eqx.filter(model, self.trained), eqx.filter(placements, self.trained))
         everywhere: Any = EVERYWHERE
@@ -201,7 +201,7 @@ class Step:
     def feed(self) -> Feed:
         """Return what puts batches onto the devices of the step."""
         shape = self.arguments[1].tokens.shape
-        return Feed(self.batch_shardings.tokens, shape, self._execution.token_order(shape[-1]))
+        return Feed(self.batch_shardings.tokens, shape, self.execution.token_order(shape[-1]))
 
     @property
     def memory(self) -> dict[str, int]:
@@ -217,14 +217,14 @@ class Step:
     @property
     def update_work(self) -> tuple[Work, ...]:
         """What each group of parameters does in an update."""
-        return self.optimizer.work(eqx.filter(self.arguments[0].model, self.trained), self._execution.ways)
+        return self.optimizer.work(eqx.filter(self.arguments[0].model, self.trained), self.execution.ways)
 
     def begin(self, model: LanguageModel) -> State:
         """Return the first state of a fresh model; call it under `jax.eval_shape` or `jax.jit`, as `build_state`."""
         return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
 
     def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        execution, optimizer = self._execution, self.optimizer
+        execution, optimizer = self.execution, self.optimizer
         placements = eqx.filter(self.placements.model, self.trained)
         dropout, rate = None, self.blueprint.adapter.dropout
         if rate:
