@@ -6,6 +6,7 @@ above.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -142,31 +143,41 @@ def _with_bound(
 
 
 def remedies(words: Sequence[str], where: Slice, call: CallName = "train") -> Iterator[str]:
-    """Yield changes with which a configuration fits into the memory of a slice, each tried by the memory model."""
-    words = tuple(words)
-    cfg = compose(*words)
-    rows, batch = cfg.execution.microbatches, cfg.batch_size
-    tried: list[list[tuple[str, ...]]] = []
-    if call == "train":
-        tried.append([("execution.remat=full",)] if cfg.execution.remat != "full" else [])
-        doubled = (rows * 2**i for i in range(1, 11))
-        tried.append([(f"execution.microbatches={n}",) for n in doubled if n <= batch and batch % n == 0])
-    options = {field.name for field in dataclasses.fields(cfg.dispatch)}
-    if "chunks" in options:
-        tried.append([(f"dispatch.chunks={n}",) for n in (2, 4, 8)])
-    if "buffer_factor" in options:
-        tried.append([("dispatch.buffer_factor=1.5",)])
-    for choices in tried:
-        for choice in choices:
-            if _fits((*words, *choice), where, call):
-                yield " ".join(choice)
-                break
+    """Yield changes with which a configuration fits into the memory of a slice, each tried by the memory model.
+
+    Each is one setting; if none is enough, all are tried together. More devices are named too.
+    """
+    words, cfg = tuple(words), compose(*words)
+    settings = _savings(cfg, call)
+    alone = [next((each for each in values if _fits((*words, each), where, call)), None) for values in settings]
+    yield from filter(None, alone)
+    if not any(alone):
+        *others, last = settings or [[]]
+        strongest = [values[-1] for values in others]
+        together = ((*strongest, each) for each in last)
+        yield from (" ".join(each) for each in itertools.islice((x for x in together if _fits((*words, *x), where, call)), 1))
     axis = "fsdp" if "fsdp" in cfg.rules.mesh_axes else "expert"
     for factor in (2, 4, 8, 16):
         more = f"mesh.{axis}={cfg.mesh.sizes[axis] * factor}"
         if _fits((*words, more), where, call):
             yield f"{where.devices * factor:,} devices ({more})"
             break
+
+
+def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
+    """Return settings that save memory, each with its values from the least saving to the most."""
+    options = {field.name for field in dataclasses.fields(cfg.dispatch)}
+    found = []
+    if call == "train" and cfg.execution.remat != "full":
+        found.append(["execution.remat=full"])
+    if "chunks" in options:
+        found.append([f"dispatch.chunks={n}" for n in (2, 4, 8)])
+    if "buffer_factor" in options:
+        found.append(["dispatch.buffer_factor=1.5"])
+    if call == "train":
+        counts = (cfg.execution.microbatches * 2**i for i in range(1, 11))
+        found.append([f"execution.microbatches={n}" for n in counts if cfg.batch_size % n == 0])
+    return [values for values in found if values]
 
 
 def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:

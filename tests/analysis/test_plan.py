@@ -1,0 +1,124 @@
+"""The rows of a plan: their parts agree with what is known otherwise, and what they advise helps."""
+
+import dataclasses
+import math
+import sys
+
+import pytest
+from refusals import refused
+
+import moezoo
+from moezoo.analysis import apart, candidates, plan
+from moezoo.analysis.hardware import parse_slice
+from moezoo.analysis.memory_model import footprint
+from moezoo.analysis.sharding import describe
+
+EIGHT = parse_slice("v5p:2x2x2")
+TINY = ("model=mixtral", "mesh.fsdp=4", "mesh.expert=2", "batch_size=16", "seq_len=64")
+
+
+def test_a_row_agrees_with_its_parts():
+    """Collectives are those of the traced step; the bound is the largest of the times; shares follow from it."""
+    row, cfg = plan.estimate(TINY, EIGHT), moezoo.compose(*TINY)
+    found = footprint(cfg)
+    assert (row.fits, row.reason, row.mesh) == (True, "", {"fsdp": 4, "expert": 2})
+    assert (row.rules, row.dispatch) == ("fsdp_ep", cfg.dispatch.name if hasattr(cfg.dispatch, "name") else row.dispatch)
+    assert row.collectives == describe(cfg).collectives
+    assert row.bytes_per_device == found.peak == sum((row.memory or {}).values())
+    assert row.seconds is not None
+    assert row.step_seconds == max(row.seconds.values()) == row.seconds[row.bound_by or ""]
+    assert row.unoverlapped_seconds is not None
+    assert row.unoverlapped_seconds >= row.step_seconds
+    assert row.tokens_per_second_per_device == pytest.approx(16 * 64 / 8 / row.step_seconds)
+    assert row.model_flops is not None
+    assert row.utilisation == pytest.approx(row.model_flops / row.step_seconds / EIGHT.chip.flops)
+    assert row.flops_per_device is not None
+    assert row.flops_per_device > row.model_flops  # layers are recomputed
+
+
+def test_what_does_not_fit_says_what_helps():
+    """Each advice fits when it is taken, and what was cut off has no estimate of time where only the least is asked."""
+    small = EIGHT._replace(chip=EIGHT.chip._replace(hbm_bytes=footprint(moezoo.compose(*TINY)).peak * 2))
+    assert plan.estimate(TINY, small).fits
+    many = (*TINY, "batch_size=256")
+    row = plan.estimate(many, small, least=True)
+    assert (row.fits, row.step_seconds) == (False, None)
+    assert "most is" in row.reason
+    advice = list(plan.remedies(many, small))
+    assert advice
+    for each in advice:
+        words = each[each.index("(") + 1 : -1] if "devices" in each else each
+        assert footprint(moezoo.compose(*many, *words.split())).peak <= small.chip.hbm_bytes, each
+
+
+@pytest.mark.parametrize(
+    ("words", "topology", "fits"),
+    [
+        ("model=deepseek_v3 mesh.fsdp=64 batch_size=3072 seq_len=8192 dispatch=gather", "v5p:4x4x4", False),
+        ("model=mixtral_8x7b mesh.fsdp=64 batch_size=768 seq_len=4096 dispatch=gather", "v5p:4x4x4", True),
+        ("model=mixtral_8x7b mesh.fsdp=64 batch_size=3072 seq_len=4096 dispatch=gather", "v5p:4x4x4", False),
+    ],
+)
+def test_orders_of_size(words, topology, fits):
+    row = plan.estimate(words.split(), parse_slice(topology), least=True)
+    assert row.fits is fits, row.reason
+
+
+def test_what_cannot_be_laid_out_stays_with_the_reason():
+    row = plan.estimate(("model=mixtral", "mesh.expert=3", "rules=fsdp_ep", "dispatch=ring"), EIGHT)
+    assert (row.fits, row.mesh, row.rules, row.dispatch) == (False, {"expert": 3}, "fsdp_ep", "ring")
+    assert "mesh.expert" in row.reason or "expert" in row.reason
+    assert row.step_seconds is None
+    rows = plan.sort([row, plan.estimate(TINY, EIGHT)])
+    assert [each.fits for each in rows] == [True, False]
+
+
+def test_names_of_meshes():
+    assert candidates.mesh_words("fsdp16_ep4") == ("mesh.fsdp=16", "mesh.expert=4")
+    assert candidates.mesh_words("ep8") == ("mesh=ep8",)
+    for name in ("fsdp16_ep4", "dp2_cp4_tp8", "single"):
+        mesh = moezoo.compose(*candidates.mesh_words(name)).mesh.sizes
+        assert candidates.mesh_name(mesh) == name
+    with refused("mesh=fsdp: expected axes and sizes such as fsdp16_ep4"):
+        candidates.mesh_words("fsdp")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "wanted"), [("fsdp4", "fsdp8"), ("fsdp2_ep2", "fsdp4_ep2"), ("ep3", "fsdp8"), ("fsdp64_ep2", "fsdp4_ep2")]
+)
+def test_a_mesh_of_another_size(mesh, wanted):
+    with refused(f"mesh={mesh} has ", "topology=v5p:2x2x2 has 8", f"write mesh={wanted}"):
+        candidates.check_mesh(candidates.mesh_words(mesh), EIGHT)
+
+
+def test_a_search_has_only_meshes_of_the_slice():
+    """Of all rules in turns, once each."""
+    found = list(candidates.searched(("model=mixtral", "batch_size=64", "seq_len=64"), EIGHT, "train"))
+    assert len(found) == len(set(found)) > 20
+    for words in found[:12]:
+        cfg = moezoo.compose(*words)
+        assert math.prod(cfg.mesh.sizes.values()) == 8
+        moezoo.analysis.sharding.describe(dataclasses.replace(cfg), parts="parameters")
+    assert len({moezoo.compose(*words).rules.name for words in found[:10]}) > 3
+
+
+def test_a_compiler_that_crashes(monkeypatch, tmp_path):
+    """Its first line is the error; what it prints elsewhere is not shown."""
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'F0000 12:00 x.cc:1] Check failed: no such layout' >&2\necho more >&2\nkill -6 $$\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with refused("the compiler ended with code -6: F0000 12:00 x.cc:1] Check failed: no such layout"):
+        apart.compile_apart(TINY, "v5p:2x2x2", "train")
+
+
+@pytest.mark.absent
+def test_what_was_compiled_is_remembered(monkeypatch, tmp_path):
+    """By the program, not by the words that compose it; and nothing of plugins is printed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("model=mixtral", "model.layers=1", "mesh=fsdp8", "batch_size=8", "seq_len=32")
+    first = apart.compile_apart(words, "v5p:2x2x2", "evaluate")
+    again = apart.compile_apart((*words, "log_every=7"), "v5p:2x2x2", "evaluate")
+    assert again == first._replace(remembered=True)
+    assert not first.remembered
+    assert first.peak >= first.arguments > 0
