@@ -30,10 +30,11 @@ import numpy as np
 
 from benchmarks import agreement, attention, generate, kernels, tuning
 from benchmarks.results import Column, Panel, Report, Row, Table, log, points, split
-from benchmarks.steps import Running, model_flops, random_batch
+from benchmarks.steps import Running, random_batch
 from benchmarks.timing import call_of, compile_passes, measure
 from moezoo.analysis.compiling import memory_of
 from moezoo.analysis.profile import ORDER, profile
+from moezoo.analysis.work import model_flops
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.kernels.attention import Operands, attend, chosen_backend

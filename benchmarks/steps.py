@@ -13,12 +13,11 @@ import numpy as np
 
 from benchmarks.results import Row, log
 from benchmarks.timing import by_turns, peak_bytes, quartiles
-from moezoo.config.build import blueprint_of, build_execution
+from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
-from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import start
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
@@ -150,20 +149,3 @@ def random_batch(running: Running) -> Batch:
     tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (*shape[:2], cfg.seq_len + 1)).astype(np.int32)
     positions = np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), shape)
     return running.feed(Batch(tokens[..., :-1], tokens[..., 1:], np.ones(shape, np.int32), positions))
-
-
-def model_flops(cfg: TrainConfig) -> float:
-    """Return the FLOPs of the model in a step, over all devices: those of rematerialisation do not count.
-
-    They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
-    """
-    m, tokens = cfg.model, cfg.batch_size * cfg.seq_len
-    shapes = blueprint_of(cfg).shapes
-    _, active = count_parameters(shapes, m.experts_per_token)
-    seen = 0.0  # keys per query, itself included: the mean over queries, summed over layers
-    for stack in shapes.stacks:
-        for block in stack.blocks:
-            window = block.attention.state(cfg.seq_len).num_slots
-            seen += stack.count * (window - window * (window - 1) / 2 / cfg.seq_len)
-    attention = 2 * m.heads * m.dims_of_a_pair * seen
-    return 3.0 * tokens * (2 * (active - m.looked_up) + attention)

@@ -7,6 +7,7 @@ above.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -188,8 +189,9 @@ def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:
 
 
 def sort(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Return the rows that fit, the fastest first, then the others."""
-    return sorted(rows, key=lambda row: (not row.fits, row.step_seconds is None, row.step_seconds or 0.0))
+    """Return the rows that fit, the fastest first, then the others; of equal bounds by what remains without overlap."""
+    times = lambda row: (row.step_seconds or math.inf, row.unoverlapped_seconds or math.inf)  # noqa: E731
+    return sorted(rows, key=lambda row: (not row.fits, *times(row)))
 
 
 def as_mapping(row: PlanRow) -> dict[str, Any]:

@@ -1,12 +1,50 @@
-"""What one device computes, moves in its memory and receives in a call of a model, and the least time that it takes."""
+"""What one device computes, moves in its memory and receives in a call of a model, and the least time that it takes.
 
-from collections.abc import Mapping
-from typing import NamedTuple
+Nothing is measured and no factor is fitted: rates are peaks, and work is what no implementation of the traced program
+leaves out. Assumptions: routing is even, each row of a batch is one document, what a collective brings is written to
+memory, and a layer's weights do not stay on the chip from one pass to the next.
 
+| FLOPs of | source |
+|---|---|
+| products with weights, and those of the optimizer | the traced program, in each phase |
+| experts | the same, for the rows that are in use; all rows for `capacity` and `dense`, which pad |
+| scores and averages of attention | the keys that queries see, which no kernel can skip: twice as many backward, once \
+more if recomputed; in decoding the traced program, which reads all slots |
+
+| bytes of | how often |
+|---|---|
+| weights | once in each product that reads them, of experts that have rows; gradients once in each that makes them |
+| collectives | what is received, written once |
+| saved activations | the input of each layer that is differentiated, written and read once |
+| embeddings | the rows of this device's tokens, read once |
+| update | trained parameters, their gradients and moments, read and written once |
+| cache | written by a prefill, read by a decoding step |
+
+Other activations and logits may stay on the chip, so they do not count.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from moezoo.analysis.activations import cache_rows
+from moezoo.analysis.calls import CALLS, Call
 from moezoo.analysis.hardware import Slice
-from moezoo.config.settings import TrainConfig
+from moezoo.config.build import blueprint_of, blueprint_on
+from moezoo.config.settings import TrainConfig, check_config
+from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
+from moezoo.moe.chunks import layer_rows
+from moezoo.moe.dispatch import Capacity, Dense
+from moezoo.parallel.axes import count_parameters, is_stored, parameter_table
+from moezoo.parallel.mesh import no_context_mesh
+from moezoo.parallel.traces import Equation, collective_traffic, equations
 from moezoo.parallel.traffic import CallName, Phase, TrafficTable
+from moezoo.typed import convert
 
 
 class Work(NamedTuple):
@@ -57,6 +95,16 @@ class Bound(NamedTuple):
         return self.compute + self.hbm + self.alone
 
 
+def bound(work: Work, where: Slice, mesh: Mapping[str, int]) -> Bound:
+    """Return the least seconds of `work` on a slice. Mesh and errors are those of `Slice.link_seconds`."""
+    kinds: dict[Any, TrafficTable] = {}
+    for row, traffic in work.traffic.items():
+        kinds.setdefault((row.collective, row.axes), TrafficTable()).add(row, traffic)
+    alone = sum(max(where.link_seconds(mesh, table).values(), default=0.0) for table in kinds.values())
+    compute, hbm = sum(work.flops.values()) / where.chip.flops, sum(work.hbm.values()) / where.chip.hbm_speed
+    return Bound(compute, hbm, where.link_seconds(mesh, work.traffic), alone)
+
+
 def work_of(cfg: TrainConfig, call: CallName = "train", *, blueprint: Blueprint | None = None) -> Work:
     """Return what one device does in a call, read from the traced program. No device is used.
 
@@ -68,10 +116,163 @@ def work_of(cfg: TrainConfig, call: CallName = "train", *, blueprint: Blueprint 
     Raises:
         UserError: The parts of the configuration do not fit together, or a mesh axis is -1.
     """
+    check_config(cfg)
+    convert(CallName, call, "call")
+    blueprint = blueprint_on(cfg, given=blueprint)
+    # Backends do the same products; of these, the trace shows all outside loops of unknown length.
+    kernels = dataclasses.replace(cfg.execution, grouped_matmul=("ragged_dot",), attention=None)
+    with no_context_mesh():
+        program = CALLS[call](dataclasses.replace(cfg, execution=kernels), blueprint)
+        traced = program.trace()
+    device = _Device(cfg, blueprint, call, program)
+    traffic, flops, hbm = collective_traffic(traced.jaxpr, "tpu"), device.flops(traced), device.hbm(traced)
+    share = model_flops(cfg) / cfg.mesh.devices if call == "train" else sum(flops.values())
+    return Work(flops, share, hbm | {"collectives": float(traffic.bytes)}, traffic)
 
 
-def bound(work: Work, where: Slice, mesh: Mapping[str, int]) -> Bound:
-    """Return the least seconds of `work` on a slice. Mesh and errors are those of `Slice.link_seconds`."""
+class _Weight(NamedTuple):
+    """A device's part of a weight where it is used: its shape in one layer, and the bytes of a number."""
+
+    shape: tuple[int, ...]
+    width: float
+    of_experts: bool
+
+    @property
+    def bytes(self) -> float:
+        return math.prod(self.shape) * self.width
+
+
+class _Device:
+    """One device in one call."""
+
+    def __init__(self, cfg: TrainConfig, blueprint: Blueprint, call: CallName, program: Call):
+        self.cfg, self.model, self.call, self.program = cfg, blueprint.shapes, call, program
+        self.execution, tokens = program.execution, math.prod(program.local_tokens)
+        group, k = self.execution.expert_group(cfg.model.experts), cfg.model.experts_per_token
+        self.room = layer_rows(self.execution.strategy, tokens, k, group)
+        padded = isinstance(self.execution.strategy, Capacity | Dense)
+        self.rows = self.room if padded else (-(-tokens // group.size) if group.replicated else tokens) * k
+        self.tokens = tokens * (cfg.execution.microbatches if call == "train" else 1)
+        mask = blueprint.mask
+        # The backward pass ends at the first part, from the embedding on, in which something is trained.
+        learns = [any(jax.tree.leaves((mask.embedding, mask.stacks[: n + 1]))) for n in range(len(self.model.stacks))]
+        self.reached = [call == "train" and each for each in learns]
+
+    def flops(self, traced: Any) -> dict[Phase, float]:
+        """Return the FLOPs of each phase."""
+        found: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        again = False
+        for one in _outside_kernels(traced):
+            if self.call != "decode" and _attends(one):
+                again |= one.phase == "recomputed"
+            elif one.equation.primitive.name in _PRODUCTS and one.times is not None:
+                used = self.rows / self.room if one.scope.endswith("experts") else 1.0
+                found[one.phase] += one.times * used * _flops(one)
+        if self.call != "decode":
+            heads = self.cfg.model.heads // self.execution.inner_group("heads").size
+            whole = [
+                2 * self.tokens * heads * self.cfg.model.dims_of_a_pair * keys for keys in _seen(self.cfg, self.model)
+            ]
+            reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
+            found["forward" if any(self.reached) else "outside"] += sum(whole)
+            found["backward"] += 2 * reached
+            found["recomputed"] += reached * again
+        return found
+
+    def hbm(self, traced: Any) -> dict[str, float]:
+        """Return the bytes of memory of each kind, without those of collectives."""
+        stream = self.tokens * self.cfg.model.embed * jnp.dtype(self.execution.dtype).itemsize
+        embeddings = stream / self.execution.inner_group("vocab").size
+        found = {"weights": self._weight_bytes(traced), "embeddings": embeddings}
+        if self.call == "train":
+            layers = sum(stack.count for stack, learns in zip(self.model.stacks, self.reached, strict=True) if learns)
+            memory = self.program.memory
+            found["saved activations"] = 2.0 * layers * stream
+            # Trained parameters have the bytes of their gradients.
+            found["update"] = 2.0 * (2 * memory["gradients"] + memory["optimizer state"])
+        if isinstance(traced.out_info, Continued):
+            rows = cache_rows(self.model, traced.out_info.cache, self.execution)
+            found["cache"] = float(sum(row.bytes_per_device for row in rows))
+        return found
+
+    def _weight_bytes(self, traced: Any) -> float:
+        weights = {weight.shape: weight for weight in self._weights()}
+        orders = {tuple(sorted(shape)) for shape in weights}
+        total = 0.0
+        for one in _outside_kernels(traced):
+            if one.equation.primitive.name not in _PRODUCTS or one.times is None:
+                continue
+            operands: list[Any] = [x.aval for x in one.equation.invars[:2]]
+            read = [weights[x.shape] for x in operands if x.shape in weights]
+            result: Any = one.equation.outvars[0].aval
+            for weight in read[:1]:
+                used = min(1.0, self.rows / weight.shape[0]) if weight.of_experts else 1.0
+                total += one.times * used * weight.bytes
+            if not read and one.phase == "backward" and tuple(sorted(result.shape)) in orders:
+                total += one.times * result.size * result.dtype.itemsize
+        return total
+
+    def _weights(self) -> Iterator[_Weight]:
+        ways, widest = self.execution.ways, jnp.dtype(self.execution.dtype).itemsize
+        leaves = jax.tree.leaves(self.model, is_leaf=is_stored)
+        for (_, axes, shape), leaf in zip(parameter_table(self.model), leaves, strict=True):
+            placement = self.execution.placement(axes, shape)
+            names, taken = axes.names, placement.taken or ((),) * len(shape)
+            local = [
+                max(1, size * ways(gathered) // ways(stored) // ways(shared))
+                for size, stored, gathered, shared in zip(
+                    shape, placement.stored, placement.gathered, taken, strict=True
+                )
+            ]
+            local = local[1:] if "layer" in names else local
+            width = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf)) / math.prod(shape)
+            yield _Weight(tuple(local), min(width, widest), "expert" in names)
+            if "vocab" in names:  # as the matrix of logits too, where embeddings are tied
+                yield _Weight(tuple(reversed(local)), min(width, widest), False)
+
+
+_PRODUCTS = ("dot_general", "ragged_dot_general")
+
+
+def _outside_kernels(traced: Any) -> Iterator[Equation]:
+    """Yield the equations of a traced program, kernels in place of what is in them."""
+    kernel = None
+    for one in equations(traced.jaxpr, "tpu"):
+        if kernel is not None and one.path.startswith(kernel):
+            continue
+        kernel = f"{one.path}/" if one.equation.primitive.name == "pallas_call" else None
+        yield one
+
+
+def _attends(one: Equation) -> bool:
+    """Return whether an equation is a kernel of attention, or a product of queries and keys or of weights and values.
+
+    Only these have a batch dimension for sequences and one for heads.
+    """
+    if "attention" not in one.scope.split("/"):
+        return False
+    kind = one.equation.primitive.name
+    batched = kind == "dot_general" and len(one.equation.params["dimension_numbers"][1][0]) > 1
+    return batched or kind == "pallas_call" or one.times is None
+
+
+def _flops(one: Equation) -> float:
+    """Return the FLOPs of one product: two for each of its multiplications."""
+    arrays: list[Any] = [one.equation.invars[0].aval, one.equation.outvars[0].aval]
+    left, result = arrays
+    if one.equation.primitive.name == "ragged_dot_general":
+        return 2.0 * left.size * result.shape[-1]  # each number of a row meets one matrix, or another row
+    contracted = one.equation.params["dimension_numbers"][0][0]
+    return 2.0 * result.size * math.prod(left.shape[dim] for dim in contracted)
+
+
+def _seen(cfg: TrainConfig, model: Any) -> list[float]:
+    """Return the keys per query, itself included: for each stack the mean over queries, summed over its layers."""
+    seen = []
+    for stack in model.stacks:
+        windows = [block.attention.state(cfg.seq_len).num_slots for block in stack.blocks]
+        seen.append(sum(stack.count * (w - w * (w - 1) / 2 / cfg.seq_len) for w in windows))
+    return seen
 
 
 def model_flops(cfg: TrainConfig) -> float:
@@ -79,3 +280,7 @@ def model_flops(cfg: TrainConfig) -> float:
 
     They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
     """
+    m, tokens, shapes = cfg.model, cfg.batch_size * cfg.seq_len, blueprint_of(cfg).shapes
+    _, active = count_parameters(shapes, m.experts_per_token)
+    attention = 2 * m.heads * m.dims_of_a_pair * sum(_seen(cfg, shapes))
+    return 3.0 * tokens * (2 * (active - m.looked_up) + attention)

@@ -93,10 +93,11 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
     """Yield the rows so far, as each is done."""
     from moezoo.analysis import plan
     from moezoo.analysis.candidates import check_mesh, fill, listed
-    from moezoo.config.overrides import groups
+    from moezoo.config import overrides
 
-    rules = _list(keys.rules, groups()["rules"])
-    candidates = list(listed(words, _list(keys.mesh, ()), rules, _list(keys.dispatch, _STRATEGIES)))
+    rules, strategies = _list(keys.rules, overrides.groups()["rules"]), _list(keys.dispatch, _STRATEGIES)
+    overrides.check([*(f"rules={name}" for name in rules), *(f"dispatch={name}" for name in strategies)])
+    candidates = list(listed(words, _list(keys.mesh, ()), rules, strategies))
     done: list[Any] = []
     for number, candidate in enumerate(candidates, 1):
         _progress(f"{number}/{len(candidates)}: {' '.join(candidate[len(words) :]) or 'as configured'}")

@@ -14,9 +14,10 @@ from benchmarks import data, generate, kernels, timing
 from benchmarks.one_load import load_floor
 from benchmarks.parts import LAYOUTS, NARROW, PARTS
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.steps import Turns, model_flops, overrides
+from benchmarks.steps import Turns, overrides
 from benchmarks.timing import Timing
 from moezoo.analysis.cost import communication
+from moezoo.analysis.work import model_flops
 from moezoo.cli.command import execute
 from moezoo.config.compose import compose
 from moezoo.config.overrides import groups
