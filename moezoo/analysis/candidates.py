@@ -24,21 +24,23 @@ _GENERATION = ("serve", "fsdp_ep", "tensor")
 
 
 def mesh_words(name: str) -> tuple[str, ...]:
-    """Return the overrides of a mesh: an entry of conf/mesh, or axes and sizes as in `fsdp16_ep4`.
+    """Return the overrides of a mesh: axes and sizes as in `fsdp16_ep4`, or an entry of conf/mesh.
 
     Raises:
         UserError: The name is neither.
     """
-    if name in groups()["mesh"]:
-        return (f"mesh={name}",)
     words = []
     for part in name.split("_"):
         found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
         axis = _SHORT.get(found[1], found[1]) if found else ""
         if found is None or axis not in AXES:
-            raise UserError(f"mesh={name}: expected axes and sizes such as fsdp16_ep4, or {', '.join(groups()['mesh'])}")
+            break
         words.append(f"mesh.{axis}={found[2]}")
-    return tuple(words)
+    else:
+        return tuple(words)
+    if name in groups()["mesh"]:
+        return (f"mesh={name}",)
+    raise UserError(f"mesh={name}: expected axes and sizes such as fsdp16_ep4, or {', '.join(groups()['mesh'])}")
 
 
 def mesh_name(mesh: Mapping[str, int]) -> str:
@@ -114,7 +116,7 @@ def _of_rules(words: tuple[str, ...], where: Slice, call: CallName) -> Iterator[
     usual = [each for each in meshes if math.prod(each.values()) == where.devices and _is_usual(each, cfg.seq_len)]
     order = lambda each: (each["tensor"] * each["context"], each["data"], abs(math.log2(each["expert"] / 8)))  # noqa: E731
     for mesh in sorted(usual, key=order):
-        sizes = tuple(f"mesh.{axis}={mesh[axis]}" for axis in AXES)
+        sizes = tuple(f"mesh.{axis}={mesh[axis]}" for axis in AXES if mesh[axis] > 1)
         strategies = ("ragged", "gather") if mesh["expert"] * mesh["context"] > 1 else ("gather",)
         for strategy in strategies:
             yield (*words, *sizes, f"dispatch={strategy}")

@@ -189,9 +189,24 @@ def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:
 
 
 def sort(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Return the rows that fit, the fastest first, then the others; of equal bounds by what remains without overlap."""
-    times = lambda row: (row.step_seconds or math.inf, row.unoverlapped_seconds or math.inf)  # noqa: E731
-    return sorted(rows, key=lambda row: (not row.fits, *times(row)))
+    """Return the rows that fit, the fastest first, then the others.
+
+    Of equal bounds, the first has less time without overlap, in two digits, then less memory.
+    """
+
+    def order(row: PlanRow) -> tuple[Any, ...]:
+        rest = float(f"{row.unoverlapped_seconds or math.inf:.2g}")
+        return not row.fits, row.step_seconds or math.inf, rest, row.bytes_per_device or math.inf
+
+    return sorted(rows, key=order)
+
+
+def distinct(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the rows without those that equal an earlier one in memory and all times: the same program."""
+    found: dict[Any, PlanRow] = {}
+    for row in rows:
+        found.setdefault((row.bytes_per_device, tuple((row.seconds or {}).items()), row.unoverlapped_seconds), row)
+    return list(found.values())
 
 
 def as_mapping(row: PlanRow) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from moezoo.config.options import key, split, take, take_switches
 from moezoo.errors import UserError
 
 _SEARCH_SECONDS = 180.0
-_BEST = 3  # how many of a search are compiled
+_BEST, _SHOWN = 3, 10  # how many of a search are compiled, and shown
 _STRATEGIES = ("dense", "capacity", "gather", "ring", "ragged")
 
 
@@ -96,7 +96,8 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
     from moezoo.config import overrides
 
     rules, strategies = _list(keys.rules, overrides.groups()["rules"]), _list(keys.dispatch, _STRATEGIES)
-    overrides.check([*(f"rules={name}" for name in rules), *(f"dispatch={name}" for name in strategies)])
+    for word in (*(f"rules={name}" for name in rules), *(f"dispatch={name}" for name in strategies)):
+        overrides.check([word])
     candidates = list(listed(words, _list(keys.mesh, ()), rules, strategies))
     done: list[Any] = []
     for number, candidate in enumerate(candidates, 1):
@@ -131,17 +132,17 @@ def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[li
         row = plan.estimate(candidate, where, switches.call, least=True)
         done.append(row)
         _progress(f"{number}: {' '.join(candidate[len(words) :])}: {_outcome(row)}")
-        yield plan.sort(done)[:10]
+        yield plan.distinct(plan.sort(done))[:_SHOWN]
     if not done:
         raise UserError(f"no mesh of {where.devices} devices splits all sizes evenly; change batch_size or topology")
     if left:
         _progress(f"stopped after {_SEARCH_SECONDS:.0f} s; {left} layouts were not looked at")
-    best = plan.sort(done)
+    best = plan.distinct(plan.sort(done))
     if switches.call == "train":
         best = plan.sort([*_recomputing_less(best[:_BEST], where), *best])
     if not best[0].fits:
         best = [_helped(best[0], where, switches.call), *best[1:]]
-    best = best[:10]
+    best = best[:_SHOWN]
     for number, row in enumerate(best[:_BEST]):
         if not switches.estimate and row.fits:
             _progress(f"compiling {' '.join(row.words[len(words) :])}")
