@@ -77,7 +77,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _write(text: str) -> None:
-    os.write(sys.stdout.fileno(), text.encode())
+    if text:
+        os.write(sys.stdout.fileno(), text.encode())
 
 
 def _searching(keys: Keys, words: Sequence[str]) -> bool:
@@ -126,7 +127,7 @@ def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[li
 
     began, done, left = time.monotonic(), [], 0
     for number, candidate in enumerate(searched(words, where, switches.call), 1):
-        if time.monotonic() - began > _SEARCH_SECONDS:
+        if done and time.monotonic() - began > _SEARCH_SECONDS:
             left += 1
             continue
         row = plan.estimate(candidate, where, switches.call, least=True)

@@ -22,7 +22,7 @@ def test_a_row_agrees_with_its_parts():
     row, cfg = plan.estimate(TINY, EIGHT), moezoo.compose(*TINY)
     found = footprint(cfg)
     assert (row.fits, row.reason, row.mesh) == (True, "", {"fsdp": 4, "expert": 2})
-    assert (row.rules, row.dispatch) == ("fsdp_ep", "auto")
+    assert (row.rules, row.dispatch) == ("fsdp_ep", "ring")
     assert row.collectives == describe(cfg).collectives
     assert row.bytes_per_device == found.peak == sum((row.memory or {}).values())
     assert row.seconds is not None
