@@ -103,7 +103,7 @@ class Keeps(NamedTuple):
             "mixer Keeps: its state declares slots=3 head_dim=1, and what it keeps has (2, 3, 1)",
         ),
         (
-            Slots.declare(3, {"a": {"head_dim": 1}}),
+            Slots.declare(3, ({"head_dim": 1},)),
             "mixer Keeps: what it keeps is not the tree that its state declares",
         ),
     ],
