@@ -10,6 +10,10 @@ answer a mistyped word without importing JAX.
 
 from typing import TYPE_CHECKING, Any
 
+from moezoo.host import refuse_fused_cpu_kernels
+
+refuse_fused_cpu_kernels()
+
 if TYPE_CHECKING:
     from moezoo.public import *  # noqa: F403
     from moezoo.public import __all__ as __all__

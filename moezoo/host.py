@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import importlib.metadata
 import os
 import stat
 import sys
@@ -17,6 +18,25 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 # mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
 # thread's heap, a heap that becomes empty is given back).
 _KEEP = {-1: -1, -4: 0, -2: 1 << 26}
+# XLA's library of fused CPU kernels, on by default from jax 0.11, adds up products of bfloat16 in bfloat16, which ends
+# at 256 equal terms, and reads numbers that nothing has written (0.12, NaN in some processes; docs/running.md).
+NO_FUSED_CPU_KERNELS = "--xla_cpu_experimental_ynn_fusion_type="
+
+
+def refuse_fused_cpu_kernels() -> None:
+    """Turn XLA's fused CPU kernels off in programs that this process and its children compile.
+
+    A user who has set the flag keeps it. JAX reads the flags when it starts, so call this before.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("--"):  # XLA reads a file of this name
+        try:
+            flags = " ".join(Path(flags).read_text().split())
+        except OSError:
+            return
+    if importlib.metadata.version("jaxlib").startswith("0.10.") or NO_FUSED_CPU_KERNELS in flags:
+        return
+    os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_CPU_KERNELS}".strip()
 
 
 def is_same_file(one: Path, other: Path) -> bool:

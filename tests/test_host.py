@@ -2,13 +2,22 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from refusals import refused
 
-from moezoo.host import check_file, check_host, group_limits, host_memory, keep_freed_memory
+from moezoo.host import (
+    check_file,
+    check_host,
+    group_limits,
+    host_memory,
+    keep_freed_memory,
+    refuse_fused_cpu_kernels,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +83,35 @@ def test_freed_memory_is_kept_unless_the_environment_sets_malloc(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     keep_freed_memory()
     assert not calls
+
+
+FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+
+
+@pytest.mark.parametrize(("version", "wanted"), [("0.10.2", ""), ("0.12.0", FLAG)])
+def test_fused_cpu_kernels_are_off(monkeypatch, tmp_path, version, wanted):
+    """A value of the user's own stays, also in a file."""
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    own, file = f"{FLAG}+LIBRARY_FUSION_TYPE_DOT", tmp_path / "flags"
+    file.write_text(own)
+    other = tmp_path / "other"
+    other.write_text("--xla_a=1\n--xla_b=2\n")
+    none = str(tmp_path / "none")
+    cases = {"": wanted, "--xla_a=1": f"--xla_a=1 {wanted}".strip(), own: own, str(file): str(file), none: none}
+    cases[str(other)] = f"--xla_a=1 --xla_b=2 {FLAG}" if wanted else str(other)
+    for given, after in cases.items():
+        monkeypatch.setenv("XLA_FLAGS", given)
+        refuse_fused_cpu_kernels()
+        assert os.environ["XLA_FLAGS"] == after
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_importing_the_package_turns_them_off(late):
+    """Before a public name is used, so before an array; a process that has made one before is warned."""
+    lines = ["import os, moezoo, jax", "moezoo.Execution()", "print(jax.__version__[:5], os.environ['XLA_FLAGS'])"]
+    code = "\n".join(["import jax.numpy as jnp; jnp.ones(2) + 1"] * late + lines)
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    version, *flags = done.stdout.split()
+    assert flags == ([] if version == "0.10." else [FLAG])
+    assert ("import moezoo before JAX makes an array" in done.stderr) is (late and bool(flags))

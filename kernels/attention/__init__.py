@@ -6,6 +6,7 @@ from moezoo.kernels.attention.api import attend as attend
 from moezoo.kernels.attention.api import attend_part as attend_part
 from moezoo.kernels.attention.api import chosen_backend as chosen_backend
 from moezoo.kernels.attention.api import part_gradients as part_gradients
+from moezoo.kernels.attention.api import reasons as reasons
 from moezoo.kernels.attention.api import register as register
 from moezoo.kernels.attention.base import FLOOR as FLOOR
 from moezoo.kernels.attention.base import Attended as Attended

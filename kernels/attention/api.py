@@ -89,7 +89,7 @@ _MANY = 128
 
 def _own_order(target: Target, queries: int, keys: int) -> Sequence[str]:
     if queries == 1:
-        return ("one_query",)
+        return "one_query", "reference"
     if target.platform == "cpu":
         return ("chunked",) if chunked.suits(queries, keys) else ("reference",)
     # None of these has been timed.
@@ -107,43 +107,55 @@ def chosen_backend(
     *,
     dtype: DTypeLike = jnp.bfloat16,
     is_sorted: bool = True,
+    in_parts: bool = False,
 ) -> str:
     """Return the name of the backend for these numbers of queries and keys per row on `target`.
 
-    It is the first of `names`, or of the kernel's own order, that runs there with operands of `dtype` and with keys in
-    a known order (`is_sorted`) or not.
+    It is the first of `names`, or of the kernel's own order, that runs there with operands of `dtype`, with keys in a
+    known order (`is_sorted`) or not, and, for `attend_part` and `part_gradients`, with parts of keys (`in_parts`).
 
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), queries, keys, dtype, is_sorted)[0][1].name
+    return _choose(KernelOrder(names, target), queries, keys, dtype, is_sorted, in_parts)[0][1].name
 
 
-def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike) -> list[str]:
+def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike, in_parts: bool = False) -> list[str]:
     """Return why backends before the one that `chosen_backend` returns, for keys in a known order, are passed over."""
     few = f"is for {_MANY} queries{' and keys' * (target.platform == 'tpu')} or more"
-    return passed_over(chosen, names, _own_order(target, _MANY, _MANY), BACKENDS, target, dtype, few)
+
+    def otherwise(name: str) -> str:
+        return "has no parts of keys" if in_parts and BACKENDS[name].part is None else few
+
+    return passed_over(chosen, names, _own_order(target, _MANY, _MANY), BACKENDS, target, dtype, otherwise)
 
 
-def _choose_for(operands: Operands, implementation: str | KernelOrder | None) -> ChosenBackends:
+def _choose_for(operands: Operands, implementation: str | KernelOrder | None, in_parts: bool = False) -> ChosenBackends:
     q = operands.q
     # An execution names backends for training, prefill and decoding together. Keys of a cache have no order.
     if q.shape[1] == 1 and isinstance(implementation, KernelOrder):
         named = [BACKENDS[name] for name in implementation.names if name in BACKENDS]
         if len(named) == len(implementation.names) and all(one.sorted_keys for one in named):
             implementation = implementation._replace(names=())
-    return _choose(implementation, q.shape[1], operands.k.shape[1], q.dtype, operands.seen is not None)
+    is_sorted = operands.seen is not None
+    return _choose(implementation, q.shape[1], operands.k.shape[1], q.dtype, is_sorted, in_parts)
 
 
 def _choose(
-    implementation: str | KernelOrder | None, queries: int, keys: int, dtype: DTypeLike, is_sorted: bool
+    implementation: str | KernelOrder | None,
+    queries: int,
+    keys: int,
+    dtype: DTypeLike,
+    is_sorted: bool,
+    in_parts: bool,
 ) -> ChosenBackends:
     def takes(backend: Backend, target: Target) -> bool:
-        return backend.takes(target, dtype, is_sorted)
+        return backend.takes(target, dtype, is_sorted) and not (in_parts and backend.part is None)
 
     runs_on = {name: functools.partial(takes, backend) for name, backend in BACKENDS.items()}
     own = functools.partial(_own_order, queries=queries, keys=keys)
     operands = f" with {jnp.dtype(dtype).name}" + " and keys in an unknown order" * (not is_sorted)
+    operands += " and parts of keys" * in_parts
     return choose("attention", runs_on, implementation, own, operands, REFUSED)
 
 
@@ -156,7 +168,8 @@ def attend(
 ) -> Attended:
     """Average values by the softmax of scores, for each query over the keys that it sees.
 
-    Scores `scale` q . k and their softmax are float32. Differentiable by both results, in reverse mode and first order,
+    Scores `scale` q . k and their softmax are float32; all backends but `reference` and `one_query` round `scale` q to
+    the dtype of queries before. Differentiable by both results, in reverse mode and first order,
     in q, k, v, `scale` and `sinks`. To combine results over different keys, call `join`; give sinks to one of them at
     most. Inside `shard_map` both results vary wherever an operand does, and no collective runs in the forward pass; the
     gradient of an operand that does not vary over an axis is summed over it (psum).
@@ -224,8 +237,5 @@ def part_gradients(
 def _run_part(
     function_of: Callable[[Backend], Any], implementation: str | KernelOrder | None, operands: Operands, *others: Any
 ) -> Any:
-    def backend(one: Chosen) -> Callable[..., Any]:
-        # A backend that has no parts is one for few queries, where the naive one does.
-        return function_of(_backend(one)) or function_of(BACKENDS["reference"])
-
-    return run(_choose_for(operands, implementation), backend, operands, *others)
+    chosen = _choose_for(operands, implementation, in_parts=True)
+    return run(chosen, lambda one: function_of(_backend(one)), operands, *others)

@@ -109,7 +109,7 @@ class Backend(NamedTuple):
 
     Attributes:
         attend: The function.
-        part: Attention over a part of the keys; None if the backend has none.
+        part: Attention over a part of the keys; None if the backend has none, and then no ring takes it.
         part_gradients: Its gradients.
         runs_on: Whether the backend can be traced and run for a target.
         dtypes: The names of the dtypes of operands that the backend takes; None for all.

@@ -129,7 +129,7 @@ def chosen_backend(
 def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike) -> list[str]:
     """Return why backends before the one that `chosen_backend` returns are passed over."""
     few_bits = "takes whole stacks, not weights of few bits"
-    return passed_over(chosen, names, _own_order(target), BACKENDS, target, dtype, few_bits)
+    return passed_over(chosen, names, _own_order(target), BACKENDS, target, dtype, lambda _: few_bits)
 
 
 def _choose(implementation: str | KernelOrder | None, dtype: DTypeLike, *weights: Any) -> ChosenBackends:

@@ -18,7 +18,7 @@ from moezoo.models.arguments import as_integers, check_inside, check_key
 from moezoo.models.base import LanguageModel
 from moezoo.models.block import Block
 from moezoo.models.choice import choose_dispatch
-from moezoo.nn.cache import Cache, Kept, State
+from moezoo.nn.cache import Cache, Kept, State, fill_declared
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import gather, psum, vary
@@ -48,7 +48,7 @@ def prefill(
     """
 
     def collect(block: Block, kept: PyTree) -> State:
-        return block.attention.state(length).fill(kept)
+        return fill_declared(block.attention, kept, length)
 
     context = Context(at, at, chunks=(0,))  # padding, then one text
     x, states, _ = model.layers(model.embed(tokens, execution), context, execution, collect=collect)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from moezoo.errors import UserError
 from moezoo.parallel.context_parallel import Coordinates
 
 
@@ -56,7 +57,12 @@ class Slots(State):
 
     @classmethod
     def declare(cls, num_slots: int, sizes: PyTree) -> "Slots":
-        """Declare slots by the sizes of what a token keeps: a tree like `MixerOutput.kept` of dicts by logical axis."""
+        """Declare slots by the sizes of what a token keeps: a tree like `MixerOutput.kept` of dicts by logical axis.
+
+        Raises `UserError` for no slot.
+        """
+        if num_slots < 1:
+            raise UserError(f"Slots.declare: num_slots is {num_slots}, expected 1 or more")
 
         def one(sizes: Mapping[str, int]) -> Kept:
             *others, last = sizes.items()
@@ -86,6 +92,32 @@ class Slots(State):
         """Write token `column` into its slot."""
         one = lambda x, new: write(x, jnp.moveaxis(new, 2, -2), column, dim=x.ndim - 2)  # noqa: E731
         return Slots(self.num_slots, jax.tree.map(one, self.kept, fresh))
+
+
+def fill_declared(mixer: Any, kept: PyTree, length: int) -> State:
+    """Return the state that `mixer` declares for texts of `length` tokens, filled with what it kept of prompts.
+
+    Raises:
+        UserError: It declares no state, or one that what it kept does not have the shapes of.
+    """
+    who, declared = f"mixer {type(mixer).__name__}", mixer.state(length)
+    if not isinstance(declared, State):
+        raise UserError(f"{who}: state returns a {type(declared).__name__}, expected a State of moezoo.nn.cache")
+    is_kept = lambda x: isinstance(x, Kept)  # noqa: E731
+    try:
+        filled = declared.fill(kept)
+        pairs = jax.tree.leaves(jax.tree.map(_differing, declared, filled, is_leaf=is_kept))
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(f"{who}: what it keeps is not the tree that its state declares ({error})") from None
+    if differing := [text for text in pairs if text]:
+        raise UserError(f"{who}: {differing[0]}; declare what the layer keeps")
+    return filled
+
+
+def _differing(declared: Kept, filled: Array) -> str:
+    wanted, has = tuple(declared.sizes.values()), filled.shape[1:]
+    named = " ".join(f"{axis}={size}" for axis, size in declared.sizes.items())
+    return "" if has == wanted else f"its state declares {named}, and what it keeps has {has}"
 
 
 class Past(NamedTuple):

@@ -22,7 +22,7 @@ class Coordinates(NamedTuple):
     """The coordinates of tokens.
 
     Attributes:
-        position: Each token's position in its document, from 0; int32.
+        position: Each token's position in its document, from 0, up to 2^30; int32.
         segment: The number of the token's document in its row, from 1; int32. Segment 0 is padding.
     """
 

@@ -123,16 +123,16 @@ def passed_over(
     backends: Mapping[str, Any],
     target: Target,
     dtype: DTypeLike,
-    otherwise: str = "",
+    otherwise: Callable[[str], str] = lambda name: "",
 ) -> list[str]:
     """Return why backends before the chosen one are not taken, such as "hopper takes bfloat16, not float32".
 
     They are those of `names`, or if there are none, those of the kernel's `own` order that are made for the target;
-    `otherwise` is the reason of one that runs there with this dtype.
+    `otherwise` returns the reason of one that runs there with this dtype.
     """
     own = [name for name in own if backends[name].runs_on is not anywhere and backends[name].runs_on(target)]
     before = itertools.takewhile(lambda name: name != chosen, names or own)
-    return [f"{name} {lacks(backends[name], target, dtype) or otherwise}" for name in before]
+    return [f"{name} {lacks(backends[name], target, dtype) or otherwise(name)}" for name in before]
 
 
 def target_of(mesh: Mesh | AbstractMesh | None) -> Target | None:

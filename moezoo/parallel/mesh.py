@@ -9,18 +9,15 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax._src import xla_bridge  # JAX has no public function that reports whether it has started
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
-from moezoo.host import keep_freed_memory
+from moezoo.host import NO_FUSED_CPU_KERNELS, keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
 from moezoo.typed import Range, check_fields, convert
-
-# XLA's library of fused CPU kernels, on by default from jax 0.11, adds up products of bfloat16 in bfloat16, which ends
-# at 256 equal terms, and reads numbers that nothing has written (0.12, NaN in one process of two; docs/running.md).
-_NO_FUSED_CPU_KERNELS = "--xla_cpu_experimental_ynn_fusion_type="
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -81,13 +78,12 @@ def has_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def refuse_fused_cpu_kernels() -> None:
-    """Turn them off in programs that this process and its children compile; a user who has set the flag keeps it."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.__version__.startswith("0.10.") or _NO_FUSED_CPU_KERNELS in flags:
+def _warn_of_fused_cpu_kernels() -> None:
+    """Warn if JAX has started with the kernels that importing moezoo turns off, which is then too late."""
+    if not has_started() or NO_FUSED_CPU_KERNELS not in os.environ.get("XLA_FLAGS", "").split():
         return
-    os.environ["XLA_FLAGS"] = f"{flags} {_NO_FUSED_CPU_KERNELS}".strip()
-    if has_started() and jax.default_backend() == "cpu":
+    square = jax.ShapeDtypeStruct((8, 8), "float32")
+    if jax.default_backend() == "cpu" and "ynn" in str(jax.jit(jnp.dot).lower(square, square).compile().as_text()):
         warnings.warn(
             "JAX has started before moezoo was imported, so XLA's fused CPU kernels are on: sums in bfloat16 may be "
             "wrong, and results NaN (docs/running.md); import moezoo before JAX makes an array",
@@ -95,8 +91,7 @@ def refuse_fused_cpu_kernels() -> None:
         )
 
 
-# JAX reads the flags when it starts.
-refuse_fused_cpu_kernels()
+_warn_of_fused_cpu_kernels()
 
 
 def accelerators() -> bool:

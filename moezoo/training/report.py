@@ -162,11 +162,12 @@ def kernel_lines(execution: Execution, length: int, stacks: Sequence[Stack]) -> 
     target, names, dtype = execution.target, execution.kernels, execution.dtype
     assert target is not None
     queries = length // execution.sequence_group.size
-    keys = queries if isinstance(execution.context_parallel, RotateKept) else length  # of one call
+    on_ring = execution.sequence_group.size > 1 and isinstance(execution.context_parallel, RotateKept)
+    keys = queries if on_ring else length  # of one call
     skips = ", ".join([*_windows(stacks), "documents in order"])
     experts = [getattr(block.feed_forward, "experts", None) for stack in stacks for block in stack.blocks]
     product = grouped_matmul.chosen_backend(target, names.grouped_matmul, dtype, experts)
-    own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype)
+    own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype, in_parts=on_ring)
 
     def line(kernel: str, backend: str, reasons: Sequence[str], *others: str) -> str:
         who = f"set by execution.{kernel} on " * bool(getattr(names, kernel))
@@ -175,7 +176,7 @@ def kernel_lines(execution: Execution, length: int, stacks: Sequence[Stack]) -> 
 
     return [
         line("grouped_matmul", product, grouped_matmul.reasons(product, target, names.grouped_matmul, dtype)),
-        line("attention", own, attention.reasons(own, target, names.attention, dtype), skips),
+        line("attention", own, attention.reasons(own, target, names.attention, dtype, on_ring), skips),
     ]
 
 

@@ -52,6 +52,7 @@ from moezoo.kernels.attention import (
     join,
     join_softmax,
     part_gradients,
+    reasons,
     reference,
 )
 from moezoo.kernels.attention.base import NOTHING, Coordinates
@@ -380,6 +381,20 @@ def test_small_work_is_not_cut_into_blocks():
 
 def test_one_query_takes_a_backend_of_its_own():
     assert {chosen_backend(Target(platform), 1, 16384) for platform in PLATFORMS} == {"one_query"}
+
+
+def test_what_has_no_parts_is_not_taken_for_them():
+    """Not replaced silently: refused where it is named alone, passed over with the reason elsewhere."""
+    cpu = Target("cpu")
+    assert chosen_backend(cpu, 1, 64, in_parts=True) == "reference"
+    assert chosen_backend(cpu, 64, 64, ("one_query", "chunked"), in_parts=True) == "chunked"
+    assert reasons("chunked", cpu, ("one_query", "chunked"), "float32", in_parts=True) == [
+        "one_query has no parts of keys"
+    ]
+    (inputs, _), at = random_operands(CASES[0]), packed(CASES[0])
+    wanted = r"^attention=one_query: does not run on cpu with float32 and keys in an unknown order and parts of keys; "
+    with pytest.raises(UserError, match=wanted):
+        attend_part(Operands(*inputs[:3], *at, None), "one_query")
 
 
 _EQUAL_VALUES = """

@@ -1,13 +1,14 @@
 """The cache against a ring buffer that is written token by token, and with a state that is no ring buffer."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
-from moezoo.nn.cache import Cache, Kept, Slots, State, fit
+from moezoo.nn.cache import Cache, Kept, Slots, State, fill_declared, fit
 from moezoo.parallel.context_parallel import Coordinates
 
 BATCH, SLOTS = 2, 3
@@ -76,3 +77,41 @@ def test_the_cache_carries_any_state():
     assert jax.tree.structure(after) == jax.tree.structure(cache)  # as a loop needs
     np.testing.assert_array_equal(after.states[0][0].total, np.full((2, BATCH), 3.0))
     np.testing.assert_array_equal(after.states[1][0].kept[0, :, 5], np.ones((BATCH, 1)))
+
+
+class Keeps(NamedTuple):
+    """A stand-in for a mixer, which declares `declared`."""
+
+    declared: Any
+
+    def state(self, length):
+        """Return what it declares."""
+        del length
+        return self.declared
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (None, "mixer Keeps: state returns a NoneType, expected a State"),
+        (
+            Slots.declare(3, {"heads": 2, "head_dim": 2}),
+            "mixer Keeps: its state declares heads=2 slots=3 head_dim=2, and",
+        ),
+        (
+            Slots.declare(3, {"head_dim": 1}),
+            "mixer Keeps: its state declares slots=3 head_dim=1, and what it keeps has (2, 3, 1)",
+        ),
+        (
+            Slots.declare(3, ({"head_dim": 1},)),
+            "mixer Keeps: what it keeps is not the tree that its state declares",
+        ),
+    ],
+)
+def test_a_state_that_is_not_what_a_mixer_keeps(declared, message):
+    kept = jnp.ones((BATCH, 5, 2, 1))
+    assert fill_declared(Keeps(Slots.declare(3, {"heads": 2, "head_dim": 1})), kept, 5).num_slots == 3
+    with refused(message):
+        fill_declared(Keeps(declared), kept, 5)
+    with refused("Slots.declare: num_slots is 0, expected 1 or more"):
+        Slots.declare(0, {"heads": 2})

@@ -1,6 +1,5 @@
 """Mesh shapes and the devices behind them."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from moezoo.parallel.mesh import (
     make_mesh,
     mesh_of,
     prepare,
-    refuse_fused_cpu_kernels,
 )
 
 
@@ -97,20 +95,3 @@ def test_jax_10_loads_no_programs_of_several_cpu_devices(monkeypatch, version, w
     prepare(wanted)
     off = {"jax_enable_compilation_cache": False} if (version, wanted) == ("0.10.2", 8) else {}
     assert {name: value for name, value in changed.items() if "cache" in name} == off
-
-
-@pytest.mark.parametrize(("version", "wanted"), [("0.10.2", ""), ("0.12.0", "--xla_cpu_experimental_ynn_fusion_type=")])
-def test_fused_cpu_kernels_are_off(monkeypatch, version, wanted):
-    """A value of the user's own stays; a process that has started JAX keeps the kernels, and a warning says so."""
-    monkeypatch.setattr(jax, "__version__", version)
-    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    refuse_fused_cpu_kernels()
-    assert os.environ["XLA_FLAGS"] == wanted
-    monkeypatch.setenv("XLA_FLAGS", own := "--xla_cpu_experimental_ynn_fusion_type=+LIBRARY_FUSION_TYPE_DOT")
-    refuse_fused_cpu_kernels()
-    assert os.environ["XLA_FLAGS"] == own
-    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: True)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.warns(UserWarning, match="import moezoo before") if wanted else contextlib.nullcontext():
-        refuse_fused_cpu_kernels()
