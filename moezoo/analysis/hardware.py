@@ -130,11 +130,11 @@ class Slice(NamedTuple):
             traffic: The collectives of a call.
 
         Raises:
-            UserError: The mesh has another number of devices, or JAX cannot lay it on the torus.
+            UserError: The mesh has another number of devices.
         """
         if (count := math.prod(mesh.values())) != self.devices:
             raise UserError(f"topology={self} has {self.devices} devices and the mesh {count}; choose equal numbers")
-        places, dims, found = _places(self, tuple(mesh.values())), self._dims(), dict.fromkeys(self._cuts(), 0.0)
+        places, dims, found = places_of(self, tuple(mesh.values())), self._dims(), dict.fromkeys(self._cuts(), 0.0)
         for (collective, axes), each in traffic.by("collective", "axes").items():
             along = [number for number, axis in enumerate(mesh) if axis in axes]
             size = math.prod(places.shape[number] for number in along)
@@ -219,8 +219,11 @@ class _Device:
 
 
 @functools.lru_cache(maxsize=16)
-def _places(where: Slice, sizes: tuple[int, ...]) -> np.ndarray:
-    """Return the place in the grid of each device of a mesh, an array [*sizes, dims]."""
+def places_of(where: Slice, sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the place in the grid of each device of a mesh, an array [*sizes, dims].
+
+    The last of `dims` numbers the devices of a chip, or the GPUs of a node.
+    """
     grid = [dim.size for dim in where._dims()]
     if where.chip.is_gpu:
         return np.moveaxis(np.indices(grid), 0, -1).reshape(*sizes, len(grid))
@@ -228,13 +231,7 @@ def _places(where: Slice, sizes: tuple[int, ...]) -> np.ndarray:
     # As JAX lists the devices of a slice: x changes fastest, after the devices of a chip.
     numbers = enumerate(itertools.product(*map(range, (*reversed(torus), cores))))
     devices = [_Device(number, (*reversed(place), 0)[:3], core, where.chip.kind) for number, (*place, core) in numbers]
-    try:
-        mesh = create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    except (NotImplementedError, ValueError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"topology={where}: JAX cannot lay a mesh of {sizes} on it ({reason}); choose others"
-        ) from error
+    mesh = create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     places = [(*device.coords[: len(grid) - 1], device.core_on_chip) for device in mesh.flat]
     return np.asarray(places).reshape(*sizes, len(grid))
 

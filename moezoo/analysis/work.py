@@ -150,8 +150,8 @@ class _Device:
         self.execution, tokens = program.execution, math.prod(program.local_tokens)
         group, k = self.execution.expert_group(cfg.model.experts), cfg.model.experts_per_token
         self.room = layer_rows(self.execution.strategy, tokens, k, group)
-        padded = isinstance(self.execution.strategy, Capacity | Dense)
-        self.rows = self.room if padded else (-(-tokens // group.size) if group.replicated else tokens) * k
+        needed = (-(-tokens // group.size) if group.replicated else tokens) * k
+        self.rows = self.room if isinstance(self.execution.strategy, Capacity | Dense) else min(needed, self.room)
         self.tokens = tokens * (cfg.execution.microbatches if call == "train" else 1)
         mask = blueprint.mask
         # The backward pass ends at the first part, from the embedding on, in which something is trained.
