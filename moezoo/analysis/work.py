@@ -169,10 +169,10 @@ class _Device:
                 used = self.rows / self.room if one.scope.endswith("experts") else 1.0
                 found[one.phase] += one.times * used * _flops(one)
         if self.call != "decode":
+            tokens = self.tokens * self.cfg.seq_len / self.program.length  # without the padding of prompts
             heads = self.cfg.model.heads // self.execution.inner_group("heads").size
-            whole = [
-                2 * self.tokens * heads * self.cfg.model.dims_of_a_pair * keys for keys in _seen(self.cfg, self.model)
-            ]
+            pair = 2 * heads * self.cfg.model.dims_of_a_pair  # FLOPs of a query and a key that it sees
+            whole = [tokens * pair * keys for keys in _seen(self.cfg, self.model)]
             reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
             found["forward" if any(self.reached) else "outside"] += sum(whole)
             found["backward"] += 2 * reached
