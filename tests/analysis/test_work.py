@@ -73,27 +73,30 @@ def test_products_that_are_kept_are_not_computed_again():
     assert found == {**work(f"model=mixtral {STEP} execution.remat=none").flops, "recomputed": 0}
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_flops_are_those_of_the_naive_program(remat):
-    """It runs all experts on all tokens, and scores all keys: of 256, a query sees 128.5."""
+@pytest.mark.parametrize(("remat", "window"), [("none", 256), ("full", 100)])
+def test_flops_are_those_of_the_naive_program(remat, window):
+    """It runs all experts on all tokens, and scores all keys."""
     words = f"model=mixtral mesh=ep8 batch_size=16 seq_len=256 dispatch=dense execution.remat={remat}"
+    words += f" model.window={window}"
     cfg = moezoo.compose(*words.split(), "execution.attention=[reference]", "execution.grouped_matmul=[ragged_dot]")
     found = dict.fromkeys(work(words).flops, 0)
     for one in equations(CALLS["train"](cfg, blueprint_of(cfg)).trace().jaxpr, "cpu"):
-        shapes = [x.aval.shape for x in one.equation.invars[:2]]
-        (result,) = [x.aval.shape for x in one.equation.outvars[:1]] or [()]
+        arrays: list[Any] = [x.aval for x in (*one.equation.invars[:2], *one.equation.outvars[:1])]
+        shapes = [x.shape for x in arrays]
         if one.equation.primitive.name == "ragged_dot_general":
-            numbers = math.prod(shapes[0]) * result[-1]
+            numbers = math.prod(shapes[0]) * shapes[2][-1]
         elif one.equation.primitive.name == "dot_general":
-            # Every index of either operand and of the result: the contracted ones are in both operands only.
+            # Every index of an operand: the contracted ones are in both operands only.
             (inner, _), (batch, _) = one.equation.params["dimension_numbers"]
             numbers = math.prod(shapes[0]) * math.prod(shapes[1])
             numbers //= math.prod(shapes[0][dim] for dim in (*inner, *batch))
         else:
             continue
+        assert one.times is not None
         found[one.phase] += 2 * one.times * numbers
     m: Any = cfg.model
-    unseen = 2 * TOKENS * (256 - 128.5) * m.heads * m.dims_of_a_pair * m.layers
+    seen = sum(min(query + 1, window) for query in range(256))
+    unseen = 2 * TOKENS // 256 * (256**2 - seen) * m.heads * m.dims_of_a_pair * m.layers
     times = {"forward": 1, "recomputed": remat == "full", "backward": 2, "outside": 0}
     assert work(words).flops == {phase: flops - times[phase] * unseen for phase, flops in found.items()}
 
@@ -156,6 +159,9 @@ def test_bytes_of_a_step_by_hand():
     assert found["saved activations"] == 2 * m.layers * TOKENS * m.embed * 4
     assert found["embeddings"] == TOKENS * m.embed * 4
     assert found["update"] == 2 * (memory["parameters"] + memory["gradients"] + memory["optimizer state"])
+    other: Any = moezoo.compose("model=gpt_oss").model
+    two_kinds = work(f"model=gpt_oss {STEP}").hbm["saved activations"]
+    assert two_kinds == 2 * other.layers * TOKENS * other.embed * 4
     assert found["collectives"] == communication(moezoo.compose(*words.split())).bytes == work(words).traffic.bytes
 
 
