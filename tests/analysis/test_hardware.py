@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def one(collective: str, *axes: str) -> TrafficTable:
     return TrafficTable({Row("", "forward", collective, axes): Traffic(1, GIGA)})
 
 
-def seconds(topology: str, collective: str, axes: str, **mesh: int) -> dict[str, float]:
+def seconds(topology: str, collective: str, axes: str, **mesh: Any) -> dict[str, float]:
     """Return the seconds of each cut that anything passes."""
     found = parse_slice(topology).link_seconds(MeshShape(**mesh).sizes, one(collective, *axes.split()))
     return {name: value for name, value in found.items() if value}
