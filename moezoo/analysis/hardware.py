@@ -15,7 +15,7 @@ group has devices, and means taken over groups and devices, so much passes a cut
 | `psum`, `pmax`, `pmin` on GPUs | half of that: switches can add (NVIDIA SHARP) |
 | `all_to_all`, `ragged_all_to_all` on TPUs | B n / (n - 1) times the mean hops between two of the group |
 | the same on GPUs | B n / (n - 1) times the share of pairs that are in two blocks |
-| `ppermute`, one cycle through the group | B m / n if m > 1: the cycle enters each block |
+| `ppermute` | B if m = n, because each device sends to another; otherwise perhaps nothing |
 
 A pair may be a device and itself. Seconds of a cut are the sum over rows, divided by the speed of its links per device:
 
@@ -179,7 +179,7 @@ class Slice(NamedTuple):
         block = np.sort(np.ravel_multi_index(tuple(groups[..., cut].T), [dims[number].size for number in cut]))
         blocks = 1 + (np.diff(block) != 0).sum(-1)  # of each group
         if collective == "ppermute":
-            return float((blocks * (blocks > 1)).mean()) / devices
+            return float((blocks == devices).mean())
         if collective in ("all_to_all", "ragged_all_to_all"):
             if self.chip.is_gpu:
                 hops = 1 - (block[:, :, None] == block[:, None]).mean()

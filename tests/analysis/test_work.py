@@ -223,7 +223,7 @@ def test_bound():
     assert Bound(3.0, 2.0, {"ICI": 1.0}, 1.0).bound_by == "compute"
     assert Bound(1.0, 2.0, {}, 0.0).bound_by == "HBM"
     torus = bound_of(words, "v5p")
-    assert max(torus.links.values()) <= torus.alone
+    assert max(torus.links.values()) <= torus.alone * (1 + 1e-9)
 
 
 def test_ring_takes_longer_than_ragged_over_many_devices():
