@@ -71,7 +71,7 @@ def test_torus_by_hand():
     # Rows travel two hops on average, and an eighth of them none, which is not received.
     rows = {"ICI x": 2 * 8 / 7 / 200, "ICI xy": 2 * 8 / 7 / 400, "ICI xz": 2 * 8 / 7 / 400, "ICI": 2 * 8 / 7 / 600}
     assert seconds("v5p:8x8x8", "ragged_all_to_all", "expert", **mesh) == pytest.approx(rows)
-    # A hop passes between neighbours, which of two dimensions may share one of them.
+    # Over two dimensions, neighbours may be at the same place of one of them.
     assert seconds("v5p:8x8x8", "ppermute", "expert", **mesh)["ICI x"] == pytest.approx(1 / 200)
     found = {"ICI yz": pytest.approx(1 / 400), "ICI": pytest.approx(1 / 600)}
     assert seconds("v5p:8x8x8", "ppermute", "fsdp", **mesh) == found
