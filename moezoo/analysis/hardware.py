@@ -15,7 +15,7 @@ group has devices, and means taken over groups and devices, so much passes a cut
 | `psum`, `pmax`, `pmin` on GPUs | half of that: switches can add (NVIDIA SHARP) |
 | `all_to_all`, `ragged_all_to_all` on TPUs | B n / (n - 1) times the mean hops between two of the group |
 | the same on GPUs | B n / (n - 1) times the share of pairs that are in two blocks |
-| `ppermute`, one cycle through the group | B m / n if m > 1: the cycle enters each block |
+| `ppermute` | B if m = n, because each device sends to another; otherwise perhaps nothing |
 
 A pair may be a device and itself. Seconds of a cut are the sum over rows, divided by the speed of its links per device:
 
@@ -130,11 +130,11 @@ class Slice(NamedTuple):
             traffic: The collectives of a call.
 
         Raises:
-            UserError: The mesh has another number of devices, or JAX cannot lay it on the torus.
+            UserError: The mesh has another number of devices.
         """
         if (count := math.prod(mesh.values())) != self.devices:
             raise UserError(f"topology={self} has {self.devices} devices and the mesh {count}; choose equal numbers")
-        places, dims, found = _places(self, tuple(mesh.values())), self._dims(), dict.fromkeys(self._cuts(), 0.0)
+        places, dims, found = places_of(self, tuple(mesh.values())), self._dims(), dict.fromkeys(self._cuts(), 0.0)
         for (collective, axes), each in traffic.by("collective", "axes").items():
             along = [number for number, axis in enumerate(mesh) if axis in axes]
             size = math.prod(places.shape[number] for number in along)
@@ -179,7 +179,7 @@ class Slice(NamedTuple):
         block = np.sort(np.ravel_multi_index(tuple(groups[..., cut].T), [dims[number].size for number in cut]))
         blocks = 1 + (np.diff(block) != 0).sum(-1)  # of each group
         if collective == "ppermute":
-            return float((blocks * (blocks > 1)).mean()) / devices
+            return float((blocks == devices).mean())
         if collective in ("all_to_all", "ragged_all_to_all"):
             if self.chip.is_gpu:
                 hops = 1 - (block[:, :, None] == block[:, None]).mean()
@@ -219,8 +219,11 @@ class _Device:
 
 
 @functools.lru_cache(maxsize=16)
-def _places(where: Slice, sizes: tuple[int, ...]) -> np.ndarray:
-    """Return the place in the grid of each device of a mesh, an array [*sizes, dims]."""
+def places_of(where: Slice, sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the place in the grid of each device of a mesh, an array [*sizes, dims].
+
+    The last of `dims` numbers the devices of a chip, or the GPUs of a node.
+    """
     grid = [dim.size for dim in where._dims()]
     if where.chip.is_gpu:
         return np.moveaxis(np.indices(grid), 0, -1).reshape(*sizes, len(grid))
@@ -228,13 +231,7 @@ def _places(where: Slice, sizes: tuple[int, ...]) -> np.ndarray:
     # As JAX lists the devices of a slice: x changes fastest, after the devices of a chip.
     numbers = enumerate(itertools.product(*map(range, (*reversed(torus), cores))))
     devices = [_Device(number, (*reversed(place), 0)[:3], core, where.chip.kind) for number, (*place, core) in numbers]
-    try:
-        mesh = create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    except (NotImplementedError, ValueError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"topology={where}: JAX cannot lay a mesh of {sizes} on it ({reason}); choose others"
-        ) from error
+    mesh = create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     places = [(*device.coords[: len(grid) - 1], device.core_on_chip) for device in mesh.flat]
     return np.asarray(places).reshape(*sizes, len(grid))
 

@@ -8,8 +8,8 @@ memory, and a layer's weights do not stay on the chip from one pass to the next.
 |---|---|
 | products with weights, and those of the optimizer | the traced program, in each phase |
 | experts | the same, for the rows that are in use; all rows for `capacity` and `dense`, which pad |
-| scores and averages of attention | the keys that queries see, which no kernel can skip: twice as many backward, once \
-more if recomputed; in decoding the traced program, which reads all slots |
+| scores and averages of attention | the keys that queries see; backward twice, and recomputed once or not at all |
+| the same in decoding | the traced program, which reads all slots of the cache |
 
 | bytes of | how often |
 |---|---|
@@ -150,8 +150,8 @@ class _Device:
         self.execution, tokens = program.execution, math.prod(program.local_tokens)
         group, k = self.execution.expert_group(cfg.model.experts), cfg.model.experts_per_token
         self.room = layer_rows(self.execution.strategy, tokens, k, group)
-        padded = isinstance(self.execution.strategy, Capacity | Dense)
-        self.rows = self.room if padded else (-(-tokens // group.size) if group.replicated else tokens) * k
+        needed = (-(-tokens // group.size) if group.replicated else tokens) * k
+        self.rows = self.room if isinstance(self.execution.strategy, Capacity | Dense) else min(needed, self.room)
         self.tokens = tokens * (cfg.execution.microbatches if call == "train" else 1)
         mask = blueprint.mask
         # The backward pass ends at the first part, from the embedding on, in which something is trained.
@@ -169,10 +169,10 @@ class _Device:
                 used = self.rows / self.room if one.scope.endswith("experts") else 1.0
                 found[one.phase] += one.times * used * _flops(one)
         if self.call != "decode":
+            tokens = self.tokens * self.cfg.seq_len / self.program.length  # without the padding of prompts
             heads = self.cfg.model.heads // self.execution.inner_group("heads").size
-            whole = [
-                2 * self.tokens * heads * self.cfg.model.dims_of_a_pair * keys for keys in _seen(self.cfg, self.model)
-            ]
+            pair = 2 * heads * self.cfg.model.dims_of_a_pair  # FLOPs of a query and a key that it sees
+            whole = [tokens * pair * keys for keys in _seen(self.cfg, self.model)]
             reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
             found["forward" if any(self.reached) else "outside"] += sum(whole)
             found["backward"] += 2 * reached
@@ -185,7 +185,8 @@ class _Device:
         embeddings = stream / self.execution.inner_group("vocab").size
         found = {"weights": self._weight_bytes(traced), "embeddings": embeddings}
         if self.call == "train":
-            layers = sum(stack.count for stack, learns in zip(self.model.stacks, self.reached, strict=True) if learns)
+            stacks = zip(self.model.stacks, self.reached, strict=True)
+            layers = sum(stack.count * len(stack.blocks) for stack, learns in stacks if learns)
             memory = self.program.memory
             found["saved activations"] = 2.0 * layers * stream
             # Trained parameters have the bytes of their gradients.
@@ -196,6 +197,7 @@ class _Device:
         return found
 
     def _weight_bytes(self, traced: Any) -> float:
+        """Return the bytes of weights that products read, known by their shapes, and of gradients that they make."""
         weights = {weight.shape: weight for weight in self._weights()}
         orders = {tuple(sorted(shape)) for shape in weights}
         total = 0.0
@@ -213,17 +215,14 @@ class _Device:
         return total
 
     def _weights(self) -> Iterator[_Weight]:
+        """Yield each parameter as a layer uses it; a container has the bytes that it stores."""
         ways, widest = self.execution.ways, jnp.dtype(self.execution.dtype).itemsize
         leaves = jax.tree.leaves(self.model, is_leaf=is_stored)
         for (_, axes, shape), leaf in zip(parameter_table(self.model), leaves, strict=True):
             placement = self.execution.placement(axes, shape)
             names, taken = axes.names, placement.taken or ((),) * len(shape)
-            local = [
-                max(1, size * ways(gathered) // ways(stored) // ways(shared))
-                for size, stored, gathered, shared in zip(
-                    shape, placement.stored, placement.gathered, taken, strict=True
-                )
-            ]
+            over = zip(shape, placement.stored, placement.gathered, taken, strict=True)
+            local = [max(1, size * ways(whole) // ways(stored) // ways(own)) for size, stored, whole, own in over]
             local = local[1:] if "layer" in names else local
             width = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf)) / math.prod(shape)
             yield _Weight(tuple(local), min(width, widest), "expert" in names)
@@ -245,9 +244,9 @@ def _outside_kernels(traced: Any) -> Iterator[Equation]:
 
 
 def _attends(one: Equation) -> bool:
-    """Return whether an equation is a kernel of attention, or a product of queries and keys or of weights and values.
+    """Return whether an equation is a kernel of attention or a part of one, outside of decoding.
 
-    Only these have a batch dimension for sequences and one for heads.
+    Of its products, only those of queries and keys, and of weights and values, are batched by sequence and by head.
     """
     if "attention" not in one.scope.split("/"):
         return False

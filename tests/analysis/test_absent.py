@@ -68,7 +68,7 @@ def test_devices(name, count):
     assert len(devices) == count
     capabilities = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
     assert device_target(devices[0]).capability == capabilities.get(name.partition(":")[0])
-    assert {d.platform for d in devices} == {"tpu" if name.startswith("v") else "gpu"}
+    assert {d.platform for d in devices} == {"tpu" if name.startswith(("v", "tpu")) else "gpu"}
     # Neither axis of the mesh is a product of axes of the slice.
     if count == 64:
         assert mesh_of(moezoo.MeshShape(fsdp=8, expert=8), devices).devices.size == count
