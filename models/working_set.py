@@ -81,7 +81,9 @@ def forward_terms(block: Block, execution: Execution, tokens: int, backend: str)
     """Return what a forward pass without gradients holds in a layer; weights aside, arguments as `backward_moments`."""
     itemsize = jnp.dtype(execution.dtype).itemsize
     kept, _ = _attention(block.attention, execution)
-    rows, moving, beside = _feed_forward(block.feed_forward, execution, tokens, _FORWARD.get(backend, _COMPOSED[0]))
+    rows, moving, beside = _feed_forward(
+        block.feed_forward, execution, tokens, _FORWARD.get(backend, _COMPOSED[0]), False
+    )
     return (
         Term("activations of the residual stream", 3 * stream(tokens, _width(block), execution)),
         # The two parts of a layer run one after the other.
@@ -115,7 +117,7 @@ def backward_moments(
     )
 
     def experts(numbers: _Rows) -> tuple[Term, ...]:
-        rows, moving, beside = _feed_forward(block.feed_forward, execution, tokens, numbers)
+        rows, moving, beside = _feed_forward(block.feed_forward, execution, tokens, numbers, True)
         return (
             Term("rows of experts and their gradients", rows),
             Term("rows on their way", moving),
@@ -189,12 +191,14 @@ _COMPOSED = (_Rows(1, 1, 2), _Rows(2, 1, 3), _Rows(1, 3, 1))
 _LATER = _Rows(2, 2)
 
 
-def _feed_forward(part: FeedForward, execution: Execution, tokens: int, each: _Rows) -> tuple[int, int, int]:
+def _feed_forward(
+    part: FeedForward, execution: Execution, tokens: int, each: _Rows, back: bool
+) -> tuple[int, int, int]:
     """Return the bytes of rows of experts, of rows on their way, and of what is beside them."""
     itemsize, inner = jnp.dtype(execution.dtype).itemsize, execution.inner_group("mlp").size
     if isinstance(part, MLP):
-        # gate, up, what is between them and down, and the gradients of the three.
-        return 0, 0, 6 * tokens * part.gate.shape[-1] // inner * itemsize
+        # gate, up, what is between them and down, and in a backward pass the gradients of the three.
+        return 0, 0, (3 + 3 * back) * tokens * part.gate.shape[-1] // inner * itemsize
     if not isinstance(part, MoE):
         return 0, 0, 0  # another feed-forward part: what it holds is not known
     *_, d, f = part.experts.gate.shape
@@ -203,19 +207,19 @@ def _feed_forward(part: FeedForward, execution: Execution, tokens: int, each: _R
     strategy = for_group(execution.strategy, group)
     rows = max(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
     numbers = rows * (each.d * d + (each.f * itemsize + each.wide * 4) * (f // inner) // itemsize)
-    shared = 0 if part.shared is None else 6 * tokens * part.shared.gate.shape[-1] // inner * itemsize
+    shared = 0 if part.shared is None else (3 + 3 * back) * tokens * part.shared.gate.shape[-1] // inner * itemsize
     # Logits, scores and their gradients in float32; of each choice an id, a gate, a row, an order, and gradients.
     routing = 4 * tokens * (3 * experts + 8 * k)
-    return numbers * itemsize, _moving(strategy, group, tokens, k) * d * itemsize, shared + routing
+    return numbers * itemsize, _moving(strategy, group, tokens, k, back) * d * itemsize, shared + routing
 
 
-def _moving(strategy: Dispatch, group: ExpertGroup, tokens: int, k: int) -> int:
-    """Return the rows of width d that bring tokens to experts, and gradients back."""
+def _moving(strategy: Dispatch, group: ExpertGroup, tokens: int, k: int, back: bool) -> int:
+    """Return the rows of width d that bring tokens to experts, in a backward pass also gradients to tokens (`back`)."""
     if isinstance(strategy, Replicated):
-        return _moving(strategy.strategy, group, -(-tokens // group.size), k)
+        return _moving(strategy.strategy, group, -(-tokens // group.size), k, back)
     rows = sum(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
-    if isinstance(strategy, Ring):  # tokens of the group, gradients by their sums, and gradients by tokens
-        return 3 * group.size * tokens
-    if isinstance(strategy, Ragged):  # rows that are sent and that arrive, of tokens and of gradients
-        return 2 * tokens * k + 2 * rows
-    return 3 * rows * isinstance(strategy, Capacity)  # buffers as filled, as received, and gradients by results
+    if isinstance(strategy, Ring):  # tokens of the group and their sums; then also gradients by tokens
+        return (2 + back) * group.size * tokens
+    if isinstance(strategy, Ragged):  # rows that are sent and that arrive; then also those of gradients
+        return (1 + back) * (tokens * k + rows)
+    return (2 + back) * rows * isinstance(strategy, Capacity)  # buffers as filled, as received; gradients by results
