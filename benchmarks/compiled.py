@@ -5,7 +5,8 @@
   row per expert, which XLA's own expansion of a grouped product makes. Of a layer also what instructions outside
   kernels read and write, and what must be read and written there, where the products are such kernels of a GPU.
 - Whole training steps. Columns: target; step (the overrides that compose it); MB on one device: arguments, temporaries,
-  and the peak, which also has results that are not stored in arguments; MB received per step, by the traced step.
+  and the peak, which also has results that are not stored in arguments; what is in use at the same time at most, and
+  what the memory model predicts of it; MB received per step, by the traced step.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from benchmarks.timing import passes_of
 from moezoo.analysis.absent import GPUS, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.analysis.hlo import bytes_outside_kernels
+from moezoo.analysis.memory_model import step_footprint
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
@@ -56,8 +58,9 @@ def run(keys: Any) -> Report:
     if keys.step:
         rows = list(_steps(keys.absent, keys.step, keys.format))
         columns = [Column("target", "target"), Column("step", "step")]
-        names = ("arguments", "temporaries", "peak", "received")
-        columns += [Column(name, f"{name}_bytes", ",.1f", 1e6) for name in names]
+        names = ("arguments", "temporaries", "peak", "in use", "predicted", "received")
+        columns += [Column(name, f"{name.replace(' ', '_')}_bytes", ",.1f", 1e6) for name in names]
+        columns.append(Column("predicted / in use", lambda row: row["predicted_bytes"] / row["in_use_bytes"], ".2f"))
         return Report(rows, [Table("compiled, not run; MB on one device", columns, rows)])
     if CPU in keys.absent:
         raise UserError("absent=cpu: only whole steps are compiled for it; name them with step=, or other devices")
@@ -118,9 +121,11 @@ def _steps(targets: Sequence[str], steps: Sequence[str], format: str | None) -> 
         log(f"compiling {words} for {target}")
         memory = memory_of(step.compile())
         assert memory is not None
-        sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "temporaries", "peak")}
+        sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "temporaries", "peak", "in_use")}
+        predicted = step_footprint(step)
+        log(f"predicted at: {predicted.moment}")
         received = collective_traffic(step.traced.jaxpr).bytes
-        yield {"target": target, "step": words, **sizes, "received_bytes": received}
+        yield {"target": target, "step": words, **sizes, "predicted_bytes": predicted.peak, "received_bytes": received}
 
 
 def _blueprint(cfg: TrainConfig, execution: Execution, format: str | None) -> Blueprint:

@@ -1,4 +1,4 @@
-"""What a device holds while one layer runs its backward pass, beside what was saved: a closed form of sizes.
+"""What a device holds while it runs one layer, beside what was saved: closed forms of sizes.
 
 Letters: T tokens of the device, d width of the model, K experts per token, R rows that experts have room for, f width
 of an expert, n devices that share a sequence. A number is an element of an array in the dtype of computation.
@@ -13,12 +13,15 @@ from jaxtyping import PyTree
 
 from moezoo.models.block import Block
 from moezoo.moe.chunks import for_group
+from moezoo.moe.dispatch import Capacity, Ragged, Replicated, Ring
 from moezoo.moe.mixture import MoE
 from moezoo.nn.attention import Attention
 from moezoo.nn.base import FeedForward, Mixer
 from moezoo.nn.context_parallel import GatherKept, context_parallel
 from moezoo.nn.latent_attention import LatentAttention
+from moezoo.nn.mlp import MLP
 from moezoo.parallel.axes import Role
+from moezoo.parallel.dispatch import Dispatch, ExpertGroup
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.remat import REMAT
 
@@ -35,12 +38,14 @@ class Weights(NamedTuple):
 
     Attributes:
         whole: As the layer reads them: gathered, in the dtype of computation.
+        gathered: The part of `whole` that comes from other devices.
         gradients: The gradients of the trained ones, in that dtype.
         summed: Those that are summed over devices layer by layer, in the dtype of the sum.
         turned: Those of `summed` that are gathered along another dimension than their first.
     """
 
     whole: int
+    gathered: int
     gradients: int
     summed: int
     turned: int
@@ -49,20 +54,17 @@ class Weights(NamedTuple):
 def weights_of(module: PyTree, trained: PyTree, execution: Execution) -> Weights:
     """Return the weights of `module`: the shapes of one layer, whole. `trained` is a tree of booleans like it."""
     itemsize, width = jnp.dtype(execution.dtype).itemsize, jnp.dtype(execution.reduce_dtype).itemsize
-    total = [0, 0, 0, 0]
+    found = []
     placements = jax.tree.leaves(execution.placements(module))
     for x, placement, learns in zip(jax.tree.leaves(module), placements, jax.tree.leaves(trained), strict=True):
         ways = math.prod(execution.ways(axes) for axes in placement.gathered)
-        taken = math.prod(
-            min(execution.ways(axes), size) for axes, size in zip(placement.taken, x.shape, strict=False) if axes
-        )
+        # Of key-value heads that all devices store, a device takes its own.
+        taken = math.prod(min(execution.ways(a), n) for a, n in zip(placement.taken, x.shape, strict=False) if a)
         numbers = placement.local_size(x.shape) * ways // taken
         keeps = placement.axes.role in (Role.PART, Role.FROZEN, Role.BUFFER)
-        total[0] += numbers * (jnp.dtype(x.dtype).itemsize if keeps else itemsize)
-        total[1] += numbers * itemsize * learns
-        total[2] += numbers * width * (learns and ways > 1)
-        total[3] += numbers * width * (learns and any(placement.gathered[1:]))
-    return Weights(*total)
+        whole, sums = numbers * (x.dtype.itemsize if keeps else itemsize), numbers * width * (learns and ways > 1)
+        found.append((whole, whole * (ways > 1), numbers * itemsize * learns, sums, sums * any(placement.gathered[1:])))
+    return Weights(*map(sum, zip(*found, strict=True)))
 
 
 def of_one(stacked: PyTree) -> PyTree:
@@ -75,10 +77,24 @@ def stream(tokens: int, embed: int, execution: Execution) -> int:
     return tokens * embed * jnp.dtype(execution.dtype).itemsize
 
 
-def layer_moments(
+def forward_terms(block: Block, execution: Execution, tokens: int, backend: str) -> tuple[Term, ...]:
+    """Return what a forward pass without gradients holds in a layer; weights aside, arguments as `backward_moments`."""
+    itemsize = jnp.dtype(execution.dtype).itemsize
+    kept, _ = _attention(block.attention, execution)
+    rows, moving, beside = _feed_forward(
+        block.feed_forward, execution, tokens, _FORWARD.get(backend, _COMPOSED[0]), False
+    )
+    return (
+        Term("activations of the residual stream", 3 * stream(tokens, _width(block), execution)),
+        # The two parts of a layer run one after the other.
+        Term("activations of the layer", max(kept * tokens * itemsize, rows + moving + beside)),
+    )
+
+
+def backward_moments(
     block: Block, trained: Block, execution: Execution, tokens: int, backend: str
 ) -> dict[str, tuple[Term, ...]]:
-    """Return the moments of the backward pass of a layer at which much is held.
+    """Return the moments of the backward pass of a layer at which much is held: name -> terms.
 
     Args:
         block: The shapes of one layer, whole.
@@ -89,33 +105,40 @@ def layer_moments(
     """
     mixer = weights_of(block.attention, trained.attention, execution)
     mlp = weights_of(block.feed_forward, trained.feed_forward, execution)
-    one = stream(tokens, block.attention_norm.scale.shape[-1], execution)
-    kept, back = attention_numbers(block.attention, execution)
     itemsize = jnp.dtype(execution.dtype).itemsize
-    # The policies `dots` and `none` saved what attention keeps.
+    kept, back = (numbers * tokens * itemsize for numbers in _attention(block.attention, execution))
+    # The policies `dots` and `none` saved what attention keeps, and the products of experts.
     again = REMAT[execution.remat].kernels_keep == "inputs"
-    both = (
+    always = (
         # The layer's input, that of the feed-forward part, both normalised, and the gradient that passes.
-        Term("activations of the residual stream and their gradient", 5 * one),
+        Term("residual stream and its gradient", 5 * stream(tokens, _width(block), execution)),
         Term("gathered weights", mixer.whole + mlp.whole),
+        Term("what attention keeps", kept * again),
     )
-    attention = Term("queries, keys, values and results of attention", kept * tokens * itemsize * again)
-    products, gradients = feed_forward_bytes(block.feed_forward, execution, tokens, backend)
+
+    def experts(numbers: _Rows) -> tuple[Term, ...]:
+        rows, moving, beside = _feed_forward(block.feed_forward, execution, tokens, numbers, True)
+        return (
+            Term("rows of experts and their gradients", rows),
+            Term("rows on their way", moving),
+            Term("routing, shared experts, MLP", beside),
+        )
+
+    products = _BACKWARD.get(backend, _COMPOSED[1 if again else 2])
     return {
-        "products of the feed-forward part": (*both, attention, *products),
-        "gradients of the feed-forward part": (*both, attention, *gradients, *_gradient_terms(mlp)),
-        "attention": (
-            *both,
-            attention,
-            Term("gradients of queries, keys, values and results", back * tokens * itemsize),
-            *_gradient_terms(mixer),
-        ),
+        "products of the feed-forward part": (*always, *experts(products)),
+        "gradients of the feed-forward part": (*always, *experts(_LATER), *_gradients(mlp)),
+        "attention": (*always, Term("gradients of attention", back), *_gradients(mixer)),
     }
 
 
-def _gradient_terms(weights: Weights) -> tuple[Term, ...]:
-    # Those of one matrix after the other are converted; the sums over devices run beside other work, so all of these
-    # may be there. Those that are gathered along an inner dimension are copied with this dimension first.
+def _width(block: Block) -> int:
+    return block.attention_norm.scale.shape[-1]
+
+
+def _gradients(weights: Weights) -> tuple[Term, ...]:
+    # One matrix after the other is cast for the sum. Sums run beside other work, so all of them may be there, and those
+    # that are gathered along an inner dimension once more, with this dimension first.
     return (
         Term("gradients of weights", weights.gradients // 3),
         Term("gradients of weights in the dtype of their sum", weights.summed),
@@ -123,83 +146,80 @@ def _gradient_terms(weights: Weights) -> tuple[Term, ...]:
     )
 
 
-def attention_numbers(mixer: Mixer, execution: Execution) -> tuple[int, int]:
+def _attention(mixer: Mixer, execution: Execution) -> tuple[int, int]:
     """Return the numbers per token that attention keeps for its backward pass, and those of the gradients there."""
     devices, heads = execution.ways(execution.sequence_axes), execution.inner_group("heads").size
     gathers = devices > 1 and isinstance(context_parallel(execution), GatherKept)
-    wide = 4 // jnp.dtype(execution.dtype).itemsize  # numbers per float32
+    wide = 4 // jnp.dtype(execution.dtype).itemsize  # numbers in the bytes of a float32
     # Of `gather` keys and values of the whole sequence. Of `ring` those that are there and those that arrive.
     copies = devices if gathers else 2 if devices > 1 else 1
-    # Gradients of the ring travel in float32: what passes, what arrives and this device's share.
+    # Gradients pass the ring in float32: those that pass, those that arrive, and this device's share.
     passing = 3 * wide * (devices > 1 and not gathers)
     if isinstance(mixer, Attention):
-        number, size = mixer.query.shape[-2] // heads, mixer.query.shape[-1]
-        kept = 2 * max(1, mixer.key.shape[-2] // heads) * size
-        queries = 2 * number * size
-        # Norms need what they normalise.
-        normed = (queries + kept) // 2 * (mixer.query_norm is not None)
-        return normed + queries + kept * copies + wide * number, queries + kept * (copies + passing)
+        *_, number, size = mixer.query.shape
+        number //= heads
+        keys, queries = 2 * max(1, mixer.key.shape[-2] // heads) * size, 2 * number * size
+        # Norms need what they normalise: queries and keys.
+        normed = (queries + keys) // 2 * (mixer.query_norm is not None)
+        return normed + queries + keys * copies + wide * number, queries + keys * (copies + passing)
     if isinstance(mixer, LatentAttention):
-        s = mixer.sizes
+        s, whole = mixer.sizes, devices if gathers else 1
         number, latents = s.heads // heads, s.kv_lora + s.rope_dim
-        keys = number * (s.nope_dim + s.rope_dim + s.value_dim)
-        lora = 2 * (s.q_lora or 0) + 2 * latents
-        here = devices if gathers else 1
-        return (
-            keys * (1 + here) + lora + copies * latents + wide * number,
-            keys * (1 + here) + lora + (copies + passing) * latents,
-        )
-    return 0, 0
+        # Queries and results are as many as keys and values.
+        both, lora = number * (s.nope_dim + s.rope_dim + s.value_dim) * (1 + whole), 2 * (s.q_lora or 0) + 2 * latents
+        return both + lora + copies * latents + wide * number, both + lora + (copies + passing) * latents
+    return 0, 0  # another mixer: what it keeps is not known
 
 
-def feed_forward_bytes(
-    part: FeedForward, execution: Execution, tokens: int, backend: str
-) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-    """Return what the feed-forward part holds at its products, and when the gradients of its weights are there."""
+class _Rows(NamedTuple):
+    """What experts hold, in numbers per row: `d` of the width of the model, `f` of their own, `wide` float32 of it."""
+
+    d: int
+    f: int
+    wide: int = 0
+
+
+# Kernels that gather rows: results. The backward pass has rows of cotangents, and turns gate, up and the gradient by
+# what is between them and down into three such arrays. `blocked` loops over blocks and writes gradients by rows.
+_FORWARD = {"hopper": _Rows(2, 1), "blackwell": _Rows(2, 1), "blocked": _Rows(1, 0)}
+_BACKWARD = {"hopper": _Rows(1, 6), "blackwell": _Rows(1, 6), "blocked": _Rows(2, 0)}
+# Products one by one: XLA returns those of a TPU in float32. A forward pass has gate, up and their activation. A
+# backward pass that makes both again has them and the gradient by what is between, and one array of the activation's
+# gradient; one that has them saved reads two arrays and writes one, beside that gradient.
+_COMPOSED = (_Rows(1, 1, 2), _Rows(2, 1, 3), _Rows(1, 3, 1))
+# When gradients of weights are sent off: rows, their gradients, and gradients of gate and up.
+_LATER = _Rows(2, 2)
+
+
+def _feed_forward(
+    part: FeedForward, execution: Execution, tokens: int, each: _Rows, back: bool
+) -> tuple[int, int, int]:
+    """Return the bytes of rows of experts, of rows on their way, and of what is beside them."""
     itemsize, inner = jnp.dtype(execution.dtype).itemsize, execution.inner_group("mlp").size
+    if isinstance(part, MLP):
+        # gate, up, what is between them and down, and in a backward pass the gradients of the three.
+        return 0, 0, (3 + 3 * back) * tokens * part.gate.shape[-1] // inner * itemsize
     if not isinstance(part, MoE):
-        # gate, up, what is between them and down, and the gradients of the three.
-        each = Term("activations of the MLP and their gradients", 6 * tokens * part.gate.shape[-1] // inner * itemsize)
-        return (each,), (each,)
-    d, f, k = part.experts.gate.shape[-2], part.experts.gate.shape[-1] // inner, part.router.k
-    experts = part.router.weight.shape[-1]
+        return 0, 0, 0  # another feed-forward part: what it holds is not known
+    *_, d, f = part.experts.gate.shape
+    experts, k = part.router.weight.shape[-1], part.router.k
     group = execution.expert_group(experts)
     strategy = for_group(execution.strategy, group)
-    sizes = [strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens)]
-    rows, largest = sum(sizes), max(sizes)
-    again = REMAT[execution.remat].kernels_keep == "inputs"
-    if backend in ("hopper", "blackwell"):
-        # Rows of the cotangent; gate, up, and the gradient by what is between, which one pass turns into three.
-        products, later = largest * (d + 6 * f), largest * (2 * d + 2 * f)
-    elif backend == "blocked":
-        # A loop over blocks: gradients by rows.
-        products, later = (rows + largest) * d + largest * d, largest * d
-    else:
-        # XLA's own product returns float32: gate and up, if they are made again, and the gradient by what is between.
-        wide = 4 // itemsize
-        products = rows * d * again + largest * (f * (wide * (3 if again else 1) + (1 if again else 3)) + d)
-        later = rows * d * again + largest * (2 * f + d)
-    shared = 0 if part.shared is None else tokens * part.shared.gate.shape[-1] // inner
-    moving = strategy_numbers(strategy, group, tokens, k, rows) * d if group.axes else 0
-    beside = (
-        Term("rows on their way", moving * itemsize),
-        Term("activations of the shared expert and their gradients", 6 * shared * itemsize),
-        # Logits, scores and gradients of E experts in float32; of K choices an id, a gate, a row, an order and inverses.
-        Term("routing", 4 * tokens * (3 * experts + 8 * k)),
-    )
-    return (
-        (Term("rows of experts and their gradients", products * itemsize), *beside),
-        (Term("rows of experts and their gradients", later * itemsize), *beside),
-    )
+    rows = max(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
+    numbers = rows * (each.d * d + (each.f * itemsize + each.wide * 4) * (f // inner) // itemsize)
+    shared = 0 if part.shared is None else (3 + 3 * back) * tokens * part.shared.gate.shape[-1] // inner * itemsize
+    # Logits, scores and their gradients in float32; of each choice an id, a gate, a row, an order, and gradients.
+    routing = 4 * tokens * (3 * experts + 8 * k)
+    return numbers * itemsize, _moving(strategy, group, tokens, k, back) * d * itemsize, shared + routing
 
 
-def strategy_numbers(strategy, group, tokens, k, rows) -> int:
-    """Return the rows of width d that a strategy holds to bring tokens to experts and gradients back."""
-    kind = type(strategy).__name__
-    return {
-        # Tokens of the group, the cotangents of their sums, and gradients by tokens before they are summed.
-        "Ring": 3 * group.size * tokens,
-        # Sent and received rows, and the cotangents of results there.
-        "Ragged": 2 * tokens * k + 2 * rows,
-        "Capacity": 3 * rows,
-    }.get(kind, 0)
+def _moving(strategy: Dispatch, group: ExpertGroup, tokens: int, k: int, back: bool) -> int:
+    """Return the rows of width d that bring tokens to experts, in a backward pass also gradients to tokens (`back`)."""
+    if isinstance(strategy, Replicated):
+        return _moving(strategy.strategy, group, -(-tokens // group.size), k, back)
+    rows = sum(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
+    if isinstance(strategy, Ring):  # tokens of the group and their sums; then also gradients by tokens
+        return (2 + back) * group.size * tokens
+    if isinstance(strategy, Ragged):  # rows that are sent and that arrive; then also those of gradients
+        return (1 + back) * (tokens * k + rows)
+    return (2 + back) * rows * isinstance(strategy, Capacity)  # buffers as filled, as received; gradients by results

@@ -9,12 +9,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class Memory(NamedTuple):
-    """The bytes of a compiled program on one device; `peak` leaves out results that are stored in arguments."""
+    """The bytes of a compiled program on one device.
+
+    `peak` is the sum of the first three, without results that are stored in arguments. `in_use` is what is in use at
+    the same time, at most: a TPU's compiler leaves gaps between temporaries where there is room. The CPU's compiler
+    does not report it; there it is `peak`.
+    """
 
     arguments: int
     results: int
     temporaries: int
     peak: int
+    in_use: int
 
 
 def memory_of(program: "jax.stages.Compiled") -> Memory | None:
@@ -27,7 +33,10 @@ def memory_of(program: "jax.stages.Compiled") -> Memory | None:
         found.output_size_in_bytes,
         found.temp_size_in_bytes,
     )
-    return Memory(arguments, results, temporaries, arguments + results - found.alias_size_in_bytes + temporaries)
+    peak = arguments + results - found.alias_size_in_bytes + temporaries
+    (device, *_) = jax.tree.leaves(program.input_shardings)[0].device_set
+    in_use = peak if device.platform == "cpu" else found.peak_memory_in_bytes
+    return Memory(arguments, results, temporaries, peak, in_use)
 
 
 def compile_for(device: Any, function: Callable[..., Any], *arguments: Any) -> "jax.stages.Compiled":

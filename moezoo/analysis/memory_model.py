@@ -1,23 +1,32 @@
 """The memory model: what one device holds in a program, in named terms, without compiling it.
 
-A program has a few moments at which much is held: the backward pass of each kind of layer, the head, the update. The
-terms of a moment are closed forms of the sizes of the model, the layout and the batch; no number is fitted. The peak is
-the moment with the most bytes. docs/planning.md compares it with what compilers reserve.
+A program has a few moments at which much is held: in training the head, two in the feed-forward part and one in the
+attention of each kind of layer, and the update. The terms of a moment are closed forms of the sizes of the model, the
+layout and the batch; no number is fitted. The peak is the moment with the most bytes. docs/planning.md lists the terms,
+and how far they are from what compilers reserve.
 """
 
-from typing import NamedTuple
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
+from moezoo.analysis.calls import CALLS
 from moezoo.analysis.saved import saved_bytes
-from moezoo.config.build import build_execution
+from moezoo.config.build import blueprint_on, build_execution
 from moezoo.config.settings import TrainConfig
+from moezoo.generation.generate import round_up
 from moezoo.kernels.grouped_matmul import chosen_backend
+from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.layers import block_path
-from moezoo.models.working_set import Term, layer_moments, of_one, stream, weights_of
-from moezoo.parallel.axes import Role, Stack
+from moezoo.models.working_set import Term, backward_moments, forward_terms, of_one, stream, weights_of
+from moezoo.nn.cache import Kept
+from moezoo.parallel.axes import Role
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.memory import local_bytes
@@ -59,7 +68,7 @@ class Footprint(NamedTuple):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """What is held at the peak."""
+        """What is held at the moment with the most bytes."""
         return self.highest.terms
 
     @property
@@ -78,7 +87,7 @@ def footprint(
 ) -> Footprint:
     """Return the memory of a program on one device of the mesh of `cfg`. No device is used and nothing is compiled.
 
-    With `remat` of `dots` or `none` the step is traced, which takes seconds.
+    A step with `remat` of `dots` or `none` is traced, and so is a program with `dispatch=auto`: that takes seconds.
 
     Args:
         cfg: The configuration.
@@ -89,65 +98,136 @@ def footprint(
     Raises:
         UserError: The parts of the configuration do not fit together, or a mesh axis is -1.
     """
-    step = build_step(cfg, build_execution(cfg, mesh_for(cfg.mesh, target)), blueprint)
-    return _train(cfg, step, target)
+    if call == "train":
+        return step_footprint(build_step(cfg, build_execution(cfg, mesh_for(cfg.mesh, target)), blueprint))
+    return _forward(cfg, call, target, blueprint_on(cfg, given=blueprint))
 
 
-def _train(cfg: TrainConfig, step: Step, target: Target) -> Footprint:
-    execution, blueprint = step.execution, step.blueprint
-    model, mask = blueprint.shapes, blueprint.mask
+def _moment(name: str, *terms: Term) -> Moment:
+    return Moment(name, tuple(term for term in terms if term.bytes))
+
+
+def step_footprint(step: Step) -> Footprint:
+    """Return the memory of a training step on one device of its mesh."""
+    execution, model, mask, held = step.execution, step.blueprint.shapes, step.blueprint.mask, step.memory
     steps, rows, length = step.arguments[1].tokens.shape
     tokens = rows * length // execution.ways(execution.token_axes)
-    held = step.memory
-    counters = local_bytes(step.arguments[0], step.placements) - held["parameters"] - held["optimizer state"]
+    stored = local_bytes(step.arguments[0], step.placements)
+    counters = stored - held["parameters"] - held["optimizer state"]
     arguments = (
-        Term("parameters", held["parameters"]),
-        Term("optimizer state", held["optimizer state"]),
+        *(Term(name, held[name]) for name in ("parameters", "optimizer state")),
         Term("batch and counters", 4 * 4 * tokens * steps + counters),
     )
     gradients = Term("gradients", held["gradients"])
-    # Over several micro-steps: their sum, beside those of the micro-step.
-    total = (Term("sum of gradients over micro-steps", held["gradients"]),) * (steps > 1)
-    hoisted = Term("parameters as loops read them", _hoisted(model.stacks, execution, target))
-    always = (*arguments, *total, hoisted)
+    # Over several micro-steps their sum is there too.
+    total = Term("sum of gradients over micro-steps", held["gradients"] * (steps > 1))
+    always = (*arguments, total, Term("parameters as loops read them", hoisted_bytes(model, execution)))
     saved = saved_bytes(step)
-    moments = []
-
-    def add(name: str, *terms: Term) -> None:
-        moments.append(Moment(name, tuple(term for term in (*always, *terms) if term.bytes)))
-
-    one = stream(tokens, cfg.model.embed, execution)
     vocab = model.vocab // execution.inner_group("vocab").size
-    readout = weights_of(model.readout, mask.readout, execution)
-    add(
-        "head",
-        Term("saved activations", sum(saved)),
-        Term("activations of the residual stream and their gradient", 3 * one),
-        Term("unembedding and its gradient", readout.whole + readout.gradients + readout.summed),
-        Term("logits and their gradient", 3 * 4 * vocab * chunk_rows(tokens, vocab)),
-    )
-    backend = chosen_backend(target, execution.kernels.grouped_matmul, execution.dtype)
-    for number, stack in reversed(list(enumerate(model.stacks))):
-        for kind, block in enumerate(stack.blocks):
-            learns = mask.stacks[number].blocks[kind]
-            for name, terms in layer_moments(of_one(block), learns, execution, tokens, backend).items():
-                where = f"backward pass of {block_path(number, kind)}: {name}"
-                add(where, gradients, Term("saved activations", sum(saved[: number + 1])), *terms)
-    moments.append(Moment("update", (*arguments, gradients)))
+    readout, backend = weights_of(model.readout, mask.readout, execution), _backend(execution)
+    moments = [
+        _moment(
+            "head",
+            *always,
+            Term("saved activations", sum(saved)),
+            # The last activations, as given and cut into chunks, and their gradient.
+            Term("residual stream and its gradient", 3 * stream(tokens, model.config.embed, execution)),
+            Term("unembedding and its gradient", readout.whole + readout.gradients + readout.summed),
+            Term("logits and their gradient", 3 * 4 * vocab * chunk_rows(tokens, vocab)),
+        )
+    ]
+    for number, kind in _blocks_backward(model):
+        block, learns = of_one(model.stacks[number].blocks[kind]), mask.stacks[number].blocks[kind]
+        # Later stacks have used up what they saved.
+        before = Term("saved activations", sum(saved[: number + 1]))
+        for name, terms in backward_moments(block, learns, execution, tokens, backend).items():
+            where = f"backward pass of {block_path(number, kind)}: {name}"
+            moments.append(_moment(where, *always, gradients, before, *terms))
+    moments.append(_moment("update", *arguments, gradients, Term("updates in float32", _updates(step))))
     return Footprint(sum(term.bytes for term in arguments), tuple(moments))
 
 
-def _hoisted(stacks: tuple[Stack, ...], execution: Execution, target: Target) -> int:
-    """Return the bytes of copies of stacks of weights that XLA makes before the loop over layers, which read them.
+def _blocks_backward(model: LanguageModel) -> Iterator[tuple[int, int]]:
+    for number in reversed(range(len(model.stacks))):
+        yield from ((number, kind) for kind in reversed(range(len(model.stacks[number].blocks))))
 
-    A TPU's compiler casts them to the dtype of computation. A GPU's turns those that are gathered along an inner
-    dimension, so that this comes first.
+
+def _updates(step: Step) -> int:
+    """Return the bytes of updates that are not elementwise, which are made for all layers before one is applied."""
+    multiplied = {path for work in step.update_work if work.flops for path in work.paths}
+    leaves = jax.tree_util.tree_leaves_with_path(step.blueprint.shapes)
+    placements = jax.tree.leaves(step.placements.model)
+    return sum(
+        4 * placement.local_size(x.shape)
+        for (path, x), placement in zip(leaves, placements, strict=True)
+        if jax.tree_util.keystr(path) in multiplied
+    )
+
+
+def hoisted_bytes(model: LanguageModel, execution: Execution) -> int:
+    """Return the bytes of copies of whole stacks of weights that XLA makes before the loops over layers.
+
+    A loop reads them in each iteration, so XLA does once what the loop does to all of them. On a TPU it casts them to
+    the dtype of computation. On a GPU it turns those that are gathered along an inner dimension: this then comes first.
     """
-    found = 0
-    for x, placement in zip(jax.tree.leaves(stacks), jax.tree.leaves(execution.placements(stacks)), strict=True):
-        size, itemsize = placement.local_size(x.shape), jnp.dtype(execution.dtype).itemsize
-        if target.platform == "tpu" and placement.axes.role is Role.WEIGHT and x.dtype.itemsize > itemsize:
-            found += size * itemsize
-        if target.platform == "cuda" and any(placement.gathered[2:]):
-            found += size * x.dtype.itemsize
+    itemsize, found = jnp.dtype(execution.dtype).itemsize, 0
+    platform = _target(execution).platform
+    placements = jax.tree.leaves(execution.placements(model.stacks))
+    for x, placement in zip(jax.tree.leaves(model.stacks), placements, strict=True):
+        numbers = placement.local_size(x.shape)
+        if platform == "tpu" and placement.axes.role is Role.WEIGHT and x.dtype.itemsize > itemsize:
+            found += numbers * itemsize
+        if platform == "cuda" and any(placement.gathered[2:]):  # after the dimensions of layers and the first
+            found += numbers * x.dtype.itemsize
     return found
+
+
+def _target(execution: Execution) -> Target:
+    return execution.target or TPU
+
+
+def _backend(execution: Execution) -> str:
+    return chosen_backend(_target(execution), execution.kernels.grouped_matmul, execution.dtype)
+
+
+def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Blueprint) -> Footprint:
+    program, model = CALLS[call](cfg, blueprint), blueprint.shapes
+    execution, (rows, length) = program.execution, program.local_tokens
+    execution = dataclasses.replace(execution, mesh=mesh_for(cfg.mesh, target))
+    fixed = jax.tree.map(lambda _: False, model)
+    parameters = Term("parameters", program.memory["parameters"])
+    held = (parameters, Term("parameters as loops read them", hoisted_bytes(model, execution)))
+    given = Term("batch", 4 * 4 * rows * length)
+    if call != "evaluate":
+        given = Term("cache", sum(_cache_bytes(model, cfg, execution, rows)))
+    vocab = model.vocab // execution.inner_group("vocab").size
+    readout, moments = weights_of(model.readout, fixed.readout, execution), []
+    for number, stack in enumerate(model.stacks):
+        for kind, block in enumerate(map(of_one, stack.blocks)):
+            weights = weights_of(block, fixed.stacks[number].blocks[kind], execution)
+            # With a cache, weights that are not gathered are read where they lie.
+            read = Term("gathered weights", weights.whole if call == "evaluate" else weights.gathered)
+            terms = forward_terms(block, execution, rows * length, _backend(execution))
+            moments.append(_moment(block_path(number, kind), *held, given, read, *terms))
+    logits = Term("logits", 2 * 4 * vocab * program.logits)
+    moments.append(_moment("head", *held, given, Term("unembedding", readout.whole), logits))
+    return Footprint(parameters.bytes + given.bytes * (call != "prefill"), tuple(moments))
+
+
+def _cache_bytes(model: LanguageModel, cfg: TrainConfig, execution: Execution, rows: int) -> Iterator[int]:
+    """Yield the bytes of the cache of each kind of layer, for the prompts and new tokens of `CALLS`."""
+    itemsize = jnp.dtype(execution.dtype).itemsize
+    for stack in model.stacks:
+        for block in stack.blocks:
+            kept: Any = jax.tree.leaves(block.attention.state(round_up(cfg.seq_len) + round_up(1)), is_leaf=_is_kept)
+            numbers = sum(math.prod(_parts(each, execution)) for each in kept)
+            yield stack.count * rows * numbers * itemsize
+
+
+def _is_kept(x: PyTree) -> bool:
+    return isinstance(x, Kept)
+
+
+def _parts(kept: Kept, execution: Execution) -> Iterator[int]:
+    for axis, size in kept.sizes.items():
+        yield max(1, size // execution.ways(execution.rules.kept(axis, execution.sizes)))

@@ -1,5 +1,7 @@
 """The bytes that each stack of layers saves for its backward pass."""
 
+from typing import Any
+
 import jax
 
 from moezoo.models.block import Block
@@ -37,7 +39,7 @@ def traced_bytes(step: Step) -> tuple[int, ...]:
         if equation.primitive.name != "scan" or (each.scope, each.phase) != ("layers", "forward"):
             continue
         carries = equation.params["num_carry"]
-        stacked = [x.aval for x in equation.outvars[carries:]]
+        stacked: list[Any] = [x.aval for x in equation.outvars[carries:]]
         if stacked and equation.params["length"] == stacks[len(found)].count:
             found.append(sum(x.size * x.dtype.itemsize for x in stacked if x.memory_space != jax.memory.Space.Host))
     assert len(found) == len(stacks)
