@@ -108,7 +108,8 @@ def fill_declared(mixer: Any, kept: PyTree, length: int) -> State:
         filled = declared.fill(kept)
         pairs = jax.tree.leaves(jax.tree.map(_differing, declared, filled, is_leaf=is_kept))
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(f"{who}: what it keeps is not the tree that its state declares ({error})") from None
+        reason = str(error).partition("\n")[0].rstrip(":")
+        raise UserError(f"{who}: what it keeps is not the tree that its state declares ({reason})") from None
     if differing := [text for text in pairs if text]:
         raise UserError(f"{who}: {differing[0]}; declare what the layer keeps")
     return filled
