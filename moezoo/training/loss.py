@@ -21,8 +21,11 @@ from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.execution import Execution
 
-# The most logits in memory at the same time: rows of a chunk times vocabulary.
+# About so many logits are in memory at the same time: tokens of a chunk times vocabulary.
 _CHUNK_LOGITS = 2**22
+# But no fewer tokens: each chunk reads the unembedding and its gradient, and with 512 tokens a weight of two bytes is
+# used for 1,024 FLOPs, more than the 200 to 700 that accelerators compute while they read it.
+_CHUNK_TOKENS = 512
 
 
 class Losses(NamedTuple):
@@ -34,7 +37,7 @@ class Losses(NamedTuple):
 
 def chunk_rows(tokens: int, vocab: int) -> int:
     """Return the number of tokens whose logits exist at the same time, of `tokens` and `vocab` on a device."""
-    return max(1, min(tokens, _CHUNK_LOGITS // vocab))
+    return min(tokens, max(_CHUNK_TOKENS, _CHUNK_LOGITS // vocab))
 
 
 @jax.named_scope("head")

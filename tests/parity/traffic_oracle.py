@@ -330,9 +330,9 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
 
 
 def logits(book: Book, run: Run, tokens: int, sizes: Any, learns: bool, scale_learns: bool) -> None:
-    """Book what devices exchange that share the vocabulary; at most 2^22 logits exist on a device at a time."""
+    """Book what devices exchange that share the vocabulary; 2^22 logits, or those of 512 tokens, exist at a time."""
     vocab = run.kept("vocab")
-    chunk = max(1, min(tokens, 2**22 // (sizes.vocab // run.ways(vocab))))  # tokens
+    chunk = min(tokens, max(512, 2**22 // (sizes.vocab // run.ways(vocab))))  # tokens
     chunks = math.ceil(tokens / chunk)
     book("F", "pmax", vocab, chunk, FLOAT32, chunks)  # the largest logit of each token
     book("F", "psum", vocab, 2 * chunk, FLOAT32, chunks)  # the denominator and the logit of the label

@@ -32,6 +32,7 @@ def model(unembedding):
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_LOGITS", 4 * VOCAB)
+    monkeypatch.setattr(loss, "_CHUNK_TOKENS", 1)
 
 
 def ours(unembedding, hidden):
@@ -64,6 +65,7 @@ def test_devices_may_share_the_vocabulary(monkeypatch):
     With the maximum of any other, exp would overflow.
     """
     monkeypatch.setattr(loss, "_CHUNK_LOGITS", 4 * VOCAB // 4)
+    monkeypatch.setattr(loss, "_CHUNK_TOKENS", 1)
     unembedding = eqx.tree_at(lambda u: u.weight, OPERANDS[0], replace_fn=lambda w: w.at[:, 30:].multiply(1000))
     execution = moezoo.Execution(auto_mesh(tensor=4), moezoo.compose("rules=tensor").rules)
     labels, specs, whole = jnp.asarray(LABELS), execution.specs(unembedding), jax.sharding.PartitionSpec()
@@ -94,3 +96,9 @@ def test_logits_are_made_once(by, products):
 
     program = jax.make_jaxpr(jax.grad(function, argnums=by) if by else function)(unembedding.weight, hidden)
     assert sum(e.primitive.name == "dot_general" for e, *_ in equations(program)) == products
+
+
+def test_a_chunk_has_enough_tokens_to_use_what_it_reads():
+    """And few tokens or a small vocabulary take one chunk."""
+    assert [loss.chunk_rows(8192, vocab) for vocab in (256, 32768, 129280)] == [8192, 512, 512]
+    assert loss.chunk_rows(100, 129280) == 100
