@@ -148,6 +148,18 @@ def remedies(words: Sequence[str], where: Slice, call: CallName = "train") -> It
 
     Each is one setting; if none is enough, all are tried together. More devices are named too.
     """
+    yield from settings_that_help(words, where, call)
+    words, cfg = tuple(words), compose(*words)
+    axis = "fsdp" if "fsdp" in cfg.rules.mesh_axes else "expert"
+    for factor in (2, 4, 8, 16):
+        more = f"mesh.{axis}={cfg.mesh.sizes[axis] * factor}"
+        if _fits((*words, more), where, call):
+            yield f"{where.devices * factor:,} devices ({more})"
+            break
+
+
+def settings_that_help(words: Sequence[str], where: Slice, call: CallName = "train") -> Iterator[str]:
+    """Yield those of `remedies` that need no more devices: overrides, several of them joined by a space."""
     words, cfg = tuple(words), compose(*words)
     settings = _savings(cfg, call)
     alone = [next((each for each in values if _fits((*words, each), where, call)), None) for values in settings]
@@ -157,12 +169,6 @@ def remedies(words: Sequence[str], where: Slice, call: CallName = "train") -> It
         strongest = [values[-1] for values in others]
         together = ((*strongest, each) for each in last)
         yield from (" ".join(each) for each in itertools.islice((x for x in together if _fits((*words, *x), where, call)), 1))
-    axis = "fsdp" if "fsdp" in cfg.rules.mesh_axes else "expert"
-    for factor in (2, 4, 8, 16):
-        more = f"mesh.{axis}={cfg.mesh.sizes[axis] * factor}"
-        if _fits((*words, more), where, call):
-            yield f"{where.devices * factor:,} devices ({more})"
-            break
 
 
 def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
@@ -171,6 +177,8 @@ def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
     found = []
     if call == "train" and cfg.execution.remat != "full":
         found.append(["execution.remat=full"])
+    if call == "train" and cfg.execution.reduce_dtype == "float32" and cfg.execution.dtype == "bfloat16":
+        found.append(["execution.reduce_dtype=bfloat16"])
     if "chunks" in options:
         found.append([f"dispatch.chunks={n}" for n in (2, 4, 8)])
     if "buffer_factor" in options:

@@ -142,6 +142,9 @@ def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[li
     if switches.call == "train":
         best = plan.sort([*_recomputing_less(best[:_BEST], where), *best])
     if not best[0].fits:
+        _progress("nothing fits; trying settings that save memory on the smallest")
+        best = plan.distinct(plan.sort([*_saving(best[:_SHOWN], where, switches.call), *best]))
+    if not best[0].fits:
         best = [_helped(best[0], where, switches.call), *best[1:]]
     best = best[:_SHOWN]
     for number, row in enumerate(best[:_BEST]):
@@ -162,6 +165,17 @@ def _recomputing_less(rows: Sequence[Any], where: Any) -> Iterator[Any]:
             if row.fits and kept.fits:
                 yield kept
                 break
+
+
+def _saving(rows: Sequence[Any], where: Any, call: Any) -> Iterator[Any]:
+    """Yield rows that do not fit with settings with which they do."""
+    from moezoo.analysis import plan
+
+    for row in rows:
+        for settings in plan.settings_that_help(row.words, where, call) if row.bytes_per_device else ():
+            found = plan.estimate((*row.words, *settings.split()), where, call)
+            _progress(f"{' '.join(found.words[-8:])}: {_outcome(found)}")
+            yield found
 
 
 def _helped(row: Any, where: Any, call: Any) -> Any:

@@ -18,7 +18,7 @@ from moezoo.models import name_of
 from moezoo.parallel.traffic import CallName
 
 _GIB = 2**30
-_WIDEST = 200
+_WIDEST = 500  # no line is wrapped; most fit 180 columns
 
 
 def as_json(rows: Sequence[PlanRow]) -> str:
@@ -64,8 +64,7 @@ class _Nowhere:
 
 
 def _name(row: PlanRow) -> str:
-    more = [word for word in row.words if word.startswith("execution.remat=")]
-    return " ".join([mesh_name(row.mesh), row.rules, row.dispatch, *more[-1:]])
+    return " ".join(filter(None, [mesh_name(row.mesh), row.rules, row.dispatch, _settings(row)]))
 
 
 def _number(get: Callable[[PlanRow], float | None], form: str, unit: float = 1.0) -> Callable[[PlanRow], str]:
@@ -76,16 +75,19 @@ def _number(get: Callable[[PlanRow], float | None], form: str, unit: float = 1.0
     return cell
 
 
-def _remat(row: PlanRow) -> str:
-    return next((word.partition("=")[2] for word in reversed(row.words) if word.startswith("execution.remat=")), "")
+def _settings(row: PlanRow) -> str:
+    """Return settings of memory, by the last part of their keys, such as "microbatches=4"."""
+    last = {word.partition("=")[0]: word for word in row.words if word.startswith(_MEMORY)}
+    return " ".join(f"{key.rpartition('.')[2]}={word.partition('=')[2]}" for key, word in last.items())
 
 
-_LEFT = ("mesh", "rules", "dispatch", "remat", "bound by", "fits")
+_MEMORY = ("execution.remat=", "execution.microbatches=", "execution.reduce_dtype=", "dispatch.")
+_LEFT = ("mesh", "rules", "dispatch", "settings", "bound by", "fits")
 _COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "mesh": lambda row: mesh_name(row.mesh),
     "rules": lambda row: row.rules,
     "dispatch": lambda row: row.dispatch,
-    "remat": _remat,
+    "settings": _settings,
     "fits": lambda row: "yes" if row.fits else "NO",
     "GiB": _number(lambda row: row.bytes_per_device, ".1f", _GIB),
     "compiled": _number(lambda row: row.compiled_bytes, ".1f", _GIB),
