@@ -124,9 +124,13 @@ def backward_moments(
             Term("routing, shared experts, MLP", beside),
         )
 
-    products = _BACKWARD.get(backend, _COMPOSED[1 if again else 2])
+    added = {} if backend in _BACKWARD else {"gradients by rows of experts": (*always, *experts(_ADDED))}
     return {
-        "products of the feed-forward part": (*always, *experts(products)),
+        "products of the feed-forward part": (
+            *always,
+            *experts(_BACKWARD.get(backend, _COMPOSED[1 if again else 2])),
+        ),
+        **added,
         "gradients of the feed-forward part": (*always, *experts(_LATER), *_gradients(mlp)),
         "attention": (*always, Term("gradients of attention", back), *_gradients(mixer)),
     }
@@ -172,11 +176,12 @@ def _attention(mixer: Mixer, execution: Execution) -> tuple[int, int]:
 
 
 class _Rows(NamedTuple):
-    """What experts hold, in numbers per row: `d` of the width of the model, `f` of their own, `wide` float32 of it."""
+    """What experts hold, in arrays of all rows: of the width of the model and of their own, and float32 of the two."""
 
-    d: int
-    f: int
-    wide: int = 0
+    outer: int
+    inner: int
+    wide_outer: int = 0
+    wide_inner: int = 0
 
 
 # Kernels that gather rows: results. The backward pass has rows of cotangents, and turns gate, up and the gradient by
@@ -186,7 +191,10 @@ _BACKWARD = {"hopper": _Rows(1, 6), "blackwell": _Rows(1, 6), "blocked": _Rows(2
 # Products one by one: XLA returns those of a TPU in float32. A forward pass has gate, up and their activation. A
 # backward pass that makes both again has them and the gradient by what is between, and one array of the activation's
 # gradient; one that has them saved reads two arrays and writes one, beside that gradient.
-_COMPOSED = (_Rows(1, 1, 2), _Rows(2, 1, 3), _Rows(1, 3, 1))
+_COMPOSED = (_Rows(1, 1, 0, 2), _Rows(2, 1, 0, 3), _Rows(1, 3, 0, 1))
+# Then gradients by rows come through gate and through up and are added; three inner arrays wait for the products that
+# make gradients of weights.
+_ADDED = _Rows(2, 3, 2)
 # When gradients of weights are sent off: rows, their gradients, and gradients of gate and up.
 _LATER = _Rows(2, 2)
 
@@ -201,16 +209,16 @@ def _feed_forward(
         return 0, 0, (3 + 3 * back) * tokens * part.gate.shape[-1] // inner * itemsize
     if not isinstance(part, MoE):
         return 0, 0, 0  # another feed-forward part: what it holds is not known
-    *_, d, f = part.experts.gate.shape
+    d, f = part.experts.gate.shape[-2], part.experts.gate.shape[-1] // inner
     experts, k = part.router.weight.shape[-1], part.router.k
     group = execution.expert_group(experts)
     strategy = for_group(execution.strategy, group)
     rows = max(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
-    numbers = rows * (each.d * d + (each.f * itemsize + each.wide * 4) * (f // inner) // itemsize)
+    of_row = (each.outer * itemsize + each.wide_outer * 4) * d + (each.inner * itemsize + each.wide_inner * 4) * f
     shared = 0 if part.shared is None else (3 + 3 * back) * tokens * part.shared.gate.shape[-1] // inner * itemsize
     # Logits, scores and their gradients in float32; of each choice an id, a gate, a row, an order, and gradients.
     routing = 4 * tokens * (3 * experts + 8 * k)
-    return numbers * itemsize, _moving(strategy, group, tokens, k, back) * d * itemsize, shared + routing
+    return rows * of_row, _moving(strategy, group, tokens, k, back) * d * itemsize, shared + routing
 
 
 def _moving(strategy: Dispatch, group: ExpertGroup, tokens: int, k: int, back: bool) -> int:

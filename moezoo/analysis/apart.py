@@ -28,7 +28,10 @@ _MARK = "moezoo-compiled "  # the line of stdout with the result, among what plu
 
 
 class Compiled(NamedTuple):
-    """A compiled program: bytes on one device, how long it took, and the most host memory of its process in bytes."""
+    """A compiled program: bytes on one device, how long it took, and the most host memory of its process in bytes.
+
+    `peak` is what is in use at the same time (`moezoo.analysis.compiling.Memory.in_use`).
+    """
 
     peak: int
     arguments: int
@@ -97,7 +100,7 @@ def _compile(words: Sequence[str], topology: str, call: CallName) -> Compiled:
     if memory is None:
         raise UserError(f"the compiler for {topology} does not report memory; write --estimate")
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = Compiled(memory.peak, memory.arguments, memory.temporaries, time.monotonic() - began, host)
+    found = Compiled(memory.in_use, memory.arguments, memory.temporaries, time.monotonic() - began, host)
     _remember(file, found)
     return found
 

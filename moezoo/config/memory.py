@@ -3,12 +3,12 @@
 Every number of bytes is a lower bound: what is refused cannot run here, and what is accepted may still be too large.
 """
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.config.settings import TrainConfig
 from moezoo.models import ModelConfig
+from moezoo.models.working_set import stream
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
@@ -24,7 +24,7 @@ def check_sizes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
 def check_batch(cfg: TrainConfig, execution: Execution) -> None:
     """Refuse a batch of which token ids, and the activations of one micro-step between two layers, do not fit."""
     tokens = cfg.batch_size * cfg.seq_len // execution.ways(execution.token_axes)
-    activations = tokens // cfg.execution.microbatches * cfg.model.embed * jnp.dtype(execution.dtype).itemsize
+    activations = stream(tokens // cfg.execution.microbatches, cfg.model.embed, execution)
     what = f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} in execution.microbatches={cfg.execution.microbatches}"
     advice = "choose a smaller batch_size or seq_len, or more execution.microbatches"
     # Tokens, labels, segments and positions are int32.

@@ -1,5 +1,7 @@
 """The memory model: exact where programs are exact, and near what compilers have in use."""
 
+from typing import Any
+
 import pytest
 
 import moezoo
@@ -21,7 +23,7 @@ TARGETS = {"v5p": Target("tpu"), "h200": Target("cuda", "9.0")}
 SMALL = ("batch_size=16", "seq_len=128", "model.max_length=128")
 
 
-def step_on(mesh: object, *words: str) -> Step:
+def step_on(mesh: Any, *words: str) -> Step:
     """Return the step of a configuration on a mesh, or for a target without its devices."""
     cfg = moezoo.compose(*words)
     return build_step(cfg, build_execution(cfg, mesh_for(cfg.mesh, mesh) if isinstance(mesh, Target) else mesh))
@@ -61,7 +63,8 @@ def test_dots_save_products():
     """By hand, numbers per token: three projections, the result of attention and `out`, and the products of experts."""
     words = ("model=mixtral", "dispatch=gather", "mesh=fsdp8", "execution.remat=dots", *SMALL)
     step = step_on(Target("tpu"), *words)
-    c, tokens = step.blueprint.config, 2 * 128
+    c: Any = step.blueprint.config
+    tokens = 2 * 128
     heads, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     # The input, queries, keys and values, attention's result twice (the kernel's and the reordered one), its sum of
     # exponentials and the maximum, `out`, the logits of the router.
@@ -79,7 +82,7 @@ def test_terms_of_other_calls(call):
     held = dict(found.terms)
     assert held["parameters"] == program.memory["parameters"]
     assert found.peak == sum(held.values()) == max(moment.bytes for moment in found.moments)
-    if call == "decode":
+    if program.cache is not None:
         rows = cache_rows(blueprint.shapes, program.cache, program.execution)
         assert held["cache"] == sum(row.bytes_per_device for row in rows)
 
