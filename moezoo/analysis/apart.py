@@ -64,7 +64,9 @@ def compile_apart(words: Sequence[str], topology: str, call: CallName) -> Compil
                 raise UserError(found["error"])
             return Compiled(**found)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    said = next((line for line in lines if line.startswith(("F0", "Check failed", "Fatal"))), lines[-1] if lines else "")
+    said = next(
+        (line for line in lines if line.startswith(("F0", "Check failed", "Fatal"))), lines[-1] if lines else ""
+    )
     raise UserError(f"the compiler ended with code {done.returncode}: {said[:300]}")
 
 

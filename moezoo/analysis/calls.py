@@ -67,7 +67,10 @@ def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
 
 
 def _train(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
-    rows, execution = cfg.batch_size // cfg.execution.microbatches, build_execution(cfg, mesh or abstract_mesh(cfg.mesh))
+    rows, execution = (
+        cfg.batch_size // cfg.execution.microbatches,
+        build_execution(cfg, mesh or abstract_mesh(cfg.mesh)),
+    )
     execution = choose_dispatch(blueprint.shapes.stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     step = build_step(cfg, execution, blueprint)

@@ -19,6 +19,7 @@ from moezoo.config.build import blueprint_on
 from moezoo.config.compose import compose
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
+from moezoo.config.splits import divisors
 from moezoo.errors import UserError
 from moezoo.host import in_gib
 from moezoo.parallel.kernels import Target
@@ -124,9 +125,7 @@ def _timed(row: PlanRow, cfg: TrainConfig, where: Slice, call: CallName) -> Plan
     return _with_bound(row, work, bound(work, where, cfg.mesh.sizes), cfg, where, call)
 
 
-def _with_bound(
-    row: PlanRow, work: Work, least: Bound, cfg: TrainConfig, where: Slice, call: CallName
-) -> PlanRow:
+def _with_bound(row: PlanRow, work: Work, least: Bound, cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
     tokens = cfg.batch_size * (1 if call == "decode" else cfg.seq_len)
     step = least.step_seconds
     return row._replace(
@@ -168,7 +167,9 @@ def settings_that_help(words: Sequence[str], where: Slice, call: CallName = "tra
         *others, last = settings or [[]]
         strongest = [values[-1] for values in others]
         together = ((*strongest, each) for each in last)
-        yield from (" ".join(each) for each in itertools.islice((x for x in together if _fits((*words, *x), where, call)), 1))
+        yield from (
+            " ".join(each) for each in itertools.islice((x for x in together if _fits((*words, *x), where, call)), 1)
+        )
 
 
 def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
@@ -184,8 +185,8 @@ def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
     if "buffer_factor" in options:
         found.append(["dispatch.buffer_factor=1.5"])
     if call == "train":
-        counts = (cfg.execution.microbatches * 2**i for i in range(1, 11))
-        found.append([f"execution.microbatches={n}" for n in counts if cfg.batch_size % n == 0])
+        now = cfg.execution.microbatches
+        found.append([f"execution.microbatches={now * n}" for n in divisors(cfg.batch_size // now)[1:]])
     return [values for values in found if values]
 
 

@@ -1,5 +1,6 @@
 """The output of `moezoo plan`: a table, JSON, a recommendation, and a picture."""
 
+import contextlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from moezoo.analysis.candidates import mesh_name
 from moezoo.analysis.hardware import Slice
 from moezoo.analysis.plan import PlanRow, as_mapping
 from moezoo.config.compose import compose
+from moezoo.errors import UserError
 from moezoo.models import name_of
 from moezoo.parallel.traffic import CallName
 
@@ -28,11 +30,12 @@ def as_json(rows: Sequence[PlanRow]) -> str:
 
 def title(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: CallName) -> str:
     """Return the line above the table."""
-    cfg = compose(*rows[0].words) if rows and rows[0].bytes_per_device is not None else compose(*words)
-    chip = where.chip
+    chip, about = where.chip, call
+    with contextlib.suppress(UserError):  # a strategy that has an option of the words may be in the rows only
+        cfg = compose(*(rows[0].words if rows else words))
+        about = f"{call} {name_of(cfg.model)}: batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
     return (
-        f"{call} {name_of(cfg.model)}: batch_size={cfg.batch_size} seq_len={cfg.seq_len} on {where}, {where.devices:,} "
-        f"devices of {chip.flops / 1e12:,.0f} TFLOP/s and {chip.hbm_bytes / _GIB:.0f} GiB at "
+        f"{about} on {where}, {where.devices:,} devices of {chip.flops / 1e12:,.0f} TFLOP/s and {chip.hbm_bytes / _GIB:.0f} GiB at "
         f"{chip.hbm_speed / 1e12:.2f} TB/s\nSeconds are the least that peak rates allow; tokens/s and utilisation are "
         "bounds from above."
     )
@@ -141,8 +144,12 @@ def recommend(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call:
     ]
     if others:
         next_best = others[0]
-        lines.append(f"next: {_name(next_best)}: at least {next_best.step_seconds:.4g} s, bound by {next_best.bound_by}")
-    last = {word.partition("=")[0]: word for word in best.words if not (word.startswith("mesh.") and word.endswith("=1"))}
+        lines.append(
+            f"next: {_name(next_best)}: at least {next_best.step_seconds:.4g} s, bound by {next_best.bound_by}"
+        )
+    last = {
+        word.partition("=")[0]: word for word in best.words if not (word.startswith("mesh.") and word.endswith("=1"))
+    }
     if call == "train":
         lines.append("  moezoo train " + shlex.join(last.values()))
     return "\n".join(lines)

@@ -105,7 +105,9 @@ def test_a_search_has_only_meshes_of_the_slice():
 def test_a_compiler_that_crashes(monkeypatch, tmp_path):
     """Its first line is the error; what it prints elsewhere is not shown."""
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho 'F0000 12:00 x.cc:1] Check failed: no such layout' >&2\necho more >&2\nkill -6 $$\n")
+    broken.write_text(
+        "#!/bin/sh\necho 'F0000 12:00 x.cc:1] Check failed: no such layout' >&2\necho more >&2\nkill -6 $$\n"
+    )
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     with refused("the compiler ended with code -6: F0000 12:00 x.cc:1] Check failed: no such layout"):

@@ -27,7 +27,9 @@ KEYS = {
 
 def test_json_is_alone_and_sorted(console):
     """A row for each layout; one that cannot be laid out comes last, with the reason."""
-    code, out, err = console("plan", *TINY, "mesh=fsdp8,ep8", "dispatch=gather,ragged", "rules=fsdp_ep,pure_fsdp", "--json")
+    code, out, err = console(
+        "plan", *TINY, "mesh=fsdp8,ep8", "dispatch=gather,ragged", "rules=fsdp_ep,pure_fsdp", "--json"
+    )
     rows = json.loads(out)
     assert code == 0
     assert all(row.keys() >= KEYS for row in rows)
