@@ -15,7 +15,6 @@ from moezoo.analysis.hardware import Slice
 from moezoo.analysis.memory_model import Footprint, footprint
 from moezoo.analysis.sharding import CollectiveRow, collectives
 from moezoo.analysis.work import Bound, Work, bound, work_of
-from moezoo.config.build import blueprint_on
 from moezoo.config.compose import compose
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig

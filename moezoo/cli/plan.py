@@ -4,13 +4,13 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import moezoo.interrupts as interrupts
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.config.options import key, split, take, take_switches
+from moezoo.config.options import key, take, take_switches
 from moezoo.errors import UserError
 
 _SEARCH_SECONDS = 180.0
@@ -229,7 +229,7 @@ COMMAND = ConfiguredCommand(
     examples=(
         "model=mixtral_8x7b topology=v5p:4x4x4 batch_size=768 seq_len=4096",
         "model=qwen3_30b_a3b topology=h200:8 mesh=ep8 dispatch=all batch_size=64 seq_len=4096 --estimate",
-        "model=deepseek_v3 topology=v5p:8x8x8 mesh=fsdp64_ep8,fsdp512 rules=all batch_size=3072 seq_len=8192 --estimate",
+        "model=deepseek_v3 topology=v5p:8x8x8 mesh=fsdp64_ep8,fsdp512 rules=all batch_size=512 seq_len=4096 --estimate",
         "model=gpt_oss_120b topology=h200:8 rules=serve mesh=ep8 batch_size=64 seq_len=4096 --call=decode",
     ),
     groups=("model",),

@@ -1,11 +1,11 @@
 """The output of `moezoo plan`: a table, JSON, a recommendation, and a picture."""
 
 import contextlib
+import io
 import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -34,11 +34,12 @@ def title(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: Cal
     with contextlib.suppress(UserError):  # a strategy that has an option of the words may be in the rows only
         cfg = compose(*(rows[0].words if rows else words))
         about = f"{call} {name_of(cfg.model)}: batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
-    return (
-        f"{about} on {where}, {where.devices:,} devices of {chip.flops / 1e12:,.0f} TFLOP/s and {chip.hbm_bytes / _GIB:.0f} GiB at "
-        f"{chip.hbm_speed / 1e12:.2f} TB/s\nSeconds are the least that peak rates allow; tokens/s and utilisation are "
-        "bounds from above."
-    )
+    memory = f"{chip.hbm_bytes / _GIB:.0f} GiB at {chip.hbm_speed / 1e12:.2f} TB/s"
+    lines = [
+        f"{about} on {where}, {where.devices:,} devices of {chip.flops / 1e12:,.0f} TFLOP/s and {memory}",
+        "Seconds are the least that peak rates allow; tokens/s and utilisation are bounds from above.",
+    ]
+    return "\n".join(lines)
 
 
 def render(heading: str, rows: Sequence[PlanRow]) -> str:
@@ -49,21 +50,12 @@ def render(heading: str, rows: Sequence[PlanRow]) -> str:
         table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(get(row) for get in shown.values()))
-    console = Console(width=_WIDEST, record=True, file=_Nowhere())
+    console = Console(width=_WIDEST, record=True, file=io.StringIO())
     console.print(table)
     lines = [heading, *(line.rstrip() for line in console.export_text().splitlines() if line.strip())]
     lines += [f"{_name(row)}: {row.reason}" for row in rows if row.reason]
     lines += _shares(rows[0]) if rows and rows[0].memory else []
     return "\n".join(lines)
-
-
-class _Nowhere:
-    def write(self, text: str) -> int:
-        """Drop the text."""
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing."""
 
 
 def _name(row: PlanRow) -> str:
