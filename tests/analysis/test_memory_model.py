@@ -105,6 +105,7 @@ def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():
 # Devices, and the overrides of a step of a released model; of docs/planning.md.
 PEAKS = {
     "mixtral": ("v5p:4x4x4", "model=mixtral_8x7b mesh.fsdp=64 batch_size=768 seq_len=4096"),
+    "mixtral-large-batch": ("v5p:4x4x4", "model=mixtral_8x7b mesh.fsdp=64 batch_size=1536 seq_len=4096"),
     "mixtral-gpu": ("h200", "model=mixtral_8x7b mesh.fsdp=8 batch_size=16 seq_len=4096"),
     "qwen3-ring": (
         "h200",
