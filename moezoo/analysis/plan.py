@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moezoo.analysis.absent import GPUS
 from moezoo.analysis.hardware import Slice
 from moezoo.analysis.memory_model import Footprint, footprint
 from moezoo.analysis.sharding import CollectiveRow, collectives
@@ -77,9 +78,7 @@ class PlanRow(NamedTuple):
 
 def target_of(where: Slice) -> Target:
     """Return the target of programs for a slice."""
-    capabilities = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
-    kind = where.chip.name
-    return Target("cuda", capabilities[kind]) if where.chip.is_gpu else Target("tpu")
+    return Target("cuda", f"{GPUS[where.chip.name][1]}.0") if where.chip.is_gpu else Target("tpu")
 
 
 def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, least: bool = False) -> PlanRow:
