@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import moezoo.interrupts as interrupts
 from moezoo.errors import UserError
 from moezoo.host import user_cache
 from moezoo.parallel.traffic import CallName
@@ -52,29 +53,47 @@ def compile_apart(words: Sequence[str], topology: str, call: CallName) -> Compil
     Raises:
         UserError: The configuration, the slice or the compiler refuses; with the compiler's first line if it crashes.
     """
-    request = json.dumps([list(words), topology, call])
-    command = [sys.executable, "-c", "from moezoo.analysis.apart import child; child()"]
-    done = subprocess.run(
-        command, input=request, capture_output=True, text=True, check=False, env={**os.environ, **_QUIET}
-    )
-    for line in done.stdout.splitlines():
+    out, err, code = _run([list(words), topology, call])
+    for line in out.splitlines():
         if line.startswith(_MARK):
             found = json.loads(line.removeprefix(_MARK))
             if "error" in found:
                 raise UserError(found["error"])
             return Compiled(**found)
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
     said = next(
         (line for line in lines if line.startswith(("F0", "Check failed", "Fatal"))), lines[-1] if lines else ""
     )
-    raise UserError(f"the compiler ended with code {done.returncode}: {said[:300]}")
+    raise UserError(f"the compiler ended with code {code}: {said[:300]}")
+
+
+def check_compiler(topology: str) -> None:
+    """Raise `UserError` if programs for a slice cannot be compiled here."""
+    out, *_ = _run([None, topology, ""])
+    if (found := out.partition(_MARK)[2]) and (error := json.loads(found.splitlines()[0]).get("error")):
+        raise UserError(f"{error}; or write --estimate, which compiles nothing")
+
+
+def _run(request: list[Any]) -> tuple[str, str, int]:
+    """Run a child process with a request; return its output, its errors and its code. It ends with this process."""
+    command = [sys.executable, "-c", "from moezoo.analysis.apart import child; child()"]
+    pipes: Any = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    process = subprocess.Popen(command, text=True, env={**os.environ, **_QUIET}, **pipes)
+    with process, interrupts.undoing(process.kill):
+        out, err = process.communicate(json.dumps(request))
+    return out, err, process.returncode
 
 
 def child() -> None:
     """Compile what stdin asks for and print the result; what `compile_apart` starts."""
     words, topology, call = json.load(sys.stdin)
     try:
-        found = _compile(words, topology, call)._asdict()
+        if words is None:
+            from moezoo.analysis.absent import absent_devices
+
+            found = {"devices": len(absent_devices(topology))}
+        else:
+            found = _compile(words, topology, call)._asdict()
     except UserError as error:
         found = {"error": str(error)}
     except Exception as error:  # whatever a compiler raises

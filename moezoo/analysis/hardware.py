@@ -12,7 +12,7 @@ group has devices, and means taken over groups and devices, so much passes a cut
 | collective | bytes |
 |---|---|
 | `all_gather`, `reduce_scatter`, `psum` | B (m - 1) / (n - 1): what each block needs, or adds to a sum, passes once |
-| `psum`, `pmax`, `pmin` on GPUs | half of that: switches can add (NVIDIA SHARP) |
+| `psum` on GPUs | B m / (2 (n - 1)) if m > 1: each block needs the sum, which switches can make (SHARP) |
 | `all_to_all`, `ragged_all_to_all` on TPUs | B n / (n - 1) times the mean hops between two of the group |
 | the same on GPUs | B n / (n - 1) times the share of pairs that are in two blocks |
 | `ppermute` | B if m = n, because each device sends to another; otherwise perhaps nothing |
@@ -186,8 +186,9 @@ class Slice(NamedTuple):
             else:
                 hops = sum(dims[number].mean_hops(groups[..., number]) for number in cut)
             return float(devices / (devices - 1) * hops)
-        adds = self.chip.is_gpu and collective in UNORDERED
-        return float((blocks - 1).mean()) / (devices - 1) / (2 if adds else 1)
+        if self.chip.is_gpu and collective in UNORDERED:  # each block receives the sum at least
+            return float(np.where(blocks > 1, blocks, 0).mean()) / (devices - 1) / 2
+        return float((blocks - 1).mean()) / (devices - 1)
 
 
 class _Dim(NamedTuple):
@@ -256,9 +257,13 @@ def parse_slice(text: str) -> Slice:
     if not colon:
         return Slice(chip, chip.eight)
     most = 2 if chip.is_gpu else len(chip.eight)
+    per_node = 72 if kind == "b200" else 8
     sizes = tuple(map(int, numbers.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers) else ()
     if not (1 if chip.is_gpu else most) <= len(sizes) <= most:
         what = "NODESxGPUS or GPUS" if chip.is_gpu else "chips along each torus dimension"
         example = "16x8" if chip.is_gpu else "x".join(map(str, chip.eight))
         raise UserError(f"topology={text}: {kind} takes {what}, such as {kind}:{example}")
+    if chip.is_gpu and max(sizes[-1:]) > per_node:
+        nodes = f"{kind}:{-(-math.prod(sizes) // per_node)}x{per_node}"
+        raise UserError(f"topology={text}: a node has at most {per_node} {kind}; write nodes x GPUs, such as {nodes}")
     return Slice(chip, sizes)

@@ -8,21 +8,27 @@ above.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from moezoo.analysis.absent import GPUS
+from moezoo.analysis.calls import CALLS
 from moezoo.analysis.hardware import Slice
 from moezoo.analysis.memory_model import Footprint, footprint
 from moezoo.analysis.sharding import CollectiveRow, collectives
 from moezoo.analysis.work import Bound, Work, bound, work_of
+from moezoo.config.build import blueprint_on, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.config.splits import divisors
 from moezoo.errors import UserError
 from moezoo.host import in_gib
+from moezoo.moe.dispatch import Dispatch
 from moezoo.parallel.kernels import Target
+from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import CallName
 
 
@@ -33,7 +39,7 @@ class PlanRow(NamedTuple):
         words: The overrides that compose its configuration.
         mesh: Mesh axis -> number of devices, of those above 1.
         rules: The name of the rules.
-        dispatch: The strategy; for `auto` the one that it chooses.
+        dispatch: The strategy; for `auto` also the one that it chooses.
         fits: Whether the peak of memory is at most what a device has: the compiler's where it is known.
         reason: Why it does not fit or cannot be laid out, and what would help; empty if it fits.
         bytes_per_device: The peak of the memory model.
@@ -96,10 +102,30 @@ def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, le
         row = _laid_out(words, cfg, where, call)
         return row if least and not row.fits else _timed(row, cfg, where, call)
     except UserError as error:
-        found = {key: word.partition("=")[2] for word in words if (key := word.partition("=")[0])}
-        mesh = {key.partition(".")[2]: int(n) for key, n in found.items() if key.startswith("mesh.") and n.isdigit()}
-        chosen = found.get("rules", ""), found.get("dispatch", "")
-        return PlanRow(words, mesh, *chosen, fits=False, reason=str(error), hbm_bytes=where.chip.hbm_bytes)
+        return refused(words, where, str(error))
+
+
+def refused(words: Sequence[str], where: Slice, reason: str) -> PlanRow:
+    """Return the row of a configuration that cannot be laid out, with the reason."""
+    found = {key: word.partition("=")[2] for word in words if (key := word.partition("=")[0])}
+    mesh = {key.partition(".")[2]: int(n) for key, n in found.items() if key.startswith("mesh.") and n.isdigit()}
+    chosen = found.get("rules", ""), found.get("dispatch", "")
+    return PlanRow(tuple(words), mesh, *chosen, fits=False, reason=reason, hbm_bytes=where.chip.hbm_bytes)
+
+
+def program_of(words: Sequence[str], where: Slice) -> Hashable:
+    """Return what decides the program of a configuration beside its sizes: equal values are equal programs.
+
+    Raises:
+        UserError: The parts of the configuration do not fit together.
+    """
+    cfg = compose(*words)
+    execution, shapes = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"), blueprint_on(cfg).shapes
+    stored = tuple(str(placement) for placement in jax.tree.leaves(execution.placements(shapes)))
+    group = execution.expert_group(cfg.model.experts)
+    split = (execution.batch_axes, execution.sequence_axes, group.axes, str(where))
+    inner = tuple(execution.inner_group(axis).axes for axis in ("heads", "mlp", "vocab"))
+    return stored, split, inner, str(cfg.dispatch) if group.size > 1 else ""
 
 
 def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
@@ -108,9 +134,17 @@ def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: Call
     held: dict[str, int] = {}
     for term in found.terms:
         held[term.name] = held.get(term.name, 0) + term.bytes
-    row = PlanRow(words, mesh, cfg.rules.name, path_of(type(cfg.dispatch)), found.peak <= have, "", have)
+    row = PlanRow(words, mesh, cfg.rules.name, _strategy(cfg, call), found.peak <= have, "", have)
     row = row._replace(bytes_per_device=found.peak, memory=held, moment=found.moment)
     return row if row.fits else row._replace(reason=_shortage(found, have))
+
+
+def _strategy(cfg: TrainConfig, call: CallName) -> str:
+    """Return the name of the strategy, and of the one that it chooses."""
+    name = path_of(type(cfg.dispatch))
+    if isinstance(cfg.dispatch, Dispatch):
+        return name
+    return f"{name}: {path_of(type(CALLS[call](cfg, blueprint_on(cfg)).execution.strategy))}"
 
 
 def _shortage(found: Footprint, have: int) -> str:

@@ -39,8 +39,9 @@ def traced_bytes(step: Step) -> tuple[int, ...]:
         if equation.primitive.name != "scan" or (each.scope, each.phase) != ("layers", "forward"):
             continue
         # What a scan stacks has a dimension more outside than inside; its other results are carried.
-        inside, outside = equation.params["jaxpr"].out_avals, [x.aval for x in equation.outvars]
-        stacked: list[Any] = [x for x, one in zip(outside, inside, strict=True) if x.ndim > one.ndim]
+        inside: list[Any] = equation.params["jaxpr"].out_avals
+        outside: list[Any] = [x.aval for x in equation.outvars]
+        stacked = [x for x, one in zip(outside, inside, strict=True) if x.ndim > one.ndim]
         if stacked and equation.params["length"] == stacks[len(found)].count:
             found.append(sum(x.size * x.dtype.itemsize for x in stacked if x.memory_space != jax.memory.Space.Host))
     assert len(found) == len(stacks)

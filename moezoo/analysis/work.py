@@ -278,8 +278,11 @@ def model_flops(cfg: TrainConfig) -> float:
     """Return the FLOPs of the model in a step, over all devices: those of rematerialisation do not count.
 
     They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
+    Scales of norms and biases are in no product.
     """
     m, tokens, shapes = cfg.model, cfg.batch_size * cfg.seq_len, blueprint_of(cfg).shapes
-    _, active = count_parameters(shapes, m.experts_per_token)
+    active = count_parameters(shapes, m.experts_per_token)[1] - sum(
+        math.prod(shape) for _, axes, shape in parameter_table(shapes) if len({*axes.names} - {"layer"}) == 1
+    )
     attention = 2 * m.heads * m.dims_of_a_pair * sum(_seen(cfg, shapes))
     return 3.0 * tokens * (2 * (active - m.looked_up) + attention)

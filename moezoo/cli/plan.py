@@ -51,27 +51,32 @@ def main(arguments: Sequence[str]) -> None:
     for word in words:
         if word.startswith("run_dir="):
             raise UserError(f"{word}: plan writes no run; to plan for a saved one, write resume=FOLDER")
+    if switches.picture is not None and not Path(switches.picture).absolute().parent.is_dir():
+        raise UserError(f"--picture={switches.picture}: there is no such folder; make it first")
     from moezoo.analysis.hardware import parse_slice
     from moezoo.parallel.mesh import cpu_devices, has_started
 
     where = parse_slice(keys.topology)
     if not has_started():
         cpu_devices(1)  # tracing must not occupy an accelerator
+    from moezoo.analysis.apart import check_compiler
     from moezoo.cli import plan_text as text
 
     chosen = _searching(keys, words)
+    if not switches.estimate:
+        check_compiler(str(where))
     rows = _search(words, where, switches) if chosen else _compare(keys, words, where, switches)
     found: list[Any] = []
     with interrupts.undoing(lambda: _write(text.stopped(found))):
         for row in rows:
             found[:] = row
-    if switches.picture is not None:
-        text.draw(found, Path(switches.picture), f"{switches.call}, {where}")
     if switches.json:
         print(text.as_json(found))
-        return
-    print(text.render(text.title(found, words, where, switches.call), found))
-    print(text.recommend(found, words, where, switches.call))
+    else:
+        print(text.render(text.title(found, words, where, switches.call), found))
+        print(text.recommend(found, switches.call))
+    if switches.picture is not None:
+        text.draw(found, Path(switches.picture), text.title(found, words, where, switches.call).splitlines()[0])
     if not any(row.fits for row in found):
         raise UserError(f"nothing fits topology={where}")
 
@@ -82,12 +87,16 @@ def _write(text: str) -> None:
 
 
 def _searching(keys: Keys, words: Sequence[str]) -> bool:
-    named = any(word.startswith("mesh.") for word in words) or any((keys.rules, keys.dispatch, keys.mesh))
-    return keys.mesh == "all" or not named
+    """Return whether to search for a layout. Raises `UserError` for mesh=all beside the size of an axis."""
+    sizes = [word for word in words if word.startswith("mesh.") and not word.startswith("mesh.axis_types")]
+    if keys.mesh == "all" and sizes:
+        raise UserError(f"mesh=all {sizes[0]}: a search chooses all sizes; leave one of the two out")
+    return keys.mesh == "all" or not (sizes or any((keys.rules, keys.dispatch, keys.mesh)))
 
 
 def _list(value: str | None, every: Sequence[str]) -> list[str]:
-    return list(every) if value == "all" else value.split(",") if value else []
+    names = (name.strip() for name in value.split(",")) if value else ()
+    return list(every) if value == "all" else list(dict.fromkeys(names))
 
 
 def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -> Iterator[list[Any]]:
@@ -107,16 +116,16 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
         try:
             full = fill(candidate, where)
             check_mesh(full, where)
-        except UserError:
+            row = plan.estimate(full, where, switches.call)
+        except UserError as error:
             if len(candidates) == 1:
                 raise
-            full = candidate
-        row = plan.estimate(full, where, switches.call)
-        row = _helped(row, where, switches.call) if not row.fits else row
+            row = plan.refused(candidate, where, str(error))
+        _progress(f"  {_outcome(row)} ({time.monotonic() - began:.0f} s)")
+        row = row if row.fits else _helped(row, where, switches.call)
         if not switches.estimate and row.bytes_per_device is not None:
             row = _compiled(row, where, switches.call)
         done.append(row)
-        _progress(f"  {_outcome(row)} ({time.monotonic() - began:.0f} s)")
         yield plan.sort(done)
 
 
@@ -125,34 +134,45 @@ def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[li
     from moezoo.analysis import plan
     from moezoo.analysis.candidates import searched
 
-    began, done, left = time.monotonic(), [], 0
-    for number, candidate in enumerate(searched(words, where, switches.call), 1):
-        if done and time.monotonic() - began > _SEARCH_SECONDS:
-            left += 1
-            continue
-        row = plan.estimate(candidate, where, switches.call, least=True)
-        done.append(row)
-        _progress(f"{number}: {' '.join(candidate[len(words) :])}: {_outcome(row)}")
-        yield plan.distinct(plan.sort(done))[:_SHOWN]
-    if not done:
+    began, done, looked = time.monotonic(), [], 0
+    candidates, seen, best = list(searched(words, where, switches.call)), set(), None
+    if not candidates:
         raise UserError(f"no mesh of {where.devices} devices splits all sizes evenly; change batch_size or topology")
-    if left:
-        _progress(f"stopped after {_SEARCH_SECONDS:.0f} s; {left} layouts were not looked at")
-    best = plan.distinct(plan.sort(done))
+    _progress(f"searching {len(candidates)} layouts for at most {_SEARCH_SECONDS:.0f} s")
+    for candidate in candidates:
+        if done and time.monotonic() - began > _SEARCH_SECONDS:
+            break
+        looked += 1
+        try:
+            program = plan.program_of(candidate, where)
+        except UserError:
+            program = candidate
+        if program in seen:  # other rules, the same program
+            continue
+        seen.add(program)
+        done.append(plan.estimate(candidate, where, switches.call, least=True))
+        rows = plan.distinct(plan.sort(done))
+        if rows[0] is not best:
+            best = rows[0]
+            _progress(f"{looked}: {' '.join(candidate[len(words) :])}: {_outcome(best)}")
+        yield rows[:_SHOWN]
+    if looked < len(candidates):
+        _progress(f"stopped after {_SEARCH_SECONDS:.0f} s; {len(candidates) - looked} layouts were not looked at")
+    rows = plan.distinct(plan.sort(done))
     if switches.call == "train":
-        best = plan.sort([*_recomputing_less(best[:_BEST], where), *best])
-    if not best[0].fits:
+        rows = plan.sort([*_recomputing_less(rows[:_BEST], where), *rows])
+    if not rows[0].fits:
         _progress("nothing fits; trying settings that save memory on the smallest")
-        best = plan.distinct(plan.sort([*_saving(best[:_SHOWN], where, switches.call), *best]))
-    if not best[0].fits:
-        best = [_helped(best[0], where, switches.call), *best[1:]]
-    best = best[:_SHOWN]
-    for number, row in enumerate(best[:_BEST]):
+        rows = plan.distinct(plan.sort([*_saving(rows[:_SHOWN], where, switches.call), *rows]))
+    if not rows[0].fits:
+        rows = [_helped(rows[0], where, switches.call), *rows[1:]]
+    rows = rows[:_SHOWN]
+    for number, row in enumerate(rows[:_BEST]):
         if not switches.estimate and row.fits:
             _progress(f"compiling {' '.join(row.words[len(words) :])}")
-            best[number] = _compiled(row, where, switches.call)
-            yield plan.sort(best)
-    yield plan.sort(best)
+            rows[number] = _compiled(row, where, switches.call)
+            yield plan.sort(rows)
+    yield plan.sort(rows)
 
 
 def _recomputing_less(rows: Sequence[Any], where: Any) -> Iterator[Any]:
@@ -184,6 +204,7 @@ def _helped(row: Any, where: Any, call: Any) -> Any:
 
     if row.bytes_per_device is None:
         return row
+    _progress("  trying what would make it fit")
     found = "; or ".join(remedies(row.words, where, call))
     return row._replace(reason=f"{row.reason}; " + (f"fits with {found}" if found else "nothing that was tried helps"))
 
@@ -195,7 +216,9 @@ def _compiled(row: Any, where: Any, call: Any) -> Any:
     try:
         found = compile_apart(row.words, str(where), call)
     except UserError as error:
-        return row._replace(fits=False, reason=str(error))
+        # Only this says that the program does not fit; anything else leaves what was predicted.
+        too_large = "RESOURCE_EXHAUSTED" in str(error)
+        return row._replace(fits=row.fits and not too_large, reason=f"not compiled: {error}")
     fits = found.peak <= row.hbm_bytes
     reason = "" if fits else row.reason or f"the compiler needs {in_gib(found.peak)} of {in_gib(row.hbm_bytes)}"
     seconds = "remembered" if found.remembered else f"{found.seconds:.0f} s, {in_gib(found.host_bytes)} of this machine"
@@ -206,10 +229,10 @@ def _compiled(row: Any, where: Any, call: Any) -> Any:
 def _outcome(row: Any) -> str:
     from moezoo.host import in_gib
 
-    memory = "" if row.bytes_per_device is None else in_gib(row.bytes_per_device)
     if row.step_seconds is None:
         return row.reason
-    return f"{memory}, at least {row.step_seconds:.4g} s, bound by {row.bound_by}"
+    memory = in_gib(row.bytes_per_device) + f" of {in_gib(row.hbm_bytes)}, does not fit" * (not row.fits)
+    return f"{memory}; at least {row.step_seconds:.4g} s, bound by {row.bound_by}"
 
 
 def _progress(line: str) -> None:
@@ -223,8 +246,8 @@ COMMAND = ConfiguredCommand(
     keys=Keys,
     description="Say whether a configuration fits on a slice of TPUs or nodes of GPUs that this machine does not have, "
     "how long a step takes at least, and what binds it. Each row is compiled as it would run, for these devices "
-    "(pip install 'moezoo[plan]'), or with --estimate only traced. Without a mesh, it searches for a layout and "
-    "recommends one.",
+    "(pip install 'moezoo[plan]'), or with --estimate only traced. Without a mesh, it searches for at most three "
+    "minutes and recommends a layout. The exit code is 2 if nothing fits. docs/planning.md explains it.",
     switches=Switches,
     examples=(
         "model=mixtral_8x7b topology=v5p:4x4x4 batch_size=768 seq_len=4096",

@@ -36,7 +36,7 @@ def title(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: Cal
         about = f"{call} {name_of(cfg.model)}: batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
     memory = f"{chip.hbm_bytes / _GIB:.0f} GiB at {chip.hbm_speed / 1e12:.2f} TB/s"
     lines = [
-        f"{about} on {where}, {where.devices:,} devices of {chip.flops / 1e12:,.0f} TFLOP/s and {memory}",
+        f"{about} on {where}: {where.devices:,} x {chip.flops / 1e12:,.0f} TFLOP/s and {memory}",
         "Seconds are the least that peak rates allow; tokens/s and utilisation are bounds from above.",
     ]
     return "\n".join(lines)
@@ -84,8 +84,8 @@ _COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "dispatch": lambda row: row.dispatch,
     "settings": _settings,
     "fits": lambda row: "yes" if row.fits else "NO",
-    "GiB": _number(lambda row: row.bytes_per_device, ".1f", _GIB),
-    "compiled": _number(lambda row: row.compiled_bytes, ".1f", _GIB),
+    "GiB": _number(lambda row: row.bytes_per_device, ".4g", _GIB),
+    "compiled": _number(lambda row: row.compiled_bytes, ".4g", _GIB),
     "s/step >=": _number(lambda row: row.step_seconds, ".4g"),
     "bound by": lambda row: row.bound_by or "",
     "compute s": _number(lambda row: (row.seconds or {}).get("compute"), ".3g"),
@@ -103,48 +103,51 @@ def _links(row: PlanRow) -> dict[str, float]:
 
 def _shares(row: PlanRow) -> list[str]:
     """Return lines about the first row: what is held at the peak, FLOPs, and collectives by operation and axis."""
-    held = sorted((row.memory or {}).items(), key=lambda item: -item[1])
-    lines = ["", f"{_name(row)}, in the {row.moment}, GiB: " + ", ".join(f"{k} {v / _GIB:.2f}" for k, v in held)]
+    held = {name: size for name, size in (row.memory or {}).items() if size > 0.005 * (row.bytes_per_device or 0)}
+    parts = (f"{name} {_gib(size)}" for name, size in sorted(held.items(), key=lambda item: -item[1]))
+    lines = ["", f"{_name(row)}, in the {row.moment}; GiB of more than 0.5%:", *(f"  {part}" for part in parts)]
     if row.flops_per_device is not None and row.model_flops is not None:
-        again = row.recomputed_flops or 0.0
-        lines.append(
-            f"TFLOP per device: model {row.model_flops / 1e12:,.1f}, executed {row.flops_per_device / 1e12:,.1f}, of "
-            f"which recomputed {again / 1e12:,.1f}"
-        )
+        flops = (row.model_flops, row.flops_per_device, row.recomputed_flops or 0.0)
+        model, executed, again = (f"{each / 1e12:,.4g}" for each in flops)
+        lines.append(f"TFLOP per device: model {model}, executed {executed}, of which recomputed {again}")
     by: dict[tuple[str, str], int] = {}
     for each in row.collectives or ():
         place = each.op, " ".join(each.mesh_axes)
         by[place] = by.get(place, 0) + each.bytes
-    named = (f"{op} over {axes} {size / 1e9:,.2f}" for (op, axes), size in sorted(by.items(), key=lambda x: -x[1]))
+    named = (f"{op} over {axes} {size / 1e9:,.4g}" for (op, axes), size in sorted(by.items(), key=lambda x: -x[1]))
     lines += ["GB received per device: " + ", ".join(named)] if by else []
-    links = (f"{name} {value:.3g}" for name, value in _links(row).items())
-    return lines + (["seconds of links: " + ", ".join(links)] if _links(row) else [])
+    links = ", ".join(f"{name} {value:.3g}" for name, value in _links(row).items())
+    return lines + ([f"seconds that links are busy, by where they are cut: {links}"] if links else [])
 
 
-def recommend(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: CallName) -> str:
-    """Return the best row with the numbers that decide, and the command that runs it."""
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.4g}"
+
+
+def recommend(rows: Sequence[PlanRow], call: CallName) -> str:
+    """Return the best row with the numbers that decide, the next layout, and the command that runs the best."""
     fitting = [row for row in rows if row.fits and row.step_seconds is not None]
     if not fitting:
         return ""
     best, *others = fitting
-    assert best.step_seconds is not None
+    layout = lambda row: (tuple(row.mesh.items()), row.rules, row.dispatch)  # noqa: E731
     held = best.compiled_bytes or best.bytes_per_device or 0
-    lines = [
-        "",
-        f"recommended: {_name(best)}: at least {best.step_seconds:.4g} s, bound by {best.bound_by}; "
-        f"{held / _GIB:.1f} of {best.hbm_bytes / _GIB:.0f} GiB",
-    ]
-    if others:
-        next_best = others[0]
-        lines.append(
-            f"next: {_name(next_best)}: at least {next_best.step_seconds:.4g} s, bound by {next_best.bound_by}"
-        )
+    lines = ["", f"recommended: {_name(best)}: {_bound(best)}; {_gib(held)} of {_gib(best.hbm_bytes)} GiB"]
+    if other := next((row for row in others if layout(row) != layout(best)), None):
+        lines.append(f"next: {_name(other)}: {_bound(other)}")
+    if equal := sum(row.step_seconds == best.step_seconds for row in others):
+        less = "the recommended one has less time without overlap, in two digits, or less memory"
+        lines.append(f"{equal + 1} of these rows have the same bound; {less}")
     last = {
         word.partition("=")[0]: word for word in best.words if not (word.startswith("mesh.") and word.endswith("=1"))
     }
     if call == "train":
         lines.append("  moezoo train " + shlex.join(last.values()))
     return "\n".join(lines)
+
+
+def _bound(row: PlanRow) -> str:
+    return f"at least {row.step_seconds:.4g} s, bound by {row.bound_by}"
 
 
 def stopped(rows: Sequence[PlanRow]) -> str:
@@ -157,8 +160,9 @@ def draw(rows: Sequence[PlanRow], path: Path, name: str) -> None:
     from moezoo.training.pictures import Bars, draw_bars
 
     known = [row for row in rows if row.memory]
-    labels = [_name(row) for row in known]
-    memory = [{part: size / _GIB for part, size in (row.memory or {}).items()} for row in known]
+    labels = [_name(row) + ", does not fit" * (not row.fits) for row in known]
+    large = {part for row in known for part, size in (row.memory or {}).items() if size > 0.005 * row.hbm_bytes}
+    memory = [{part: size / _GIB for part, size in (row.memory or {}).items() if part in large} for row in known]
     times = [dict(row.seconds or {}) for row in known]
     have = known[0].hbm_bytes / _GIB if known else None
     panels = Bars("GiB per device at the peak", memory, have, True), Bars("least seconds", times, None, False)

@@ -42,12 +42,12 @@ def latent(key) -> LatentAttention:
 def test_one_token_over_a_long_cache(make, kind, share):
     """Temporaries are a small part of a layer's slots on a TPU, and one copy of these on a GPU, with the scores."""
     layer = eqx.filter_eval_shape(make, jax.random.key(0))
-    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731
+    shape: Any = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731
     declared = lambda kept: shape(LAYERS, TEXTS, *kept.sizes.values())  # noqa: E731
     slots = jax.tree.map(declared, layer.state(SLOTS), is_leaf=lambda x: isinstance(x, Kept))
     device = absent_devices(kind)[0]
     execution = moezoo.Execution(mesh_of(moezoo.MeshShape(), [device]), dtype="bfloat16")
-    at = lambda tokens: Coordinates(*(shape(TEXTS, tokens, dtype=jnp.int32),) * 2)  # noqa: E731
+    at: Any = lambda tokens: Coordinates(*(shape(TEXTS, tokens, dtype=jnp.int32),) * 2)  # noqa: E731
 
     def token(layer, x, slots, now, keys, column):
         def one(x, number):

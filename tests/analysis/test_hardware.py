@@ -101,7 +101,7 @@ def test_nodes_by_hand():
     assert seconds("h200:8x8", "reduce_scatter", "fsdp", **mesh) == pytest.approx(across)
     # What a node needs enters it once, for all its GPUs; each GPU's rows are its own.
     assert seconds("h200:8x8", "all_gather", "fsdp expert", **mesh)["network"] == pytest.approx(7 / 63 / 50)
-    assert seconds("h200:8x8", "psum", "expert fsdp", **mesh)["network"] == pytest.approx(7 / 63 / 50 / 2)
+    assert seconds("h200:8x8", "psum", "expert fsdp", **mesh)["network"] == pytest.approx(8 / 63 / 50 / 2)
     assert seconds("h200:8x8", "all_to_all", "fsdp expert", **mesh)["network"] == pytest.approx(56 / 63 / 50)
     assert seconds("h200:8", "all_to_all", "expert", expert=8) == pytest.approx({"NVLink": 1 / 450})
     # The last mesh axis has half a node: an axis of 8 before it reaches into 4 nodes.

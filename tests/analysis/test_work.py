@@ -219,7 +219,7 @@ def test_bound():
     assert found.links["NVLink"] == pytest.approx(found.alone)
     assert found.summed == pytest.approx(found.compute + found.hbm + found.alone)
     sums = sum(each.bytes for row, each in device.traffic.items() if row.collective in ("psum", "pmax"))
-    assert found.links["NVLink"] * 450e9 == pytest.approx(device.traffic.bytes - sums / 2)
+    assert found.links["NVLink"] * 450e9 == pytest.approx(device.traffic.bytes - sums * (1 - 8 / 7 / 2))
     assert Bound(3.0, 2.0, {"ICI": 1.0}, 1.0).bound_by == "compute"
     assert Bound(1.0, 2.0, {}, 0.0).bound_by == "HBM"
     torus = bound_of(words, "v5p")

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from moezoo.analysis import apart
 from moezoo.cli import plan
+from moezoo.errors import UserError
 
 TINY = ("model=mixtral", "topology=v5p:2x2x2", "batch_size=16", "seq_len=32", "--estimate")
 KEYS = {
@@ -55,12 +57,38 @@ def test_table_and_picture(console, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_nothing_fits(console):
+    """The rows are printed all the same, as JSON too, with what would help."""
+    words = ("model=deepseek_v3", "topology=v5e:2x4", "mesh=ep8", "batch_size=8", "seq_len=64", "--estimate")
+    code, out, err = console("plan", *words, "dispatch=ring", "--json")
+    (row,) = json.loads(out)
+    assert (code, row["fits"]) == (2, False)
+    assert "most is " in row["reason"]
+    assert err.splitlines()[-1] == "error: nothing fits topology=v5e:2x4"
+
+
+def test_a_compiler_that_refuses_leaves_what_was_predicted(console, monkeypatch):
+    """Only where it says that memory is exhausted, the row does not fit."""
+    monkeypatch.setattr(apart, "check_compiler", lambda topology: None)
+    for message, fits in (("the compiler ended with code -6: x", True), ("RESOURCE_EXHAUSTED: 9 of 8 GiB", False)):
+
+        def refuse(*_, message=message):
+            raise UserError(message)
+
+        monkeypatch.setattr(apart, "compile_apart", refuse)
+        code, out, _ = console("plan", *TINY[:-1], "mesh=ep8", "dispatch=ring", "--json")
+        (row,) = json.loads(out)
+        assert (row["fits"], row["reason"], row["compiled_bytes"]) == (fits, f"not compiled: {message}", None)
+        assert code == (0 if fits else 2)
+
+
 def test_search_stops_after_its_time(console, monkeypatch):
     """It says how many layouts it left out."""
     monkeypatch.setattr(plan, "_SEARCH_SECONDS", 0.5)
     code, out, err = console("plan", *TINY)
     assert code == 0
     assert "recommended: " in out
+    assert "searching " in err
     assert "stopped after 0 s; " in err
     assert "layouts were not looked at" in err
 
@@ -82,6 +110,12 @@ def test_other_calls(console, call):
         ((*TINY, "mesh=ep8", "dispatch=ragde"), "dispatch=ragde: no such dispatch"),
         ((*TINY, "mesh=ep8", "rules=fsdp"), "rules=fsdp: no such rules"),
         ((*TINY, "mesh=ep_8"), "mesh=ep_8: expected axes and sizes such as fsdp16_ep4"),
+        ((*TINY, "mesh=all", "mesh.fsdp=2"), "mesh=all mesh.fsdp=2: a search chooses all sizes"),
+        ((*TINY, "mesh=ep8", "--picture=nope/a.png"), "--picture=nope/a.png: there is no such folder"),
+        (
+            ("model=mixtral", "topology=h200:16"),
+            "topology=h200:16: a node has at most 8 h200; write nodes x GPUs, such as h200:2x8",
+        ),
         ((*TINY, "run_dir=x"), "run_dir=x: plan writes no run"),
         ((*TINY, "--pictur=x"), "--pictur=x: no such option; did you mean '--picture'?"),
     ],
