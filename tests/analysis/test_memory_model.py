@@ -32,10 +32,12 @@ def step_on(mesh: Any, *words: str) -> Step:
 @pytest.mark.parametrize(
     "words",
     [
-        ("model=mixtral", "mesh=fsdp8", "dispatch=ring"),
         ("model=deepseek", "mesh=fsdp2_ep4", "optimizer=muon", "execution.microbatches=2"),
-        ("model=gpt_oss", "mesh=ep8", "execution.param_dtype=bfloat16", "optimizer=sgd"),
         ("model=qwen3_moe", "mesh=fsdp8", "adapter=lora"),
+        pytest.param(("model=mixtral", "mesh=fsdp8", "dispatch=ring"), marks=pytest.mark.full),
+        pytest.param(
+            ("model=gpt_oss", "mesh=ep8", "execution.param_dtype=bfloat16", "optimizer=sgd"), marks=pytest.mark.full
+        ),
     ],
     ids=lambda words: "-".join(word.partition("=")[2] for word in words),
 )
