@@ -163,7 +163,15 @@ def draw(rows: Sequence[PlanRow], path: Path, name: str) -> None:
     labels = [_name(row) + ", does not fit" * (not row.fits) for row in known]
     large = {part for row in known for part, size in (row.memory or {}).items() if size > 0.005 * row.hbm_bytes}
     memory = [{part: size / _GIB for part, size in (row.memory or {}).items() if part in large} for row in known]
-    times = [dict(row.seconds or {}) for row in known]
     have = known[0].hbm_bytes / _GIB if known else None
-    panels = Bars("GiB per device at the peak", memory, have, True), Bars("least seconds", times, None, False)
+    times = Bars("least seconds, one after the other", [_in_turn(row) for row in known])
+    panels = Bars("GiB per device at the peak", memory, have), times
     draw_bars(path, name, labels, panels)
+
+
+def _in_turn(row: PlanRow) -> dict[str, float]:
+    """Return the parts of the time without overlap."""
+    if row.seconds is None or row.unoverlapped_seconds is None:
+        return {}
+    alone = {name: row.seconds[name] for name in ("compute", "HBM")}
+    return {**alone, "collectives": row.unoverlapped_seconds - sum(alone.values())}

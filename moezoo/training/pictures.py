@@ -160,33 +160,26 @@ class Bars(NamedTuple):
 
     Attributes:
         name: The panel's title.
-        parts: For each label, part -> its size.
+        parts: For each label, part -> its size. The parts of a bar follow each other.
         limit: Where a line is drawn; None for none.
-        stacked: Whether the parts of a label follow each other in one bar; otherwise each has a bar of its own.
     """
 
     name: str
     parts: Sequence[Mapping[str, float]]
-    limit: float | None
-    stacked: bool
+    limit: float | None = None
 
 
 def draw_bars(path: Path, title: str, labels: Sequence[str], panels: Sequence[Bars]) -> None:
     """Write a PNG file with panels one below the other."""
-    figure, axes = _figure(11, 1.2 + len(panels) * (1.0 + 0.55 * len(labels)), len(panels), share=False)
-    figure.suptitle(title)
+    figure, axes = _figure(11, 1.2 + len(panels) * (1.0 + 0.4 * len(labels)), len(panels), share=False)
+    figure.suptitle(title, fontsize="medium")
     for axis, panel in zip(np.atleast_1d(axes), panels, strict=True):
         names = list(dict.fromkeys(itertools.chain.from_iterable(panel.parts)))
-        start, place, height = np.zeros(len(labels)), np.arange(len(labels)), 0.8
+        start, place = np.zeros(len(labels)), np.arange(len(labels))
         for number, name in enumerate(names):
             sizes = np.array([each.get(name, 0.0) for each in panel.parts])
-            colour = f"C{number % 10}"
-            if panel.stacked:
-                axis.barh(place, sizes, left=start, label=name, color=colour, hatch="//" if number >= 10 else None)
-                start += sizes
-            else:
-                height = 0.8 / len(names)
-                axis.barh(place - 0.4 + (number + 0.5) * height, sizes, height, label=name, color=colour)
+            axis.barh(place, sizes, left=start, label=name, color=f"C{number % 10}", hatch="//" * (number >= 10))
+            start += sizes
         if panel.limit is not None:
             axis.axvline(panel.limit, color="black", linestyle="--", label="what a device has")
         axis.set_yticks(place, labels)
