@@ -123,7 +123,7 @@ def program_of(words: Sequence[str], where: Slice) -> Hashable:
     execution, shapes = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"), blueprint_on(cfg).shapes
     stored = tuple(str(placement) for placement in jax.tree.leaves(execution.placements(shapes)))
     group = execution.expert_group(cfg.model.experts)
-    split = (execution.batch_axes, execution.sequence_axes, group.axes, str(where))
+    split = (execution.batch_axes, execution.sequence_axes, group.axes, tuple(cfg.mesh.sizes.items()), str(where))
     inner = tuple(execution.inner_group(axis).axes for axis in ("heads", "mlp", "vocab"))
     return stored, split, inner, str(cfg.dispatch) if group.size > 1 else ""
 

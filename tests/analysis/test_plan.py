@@ -131,3 +131,17 @@ def test_names_of_programs(monkeypatch):
     names = {apart._name(text, topology) for text in ("a", "b") for topology in ("v5p:2x2x2", "v5e:2x4")}
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
     assert len(names | {apart._name("a", "v5p:2x2x2")}) == 5
+
+
+def test_equal_programs():
+    """Other rules may lay out a mesh in the same way; another mesh or strategy does not."""
+    words = ("model=mixtral", "batch_size=16", "seq_len=64")
+    layouts = [
+        f"rules={rules} {mesh}"
+        for rules in ("fsdp_ep", "cp_as_ep", "ep_as_dp")
+        for mesh in ("mesh=ep8", "mesh=fsdp2_ep4", "mesh=fsdp4_ep2")
+    ]
+    programs = {layout: plan.program_of((*words, "dispatch=ring", *layout.split()), EIGHT) for layout in layouts}
+    assert programs["rules=fsdp_ep mesh=ep8"] == programs["rules=cp_as_ep mesh=ep8"]
+    assert len(set(programs.values())) == 6
+    assert plan.program_of((*words, "mesh=ep8", "dispatch=ragged"), EIGHT) not in programs.values()
