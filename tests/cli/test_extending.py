@@ -62,8 +62,8 @@ def test_one_run_with_all_of_them(console):
     code, out, err = console("train", *MODEL, *RUN, *own.split(), "mesh.context=2", "mesh.expert=2", "run_dir=run")
     assert code == 0, err
     for part in (
-        "grouped_matmul per_row",
-        "attention plain",
+        "grouped_matmul: per_row",
+        "attention: plain",
         "keys by pass_around.PassAround",
         "broadcast.Broadcast: ",
         "model       alternate: ",
