@@ -21,8 +21,15 @@ from moezoo.errors import UserError
 from moezoo.host import user_cache
 from moezoo.parallel.traffic import CallName
 
-# Without these, plugins look for devices and report at length that there are none.
-_QUIET = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+# Without these, plugins look for devices and report at length that there are none, and libtpu, which only compiles here,
+# refuses to load while another process has loaded it.
+_QUIET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 # Distributions whose versions decide what a compiler makes.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 _MARK = "moezoo-compiled "  # the line of stdout with the result, among what plugins print
