@@ -21,8 +21,8 @@ from moezoo.errors import UserError
 from moezoo.host import user_cache
 from moezoo.parallel.traffic import CallName
 
-# Without these, plugins look for devices and report at length that there are none, and libtpu, which only compiles here,
-# refuses to load while another process has loaded it.
+# Without these, plugins look for devices and report at length that there are none, and libtpu refuses to load while
+# another process has loaded it, although it only compiles.
 _QUIET = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
