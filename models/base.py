@@ -176,6 +176,7 @@ class LanguageModel(eqx.Module):
         tokens = as_integers("tokens", tokens)
         self._check_numbers(tokens, segments, positions)
         tokens = jnp.asarray(tokens, jnp.int32)
+        execution = execution.in_turn
         check_tokens(tokens.shape[0], tokens.shape[1], execution)
         execution = choose_dispatch(self.stacks, tokens.shape[0], tokens.shape[1], execution, "evaluate")
         order = "contiguous" if segments is None and positions is None else None

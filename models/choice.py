@@ -45,7 +45,7 @@ def choose_dispatch(
 
     Args:
         stacks: The layers, as whole arrays or their shapes.
-        rows: The sequences of a micro-step, over all devices together.
+        rows: The sequences of a micro-batch, over all devices together, or over those of a stage.
         length: The tokens of each sequence, over all devices together.
         execution: How the call runs.
         call: What the layers are called for.
@@ -53,8 +53,8 @@ def choose_dispatch(
     """
     if isinstance(execution.dispatch, Dispatch | None):
         return execution
-    layer = expert_layer(stacks, rows, length, call, trained)
-    received = lambda candidate: layer.traffic(execution, candidate).bytes  # noqa: E731
+    layer, inside = expert_layer(stacks, rows, length, call, trained), execution.within_stage
+    received = lambda candidate: layer.traffic(inside, candidate).bytes  # noqa: E731
     chosen = execution.dispatch.resolve(received, execution.expert_group(layer.num_experts))
     return dataclasses.replace(execution, dispatch=chosen)
 
@@ -85,7 +85,7 @@ def compare_strategies(
     trained: PyTree | None = None,
 ) -> Compared:
     """Return the strategy of a call and what it was compared with. Arguments are those of `choose_dispatch`."""
-    layer = expert_layer(stacks, rows, length, call, trained)
+    layer, execution = expert_layer(stacks, rows, length, call, trained), execution.within_stage
     group, dispatch = execution.expert_group(layer.num_experts), execution.dispatch or Gather()
     candidates = dispatch.candidates(group)
     tables = {each: layer.traffic(execution, each) for each in candidates} if len(candidates) > 1 else {}

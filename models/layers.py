@@ -16,12 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from moezoo.errors import UserError
-from moezoo.models.block import Block, LayerOutput
+from moezoo.models.block import Block
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.cache import Cache
 from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Stack
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.held import use
 from moezoo.parallel.low_rank import with_dropout
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
@@ -138,10 +139,12 @@ def run_layers(
     execution: Execution,
     cache: Cache | None = None,
     collect: Collect | None = None,
+    first: int = 0,
 ) -> LayersOutput:
-    """Run all layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
+    """Run layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
-    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`Execution.layer`).
+    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`Execution.layer`). `first`
+    is the number of the first layer among all of the model.
 
     | use | `cache`, `collect` | returns |
     |---|---|---|
@@ -160,43 +163,81 @@ def run_layers(
                 f"rules {execution.rules.name} split sequences over mesh axes {axes}, mixer {kind} needs whole ones; "
                 "use a mesh on which these have one device, or other rules"
             )
-    learns = cache is None and collect is None
-
-    def run(x: Array, block: Any, own: Context, past: Any) -> LayerOutput:
-        if learns:
-            block = with_dropout(execution.gather_weights(block), block, own.dropout, execution.first_input)
-        return block(x, own, execution, past)
-
-    if learns:
-        run = execution.checkpoint(run)
-
-    def run_stack(number: int, stack: Stack, first: int, x: Array) -> tuple[Array, tuple[PyTree, ...]]:
-        # Computed once: neither again in the backward pass nor, by a compiler, for each head.
-        prepared = [dataclasses.replace(context, prepared=block.attention.prepare(context)) for block in stack.blocks]
-
-        def step(x: Array, scanned: Any) -> tuple[Array, tuple[PyTree, ...]]:
-            # A gradient is made layer by layer, so a layer that learns is sliced by the scan.
-            period, sliced = scanned
-            blocks, collected = sliced if learns else execution.layer(stack.blocks, period), []
-            for kind, block in enumerate(blocks):
-                past, own = None if cache is None else cache.past(number, kind, period), prepared[kind]
-                if own.dropout is not None:
-                    own = dataclasses.replace(own, dropout=own.dropout.of(first + period * len(blocks) + kind))
-                x, sums, kept = run(x, block, own, past)
-                collected.append(sums if learns else kept if collect is None else collect(block, kept))
-            return x, tuple(collected)
-
-        return jax.lax.scan(step, x, (jnp.arange(stack.count), stack.blocks if learns else None))
-
-    collected, first = [], 0
+    learns, collected = cache is None and collect is None, []
     for number, stack in enumerate(stacks):
-        x, of_stack = run_stack(number, stack, first, x)
+        if learns:
+            x, of_stack = learn_stack(stack, x, context, execution, first)
+        else:
+            x, of_stack = _read_stack(stack, x, context, execution, number, cache, collect)
         collected.append(of_stack)
         first += stack.count * len(stack.blocks)
     if not learns:
         return LayersOutput(x, tuple(collected), None)
     sums = {(n, kind): one for n, kinds in enumerate(collected) for kind, one in enumerate(kinds) if one is not None}
-    return LayersOutput(x, (), _in_order(sums, stacks))
+    return LayersOutput(x, (), _in_order(sums, stacks) if sums else None)
+
+
+def learn_stack(
+    stack: Stack, x: Array, context: Context, execution: Execution, first: Array | int, held: PyTree = None
+) -> tuple[Array, tuple[LayerSums | None, ...]]:
+    """Run the layers of a stack in training; return activations, and the routing sums of each kind of layer.
+
+    Args:
+        stack: The layers. Its arrays may be a device's own layers of a longer stack.
+        x: The activations.
+        context: The coordinates of the tokens.
+        execution: How the layers run.
+        first: The number of the first layer among all of the model.
+        held: The weights of `stack.blocks` if they are gathered already (`moezoo.parallel.held`).
+    """
+
+    def run(x: Array, block: Any, kept: Any, own: Context) -> tuple[Array, LayerSums | None]:
+        weights = execution.gather_weights(block) if held is None else use(kept)
+        out = with_dropout(weights, block, own.dropout, execution.first_input)(x, own, execution)
+        return out.x, out.sums
+
+    run, prepared = execution.checkpoint(run), _prepared(stack, context)
+
+    def step(x: Array, scanned: Any) -> tuple[Array, tuple[LayerSums | None, ...]]:
+        period, blocks, kept = scanned
+        collected = []
+        for kind, block in enumerate(blocks):
+            own = prepared[kind]
+            if own.dropout is not None:
+                own = dataclasses.replace(own, dropout=own.dropout.of(first + period * len(blocks) + kind))
+            x, sums = run(x, block, None if kept is None else kept[kind], own)
+            collected.append(sums)
+        return x, tuple(collected)
+
+    return jax.lax.scan(step, x, (jnp.arange(stack.count), stack.blocks, held))
+
+
+def _read_stack(
+    stack: Stack,
+    x: Array,
+    context: Context,
+    execution: Execution,
+    number: int,
+    cache: Cache | None,
+    collect: Collect | None,
+) -> tuple[Array, tuple[PyTree, ...]]:
+    """Run the layers of stack `number` without gradients; return activations, and what the loop keeps of each kind."""
+    prepared = _prepared(stack, context)
+
+    def step(x: Array, period: Array) -> tuple[Array, tuple[PyTree, ...]]:
+        collected = []
+        for kind, block in enumerate(execution.layer(stack.blocks, period)):
+            past = None if cache is None else cache.past(number, kind, period)
+            x, _, kept = block(x, prepared[kind], execution, past)
+            collected.append(kept if collect is None else collect(block, kept))
+        return x, tuple(collected)
+
+    return jax.lax.scan(step, x, jnp.arange(stack.count))
+
+
+def _prepared(stack: Stack, context: Context) -> list[Context]:
+    # Computed once: neither again in the backward pass nor, by a compiler, for each head.
+    return [dataclasses.replace(context, prepared=block.attention.prepare(context)) for block in stack.blocks]
 
 
 def _in_order(sums: dict[tuple[int, int], LayerSums], stacks: tuple[Stack, ...]) -> LayerSums:

@@ -67,24 +67,23 @@ def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
 
 
 def _train(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
-    rows, execution = (
-        cfg.batch_size // cfg.execution.microbatches,
-        build_execution(cfg, mesh or abstract_mesh(cfg.mesh)),
-    )
+    rows, execution = cfg.batch_size // cfg.micro_batches, build_execution(cfg, mesh or abstract_mesh(cfg.mesh))
     execution = choose_dispatch(blueprint.shapes.stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
-    logits = chunk_rows(rows * cfg.seq_len // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
+    tokens = execution.micro_batches * rows * cfg.seq_len // execution.ways(execution.token_axes)
+    logits = chunk_rows(tokens, _local_vocab(cfg, execution))
     step = build_step(cfg, execution, blueprint)
     return Call(execution, rows, cfg.seq_len, logits, None, step.memory, lambda: step.traced)
 
 
 def _evaluate(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
     model, execution = blueprint.shapes, build_execution(cfg, mesh or abstract_mesh(cfg.mesh)).exact
-    execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution, "evaluate")
-    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    rows = cfg.batch_size // execution.micro_batches
+    execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "evaluate")
+    tokens = jax.ShapeDtypeStruct((execution.micro_batches, rows, cfg.seq_len), jnp.int32)
     logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     batch: Any = Batch(*(tokens,) * 4)
     trace = lambda: make_sums(model, execution).trace(model, batch)  # noqa: E731
-    return Call(execution, cfg.batch_size, cfg.seq_len, logits, None, _parameters(model, execution), trace)
+    return Call(execution, rows, cfg.seq_len, logits, None, _parameters(model, execution), trace)
 
 
 def _prefill(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:

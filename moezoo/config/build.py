@@ -26,7 +26,7 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.nn.few_bits import cut_pieces, has_few_bits
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import AXES, abstract_mesh, make_mesh
+from moezoo.parallel.mesh import AXES, STAGE, abstract_mesh, make_mesh
 from moezoo.parallel.rules import Rules, live
 from moezoo.typed import convert, show
 
@@ -109,6 +109,8 @@ def build_execution(
         execution = _lay_out(cfg, mesh)
         if batches == "configured":
             _check_batches(cfg, execution)
+        else:
+            execution = execution.in_turn
     except UserError as error:
         raise UserError(f"{error}{_advise(cfg, mesh, batches)}") from None
     if batches == "configured":
@@ -130,6 +132,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         sequence_order=sequence_order(cfg),
         kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
         routing=cfg.execution.routing,
+        pipeline=cfg.execution.pipeline if mesh.shape.get(STAGE, 1) > 1 else None,
     )
     if how != "gather" and not execution.sequence_axes:
         here = "split no sequence; choose rules=fsdp_ep mesh.context=2"

@@ -19,6 +19,7 @@ from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.execution import DType, RoutingChoice, check_dtype
 from moezoo.parallel.mesh import MeshShape
+from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
@@ -54,6 +55,7 @@ class ExecutionSettings:
       bits, and trained ones are float32.
     - `reduce_dtype`: dtype in which gradients are summed over devices.
     - `microbatches`: number of micro-steps per step; their gradients are summed.
+    - `pipeline`: how micro-batches of a micro-step pass through the stages of a mesh.
     - `context_parallel`: how queries meet keys of other devices where the rules split the sequence: a name, or a value.
     - `sequence_order`: the order of tokens there, as in `moezoo.parallel.sequence_order`; with None, `balanced`, except
       where every layer has a window.
@@ -67,6 +69,7 @@ class ExecutionSettings:
     reduce_dtype: DType = "float32"
     remat: Remat = "full"
     microbatches: Size = 1
+    pipeline: Circular = dataclasses.field(default_factory=Circular)
     context_parallel: ContextParallelName | ContextParallel = "gather"  # pyright: ignore[reportAssignmentType] a name is text
     sequence_order: SequenceOrder | None = None
     grouped_matmul: tuple[GroupedMatmulName, ...] | None = None
@@ -125,6 +128,12 @@ class TrainConfig:
     checkpoint_frozen: bool = dataclasses.field(default=True, kw_only=True)
     log_every: Count
     cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of a step: those that pass through stages at once, times the micro-steps."""
+        stages = self.mesh.stage
+        return self.execution.microbatches * (self.execution.pipeline.count(stages) if stages > 1 else 1)
 
     def __post_init__(self):
         check_fields("", self)

@@ -122,7 +122,7 @@ def generate(
     tokens, valid, stops = _check_prompts(model, ids, mask, max_new_tokens, eos_token_id)
     if sampling.temperature > 0 and key is None:
         raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
-    execution = execution.exact.for_rows(len(tokens))
+    execution = execution.exact.in_turn.for_rows(len(tokens))
     if execution.mesh is not None:
         model = place(cut_pieces(model, execution), execution)
 

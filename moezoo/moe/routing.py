@@ -80,14 +80,14 @@ class Balance(NamedTuple):
 
 def balance_of(load: Int[Array, "layer experts"]) -> Balance:
     """Return the figures of a step from its assignments per layer and expert."""
-    entropy, violation = _evenness(load)
+    entropy, violation = evenness(load)
     experts = load.shape[1]
     entropy = entropy / math.log(experts) if experts > 1 else (load.sum(1) > 0).astype(jnp.float32)
     in_use = (load > 0).mean(dtype=jnp.float32)
     return Balance(entropy.mean(), entropy.min(), violation.mean(), violation.max(), in_use)
 
 
-def _evenness(load: Array) -> tuple[Array, Array]:
+def evenness(load: Array) -> tuple[Array, Array]:
     """Return the entropy of each layer's load, in nats, and largest load / mean load - 1; without tokens 0 and -1."""
     mean = jnp.maximum(load.sum(1), 1).astype(jnp.float32) / load.shape[1]
     share = load.astype(jnp.float32) / (mean * load.shape[1])[:, None]
@@ -120,7 +120,7 @@ def reduce_routing(sums: LayerSums, config: RoutingConfig, batch_axes: MeshAxes,
         local = (sums.counts.sum(1), sums.probabilities.sum(1), sums.tokens.sum(1), sums.z, sums.dropped)
         load, probabilities, tokens, z, dropped = psum(local, batch_axes + sequence_axes)
         balance = _balance_loss(load, probabilities, tokens, k=k)
-    entropy, violation = _evenness(load)
+    entropy, violation = evenness(load)
     return Routing(
         load=load,
         entropy=entropy,

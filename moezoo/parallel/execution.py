@@ -28,6 +28,8 @@ from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
+from moezoo.parallel.mesh import STAGE
+from moezoo.parallel.pipeline import Circular, Piped
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.remat import REMAT, Remat, rematerialise
 from moezoo.parallel.rules import Rules, live
@@ -76,6 +78,10 @@ class Execution:
             `moezoo.parallel.sequence_order`. A `Feed` applies it; a call of the model takes tokens in any order.
         kernels: The backends of each kernel; the choices left open follow from the mesh's devices.
         routing: Whether the router chooses experts.
+        pipeline: How micro-batches pass through the stages of a mesh, in training and evaluation. None: stages only
+            store weights, and each runs all layers, one after the other, on the same tokens.
+        in_stage: Whether the layers of a stage run: then its devices alone share weights and tokens. Set by
+            `within_stage`.
         rows_over: The mesh axes that split the batch, in place of those in the rules; sequences are then whole. Set by
             `for_rows`.
 
@@ -95,6 +101,8 @@ class Execution:
     sequence_order: SequenceOrder = "contiguous"
     kernels: Kernels = ANY_BACKEND
     routing: RoutingChoice = "learned"
+    pipeline: Circular | None = None
+    in_stage: bool = False
     rows_over: tuple[str, ...] | None = None
 
     def __post_init__(self):
@@ -143,8 +151,34 @@ class Execution:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis -> the number of devices along it; empty without a mesh."""
-        return {} if self.mesh is None else dict(self.mesh.shape)
+        """Mesh axis -> the number of devices along it, in a stage those of the stage; empty without a mesh."""
+        sizes = {} if self.mesh is None else self.mesh.shape
+        return {axis: size for axis, size in sizes.items() if not (self.in_stage and axis == STAGE)}
+
+    @property
+    def stages(self) -> int:
+        """The number of stages that micro-batches pass through; 1 without a pipeline."""
+        return self.ways((STAGE,)) if self.pipeline is not None else 1
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The mesh axis along which stages split micro-batches, outside of the layers that are piped."""
+        return (STAGE,) if self.stages > 1 else ()
+
+    @property
+    def within_stage(self) -> "Execution":
+        """The execution of layers that are piped; the same one without a pipeline."""
+        return dataclasses.replace(self, in_stage=self.stages > 1)
+
+    @property
+    def in_turn(self) -> "Execution":
+        """The execution in which all devices run all layers, as calls of a model and generation do."""
+        return dataclasses.replace(self, pipeline=None)
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches that pass through the stages at once; 1 without a pipeline."""
+        return 1 if self.pipeline is None or self.stages == 1 else self.pipeline.count(self.stages)
 
     def ways(self, axes: tuple[str, ...]) -> int:
         """Return the number of devices along all of `axes` together."""
@@ -162,8 +196,8 @@ class Execution:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split tokens: `batch_axes`, then `sequence_axes`."""
-        return self.batch_axes + self.sequence_axes
+        """The mesh axes that split tokens: `stage_axes`, `batch_axes`, then `sequence_axes`."""
+        return self.stage_axes + self.batch_axes + self.sequence_axes
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -179,6 +213,11 @@ class Execution:
     def tokens_spec(self) -> PartitionSpec:
         """The layout of an array [batch, seq, ...]."""
         return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
+
+    @property
+    def micro_batches_spec(self) -> PartitionSpec:
+        """The layout of an array [micro-batches, batch, seq, ...]."""
+        return PartitionSpec(self.stage_axes or None, *self.tokens_spec)
 
     def token_order(self, length: int) -> np.ndarray:
         """Return the index of each token in the order in which devices get sequences of `length` tokens.
@@ -254,11 +293,14 @@ class Execution:
         dispatch = self.dispatch
         return dispatch is None or (isinstance(dispatch, Dispatch) and dispatch.moves == "weights")
 
-    def placement(self, axes: Axes, shape: tuple[int, ...]) -> Placement:
-        """Return where a parameter with these axes and this global shape is stored, and how its layer gathers it."""
-        return self._placement(axes, self.rules.shared(axes, shape, self.sizes))
+    def placement(self, axes: Axes, shape: tuple[int, ...], by_layer: bool = False) -> Placement:
+        """Return where a parameter with these axes and this global shape is stored, and how its layer gathers it.
 
-    def _placement_of_part(self, axes: Axes, x: jax.Array) -> Placement:
+        `by_layer`: whether each stage stores its own layers of it.
+        """
+        return self._placement(axes, self.rules.shared(axes, shape, self.sizes), by_layer)
+
+    def placement_of_part(self, axes: Axes, x: jax.Array) -> Placement:
         """Return the placement of a parameter of which `x` is this device's part.
 
         Key-value heads are shared if `x` does not vary over the axes that they should stay split over.
@@ -266,9 +308,19 @@ class Execution:
         is_split = set(self.rules.kept("kv_heads", self.sizes)) <= varying_axes(x)
         return self._placement(axes, () if is_split else ("kv_heads",))
 
-    def _placement(self, axes: Axes, shared: tuple[str, ...]) -> Placement:
+    def _placement(self, axes: Axes, shared: tuple[str, ...], by_layer: bool = False) -> Placement:
         whole = ("expert",) if self.moves_weights else ()
-        return self.rules.placement(axes, self.sizes, whole=whole, shared=shared)
+        return self.rules.placement(axes, self.sizes, whole=whole, shared=shared, by_layer=by_layer)
+
+    def piped(self, module: PyTree) -> Piped | None:
+        """Return which layers of a model run in stages; None without stages, and for a module without layers.
+
+        Raises:
+            UserError: The model has too few layers.
+        """
+        if self.pipeline is None or self.stages == 1:
+            return None
+        return self.pipeline.piped(module, self.stages, bool(self.rules.store.get("layer")))
 
     def placements(self, module: PyTree) -> PyTree:
         """Return the tree of `module` with a `Placement` in place of every array or array shape.
@@ -277,9 +329,13 @@ class Execution:
             UserError: The rules cannot lay out an array on this mesh.
         """
 
+        piped = self.piped(module)
+        apart = f"{piped.path}." if piped is not None and piped.by_layer else None
+
         def leaf(path: Any, x: Any, axes: Axes) -> Placement:
-            placement = self.placement(axes, x.shape)
-            self.rules.check_parameter(jax.tree_util.keystr(path), placement, x.shape, self.sizes)
+            name = jax.tree_util.keystr(path)
+            placement = self.placement(axes, x.shape, apart is not None and name.startswith(apart))
+            self.rules.check_parameter(name, placement, x.shape, self.sizes)
             return placement
 
         arrays = eqx.filter(module, lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct))
@@ -335,6 +391,10 @@ class Execution:
         """Return the number of the first of `count` inputs that this device has along an axis of a gathered weight."""
         return self._index(self.rules.kept(logical, self.sizes)) * count
 
+    def first_micro_batch(self, own: int) -> jax.Array | int:
+        """Return the number of the first of the `own` micro-batches of a step that this device has."""
+        return self._index(self.stage_axes) * own
+
     def token_numbers(self, rows: int, tokens: int) -> jax.Array:
         """Return int32 [rows, tokens], which number the tokens of this device among those of all devices.
 
@@ -363,7 +423,7 @@ class Execution:
         return eqx.combine(gathered, rest, is_leaf=is_matrices)
 
     def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
-        placement = self._placement_of_part(axes, x)
+        placement = self.placement_of_part(axes, x)
         dtype = x.dtype if axes.role in (Role.PART, Role.FROZEN) else self.dtype
         if axes.role is Role.BUFFER:
             dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -383,7 +443,7 @@ class Execution:
         """
 
         def stays(x: jax.Array, axes: Axes) -> bool:
-            placement = self._placement_of_part(axes, x)
+            placement = self.placement_of_part(axes, x)
             return not any(placement.gathered + placement.taken)
 
         def field(x: Any, axes: Any) -> Any:

@@ -19,7 +19,8 @@ from moezoo.host import NO_FUSED_CPU_KERNELS, keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
 from moezoo.typed import Range, check_fields, convert
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+STAGE = "stage"  # the axis of pipeline stages (`moezoo.parallel.pipeline`)
+AXES = (STAGE, "data", "fsdp", "expert", "context", "tensor")
 
 # Virtual CPU devices of a process: each has threads, and from 10,000 on JAX starts in seconds and ends in minutes.
 _MOST_CPU_DEVICES = 4096
@@ -30,15 +31,16 @@ _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/k
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """The size of each mesh axis. At most one size is -1: all devices that the other axes leave.
+    """The size of each mesh axis. At most one size, not that of `stage`, is -1: all devices that the other axes leave.
 
     Attributes:
+        stage: The number of pipeline stages.
         axis_types: JAX's type of all axes, `auto` or `explicit`. It matters to your own operations on arrays of the
             mesh: with `auto` the compiler lays out their results; with `explicit` the layout is part of their types,
             and JAX refuses what is ambiguous. moezoo's own programs are the same with both.
 
     Raises:
-        UserError: A size is no whole number, or neither positive nor -1, or two sizes are -1.
+        UserError: A size is no whole number, or neither positive nor -1, or two sizes are -1, or that of `stage` is.
     """
 
     data: int = 1
@@ -47,12 +49,15 @@ class MeshShape:
     context: int = 1
     tensor: int = 1
     axis_types: Literal["auto", "explicit"] = "auto"
+    stage: int = 1  # last: Python calls may give the others by position
 
     def __post_init__(self):
         check_fields("mesh", self)
         rest = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(rest) > 1:
             raise UserError(f"mesh.{rest[0]} and mesh.{rest[1]} are both -1; only one axis can take the rest")
+        if self.stage == -1:
+            raise UserError("mesh.stage=-1: the number of stages is a choice; give it as a number")
         for axis in AXES:
             if getattr(self, axis) < 1 and axis not in rest:
                 raise UserError(f"mesh.{axis}={getattr(self, axis)} must be at least 1, or -1 for all devices left")

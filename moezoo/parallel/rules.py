@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moezoo.errors import UserError, nearest
 from moezoo.parallel.axes import LOGICAL_AXES, Axes, Role
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.mesh import AXES
+from moezoo.parallel.mesh import AXES, STAGE
 from moezoo.parallel.placement import Placement
 from moezoo.typed import check_fields, show
 
@@ -17,6 +17,8 @@ _PAIRS = (("heads", "kv_heads"), ("mlp", "expert_mlp"))
 _INNER = (*_PAIRS[0], *_PAIRS[1], "vocab")
 # Logical axes that a layer can compute on without gathering them first.
 _KEPT = ("expert", *_INNER)
+# The logical axis that only pipeline stages split.
+_LAYER = "layer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +29,18 @@ class Rules:
 
     Attributes:
         name: The name of the layout, for messages.
-        store: Logical axis -> the mesh axes that the dimension is stored over, major to minor.
+        store: Logical axis -> the mesh axes that the dimension is stored over, major to minor. `layer` is stored over
+            `stage`, if each stage can have its own layers; where it cannot, and in all other parameters, the other
+            dimensions that name `stage` are stored over it too.
         compute: Logical axis -> the mesh axes that the dimension stays split over while computing. They must be the
             first ones of `store`.
         batch: The mesh axes that split the batch.
         sequence: The mesh axes that split the sequence.
 
     Raises:
-        UserError: A field has a wrong type, a name does not exist, a mesh axis is used twice, `layer` is split,
-            `compute` does not begin `store`, or an inner dimension (heads, widths, vocabulary) stays split over axes
+        UserError: A field has a wrong type, a name does not exist, a mesh axis is used twice, `layer` is split over
+            another axis than `stage`, `stage` splits tokens or what computes, or comes before another axis, `compute`
+            does not begin `store`, or an inner dimension (heads, widths, vocabulary) stays split over axes
             that split tokens or experts, or over other axes than the one that it meets.
     """
 
@@ -54,17 +59,32 @@ class Rules:
                 if logical not in LOGICAL_AXES:
                     raise UserError(f"rules.{field}.{logical}: no such logical axis; {nearest(logical, LOGICAL_AXES)}")
                 self._check_axes(f"rules.{field}.{logical}", axes)
-                if logical == "layer" and axes:
+                if logical == _LAYER and axes not in ((), (STAGE,)):
                     raise UserError(
-                        f"rules.{field}.layer={show(axes)}: layers run one after the other on every device and are "
-                        "stored whole; store another dimension over these axes, such as embed"
+                        f"rules.{field}.layer={show(axes)}: only pipeline stages have layers of their own; write "
+                        "[stage], and store another dimension over the other axes, such as embed"
+                    )
+                # Devices along the other axes exchange blocks that are next to each other.
+                if STAGE in axes[:-1]:
+                    raise UserError(
+                        f"rules.{field}.{logical}={show(axes)}: stage must be the last of several axes; move it there"
                     )
         for field, axes in (("batch", self.batch), ("sequence", self.sequence)):
             self._check_axes(f"rules.{field}", axes)
+            if STAGE in axes:
+                raise UserError(
+                    f"rules.{field}={show(axes)} names stage, along which devices have different micro-batches already; "
+                    "leave it out"
+                )
         for axis in set(self.batch) & set(self.sequence):
             raise UserError(f"rules.batch and rules.sequence both name mesh axis '{axis}'; leave it in one of them")
         for logical, kept in self.compute.items():
             stored = self.store.get(logical, ())
+            if STAGE in kept:
+                raise UserError(
+                    f"rules.compute.{logical}={show(kept)}: no dimension stays split over stages, which run different "
+                    "layers; leave stage out"
+                )
             if kept and logical not in _KEPT:
                 raise UserError(
                     f"rules.compute.{logical}: only {', '.join(_KEPT)} can stay split while computing; leave it out"
@@ -134,7 +154,13 @@ class Rules:
         return tuple(name for name, size in sizes_of if name == "kv_heads" and size < ways and ways % size == 0)
 
     def placement(
-        self, axes: Axes, sizes: Mapping[str, int], *, whole: tuple[str, ...] = (), shared: tuple[str, ...] = ()
+        self,
+        axes: Axes,
+        sizes: Mapping[str, int],
+        *,
+        whole: tuple[str, ...] = (),
+        shared: tuple[str, ...] = (),
+        by_layer: bool = False,
     ) -> Placement:
         """Return where a parameter is stored, and over which mesh axes it is gathered.
 
@@ -145,10 +171,11 @@ class Rules:
             sizes: Mesh axis -> number of devices.
             whole: Logical axes that are gathered completely, `compute` notwithstanding.
             shared: Logical axes that every device stores whole and takes its part of (`Rules.shared`).
+            by_layer: Whether each stage stores its own layers.
         """
         buffer = axes.role is Role.BUFFER
         unsplit = axes.names if buffer else shared
-        stored = tuple(() if name in unsplit else live(self.store.get(name, ()), sizes) for name in axes.names)
+        stored = tuple(() if name in unsplit else self._stored(name, sizes, by_layer) for name in axes.names)
         kept = tuple(() if name in whole else self.kept(name, sizes) for name in axes.names)
         gathered = tuple(s[len(k) :] for s, k in zip(stored, kept, strict=True))
         taken = tuple(k if name in shared else () for name, k in zip(axes.names, kept, strict=True))
@@ -156,6 +183,10 @@ class Rules:
         entered = tuple(sorted(split.difference(*kept)))
         ways = math.prod(sizes[axis] for dim in stored for axis in dim)
         return Placement(axes, stored, gathered, ways, taken, entered)
+
+    def _stored(self, logical: str, sizes: Mapping[str, int], by_layer: bool) -> MeshAxes:
+        axes = live(self.store.get(logical, ()), sizes)
+        return axes if by_layer == (logical == _LAYER) else tuple(axis for axis in axes if axis != STAGE)
 
     def check_parameter(
         self, name: str, placement: Placement, shape: tuple[int, ...], sizes: Mapping[str, int]

@@ -42,8 +42,8 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
     blueprint = blueprint_on(cfg, execution, blueprint)
     shapes = blueprint.shapes
     optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
-    micro_steps = cfg.execution.microbatches
-    tokens = jax.ShapeDtypeStruct((micro_steps, cfg.batch_size // micro_steps, cfg.seq_len), jnp.int32)
+    count = cfg.micro_batches
+    tokens = jax.ShapeDtypeStruct((count, cfg.batch_size // count, cfg.seq_len), jnp.int32)
     step = Step(blueprint, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, cfg.seed)
     needed = local_bytes(step.arguments[0], step.placements) + step.memory["gradients"]
     check_arrays(cfg, shapes, needed, execution, "gradients", "optimizer state")

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -71,7 +72,8 @@ class Evaluation(NamedTuple):
 def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
     """Return the program of one batch for models like `model` and an `exact` execution, which drops no assignment.
 
-    It takes a model and a `Batch` and returns sums: nats, predicted tokens, dropped assignments.
+    It takes a model and a `Batch` [micro-batches, batch, seq], one without stages, and returns sums: nats, predicted
+    tokens, dropped assignments.
     """
     assert execution.mesh is not None
 
@@ -81,7 +83,7 @@ def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped
             tokens = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
         return out.cross_entropy, tokens, out.routing.dropped.sum()
 
-    specs: Any = (execution.specs(model), Batch(*(execution.tokens_spec,) * 4))
+    specs: Any = (execution.specs(model), Batch(*(execution.micro_batches_spec,) * 4))
     return jax.jit(jax.shard_map(local, mesh=execution.mesh, in_specs=specs, out_specs=PartitionSpec()))
 
 
@@ -90,14 +92,18 @@ class Evaluator:
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution):
         """Prepare for models like `model`, which may be shapes."""
-        execution = choose_dispatch(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
+        self._count = execution.micro_batches
+        rows = cfg.batch_size // self._count
+        execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution.exact, "evaluate")
         assert execution.mesh is not None
         self._source, self._cfg = source, cfg
         self._feed = Feed(
-            NamedSharding(execution.mesh, execution.tokens_spec),
-            (cfg.batch_size, cfg.seq_len),
+            NamedSharding(execution.mesh, execution.micro_batches_spec),
+            (self._count, rows, cfg.seq_len),
             execution.token_order(cfg.seq_len),
         )
+        # Of all rows of a batch those that this process reads, micro-batch by micro-batch.
+        self._rows = (np.arange(self._count)[:, None] * rows + self._feed.rows).reshape(-1)
         self.sums = make_sums(model, execution)
 
     def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
@@ -110,7 +116,7 @@ class Evaluator:
         cfg, unit = self._cfg, self._source.unit
         sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size, "limit": cfg.data.eval_sequences}
         parts = {
-            name: validation_batches(part, **sizes, rows=self._feed.rows) for name, part in self._source.parts.items()
+            name: validation_batches(part, **sizes, rows=self._rows) for name, part in self._source.parts.items()
         }
         done, count = itertools.count(), sum(map(len, parts.values()))
         sums = {}
@@ -118,8 +124,9 @@ class Evaluator:
             nats, tokens, dropped = 0.0, 0, 0
             for batch in batches:
                 on_batch(next(done), count)
+                cut = jax.tree.map(lambda x: x.reshape(self._count, -1, cfg.seq_len), batch)
                 # Wait for each batch: on the CPU, collectives of several can wait for each other forever (jax 0.10).
-                a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(batch))))
+                a, b, c = jax.device_get(jax.block_until_ready(self.sums(model, self._feed(cut))))
                 nats, tokens, dropped = nats + float(a), tokens + int(b), dropped + int(c)
             sums[name] = nats, tokens, dropped, batches.rows, batches.all_rows
         on_batch(count, count)

@@ -110,7 +110,7 @@ class Loop:
                     self._stop(number - 1, state, asked.signal)
                 due |= asked.save
                 began = time.perf_counter()
-                micro = [next(batches) for _ in range(cfg.execution.microbatches)]
+                micro = [next(batches) for _ in range(cfg.micro_batches)]
                 batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
                 state, metrics = compiled(state, batch)
                 # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
@@ -202,7 +202,7 @@ class Loop:
 
     def _save(self, number: int, state: State) -> None:
         self._saved_at = self._clock()
-        read = number * self.cfg.execution.microbatches
+        read = number * self.cfg.micro_batches
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
         if any(jax.tree.leaves(constant := self.step.blueprint.constant)):
             frozen, trees["model"] = eqx.partition(state.model, constant)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
+from moezoo.models.stages import MicroBatches, run_stages
 from moezoo.moe.routing import Routing, reduce_routing
 from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
@@ -129,14 +130,43 @@ def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) 
     return jax.lax.scan(step, start, chunks, unroll=len(chunks[0]) == 1)
 
 
-def losses(model: LanguageModel, batch: Batch, execution: Execution, dropout: Dropout | None = None) -> Losses:
-    """Return the losses over all devices, from this device's part of the batch and of the parameters."""
-    context = make_context(Coordinates(batch.positions, batch.segments), execution, execution.sequence_order)
-    context = dataclasses.replace(context, dropout=dropout)
-    out = model.layers(model.embed(batch.tokens, execution), context, execution)
-    assert out.sums is not None
-    local = cross_entropy(model, out.x, batch.labels, execution)
+def losses(
+    model: LanguageModel,
+    batch: Batch,
+    execution: Execution,
+    dropout: Dropout | None = None,
+    numbers: Int[Array, " micro-batches"] | None = None,
+) -> Losses:
+    """Return the losses of one pass over all devices, from this device's part of the batch and of the parameters.
+
+    Args:
+        model: This device's part of the model.
+        batch: This device's arrays [micro-batches, batch, seq]: without stages one micro-batch, or those of a stage.
+        execution: How to run the model.
+        dropout: What low-rank pairs drop in this step; each micro-batch drops its own.
+        numbers: The number of each micro-batch in the step.
+    """
+    count, rows, length = batch.tokens.shape
+    merged = jax.tree.map(lambda x: x.reshape(-1, length), batch)
+    x = model.embed(merged.tokens, execution)
+    if execution.stages == 1:
+        coordinates = Coordinates(merged.positions, merged.segments)
+        context = make_context(coordinates, execution, execution.sequence_order)
+        if dropout is not None:
+            context = dataclasses.replace(context, dropout=dropout.of(0 if numbers is None else numbers[0]))
+        out = model.layers(x, context, execution)
+        assert out.sums is not None
+        x, sums = out.x, out.sums
+        routing = reduce_routing(sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
+    else:
+        own = MicroBatches(
+            Coordinates(batch.positions, batch.segments), jnp.zeros(count, jnp.int32) if numbers is None else numbers
+        )
+        x = x.reshape(count, rows, length, -1)
+        with jax.named_scope("layers"):
+            x, routing = run_stages(model.stacks, x, own, dropout, execution, model.routing_config)
+        x = x.reshape(count * rows, length, -1)
+    local = cross_entropy(model, x, merged.labels, execution)
     with jax.named_scope("loss"):
         nats = psum(local, execution.token_axes)
-    routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
     return Losses(nats, routing)

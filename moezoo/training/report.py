@@ -111,7 +111,7 @@ def layout_lines(placements: PyTree) -> list[str]:
 
 def dispatch_lines(cfg: TrainConfig, execution: Execution, blueprint: Blueprint) -> list[str]:
     """Describe the strategy of training, the bytes that `dispatch` chose it by, if it did, and much unused room."""
-    rows, stacks = cfg.batch_size // cfg.execution.microbatches, blueprint.shapes.stacks
+    rows, stacks = cfg.batch_size // cfg.micro_batches, blueprint.shapes.stacks
     training = compare_strategies(stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     validation = compare_strategies(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
     lines = [dispatch_line(training.chosen, training.group)]

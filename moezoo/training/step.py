@@ -101,39 +101,41 @@ def gradients_of(
 
     Args:
         model: This device's part of the model, inside `shard_map`.
-        batch: This device's arrays [micro-steps, batch, seq].
+        batch: This device's arrays [micro-batches, batch, seq]: one for each micro-step or, of a stage, some.
         trained: A tree of booleans that selects the trained arrays.
         placements: The placements of the trained arrays.
         execution: How to run the model.
         dropout: What low-rank pairs drop in this step; each micro-step drops its own.
     """
-    micro_steps = batch.tokens.shape[0]
+    own = execution.micro_batches // execution.stages
+    micro_steps = batch.tokens.shape[0] // own
+    numbers = execution.first_micro_batch(len(batch.tokens)) + jnp.arange(len(batch.tokens))
+    passes = jax.tree.map(lambda x: x.reshape(micro_steps, own, *x.shape[1:]), (batch, numbers))
     with jax.named_scope("loss"):
         predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
     # From here on parameters are typed as varying, so gradients stay local until they are summed once, below.
     parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
 
-    def objective(parameters: PyTree, micro: Batch, number: Int[Array, ""] | int) -> tuple[Float[Array, ""], _Sums]:
-        drops = None if dropout is None else dropout.of(number)
-        nats, routing = losses(eqx.combine(parameters, buffers), micro, execution, drops)
+    def objective(parameters: PyTree, one: Batch, numbers: Int[Array, " own"]) -> tuple[Float[Array, ""], _Sums]:
+        nats, routing = losses(eqx.combine(parameters, buffers), one, execution, dropout, numbers)
         sums = _sums(nats, routing)
         return nats * scale + (sums.load_balance_loss + sums.z_loss) / micro_steps, sums
 
     differentiate = jax.grad(objective, has_aux=True)
     if micro_steps == 1:
-        gradients, sums = differentiate(parameters, jax.tree.map(lambda x: x[0], batch), 0)
+        gradients, sums = differentiate(parameters, *jax.tree.map(lambda x: x[0], passes))
     else:
 
-        def add(total: PyTree, micro: tuple[Batch, Array]) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, total, differentiate(parameters, *micro)), None
+        def add(total: PyTree, one: tuple[Batch, Array]) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, differentiate(parameters, *one)), None
 
-        _, sums = jax.eval_shape(differentiate, parameters, jax.tree.map(lambda x: x[0], batch), 0)
+        _, sums = jax.eval_shape(differentiate, parameters, *jax.tree.map(lambda x: x[0], passes))
         zeros = (
             jax.tree.map(lambda p: vary_like(jnp.zeros(p.shape, p.dtype), p), parameters),
             jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
         )
-        (gradients, sums), _ = jax.lax.scan(add, zeros, (batch, jnp.arange(micro_steps)))
+        (gradients, sums), _ = jax.lax.scan(add, zeros, passes)
     return reduce_gradients(gradients, placements, execution.reduce_dtype), sums, predicted
 
 
@@ -161,7 +163,8 @@ class Step:
                 part in the norm; only its gathers move bytes.
             optimizer: The optimiser of its parameters.
             execution: How to run the model; it must have a mesh.
-            batch: Arrays, or shapes, [micro-steps, sequences, seq].
+            batch: Arrays, or shapes, [micro-batches, sequences, seq]: one for each micro-step or, with stages, as many as
+                pass through them at once.
             guard: Which steps are skipped.
             seed: What decides, with the number of a step, what an adapter drops.
 
@@ -177,7 +180,7 @@ class Step:
         moments = optimizer.placements(eqx.filter(model, self.trained), eqx.filter(placements, self.trained))
         everywhere: Any = EVERYWHERE
         self.placements = State(placements, moments, Guard(*(everywhere,) * len(Guard._fields)), everywhere)
-        mesh, split = execution.mesh, PartitionSpec(None, *execution.tokens_spec)
+        mesh, split = execution.mesh, execution.micro_batches_spec
         assert mesh is not None
         state_specs: Any = jax.tree.map(lambda placement: placement.spec, self.placements)
         self.state_shardings = jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements)
@@ -238,7 +241,7 @@ class Step:
         guard = state.guard.after(accepted, loss, norm)
         with jax.named_scope("optimizer"):
             parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
-        micro_steps = batch.tokens.shape[0]
+        micro_steps = batch.tokens.shape[0] * execution.stages // execution.micro_batches
         metrics = Metrics(
             loss=loss,
             load_balance_loss=sums.load_balance_loss / micro_steps,

@@ -137,7 +137,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
     execution, source, step, (folder, log) = prepared.execution, prepared.source, prepared.step, run
     supervisor.report_to_watcher(str(folder))
     feed = step.feed()
-    micro = cfg.batch_size // cfg.execution.microbatches
+    micro = cfg.batch_size // cfg.micro_batches
     batches = read_batches(source, prepared.epochs, batch_size=micro, rows=feed.rows, start=prepared.batches_read)
     with writing_to("run_dir", folder):
         size = sum(x.nbytes for x in jax.tree.leaves(state))
