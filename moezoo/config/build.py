@@ -109,8 +109,6 @@ def build_execution(
         execution = _lay_out(cfg, mesh)
         if batches == "configured":
             _check_batches(cfg, execution)
-        else:
-            execution = execution.in_turn
     except UserError as error:
         raise UserError(f"{error}{_advise(cfg, mesh, batches)}") from None
     if batches == "configured":
