@@ -1,5 +1,8 @@
 """The model of every family: `embed`, `layers`, `head`, and the call that composes them on any mesh."""
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
@@ -218,19 +221,29 @@ class LanguageModel(eqx.Module):
 
 
 def check_tokens(
-    batch: int, length: int, execution: Execution, *, batch_key: str = "batch", micro_steps: int = 1
+    batch: int,
+    length: int,
+    execution: Execution,
+    *,
+    batch_key: str = "batch",
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Raise `UserError` unless the mesh divides the rows of each micro-step and their `length` tokens.
+    """Raise `UserError` unless the mesh divides the rows of each part of a batch and their `length` tokens.
 
-    `batch_key` is the name of the batch size in the message.
+    Args:
+        batch: The rows of the whole batch.
+        length: The tokens of each.
+        execution: How the model runs.
+        batch_key: The name of the batch size in the message.
+        parts: Key -> the number of parts that it cuts a batch into.
     """
-    for key, size, axes, parts in (
-        (batch_key, batch, execution.batch_axes, micro_steps),
-        ("seq_len", length, execution.sequence_axes, 1),
+    for key, size, axes, cuts in (
+        (batch_key, batch, execution.batch_axes, parts),
+        ("seq_len", length, execution.sequence_axes, {}),
     ):
-        ways = parts * execution.ways(axes)
+        ways = math.prod(cuts.values()) * execution.ways(axes)
         if size % ways:
-            factors = [f"execution.microbatches={parts}"] if parts > 1 else []
+            factors = [f"{key}={number}" for key, number in cuts.items() if number > 1]
             factors += [f"mesh.{axis}={execution.sizes[axis]}" for axis in axes]
             raise UserError(
                 f"{key}={size} is not divisible by {ways} ({' x '.join(factors)}); make it a multiple of {ways}"

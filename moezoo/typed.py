@@ -327,6 +327,10 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
         at, named, section = here, "", section.setdefault(name, {})
         if not isinstance(section, dict):
             raise UserError(f"{at}={show(section)}: expected a section with keys, found {_describe_value(section)}")
+        if not names and (tagged := checks.tag(at)):  # the name of its class, with the defaults of its keys
+            section.clear()
+            section[tagged[0]] = value
+            return
         if not names:
             raise UserError(
                 f"{key}={show(value)}: {at} is a section; set its keys, such as {at}.{next(iter(section))}=VALUE"

@@ -142,7 +142,7 @@ def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:
     from moezoo.data.tokenizer import Numbers, folder_tokenizer
     from moezoo.hub.folders import end_of_text, find_tokenizer
 
-    execution = build_execution(cfg, batches="any")
+    execution = build_execution(cfg, batches="any").in_turn
     model = load_model(request, changes, execution)
     if not (folder := request.folder):
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab)

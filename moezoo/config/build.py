@@ -155,9 +155,8 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
     if cfg.seq_len > (limit := cfg.model.longest).tokens:
         others = "" if limit.why else " or raise the maximum"
         raise UserError(f"seq_len={cfg.seq_len} exceeds {limit}; shorten it{others}")
-    micro_steps = cfg.execution.microbatches
     try:
-        check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", micro_steps=micro_steps)
+        check_tokens(cfg.batch_size, cfg.seq_len, execution, batch_key="batch_size", parts=cfg.parts)
     except UserError as error:
         raise UserError(f"{error}{_other_cuts(cfg, execution)}") from None
     execution.token_order(cfg.seq_len)
@@ -166,22 +165,27 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
             f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} makes {tokens} tokens per step, and they are counted "
             f"in int32; choose at most {2**31 - 1} together"
         )
-    tokens //= micro_steps * execution.ways(execution.token_axes)
+    tokens //= cfg.micro_batches * execution.ways(execution.batch_axes + execution.sequence_axes)
     if cfg.dispatch.chunks > tokens:
+        part = "micro-step" if execution.stages == 1 else "micro-batch"
         raise UserError(
-            f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens per device and micro-step; choose at "
+            f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens per device and {part}; choose at "
             f"most {tokens}, and few: each chunk is compiled separately"
         )
 
 
 def _other_cuts(cfg: TrainConfig, execution: Execution) -> str:
-    """Where the mesh does not split a batch evenly, name fewer micro-steps that do, and what splits it."""
+    """Where the mesh does not split a batch evenly, name fewer parts that do, and what splits it."""
     rows, odd = divmod(cfg.batch_size, execution.ways(execution.batch_axes))
-    if not odd and rows % cfg.execution.microbatches == 0:
+    if not odd and rows % cfg.micro_batches == 0:
         return f"; rules.sequence={show(cfg.rules.sequence)} names the mesh axes that split it"
-    fewer = [] if odd else [n for n in divisors(rows) if n < cfg.execution.microbatches]
-    micro_steps = f", or set execution.microbatches={max(fewer)}" if fewer else ""
-    return f"{micro_steps}; rules.batch={show(cfg.rules.batch)} names the mesh axes that split it"
+    advice = ""
+    for key, number in {} if odd else cfg.parts.items():
+        least = execution.stages if "pipeline" in key else 1
+        others = cfg.micro_batches // number
+        fewer = [n for n in divisors(rows) if n < number and n % least == 0 and rows % (n * others) == 0]
+        advice += f", or set {key}={max(fewer)}" if fewer else ""
+    return f"{advice}; rules.batch={show(cfg.rules.batch)} names the mesh axes that split it"
 
 
 def _advise(cfg: TrainConfig, mesh: Mesh | AbstractMesh, batches: Batches) -> str:
@@ -242,7 +246,8 @@ def _other_rules(cfg: TrainConfig, sizes: Mapping[str, int], batches: Batches) -
 def _fits(cfg: TrainConfig, sizes: Mapping[str, int], batches: Batches) -> bool:
     """Whether `cfg` runs on a mesh of these sizes."""
     try:
-        execution = _lay_out(cfg, abstract_mesh(dataclasses.replace(cfg.mesh, **sizes)))
+        cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **sizes))
+        execution = _lay_out(cfg, abstract_mesh(cfg.mesh))
         if batches == "configured":
             _check_batches(cfg, execution)
     except UserError:

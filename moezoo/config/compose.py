@@ -306,7 +306,7 @@ def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
 def _place_own(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
     """Return `mapping` with the section that stands for a class of the user's own in place of a name."""
     mapping = dict(mapping)
-    for key in checks.tags.keys() & asked.changes.keys():
+    for key in (checks.tags.keys() - INNER_TAG.keys()) & asked.changes.keys():
         tag, classes = checks.tags[key]
         section = get(mapping, key)
         if not (isinstance(section, Mapping) and section.get(tag) in classes):
@@ -380,7 +380,7 @@ def _hydra() -> Iterator[None]:
 def _finish(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfig:
     mapping = _place_own(copy.deepcopy(mapping), asked, checks)
     for key, value in asked.changes.items():
-        if key not in checks.tags:  # a class of the user's own, placed above
+        if key not in checks.tags or key in INNER_TAG:  # not a class of the user's own, placed above
             if key == _SOURCES and isinstance(value, str):
                 value = read_yaml(value, key)
             set_key(TrainConfig, mapping, key, value, checks)

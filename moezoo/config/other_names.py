@@ -22,6 +22,7 @@ _KEYS = {
         "data": "dataset",
         "data.path": "data_path dataset_path path",
         "execution.dtype": "amp bf16 compute_dtype fp16 precision",
+        "execution.pipeline.chunks": "circular_repeats num_pipeline_repeats virtual_pipeline_model_parallel_size",
         "execution.microbatches": "accumulate accumulation grad_accum gradient_accumulation "
         "gradient_accumulation_steps micro_batches num_microbatches",
         "optimizer.learning_rate": "learningrate lr max_lr peak_lr",
@@ -40,6 +41,7 @@ _KEYS = {
         "model.max_length": "max_position_embeddings",
         "model.tied_embeddings": "tie_embeddings tie_word_embeddings",
         "mesh": "device devices gpus",
+        "mesh.stage": "pipeline pipeline_parallel_size pp",
         "mesh.data": "dp",
         "mesh.expert": "ep",
         "mesh.context": "cp sp",
@@ -49,7 +51,7 @@ _KEYS = {
 }
 # How mesh axes are called in names such as ep4_dp2 -> our key.
 _AXES = {word: key for word, key in _KEYS.items() if key.startswith("mesh.")}
-_AXES |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "context", "tensor")}
+_AXES |= {axis: f"mesh.{axis}" for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")}
 _PART = re.compile(rf"({'|'.join(_AXES)})(\d+)")
 
 

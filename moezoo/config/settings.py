@@ -1,6 +1,7 @@
 """The configuration of a run as frozen dataclasses; `moezoo.config.compose` fills them from the groups of `conf/`."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
 from moezoo.parallel.execution import DType, RoutingChoice, check_dtype
 from moezoo.parallel.mesh import MeshShape
-from moezoo.parallel.pipeline import Circular
+from moezoo.parallel.pipeline import PIPELINES, Circular
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
@@ -130,10 +131,20 @@ class TrainConfig:
     cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Key -> the number of parts that it cuts a batch into.
+
+        Raises:
+            UserError: The micro-batches of a pipeline are not a multiple of its stages.
+        """
+        stages, settings = self.mesh.stage, self.execution
+        piped = {"execution.pipeline.microbatches": settings.pipeline.count(stages)} if stages > 1 else {}
+        return {"execution.microbatches": settings.microbatches, **piped}
+
+    @property
     def micro_batches(self) -> int:
         """The number of micro-batches of a step: those that pass through stages at once, times the micro-steps."""
-        stages = self.mesh.stage
-        return self.execution.microbatches * (self.execution.pipeline.count(stages) if stages > 1 else 1)
+        return math.prod(self.parts.values())
 
     def __post_init__(self):
         check_fields("", self)
@@ -182,4 +193,7 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "adapter": ("name", ADAPTERS),
 }
 # The same for sections inside a group's.
-INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {"data.sources.*": TAG["data"]}
+INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {
+    "data.sources.*": TAG["data"],
+    "execution.pipeline": ("name", PIPELINES),
+}

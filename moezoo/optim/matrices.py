@@ -77,7 +77,7 @@ class View(NamedTuple):
         return ordered.transpose([self.order.index(dim) for dim in range(like.ndim)])
 
 
-class Stage(NamedTuple):
+class Exchange(NamedTuple):
     """One split dimension of a batch of matrices becomes whole.
 
     Attributes:
@@ -135,18 +135,18 @@ def view(placement: Placement, shape: Sequence[int], per_head: bool, ways: Ways)
     return View((*stacked, *inputs, *outputs), (size(stacked), size(inputs), size(outputs)), turned, kind)
 
 
-def stages(kind: Kind, count: int, ways: Ways) -> tuple[list[Stage], int]:
+def exchanges(kind: Kind, count: int, ways: Ways) -> tuple[list[Exchange], int]:
     """Return how `count` matrices of a kind become whole, and how many of them a device then has, zeros included."""
-    found: list[Stage] = []
+    found: list[Exchange] = []
     for dim, axes in ((1, kind.row_axes), (2, kind.column_axes)):
         if axes:
             gathers = count == 1
-            found.append(Stage("all_gather" if gathers else "all_to_all", axes, ways(axes), dim, count))
+            found.append(Exchange("all_gather" if gathers else "all_to_all", axes, ways(axes), dim, count))
             count = 1 if gathers else -(-count // ways(axes))
     return found, count
 
 
-def _orthogonalise(batch: Float[Array, "matrices rows columns"], route: list[Stage]) -> Array:
+def _orthogonalise(batch: Float[Array, "matrices rows columns"], route: list[Exchange]) -> Array:
     """Return the device's parts of the orthogonalised matrices, given its parts of the matrices."""
     if not route:
         return newton_schulz.orthogonalise(batch)
@@ -193,7 +193,7 @@ def orthogonalised(
         views = {i: view(leaves[i], made[i].shape, per_head, _axis_size) for i in chosen}
         for kind, members in _by_kind(views).items():
             batch = jnp.concatenate([views[i].matrices(made[i]) for i in members])
-            route, _ = stages(kind, len(batch), _axis_size)
+            route, _ = exchanges(kind, len(batch), _axis_size)
             done = _orthogonalise(batch, route).astype(jnp.float32) * (0.2 * math.sqrt(kind.columns))
             for i in members:
                 part, done = done[: views[i].shape[0]], done[views[i].shape[0] :]
@@ -224,7 +224,7 @@ def orthogonal_flops(placements: PyTree, parameters: PyTree, per_head: bool, way
                 local = [size // ways(over) for size, over in zip(x.shape, placement.stored, strict=True)]
                 views[number] = view(placement, local[1:] if _is_stack(part) else local, per_head, ways)
         for kind, members in _by_kind(views).items():
-            _, count = stages(kind, sum(views[each].shape[0] for each in members), ways)
+            _, count = exchanges(kind, sum(views[each].shape[0] for each in members), ways)
             times = part.count if _is_stack(part) else 1
             yield times * count * newton_schulz.flops(kind.rows, kind.columns)
 

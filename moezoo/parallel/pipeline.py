@@ -5,7 +5,7 @@ Outside the layers that are piped, stages split micro-batches as one more axis o
 """
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, PyTree
@@ -64,8 +64,6 @@ class Circular:
     Raises:
         UserError: A field has a value that it cannot have.
     """
-
-    name: ClassVar[str] = "circular"
 
     microbatches: Size | None = None
     chunks: Size = 1
@@ -130,7 +128,8 @@ class Circular:
         return Piped(longest, path, stages, self.chunks, depth, by_layer and self.chunks == 1 and not left)
 
 
-PIPELINES = {Circular.name: Circular}
+# name -> class
+PIPELINES: dict[str, type] = {"circular": Circular}
 
 
 def _is_stack(x: object) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from moezoo.config.compose import as_mapping, read_run, with_defaults
+from moezoo.config.compose import as_mapping, from_saved, read_run, with_defaults
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIED
 from moezoo.data import Source
@@ -30,7 +30,6 @@ _FIXED = (
     "seed",
     "batch_size",
     "seq_len",
-    "execution.microbatches",
     "execution.param_dtype",
     "init_forms",
     "upcycle",
@@ -58,6 +57,7 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
             f"init_from={show(after['init_from'])} but the run at resume={cfg.resume} began with "
             f"init_from={show(before['init_from'])}, which holds something else; leave it out, or start a new run"
         )
+    _check_parts(cfg, saved)
     copies, lines = _copies(cfg), []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)
@@ -72,6 +72,17 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
             )
         lines.append(f"{key}: {show(old)} before, {show(new)} now")
     return lines
+
+
+def _check_parts(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:
+    """Refuse another number of micro-batches: the loss that balances experts is a mean over them."""
+    before = from_saved(saved)
+    if before.micro_batches != cfg.micro_batches:
+        then, now = (" x ".join(f"{key}={n}" for key, n in each.parts.items()) for each in (before, cfg))
+        raise UserError(
+            f"{now} but the run at resume={cfg.resume} has {then}, and the number of micro-batches cannot change during "
+            "a run, over which balance losses are averaged; choose settings with the same product, or start a new run"
+        )
 
 
 def _copies(cfg: TrainConfig) -> dict[str, Any]:
