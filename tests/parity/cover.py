@@ -43,6 +43,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
+from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.rules import live
 from moezoo.typed import convert
 
@@ -89,6 +90,17 @@ _OLMOE |= {"router": {"gates": "scores"}}
 _GPT_OSS = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "yarn": _YARN}
 _GPT_OSS |= {"swiglu_limit": 1.0}
 
+# With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
+# those of others; some have layers before them.
+_DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
+    "mixtral_deep": ("mixtral", {"layers": 4}, 3),
+    "deepseek_deep": ("deepseek", {"layers": 6}, 3),
+    "grouped_deep": ("grouped", {"layers": 5}, 4),
+    "grouped_periodic_deep": ("grouped_periodic", {"layers": 10}, 3),
+    "olmoe_deep": ("olmoe", {"layers": 5}, 3),
+    "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 4),
+}
+
 Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
@@ -102,6 +114,9 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "olmoe": (OlmoeConfig, _OLMOE, 4),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
 }
+for _name, (_family, _changes, _seed) in _DEEP.items():
+    _class, _values, _ = _FAMILY_SETTINGS[_family]
+    _FAMILY_SETTINGS[_name] = (_class, _values | _changes, _seed)
 # The product contains every family of moezoo.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
@@ -196,6 +211,24 @@ MESHES = {
     # More devices than key-value heads. Only in `EXTRA_CASES`.
     "fsdp2_tensor4": moezoo.MeshShape(fsdp=2, tensor=4),
 }
+# Meshes with pipeline stages. Only in `STAGED_CASES`.
+STAGED_MESHES = {
+    "stage2_data2_fsdp2": moezoo.MeshShape(stage=2, data=2, fsdp=2),
+    "stage2_fsdp2_ep2": moezoo.MeshShape(stage=2, fsdp=2, expert=2),
+    "stage2_fsdp4": moezoo.MeshShape(stage=2, fsdp=4),
+    "stage2_ep4": moezoo.MeshShape(stage=2, expert=4),
+    "stage2_ep2_context2": moezoo.MeshShape(stage=2, expert=2, context=2),
+    "stage2_ep2_tensor2": moezoo.MeshShape(stage=2, expert=2, tensor=2),
+    "stage4_fsdp2": moezoo.MeshShape(stage=4, fsdp=2),
+    "stage4_ep2": moezoo.MeshShape(stage=4, expert=2),
+    "stage4_context2": moezoo.MeshShape(stage=4, context=2),
+    "stage4_tensor2": moezoo.MeshShape(stage=4, tensor=2),
+}
+
+
+def shape_of(mesh: str) -> moezoo.MeshShape:
+    """Return the sizes of a mesh by its name."""
+    return {**MESHES, **STAGED_MESHES}[mesh]
 
 
 # With a small epsilon the first update of AdamW is the sign of the gradient, which rounding decides where the gradient
@@ -268,7 +301,7 @@ def fits(mesh: str, layout: str) -> bool:
 
 def shards(mesh: str, layout: str) -> int:
     """Return the number of parts that a layout splits sequences into on a mesh."""
-    return math.prod(MESHES[mesh].sizes[axis] for axis in rules()[layout].sequence)
+    return math.prod(shape_of(mesh).sizes[axis] for axis in rules()[layout].sequence)
 
 
 @dataclass(frozen=True)
@@ -285,9 +318,18 @@ class Case:
     optimizer: str = "sgd"
     context_parallel: str = "gather"
     chunks: int = 1
+    pipeline: Circular | None = None
 
     def __str__(self) -> str:
-        return "-".join(str(value) for value in asdict(self).values())
+        fields = {name: value for name, value in asdict(self).items() if name != "pipeline"}
+        piped = () if self.pipeline is None else asdict(self.pipeline).values()
+        return "-".join(map(str, (*fields.values(), *piped)))
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of parts of a batch, over which routing losses are averaged."""
+        stages = shape_of(self.mesh).stage
+        return self.microbatches * (1 if self.pipeline is None else self.pipeline.count(stages))
 
     @property
     def execution(self) -> moezoo.Execution:
@@ -296,11 +338,11 @@ class Case:
         Attention's backend is named, because the kernel's own order never takes `chunked` for sequences this short.
         """
         kernels = moezoo.Kernels(attention=("chunked",) if self.microbatches == 2 else ("reference",))
-        mesh, strategy = moezoo.make_mesh(MESHES[self.mesh]), STRATEGIES[self.strategy](chunks=self.chunks).exact
+        mesh, strategy = moezoo.make_mesh(shape_of(self.mesh)), STRATEGIES[self.strategy](chunks=self.chunks).exact
         layout = rules()[self.rules]
         options: Any = {"remat": self.remat, "kernels": kernels, "sequence_order": self.order}
         options["context_parallel"] = CONTEXT_PARALLEL[self.context_parallel]()
-        return moezoo.Execution(mesh, layout, strategy, **options)
+        return moezoo.Execution(mesh, layout, strategy, pipeline=self.pipeline, **options)
 
     @property
     def order(self) -> str:
@@ -318,10 +360,12 @@ class Case:
         """The case as a training configuration, the input of `traffic_oracle`."""
         execution: Any = {"remat": self.remat, "microbatches": self.microbatches, "sequence_order": self.order}
         execution["context_parallel"] = self.context_parallel
+        if self.pipeline is not None:
+            execution["pipeline"] = self.pipeline
         return replace(
             _base(),
             model=config(self.family, self.balance),
-            mesh=MESHES[self.mesh],
+            mesh=shape_of(self.mesh),
             rules=rules()[self.rules],
             dispatch=self.execution.dispatch,
             optimizer=self.rule,
@@ -466,4 +510,19 @@ EXTRA_CASES = (
     Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "glm4_moe"),
     Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "mistral4", "adamw", "ring"),
     Case("ragged", "fsdp2_tensor4", "tensor", "none", 1, "sequence", "gpt_oss", "adamw", chunks=3),
+)
+# Cases with pipeline stages: each strategy, each family, each other axis of a mesh and each way to gather on 2 and on 4
+# stages, and each remat and update rule, with one chunk and several. What else can interact does so within a stage.
+STAGED_CASES = (
+    Case("dense", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "mixtral_deep", pipeline=Circular(4)),
+    Case("capacity", "stage4_fsdp2", "fsdp_ep", "offload", 1, "sequence", "olmoe_deep", "adamw", pipeline=Circular(8, 1, "tick")),
+    Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "grouped_deep", "muon", "ring", pipeline=Circular(4, 2)),
+    Case("ring", "stage4_ep2", "fsdp_ep", "none", 1, "batch", "deepseek_deep", "adamw", pipeline=Circular(4)),
+    Case("ragged", "stage2_ep2_tensor2", "tensor", "full", 2, "batch", "gpt_oss_deep", pipeline=Circular(2, 2, "tick")),
+    Case("ring", "stage2_fsdp4", "pure_fsdp", "full", 1, "sequence", "deepseek_deep", "muon", pipeline=Circular(4, 2)),
+    Case("capacity", "stage2_ep4", "ep_as_dp", "full", 1, "batch", "grouped_periodic_deep", "adamw", pipeline=Circular(2, 1, "tick")),
+    Case("dense", "stage4_tensor2", "tensor", "full", 1, "batch", "grouped_deep", "adamw", pipeline=Circular(4, 1, "tick")),
+    Case("gather", "stage4_context2", "fsdp_ep", "none", 1, "sequence", "mixtral_deep", "muon", "ring", pipeline=Circular(8)),
+    Case("ragged", "stage4_ep2", "shard_exp_on_fsdp", "full", 1, "batch", "gpt_oss_deep", "adamw", pipeline=Circular(4)),
+    Case("ragged", "stage2_data2_fsdp2", "fsdp_ep", "dots", 1, "batch", "olmoe_deep", pipeline=Circular(4, 2)),
 )

@@ -118,13 +118,13 @@ class CompiledStep:
         """
         execution = case.execution if execution is None else execution
         start = model(case.family, case.balance) if start is None else start
-        self._micro_steps, self._start, self._rows = case.microbatches, start, rows
+        self._micro_batches, self._start, self._rows = case.micro_batches, start, rows
         placements = execution.placements(start)
         if optimizer is None:
             optimizer = GradientRecorder(case.rule, OPTIMIZERS[case.optimizer][1], STEPS, placements)
         self._optimizer = optimizer
         self.step = Step(
-            as_blueprint(start, trained, adapter), self._optimizer, execution, batch_shapes(case.microbatches, rows)
+            as_blueprint(start, trained, adapter), self._optimizer, execution, batch_shapes(case.micro_batches, rows)
         )
         with pytest.MonkeyPatch.context() as patch:  # makes `chunked` attention cut these short rows into two blocks
             patch.setattr(chunked, "BLOCKS", (LENGTH // 2, LENGTH // 2))
@@ -146,7 +146,7 @@ class CompiledStep:
 
     def batch(self, number: int) -> Batch:
         """Return the batch of step `number` on the devices, cut into micro-steps."""
-        cut = {name: x[: self._rows].reshape(self._micro_steps, -1, LENGTH) for name, x in batch(number).items()}
+        cut = {name: x[: self._rows].reshape(self._micro_batches, -1, LENGTH) for name, x in batch(number).items()}
         return self.step.feed()(Batch(**cut))
 
     def __call__(self, number: int) -> Metrics:
