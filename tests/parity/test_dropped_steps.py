@@ -21,6 +21,7 @@ from moezoo.models.layers import layer_addresses
 from moezoo.optim import SGD, Constant
 from moezoo.parallel.dropout import Dropout, mix
 from moezoo.parallel.low_rank import pairs_by_path
+from moezoo.parallel.pipeline import Circular
 
 DROPS = dataclasses.replace(ADAPTER, dropout=0.5)
 # Numbers of tokens travel by an all-gather, by an exchange of rows, and with latents by an all-gather or on a ring;
@@ -28,6 +29,7 @@ DROPS = dataclasses.replace(ADAPTER, dropout=0.5)
 CASES = [
     Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "full", 2, "batch", "deepseek", "sgd", "ring"),
     Case("ragged", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "deepseek", "sgd", "gather"),
+    Case("ring", "stage2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek", pipeline=Circular(2)),
 ]
 
 
@@ -62,7 +64,7 @@ def on_one_device(family: str, balance: Any, micro_steps: int) -> list[tuple[Any
 
 
 def compare(case: Case) -> None:
-    wanted = on_one_device(case.family, case.balance, case.microbatches)
+    wanted = on_one_device(case.family, case.balance, case.micro_batches)
     for (metrics, gradients), (its, theirs) in zip(run(case), wanted, strict=True):
         np.testing.assert_array_equal(metrics.load, its.load)
         for name in ("loss", "gradient_norm"):

@@ -4,13 +4,25 @@ What is compared, and how exactly, is that of `test_step_parity`: three steps in
 float64. A micro-batch of a pipeline is one of the oracle's micro-steps.
 """
 
+from functools import partial
+from typing import Any
+
+import equinox as eqx
 import numpy as np
 import pytest
-from cover import STAGED_CASES, UNUSED, Case
+from blueprints import as_blueprint
+from cover import STAGED_CASES, UNUSED, Case, model
+from jax.tree_util import tree_leaves_with_path
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped
-from running import expected, run_case, worst_error
-from test_step_parity import tolerance_of
+from running import CompiledStep, GradientRecorder, expected, run_case, worst_error
+from test_step_parity import TOLERANCE, tolerance_of
+
+from moezoo.nn.block_fp8 import BlockFP8
+from moezoo.nn.containers import store
+from moezoo.nn.few_bits import cut_pieces
+from moezoo.optim import SGD, Constant
+from moezoo.parallel.pipeline import Circular
 
 
 def largest_error(case: Case) -> float:
@@ -36,3 +48,32 @@ def largest_error(case: Case) -> float:
 @pytest.mark.parametrize("case", STAGED_CASES, ids=str)
 def test_staged_step(case):
     assert largest_error(case) < tolerance_of(case)
+
+
+def learns(path: str) -> bool:
+    """Return whether an array is trained: some before the stages, in them, in all layers of several kinds, and after."""
+    return path.endswith(("query_up", "router.weight", "experts.gate", "shared.up", "unembedding.weight"))
+
+
+def frozen_in_few_bits() -> Any:
+    """Return the deep DeepSeek with arrays that are not trained in few bits: in stages, before and after them."""
+    ends = ("experts.up", "shared.down", "attention.out")
+    return store(model("deepseek_deep"), lambda path: path.endswith(ends), partial(BlockFP8.rounded, size=(4, 4)))
+
+
+def test_frozen_weights_in_few_bits_and_trained_patterns():
+    one = Case("ring", "single", "fsdp_ep", "full", 4, "batch", "deepseek_deep")
+    staged = Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "deepseek_deep", pipeline=Circular(4))
+    found = []
+    for case in (one, staged):
+        start = cut_pieces(frozen_in_few_bits(), case.execution)
+        chosen = eqx.filter(case.execution.placements(start), as_blueprint(start, learns).mask)
+        recorder = GradientRecorder(SGD(0.1), Constant(), 1, chosen)
+        steps = CompiledStep(case, recorder, start=start, trained=learns)
+        metrics = steps(0)
+        found.append((metrics, {path: np.asarray(x) for path, x in tree_leaves_with_path(steps.gradients)}))
+    (metrics, gradients), (staged_metrics, staged_gradients) = found
+    for name in ("loss", "gradient_norm", "load_balance_loss"):
+        assert float(getattr(staged_metrics, name)) == pytest.approx(float(getattr(metrics, name)), rel=TOLERANCE)
+    assert len(gradients) == 6
+    assert worst_error(staged_gradients, gradients) < TOLERANCE
