@@ -179,12 +179,13 @@ def _other_cuts(cfg: TrainConfig, execution: Execution) -> str:
     rows, odd = divmod(cfg.batch_size, execution.ways(execution.batch_axes))
     if not odd and rows % cfg.micro_batches == 0:
         return f"; rules.sequence={show(cfg.rules.sequence)} names the mesh axes that split it"
-    advice = ""
+    smaller = []
     for key, number in {} if odd else cfg.parts.items():
         least = execution.stages if "pipeline" in key else 1
         others = cfg.micro_batches // number
         fewer = [n for n in divisors(rows) if n < number and n % least == 0 and rows % (n * others) == 0]
-        advice += f", or set {key}={max(fewer)}" if fewer else ""
+        smaller += [f"{key}={max(fewer)}"] if fewer else []
+    advice = f", or set {' or '.join(smaller)}" * bool(smaller)
     return f"{advice}; rules.batch={show(cfg.rules.batch)} names the mesh axes that split it"
 
 

@@ -23,18 +23,23 @@ class Held(NamedTuple):
 
 
 def hold(weights: PyTree, dtype: DTypeLike) -> PyTree:
-    """Return gathered weights with `Held` in place of each array of floats; gradients are summed in `dtype`."""
-    total = lambda x: jnp.promote_types(x.dtype, dtype)  # noqa: E731
-    return jax.tree.map(lambda x: _hold(x, vary_like(jnp.zeros(x.shape, total(x)), x)) if _learns(x) else x, weights)
+    """Return gathered weights with `Held` in place of each array of floats.
+
+    Their gradients are summed in `dtype`, or in that of the weights if it is wider.
+    """
+
+    def leaf(x: Array) -> Array | Held:
+        if not eqx.is_inexact_array(x):
+            return x
+        wider = max(jnp.dtype(dtype), x.dtype, key=lambda each: each.itemsize)
+        return _hold(x, vary_like(jnp.zeros(x.shape, wider), x))
+
+    return jax.tree.map(leaf, weights)
 
 
 def use(held: PyTree) -> PyTree:
     """Return the weights that `hold` got."""
     return jax.tree.map(lambda x: _use(*x) if isinstance(x, Held) else x, held, is_leaf=lambda x: isinstance(x, Held))
-
-
-def _learns(x: Array) -> bool:
-    return eqx.is_inexact_array(x)
 
 
 @jax.custom_vjp

@@ -25,7 +25,7 @@ from moezoo.parallel.mesh import (
 def test_shape():
     assert MeshShape().devices == 1
     shape = MeshShape(fsdp=2, expert=4)
-    assert shape.sizes == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
+    assert shape.sizes == {"stage": 1, "data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
     assert shape.devices == 8
     assert MeshShape(fsdp=-1, expert=4).devices == 4
 
@@ -42,7 +42,7 @@ def test_shapes_that_make_no_sense():
 def test_mesh_has_every_axis_and_the_first_devices():
     mesh = make_mesh(MeshShape(fsdp=2, expert=2))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"stage": 1, "data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 1}
     assert list(mesh.devices.flat) == jax.devices()[:4]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     explicit = MeshShape(fsdp=2, expert=2, axis_types="explicit")

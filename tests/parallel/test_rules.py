@@ -52,7 +52,7 @@ def shipped(name):
         ({"compute": {"exprt": ()}}, ["rules.compute.exprt", "did you mean 'expert'?"]),
         ({"store": {"embed": ("fsdb",)}}, ["rules.store.embed", "'fsdb'", "did you mean 'fsdp'?"]),
         ({"compute": {"expert": ("experts",)}}, ["rules.compute.expert", "'experts'", "did you mean 'expert'?"]),
-        ({"batch": ("zzz",)}, ["rules.batch", "'zzz'", "valid: context, data, expert, fsdp, tensor"]),
+        ({"batch": ("zzz",)}, ["rules.batch", "'zzz'", "valid: context, data, expert, fsdp, stage, tensor"]),
         ({"sequence": ("contxt",)}, ["rules.sequence", "'contxt'", "did you mean 'context'?"]),
         (
             {"store": {"embed": ("fsdp", "expert", "fsdp")}},
