@@ -156,13 +156,6 @@ def run_layers(
 
     Raises `UserError` where devices share sequences and a mixer does not support it.
     """
-    for mixer in (block.attention for stack in stacks for block in stack.blocks):
-        if execution.sequence_axes and not mixer.splits_sequences:
-            axes, kind = ", ".join(execution.sequence_axes), type(mixer).__name__
-            raise UserError(
-                f"rules {execution.rules.name} split sequences over mesh axes {axes}, mixer {kind} needs whole ones; "
-                "use a mesh on which these have one device, or other rules"
-            )
     learns, collected = cache is None and collect is None, []
     for number, stack in enumerate(stacks):
         if learns:
@@ -196,7 +189,7 @@ def learn_stack(
         out = with_dropout(weights, block, own.dropout, execution.first_input)(x, own, execution)
         return out.x, out.sums
 
-    run, prepared = execution.checkpoint(run), _prepared(stack, context)
+    run, prepared = execution.checkpoint(run), _prepared(stack, context, execution)
 
     def step(x: Array, scanned: Any) -> tuple[Array, tuple[LayerSums | None, ...]]:
         period, blocks, kept = scanned
@@ -222,7 +215,7 @@ def _read_stack(
     collect: Collect | None,
 ) -> tuple[Array, tuple[PyTree, ...]]:
     """Run the layers of stack `number` without gradients; return activations, and what the loop keeps of each kind."""
-    prepared = _prepared(stack, context)
+    prepared = _prepared(stack, context, execution)
 
     def step(x: Array, period: Array) -> tuple[Array, tuple[PyTree, ...]]:
         collected = []
@@ -235,7 +228,15 @@ def _read_stack(
     return jax.lax.scan(step, x, jnp.arange(stack.count))
 
 
-def _prepared(stack: Stack, context: Context) -> list[Context]:
+def _prepared(stack: Stack, context: Context, execution: Execution) -> list[Context]:
+    """Return the context of each kind of layer."""
+    for mixer in (block.attention for block in stack.blocks):
+        if execution.sequence_axes and not mixer.splits_sequences:
+            axes, kind = ", ".join(execution.sequence_axes), type(mixer).__name__
+            raise UserError(
+                f"rules {execution.rules.name} split sequences over mesh axes {axes}, mixer {kind} needs whole ones; "
+                "use a mesh on which these have one device, or other rules"
+            )
     # Computed once: neither again in the backward pass nor, by a compiler, for each head.
     return [dataclasses.replace(context, prepared=block.attention.prepare(context)) for block in stack.blocks]
 

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.models.layers import learn_stack, routing_rows, run_layers
+from moezoo.models.layers import layer_addresses, learn_stack, run_layers
 from moezoo.moe.routing import LayerSums, Routing, RoutingConfig, evenness, reduce_routing
 from moezoo.nn.positions import Context, make_context
 from moezoo.parallel.axes import Role, Stack, axes_of
@@ -38,12 +38,12 @@ from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.held import hold
 from moezoo.parallel.mesh import STAGE
-from moezoo.parallel.pipeline import Circular, Piped
+from moezoo.parallel.pipeline import Piped
 from moezoo.parallel.remat import rematerialise
 
 
 class MicroBatches(NamedTuple):
-    """The inputs of layers beside activations: coordinates [micro-batches, batch, seq], and their numbers in the step."""
+    """What layers read besides activations: coordinates [micro-batches, batch, seq], and their numbers in the step."""
 
     coordinates: Coordinates
     numbers: Int[Array, " micro-batches"]
@@ -79,38 +79,36 @@ def run_stages(
     """
     piped = execution.piped(stacks)
     assert piped is not None
-    stack, numbers = stacks[piped.stack], [s.count * len(s.blocks) for s in stacks]
-    first, period, rows = sum(numbers[: piped.stack]), len(stack.blocks), routing_rows(stacks)
+    rows = [address.routing_row for address in layer_addresses(stacks)]
+    stack, before = stacks[piped.stack], stacks[: piped.stack]
+    period, first = len(stack.blocks), sum(each.count * len(each.blocks) for each in before)
     blocks, rest = _own_layers(stack, piped, execution)
     found: list[_Sums] = []
 
-    def run_whole(x: Array, number: int, stacks: tuple[Stack, ...], skipped: int) -> Array:
-        """Run whole stacks, of which `number` is the first and lacks `skipped` periods, on the own micro-batches."""
-        start = sum(numbers[:number]) + skipped * period
+    def run_whole(x: Array, stacks: tuple[Stack, ...], start: int) -> Array:
+        """Run layers from number `start` on, on the own micro-batches."""
+        if not stacks:
+            return x
         x, sums = _each_micro_batch(stacks, x, own, dropout, execution, start)
         if sums is not None:
-            of_stack = {where: part for where, part in rows.items() if number <= where[0] < number + len(stacks)}
-            here = [part[skipped if where[0] == piped.stack else 0 :] for where, part in of_stack.items()]
-            found.append(_Sums(sums, np.sort(np.concatenate(here))))
+            count = sum(each.count * len(each.blocks) for each in stacks)
+            found.append(_Sums(sums, np.array([row for row in rows[start : start + count] if row is not None])))
         return x
 
-    if piped.stack:
-        x = run_whole(x, 0, stacks[: piped.stack], 0)
+    x = run_whole(x, before, 0)
     x, by_kind = _run_ticks(blocks, x, own, dropout, execution, piped, first)
-    stage = lax.axis_index(STAGE)
+    last = first + piped.periods * period
     for kind, sums in enumerate(by_kind):
         if sums is not None:
-            of_stages = rows[piped.stack, kind][: piped.periods].reshape(piped.chunks, piped.stages, piped.depth)
-            mine = lax.dynamic_index_in_dim(jnp.asarray(of_stages), stage, 1, keepdims=False)
+            of_stages = np.array(rows[first + kind : last : period]).reshape(piped.chunks, piped.stages, piped.depth)
+            mine = lax.dynamic_index_in_dim(jnp.asarray(of_stages), lax.axis_index(STAGE), 1, keepdims=False)
             found.append(_Sums(sums, mine.reshape(-1)))
-    after = ((rest,) if rest is not None else ()) + stacks[piped.stack + 1 :]
-    if after:
-        x = run_whole(x, piped.stack if rest is not None else piped.stack + 1, after, piped.periods if rest else 0)
-    return x, _routing(found, sum(map(len, rows.values())), execution, config)
+    x = run_whole(x, (*rest, *stacks[piped.stack + 1 :]), last)
+    return x, _routing(found, sum(row is not None for row in rows), execution, config)
 
 
-def _own_layers(stack: Stack, piped: Piped, execution: Execution) -> tuple[PyTree, Stack | None]:
-    """Return the blocks of this stage, arrays [chunks, depth, ...], and the layers that do not run in stages."""
+def _own_layers(stack: Stack, piped: Piped, execution: Execution) -> tuple[PyTree, tuple[Stack, ...]]:
+    """Return the blocks of this stage, arrays [chunks, depth, ...], and the layers left that do not run in stages."""
     chunks, stages, depth = piped.chunks, piped.stages, piped.depth
 
     @jax.named_scope("weights")
@@ -126,8 +124,8 @@ def _own_layers(stack: Stack, piped: Piped, execution: Execution) -> tuple[PyTre
 
     blocks = jax.tree.map(mine, stack.blocks, axes_of(stack).blocks)
     if piped.periods == stack.count:
-        return blocks, None
-    return blocks, Stack(jax.tree.map(lambda x: x[piped.periods :], stack.blocks), stack.count - piped.periods)
+        return blocks, ()
+    return blocks, (Stack(jax.tree.map(lambda x: x[piped.periods :], stack.blocks), stack.count - piped.periods),)
 
 
 def _each_micro_batch(
@@ -172,8 +170,8 @@ def _run_ticks(
 ) -> tuple[Array, list[LayerSums | None]]:
     """Run the layers in stages; return activations, and for each kind of layer sums [micro-batches, layers, ...].
 
-    `waiting` and `done` turn by one stage with each micro-batch that is taken or put there, column by column: micro-batch
-    m is in column m % own, of the m // own-th stage at the beginning and at the end.
+    A column of `waiting` or `done` turns by one stage with each micro-batch that is taken or put there: micro-batch m is
+    in column m % own, at the beginning of `waiting` and at the end of `done` on stage m // own.
     """
     order, inside, stages, chunks = execution.pipeline, execution.within_stage, piped.stages, piped.chunks
     assert order is not None
@@ -189,9 +187,7 @@ def _run_ticks(
         context, which = jax.tree.map(lambda part: _at(part, micro), (contexts, everyone.numbers))
         mine, kept = jax.tree.map(lambda part: _at(part, chunk), (blocks, held))
         start = first + (chunk * stages + stage) * piped.depth * period
-        return learn_stack(
-            Stack(mine, piped.depth), x, _context(context, dropout, which), inside, start, kept
-        )
+        return learn_stack(Stack(mine, piped.depth), x, _context(context, dropout, which), inside, start, kept)
 
     # The input of a tick is chosen outside, so that nothing else of the carry is kept.
     again = rematerialise(work, "offload" if execution.remat == "offload" else "full")

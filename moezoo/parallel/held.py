@@ -1,7 +1,7 @@
 """Gathered weights that many micro-batches use, with one gradient in the dtype of sums.
 
-The gradient of an array has the array's dtype, so that of a weight gathered in bfloat16 would be summed in bfloat16 over
-all micro-batches. Here the sum is in another array, of zeros, which no program computes with.
+The gradient of an array has the array's dtype, so that of a weight gathered in bfloat16 would be summed in bfloat16
+over all micro-batches. Here the sum is in another array, of zeros, which no program computes with.
 """
 
 from typing import NamedTuple

@@ -51,10 +51,11 @@ class Work(NamedTuple):
 class Circular:
     """Micro-batches go round all stages `chunks` times, in groups of as many micro-batches as there are stages.
 
-    With S stages, v chunks and M micro-batches, stage s does its work number n in tick n + s. A group of S micro-batches
-    passes chunk 0 of all stages, then chunk 1, and so on; the next group follows without a gap. All M v + S - 1 ticks
-    take the same time, and in S - 1 of them a stage does nothing useful. With one chunk this is GPipe (Huang et al.,
-    2019, arXiv:1811.06965); with more, the interleaved order of Narayanan et al. (2021, arXiv:2104.04473).
+    With S stages, v chunks and M micro-batches, stage s does its work number n in tick n + s. A group of S
+    micro-batches passes chunk 0 of all stages, then chunk 1, and so on; the next group follows without a gap. All
+    M v + S - 1 ticks take the same time, and in S - 1 of them a stage does nothing useful. With one chunk this is GPipe
+    (Huang et al., 2019, arXiv:1811.06965); with more, the interleaved order of Narayanan et al. (2021,
+    arXiv:2104.04473).
 
     Attributes:
         microbatches: M, the micro-batches of a pass; None for as many as there are stages, the fewest.
@@ -108,8 +109,8 @@ class Circular:
     def piped(self, module: PyTree, stages: int, by_layer: bool) -> Piped | None:
         """Return which layers of a model run in stages; None for a module without stacks.
 
-        They are of its longest stack, the first of equal ones. Its layers are stored `by_layer`, if they are to be, where
-        each stage has one chunk and stages divide them.
+        They are of its longest stack, the first of equal ones. Its layers are stored `by_layer`, if they are to be,
+        where each stage has one chunk and stages divide them.
 
         Raises:
             UserError: The stack has fewer periods than there are chunks.
@@ -141,6 +142,6 @@ def _too_many(stages: int, chunks: int, count: int, period: int) -> str:
     units = "layers" if period == 1 else f"periods of {period} layers"
     fewer = f"execution.pipeline.chunks={count // stages}" if count >= stages else f"mesh.stage={count}"
     return (
-        f"mesh.stage={stages}{of_chunks} needs {stages * chunks} {units}, and the longest run of one pattern has {count}; "
-        f"choose {fewer} or less, or a model with more layers"
+        f"mesh.stage={stages}{of_chunks} needs {stages * chunks} {units}, and the longest run of one pattern has "
+        f"{count}; choose {fewer} or less, or a model with more layers"
     )

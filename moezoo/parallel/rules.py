@@ -73,8 +73,8 @@ class Rules:
             self._check_axes(f"rules.{field}", axes)
             if STAGE in axes:
                 raise UserError(
-                    f"rules.{field}={show(axes)} names stage, along which devices have different micro-batches already; "
-                    "leave it out"
+                    f"rules.{field}={show(axes)} names stage, along which devices have different micro-batches "
+                    "already; leave it out"
                 )
         for axis in set(self.batch) & set(self.sequence):
             raise UserError(f"rules.batch and rules.sequence both name mesh axis '{axis}'; leave it in one of them")

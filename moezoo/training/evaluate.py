@@ -115,9 +115,7 @@ class Evaluator:
         """
         cfg, unit = self._cfg, self._source.unit
         sizes = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size, "limit": cfg.data.eval_sequences}
-        parts = {
-            name: validation_batches(part, **sizes, rows=self._rows) for name, part in self._source.parts.items()
-        }
+        parts = {name: validation_batches(part, **sizes, rows=self._rows) for name, part in self._source.parts.items()}
         done, count = itertools.count(), sum(map(len, parts.values()))
         sums = {}
         for name, batches in parts.items():

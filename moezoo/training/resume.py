@@ -80,8 +80,8 @@ def _check_parts(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:
     if before.micro_batches != cfg.micro_batches:
         then, now = (" x ".join(f"{key}={n}" for key, n in each.parts.items()) for each in (before, cfg))
         raise UserError(
-            f"{now} but the run at resume={cfg.resume} has {then}, and the number of micro-batches cannot change during "
-            "a run, over which balance losses are averaged; choose settings with the same product, or start a new run"
+            f"{now} but the run at resume={cfg.resume} has {then}, and the number of micro-batches, over which balance "
+            "losses are averaged, cannot change during a run; choose settings with the same product, or start a new run"
         )
 
 

@@ -163,8 +163,8 @@ class Step:
                 part in the norm; only its gathers move bytes.
             optimizer: The optimiser of its parameters.
             execution: How to run the model; it must have a mesh.
-            batch: Arrays, or shapes, [micro-batches, sequences, seq]: one for each micro-step or, with stages, as many as
-                pass through them at once.
+            batch: Arrays, or shapes, [micro-batches, sequences, seq]: one for each micro-step or, with stages, as many
+                as pass through them at once.
             guard: Which steps are skipped.
             seed: What decides, with the number of a step, what an adapter drops.
 

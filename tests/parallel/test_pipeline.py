@@ -117,7 +117,11 @@ def test_the_longest_run_of_one_pattern_is_piped():
         ),
         (
             ("mesh.stage=4", "execution.pipeline.chunks=3"),
-            ["mesh.stage=4 x execution.pipeline.chunks=3 needs 12 layers", "has 8", "choose execution.pipeline.chunks=2 or less"],
+            [
+                "mesh.stage=4 x execution.pipeline.chunks=3 needs 12 layers",
+                "has 8",
+                "choose execution.pipeline.chunks=2 or less",
+            ],
         ),
         (("mesh.stage=2", "rules=serve"), ["mesh.stage=2 but rules serve name no axis 'stage'"]),
         (("mesh.stage=-1",), ["mesh.stage=-1", "give it as a number"]),
@@ -157,6 +161,8 @@ def test_settings_of_a_pipeline():
     assert dataclasses.replace(cfg, mesh=MeshShape()).micro_batches == 1
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
     assert (execution.stages, execution.micro_batches, execution.token_axes) == (2, 2, ("stage",))
-    assert execution.within_stage.token_axes == () and execution.within_stage.live_axes == ()
+    assert execution.within_stage.token_axes == ()
+    assert execution.within_stage.live_axes == ()
     assert execution.in_turn.stages == 1
-    assert execution.in_turn.token_axes == () and execution.in_turn.live_axes == ("stage",)
+    assert execution.in_turn.token_axes == ()
+    assert execution.in_turn.live_axes == ("stage",)

@@ -51,7 +51,7 @@ def test_staged_step(case):
 
 
 def learns(path: str) -> bool:
-    """Return whether an array is trained: some before the stages, in them, in all layers of several kinds, and after."""
+    """Return whether an array is trained: some before the stages, in them, in layers that are left, and after."""
     return path.endswith(("query_up", "router.weight", "experts.gate", "shared.up", "unembedding.weight"))
 
 
