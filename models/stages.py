@@ -170,8 +170,8 @@ def _run_ticks(
 ) -> tuple[Array, list[LayerSums | None]]:
     """Run the layers in stages; return activations, and for each kind of layer sums [micro-batches, layers, ...].
 
-    A column of `waiting` or `done` turns by one stage with each micro-batch that is taken or put there: micro-batch m is
-    in column m % own, at the beginning of `waiting` and at the end of `done` on stage m // own.
+    A column of `waiting` or `done` turns by one stage with each micro-batch that is taken or put there: micro-batch m
+    is in column m % own, at the beginning of `waiting` and at the end of `done` on stage m // own.
     """
     order, inside, stages, chunks = execution.pipeline, execution.within_stage, piped.stages, piped.chunks
     assert order is not None
