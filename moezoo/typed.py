@@ -327,7 +327,9 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
         at, named, section = here, "", section.setdefault(name, {})
         if not isinstance(section, dict):
             raise UserError(f"{at}={show(section)}: expected a section with keys, found {_describe_value(section)}")
-        if not names and (tagged := checks.tag(at)):  # the name of its class, with the defaults of its keys
+        if (
+            not names and isinstance(value, str) and (tagged := checks.tag(at))
+        ):  # the name of its class, with the defaults of its keys
             section.clear()
             section[tagged[0]] = value
             return

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from moezoo.config.settings import TrainConfig
 from moezoo.parallel.axes import LOGICAL_AXES, axes_of
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.mesh import AXES
+from moezoo.parallel.mesh import AXES, STAGE
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
 
@@ -27,10 +27,12 @@ def sequence_order(cfg: TrainConfig) -> SequenceOrder:
 def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> Limits:
     """Return the limits that the `shapes` of a model and, if "configured", its batches set.
 
+    Of stages they are known where `cfg` has some; nobody else is advised to take a pipeline.
+
     Key-value heads set none, because devices may share one.
     """
     limits: dict[MeshAxes, dict[str, int]] = {}
-    split: dict[str, int] = {axis: 2 for axis in AXES}
+    split: dict[str, int] = {axis: 2 for axis in AXES if axis != STAGE or cfg.mesh.stage > 1}
     for axes, array in zip(jax.tree.leaves(axes_of(shapes)), jax.tree.leaves(shapes), strict=True):
         stored = cfg.rules.placement(axes, split, shared=("kv_heads",)).stored
         for logical, size, over in zip(axes.names, array.shape, stored, strict=True):
@@ -50,12 +52,14 @@ def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> Limits:
 def meshes_within(rules: Rules, limits: Limits, devices: int) -> list[dict[str, int]]:
     """Return the sizes of all meshes that keep `limits`, of any number of devices.
 
-    An axis that the rules name and no limit has a divisor of `devices`.
+    An axis that the rules name and no limit has a divisor of `devices`, except stages: without a limit there is one.
     """
     bounds = {over: math.gcd(*sizes.values()) for over, sizes in limits.items()}
     meshes: list[dict[str, int]] = [{}]
     for axis in AXES:
-        bound = math.gcd(*(bound for over, bound in bounds.items() if axis in over)) or devices
+        bound = math.gcd(*(bound for over, bound in bounds.items() if axis in over)) or (
+            1 if axis == STAGE else devices
+        )
         choices = divisors(bound if axis in rules.mesh_axes else 1)
         meshes = [
             sizes

@@ -21,9 +21,9 @@ class Piped(NamedTuple):
     Attributes:
         stack: The number of the stack.
         path: Its path in the model.
-        stages: S, the number of stages.
-        chunks: v, the number of chunks of each stage.
-        depth: k, the periods of a chunk. Chunk r of stage s has periods (r S + s) k to (r S + s) k + k - 1.
+        stages: The number of stages, S.
+        chunks: The number of chunks of each stage, v.
+        depth: The periods of a chunk, k. Chunk r of stage s has periods (r S + s) k to (r S + s) k + k - 1.
         by_layer: Whether each stage stores its own layers of the stack, so that no weight moves to its stage.
     """
 
@@ -58,9 +58,9 @@ class Circular:
     arXiv:2104.04473).
 
     Attributes:
-        microbatches: M, the micro-batches of a pass; None for as many as there are stages, the fewest.
-        chunks: v, the chunks of layers of each stage.
-        gather: `once` keeps the gathered weights of a stage for a whole pass; `tick` gathers them in every tick.
+        microbatches: The micro-batches of a pass, M; None for as many as there are stages, the fewest.
+        chunks: The chunks of layers of each stage, v.
+        gather: When weights are gathered: `once` keeps the gathered weights of a stage for a whole pass; `tick` gathers them in every tick.
 
     Raises:
         UserError: A field has a value that it cannot have.

@@ -9,11 +9,11 @@ import pytest
 
 from moezoo.config.compose import as_mapping, compose
 from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
-from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings, TrainConfig
+from moezoo.config.settings import INNER_TAG, TAG, ExecutionSettings, GuardSettings, TrainConfig
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.parallel.mesh import AXES, MeshShape
-from moezoo.typed import convert
+from moezoo.typed import Checks, convert
 
 
 def test_every_folder_is_a_group_that_is_chosen():
@@ -51,7 +51,8 @@ def resolved(part, mapping):
 def test_train_yaml_agrees_with_the_settings():
     mapping = read_yaml(CONF / "train.yaml")
     assert set(mapping["execution"]) == {field.name for field in dataclasses.fields(ExecutionSettings)}
-    assert convert(ExecutionSettings, mapping["execution"], "execution") == ExecutionSettings()
+    checks = Checks(INNER_TAG)
+    assert convert(ExecutionSettings, mapping["execution"], "execution", checks) == ExecutionSettings()
     assert set(mapping["guard"]) == {field.name for field in dataclasses.fields(GuardSettings)}
     assert convert(GuardSettings, mapping["guard"], "guard") == GuardSettings()
     assert set(top_keys()) == {field.name for field in dataclasses.fields(TrainConfig)}

@@ -21,13 +21,14 @@ from moezoo.moe.dispatch import Gather, Ragged
 from moezoo.parallel.axes import Role, parameter_table
 from moezoo.parallel.collectives import split_by_tokens
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.mesh import MeshShape, abstract_mesh
+from moezoo.parallel.mesh import STAGE, MeshShape, abstract_mesh
 from moezoo.parallel.rules import live
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.build import build_step
 
 # By hand, major to minor, by letters: data, fsdp, expert (X), context, tensor. Experts compute split over what follows
-# "keep", and heads, widths and the vocabulary are stored and computed split over "inner".
+# "keep", and heads, widths and the vocabulary are stored and computed split over "inner". What is stored over F or C is
+# stored over pipeline stages too, and so are layers. Meshes here have one stage: tests/parity has more.
 LAYOUTS = {
     #                     batch  sequence  embed  expert  expert_embed  keep  inner
     "fsdp_ep": ("D F X", "C", "F C X", "X", "F C", "X", ""),
@@ -67,7 +68,7 @@ def meshes(name, devices):
     With fewer devices than that takes, an axis may have one. Rules that store nothing over `fsdp` get an axis `data`.
     """
     axes = {axis for dimension in shipped(name).store.values() for axis in dimension}
-    axes = sorted(axes if "fsdp" in axes else axes | {"data"})
+    axes = sorted((axes if "fsdp" in axes else axes | {"data"}) - {STAGE})
     sizes = [2**power for power in range(2 ** len(axes) <= devices, devices.bit_length())]
     found = [choice for choice in itertools.product(sizes, repeat=len(axes)) if math.prod(choice) == devices]
     # The most even ones first.
@@ -121,7 +122,10 @@ def test_the_layout_is_the_one_of_the_table(name):
     layout = shipped(name)
     assert layout.name == name
     assert [layout.batch, layout.sequence] == rows[:2]
-    store = {"embed": embed, "q_lora": embed, "kv_lora": embed, "expert": expert, "expert_embed": expert_embed}
+    store = {"embed": embed, "q_lora": embed, "kv_lora": embed, "expert_embed": expert_embed}
+    if name != "serve":
+        store = {"layer": (STAGE,)} | {logical: (*axes, STAGE) for logical, axes in store.items() if axes}
+    store["expert"] = expert
     split = dict.fromkeys(INNER, inner) if inner else {}
     assert layout.store == {logical: axes for logical, axes in store.items() if axes} | split
     assert layout.compute == ({"expert": kept} if kept else {}) | split
