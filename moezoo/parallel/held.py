@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
 def hold(weights: PyTree, dtype: DTypeLike) -> PyTree:
     """Return gathered weights with `Held` in place of each array of floats; gradients are summed in `dtype`."""
-    total = lambda x: jnp.promote_types(x.dtype, dtype)  # noqa: E731
+    total = lambda x: max(x.dtype, jnp.dtype(dtype), key=lambda each: each.itemsize)  # noqa: E731
     return jax.tree.map(lambda x: _hold(x, vary_like(jnp.zeros(x.shape, total(x)), x)) if _learns(x) else x, weights)
 
 
