@@ -30,17 +30,15 @@ def stage_weights(model: LanguageModel, trained: PyTree | None, execution: Execu
     if execution.pipeline.gather != "once":
         return found
     inside, layers = execution.within_stage, piped.chunks * piped.depth
-    itemsize, width = (jnp.dtype(dtype).itemsize for dtype in (execution.dtype, _widest(execution)))
+    itemsize, width = jnp.dtype(execution.dtype).itemsize, jnp.dtype(execution.reduce_dtype).itemsize
     mask = jax.tree.map(lambda _: False, model) if trained is None else trained
     kinds = zip(model.stacks[piped.stack].blocks, mask.stacks[piped.stack].blocks, strict=True)
     weights = [weights_of(of_one(block), learns, inside) for block, learns in kinds]
     whole, gradients = (layers * sum(getattr(each, of) for each in weights) for of in ("whole", "gradients"))
     found += (Term("gathered weights of the stage", whole),)
-    return found if trained is None else (*found, Term("gradients of these", gradients // itemsize * width))
-
-
-def _widest(execution: Execution) -> jnp.dtype:
-    return jnp.promote_types(execution.dtype, execution.reduce_dtype)
+    return (
+        found if trained is None else (*found, Term("gradients of these", gradients // itemsize * max(itemsize, width)))
+    )
 
 
 def _moved(model: LanguageModel, piped: Piped, execution: Execution) -> Iterator[int]:

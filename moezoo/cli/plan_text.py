@@ -71,9 +71,9 @@ def _number(get: Callable[[PlanRow], float | None], form: str, unit: float = 1.0
 
 
 def _settings(row: PlanRow) -> str:
-    """Return settings of memory, by the last part of their keys, such as "microbatches=4"."""
+    """Return settings of memory, by the ends of their keys, such as "microbatches=4" and "pipeline.microbatches=16"."""
     last = {word.partition("=")[0]: word for word in row.words if word.startswith(_MEMORY)}
-    return " ".join(f"{key.rpartition('.')[2]}={word.partition('=')[2]}" for key, word in last.items())
+    return " ".join(f"{key.partition('.')[2]}={word.partition('=')[2]}" for key, word in last.items())
 
 
 _MEMORY = ("execution.remat=", "execution.microbatches=", "execution.pipeline.", "execution.reduce_dtype=", "dispatch.")
