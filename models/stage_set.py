@@ -37,7 +37,9 @@ def stage_weights(model: LanguageModel, trained: PyTree | None, execution: Execu
     whole, gradients = (layers * sum(getattr(each, of) for each in weights) for of in ("whole", "gradients"))
     found += (Term("gathered weights of the stage", whole),)
     return (
-        found if trained is None else (*found, Term("gradients of these", gradients // itemsize * max(itemsize, width)))
+        found
+        if trained is None
+        else (*found, Term("gradients of weights of the stage", gradients // itemsize * max(itemsize, width)))
     )
 
 

@@ -17,7 +17,8 @@ def stage_lines(execution: Execution, model: LanguageModel, traffic: TrafficTabl
     before, inside = sum(sizes[: piped.stack]), piped.periods * period
     last, depth = before + inside, piped.depth * period
     each = f"{depth}" if piped.chunks == 1 else f"{piped.chunks} chunks of {depth}"
-    others = f"; {before} before and {sum(sizes) - last} after these run whole on every stage's own micro-batches"
+    rest = {"before": before, "after": sum(sizes) - last}
+    others = " and ".join(f"{number} {where}" for where, number in rest.items() if number)
     where = f"layers {before + 1} to {last} of {sum(sizes)} in {piped.stages} stages of {each}"
     count, ticks = order.count(piped.stages), order.ticks(piped.stages)
     # The fewest that stages divide with half the share of ticks without work.
@@ -28,7 +29,7 @@ def stage_lines(execution: Execution, model: LanguageModel, traffic: TrafficTabl
     hops = by.get("ppermute", 0) // 3
     moved = f", layers to their stages {in_units(by['all_to_all'])}" if "all_to_all" in by else ""
     return [
-        where + others * (sum(sizes) > inside),
+        where + f"; {others} these run whole, on the own micro-batches of every stage" * bool(others),
         f"{waits}; execution.pipeline.microbatches={more} halves that",
         f"received per device and step: activations {in_units(hops)}, micro-batches that wait or are done "
         f"{in_units(2 * hops)}{moved}",

@@ -187,7 +187,7 @@ def test_what_a_stage_holds(order):
     layer += c.experts * 3 * c.embed * c.expert_mlp
     once = pipeline.gather == "once"
     assert held.get("gathered weights of the stage", 0) == once * c.layers // 2 * layer * 2
-    assert held.get("gradients of these", 0) == once * c.layers // 2 * layer * 4
+    assert held.get("gradients of weights of the stage", 0) == once * c.layers // 2 * layer * 4
     assert ("layers moved to their stage" in held) == (chunks > 1)
     if chunks > 1:  # stored over four devices, but for the norms; and its gradient
         norms = 2 * c.embed
@@ -208,4 +208,4 @@ def test_an_evaluation_in_stages_keeps_no_inputs_of_ticks():
     cfg = moezoo.compose("model=mixtral", *STAGED, "execution.pipeline.microbatches=4")
     names = {term.name for moment in footprint(cfg, "evaluate").moments for term in moment.terms}
     assert {"gathered weights of the stage", "micro-batches of the stage"} < names
-    assert not {"gradients of these", "saved activations"} & names
+    assert not {"gradients of weights of the stage", "saved activations"} & names

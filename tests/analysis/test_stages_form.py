@@ -1,4 +1,4 @@
-"""The form of steps with pipeline stages, compiled for absent devices: hops between stages, and memory by micro-batches.
+"""The form of steps with pipeline stages, compiled for absent devices: hops between stages, and memory.
 
 A step for v5p is marked `absent`; the others `full`.
 """
