@@ -121,9 +121,8 @@ def _generation(cfg: TrainConfig, model: LanguageModel, mesh: AnyMesh | None) ->
             f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed {limit}; "
             f"choose at most {limit.tokens - 1}"
         )
-    execution = build_execution(cfg, mesh or abstract_mesh(cfg.mesh), batches="any").exact.in_turn.for_rows(
-        cfg.batch_size
-    )
+    execution = build_execution(cfg, mesh or abstract_mesh(cfg.mesh), batches="any")
+    execution = execution.exact.in_turn.for_rows(cfg.batch_size)
     how = continuation(model, cfg.seq_len, round_up(1), Sampling(), execution, rows=cfg.batch_size)
     programs, prompts = how.programs(model), prompt_shapes(cfg.batch_size, cfg.seq_len)
     return _Generation(how.prefill, how.decode, programs.begin, programs.advance, (model, prompts))
