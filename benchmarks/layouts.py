@@ -49,9 +49,11 @@ def _row(settings: str, done: Running, first: Running, on_mesh: Running) -> Row:
     for (axes,), traffic in table.by("axes").items():
         name = " ".join(sorted(axes, key=AXES.index))
         received[name] = received.get(name, 0) + traffic.bytes
+    stages, pipeline = done.execution.stages, cfg.execution.pipeline
     order = f"{name_in(cfg.execution.context_parallel)} {done.execution.sequence_order}"
     return {
         "sequences": order if done.execution.sequence_axes else "whole",
+        "pipeline": f"{pipeline.count(stages)} x {pipeline.chunks} {pipeline.gather}" if stages > 1 else "none",
         "mesh": " ".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1) or "one device",
         "settings": settings,
         **done.results(),
@@ -78,7 +80,7 @@ def _speed(done: Running, reference: Running) -> float:
 
 def report(rows: Sequence[Row]) -> Report:
     """Return one table per model and mesh; the picture has speed and bytes by mesh axes, a line of panels per model."""
-    optional = [key for key in ("optimizer", "sequences") if len({row[key] for row in rows}) > 1]
+    optional = [key for key in ("optimizer", "sequences", "pipeline") if len({row[key] for row in rows}) > 1]
 
     def words(row: Row) -> list[str]:
         return [row[key] for key in ("rules", "strategy", *optional)]

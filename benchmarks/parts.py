@@ -32,6 +32,8 @@ LAYOUTS = (
     *(f"rules={name} dispatch=ring mesh=fsdp8" for name in ("fsdp_ep", "pure_fsdp")),
     *(f"rules={name} dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.context=2" for name in ("fsdp_ep", "cp_as_ep")),
     "rules=tensor dispatch=ring mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
+    "rules=fsdp_ep dispatch=ring mesh.stage=2 mesh.fsdp=2 mesh.expert=2",
+    "rules=fsdp_ep dispatch=ring mesh.stage=2 mesh.fsdp=2 mesh.expert=2 execution.pipeline.gather=tick",
 )
 # DeepSeek-V2-Lite with its router, experts, experts per token and shared experts; 3 layers, and narrow (most by 16).
 NARROW = (
@@ -52,7 +54,8 @@ CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
 _POSITIVE = Range(at_least=1)
 # Keys that name what is compared, and what an entry of theirs may set: with other words, results would not compare.
 _COMPARED = ("mesh", "dispatch", "layout")
-_LAYOUT = ("mesh", "rules", "dispatch", "optimizer", "execution.context_parallel", "execution.sequence_order")
+_LAYOUT = ("mesh", "rules", "dispatch", "optimizer")
+_LAYOUT += ("execution.context_parallel", "execution.sequence_order", "execution.pipeline")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,10 @@ class Running:
 
     def update(self, batches: Iterator[Batch]) -> float:
         """Make an update with the next batch, and return its seconds."""
-        batch = jax.block_until_ready(self.feed(next(batches)))
+        # With stages a step has more micro-batches: the same rows, in the same order.
+        shape = self.step.arguments[1].tokens.shape
+        batch = jax.tree.map(lambda x: x.reshape(shape), next(batches))
+        batch = jax.block_until_ready(self.feed(batch))
         began = time.perf_counter()
         metrics = jax.device_get(self.run(batch))
         seconds = time.perf_counter() - began

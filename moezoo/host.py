@@ -94,6 +94,16 @@ def in_gib(number: int) -> str:
     return f"{number / 2**30:,.1f} GiB"
 
 
+def in_units(number: int) -> str:
+    """Return a number of bytes in three digits, such as "1.71 MB"."""
+    count = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Yield the limits in bytes of the control groups that this process is in, of both versions, where readable.
 

@@ -45,13 +45,16 @@ class ActivationRow(NamedTuple):
 def activations(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTable) -> tuple[ActivationRow, ...]:
     """Return the main arrays of one pass, in the order in which it makes them. Layers that are alike share rows.
 
+    With stages they are those of one micro-batch in its stage, and what the pipeline keeps of all micro-batches.
+
     `traffic`: the collectives of the traced call.
     """
     return tuple(dict.fromkeys(_rows(cfg, model, call, traffic)))
 
 
 def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTable) -> Iterator[ActivationRow]:
-    execution, dtype, (rows, length) = call.execution, call.execution.dtype, call.local_tokens
+    whole, dtype, (rows, length) = call.execution, call.execution.dtype, call.local_tokens
+    execution = whole.within_stage
     gathers = {row.axes for row in traffic.within("layers/attention") if row.collective == "all_gather"}
     gathered = execution.sequence_axes and execution.sequence_axes in gathers
     split = (execution.batch_axes, execution.sequence_axes)
@@ -75,8 +78,8 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
             sizes = {axis: max(1, size // _ways(axis, execution)) for axis, size in whole_sizes.items()}
             yield of_tokens(f"{name} kept by attention", sizes)
             if gathered:
-                axes, whole = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
-                yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), whole, dtype, execution)
+                axes, local = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
+                yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), local, dtype, execution)
     yield from () if call.cache is None else cache_rows(model, call.cache, execution)
     if any(block.moe is not None for block in blocks):
         yield of_tokens("router probabilities", {"router": cfg.model.experts}, jnp.float32)
@@ -86,8 +89,23 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
             ("inner rows of the experts", "expert_mlp", cfg.model.expert_mlp // execution.inner_group("mlp").size),
         ):
             yield _row(name, ("rows", axis), (tuple(dict.fromkeys(over)),), (room, size), dtype, execution)
-    logits = (call.logits, cfg.model.vocab // execution.inner_group("vocab").size)
-    yield _row("logits held at once", ("tokens", "vocab"), (execution.token_axes,), logits, jnp.float32, execution)
+    yield from _pipeline_rows(cfg, call)
+    logits = (call.logits, cfg.model.vocab // whole.inner_group("vocab").size)
+    yield _row("logits held at once", ("tokens", "vocab"), (whole.token_axes,), logits, jnp.float32, whole)
+
+
+def _pipeline_rows(cfg: TrainConfig, call: Call) -> Iterator[ActivationRow]:
+    """Yield what each stage keeps of the micro-batches; only training has a backward pass, which runs ticks again."""
+    execution, order = call.execution, call.execution.pipeline
+    if order is None or execution.stages == 1:
+        return
+    own, split = execution.micro_batches // execution.stages, (execution.batch_axes, execution.sequence_axes)
+    kept = {"micro-batches that wait": ("micro-batches", own), "micro-batches that are done": ("micro-batches", own)}
+    if "gradients" in call.memory:
+        kept = {"inputs of ticks": ("ticks", order.ticks(execution.stages)), **kept}
+    for name, (axis, count) in kept.items():
+        axes, local = (axis, "batch", "seq", "embed"), (count, *call.local_tokens, cfg.model.embed)
+        yield _row(name, axes, (execution.stage_axes, *split), local, execution.dtype, execution)
 
 
 def cache_rows(model: LanguageModel, cache: Cache, execution: Execution) -> Iterator[ActivationRow]:
@@ -120,7 +138,7 @@ def _ways(axis: str, execution: Execution) -> int:
 
 def _room(cfg: TrainConfig, call: Call) -> int:
     """Return the rows that the experts of a device have room for, in the largest chunk."""
-    execution, tokens = call.execution, math.prod(call.local_tokens)
+    execution, tokens = call.execution.within_stage, math.prod(call.local_tokens)
     group = execution.expert_group(cfg.model.experts)
     strategy = for_group(execution.strategy, group)
     return max(strategy.rows(chunk, cfg.model.experts_per_token, group) for chunk in strategy.chunk_sizes(tokens))

@@ -18,6 +18,7 @@ from moezoo.generation.sampling import Sampling
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
+from moezoo.models.stage_set import stage_weights
 from moezoo.nn.cache import Cache
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 
     Attributes:
         execution: How it runs the model.
-        rows: The sequences of one pass through the layers, over all devices.
+        rows: The sequences of one pass through the layers, over all devices; with stages over those of one.
         length: The tokens of each.
         logits: The tokens per device whose logits exist at the same time.
         cache: The shapes of the cache that it reads; None without one.
@@ -72,7 +73,8 @@ def _train(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) 
     tokens = execution.micro_batches * rows * cfg.seq_len // execution.ways(execution.token_axes)
     logits = chunk_rows(tokens, _local_vocab(cfg, execution))
     step = build_step(cfg, execution, blueprint)
-    return Call(execution, rows, cfg.seq_len, logits, None, step.memory, lambda: step.traced)
+    memory = step.memory | dict(stage_weights(blueprint.shapes, blueprint.mask, execution))
+    return Call(execution, rows, cfg.seq_len, logits, None, memory, lambda: step.traced)
 
 
 def _evaluate(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
@@ -83,7 +85,8 @@ def _evaluate(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = Non
     logits = chunk_rows(tokens.size // execution.ways(execution.token_axes), _local_vocab(cfg, execution))
     batch: Any = Batch(*(tokens,) * 4)
     trace = lambda: make_sums(model, execution).trace(model, batch)  # noqa: E731
-    return Call(execution, rows, cfg.seq_len, logits, None, _parameters(model, execution), trace)
+    memory = _parameters(model, execution) | dict(stage_weights(model, None, execution))
+    return Call(execution, rows, cfg.seq_len, logits, None, memory, trace)
 
 
 def _prefill(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
@@ -118,9 +121,8 @@ def _generation(cfg: TrainConfig, model: LanguageModel, mesh: AnyMesh | None) ->
             f"seq_len={cfg.seq_len}: a prompt of so many tokens and one new token exceed {limit}; "
             f"choose at most {limit.tokens - 1}"
         )
-    execution = build_execution(cfg, mesh or abstract_mesh(cfg.mesh), batches="any").exact.in_turn.for_rows(
-        cfg.batch_size
-    )
+    execution = build_execution(cfg, mesh or abstract_mesh(cfg.mesh), batches="any")
+    execution = execution.exact.in_turn.for_rows(cfg.batch_size)
     how = continuation(model, cfg.seq_len, round_up(1), Sampling(), execution, rows=cfg.batch_size)
     programs, prompts = how.programs(model), prompt_shapes(cfg.batch_size, cfg.seq_len)
     return _Generation(how.prefill, how.decode, programs.begin, programs.advance, (model, prompts))

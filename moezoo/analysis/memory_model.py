@@ -16,14 +16,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from moezoo.analysis.calls import CALLS
-from moezoo.analysis.saved import saved_bytes
+from moezoo.analysis.saved import saved_bytes, tick_bytes
 from moezoo.config.build import blueprint_on, build_execution
 from moezoo.config.settings import TrainConfig
 from moezoo.generation.generate import round_up
 from moezoo.kernels.grouped_matmul import chosen_backend
 from moezoo.models.base import LanguageModel
+from moezoo.models.block import Block
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.layers import block_path
+from moezoo.models.stage_set import stage_weights
 from moezoo.models.working_set import Term, backward_moments, forward_terms, of_one, stream, weights_of
 from moezoo.nn.cache import Kept
 from moezoo.parallel.axes import Role
@@ -110,13 +112,15 @@ def _moment(name: str, *terms: Term) -> Moment:
 def step_footprint(step: Step) -> Footprint:
     """Return the memory of a training step on one device of its mesh."""
     execution, model, mask, held = step.execution, step.blueprint.shapes, step.blueprint.mask, step.memory
-    steps, rows, length = step.arguments[1].tokens.shape
-    tokens = rows * length // execution.ways(execution.token_axes)
+    count, rows, length = step.arguments[1].tokens.shape
+    inside, own = execution.within_stage, execution.micro_batches // execution.stages
+    tokens = rows * length // execution.ways(inside.token_axes)  # of a micro-batch
+    steps = count // execution.micro_batches
     stored = local_bytes(step.arguments[0], step.placements)
     counters = stored - held["parameters"] - held["optimizer state"]
     arguments = (
         *(Term(name, held[name]) for name in ("parameters", "optimizer state")),
-        Term("batch and counters", 4 * 4 * tokens * steps + counters),
+        Term("batch and counters", 4 * 4 * own * tokens * steps + counters),
     )
     gradients = Term("gradients", held["gradients"])
     # Over several micro-steps their sum is there too.
@@ -131,20 +135,59 @@ def step_footprint(step: Step) -> Footprint:
             *always,
             Term("saved activations", sum(saved)),
             # The last activations, as given and cut into chunks, and their gradient.
-            Term("residual stream and its gradient", 3 * stream(tokens, model.config.embed, execution)),
+            Term("residual stream and its gradient", 3 * stream(own * tokens, model.config.embed, execution)),
             Term("unembedding and its gradient", readout.whole + readout.gradients + readout.summed),
-            Term("logits and their gradient", 3 * 4 * vocab * chunk_rows(tokens, vocab)),
+            Term("logits and their gradient", 3 * 4 * vocab * chunk_rows(own * tokens, vocab)),
         )
     ]
-    for number, kind in _blocks_backward(model):
-        block, learns = of_one(model.stacks[number].blocks[kind]), mask.stacks[number].blocks[kind]
-        # Later stacks have used up what they saved.
-        before = Term("saved activations", sum(saved[: number + 1]))
-        for name, terms in backward_moments(block, learns, execution, tokens, backend).items():
-            where = f"backward pass of {block_path(number, kind)}: {name}"
-            moments.append(_moment(where, *always, gradients, before, *terms))
+    for part, name, block, learns, how, more in _parts_backward(step, len(saved)):
+        # Later parts have used up what they saved.
+        before = Term("saved activations", sum(saved[: part + 1]))
+        for moment, terms in backward_moments(block, learns, how, tokens, backend).items():
+            moments.append(_moment(f"backward pass of {name}: {moment}", *always, gradients, before, *terms, *more))
     moments.append(_moment("update", *arguments, gradients, Term("updates in float32", _updates(step))))
     return Footprint(sum(term.bytes for term in arguments), tuple(moments))
+
+
+class _Part(NamedTuple):
+    """Layers of one kind in a backward pass: the number of what they saved, their name, and what else is there."""
+
+    saved: int
+    name: str
+    block: Block
+    learns: Block
+    execution: Execution
+    more: tuple[Term, ...] = ()
+
+
+def _parts_backward(step: Step, saved: int) -> Iterator[_Part]:
+    """Yield the kinds of layers, the last of the model first; with stages those before, in and after their ticks."""
+    execution, model, mask = step.execution, step.blueprint.shapes, step.blueprint.mask
+    piped = execution.piped(model)
+    _, rows, length = step.arguments[1].tokens.shape
+    passing = stream(rows * length // execution.ways(execution.within_stage.token_axes), model.config.embed, execution)
+    own = execution.micro_batches // execution.stages
+    # Of the layers outside of stages: the activations of all own micro-batches, and their gradients.
+    between = (Term("micro-batches of the stage", 2 * own * passing),) if piped is not None else ()
+    for number, kind in _blocks_backward(model):
+        block, learns = of_one(model.stacks[number].blocks[kind]), mask.stacks[number].blocks[kind]
+        name = block_path(number, kind)
+        if piped is None:
+            yield _Part(number, name, block, learns, execution)
+            continue
+        in_ticks = int(piped.stack > 0)  # what is before the ticks saves first
+        if number > piped.stack or (number == piped.stack and model.stacks[number].count > piped.periods):
+            yield _Part(saved - 1, name, block, learns, execution, between)
+        if number == piped.stack:
+            # Gradients of those that wait and of those that are done, and of what passes.
+            more = (
+                *stage_weights(model, mask, execution),
+                Term("gradients of micro-batches of the stage", (2 * own + 1) * passing),
+                Term("inputs of the layers of a tick", tick_bytes(step)),
+            )
+            yield _Part(in_ticks, f"{name} in a tick", block, learns, execution.within_stage, more)
+        if number < piped.stack:
+            yield _Part(0, name, block, learns, execution, between)
 
 
 def _blocks_backward(model: LanguageModel) -> Iterator[tuple[int, int]]:
@@ -197,17 +240,23 @@ def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Bluepr
     fixed = jax.tree.map(lambda _: False, model)
     parameters = Term("parameters", program.memory["parameters"])
     held = (parameters, Term("parameters as loops read them", hoisted_bytes(model, execution)))
-    given = Term("batch", 4 * 4 * rows * length)
+    own, piped = execution.micro_batches // execution.stages, execution.piped(model)
+    given = Term("batch", 4 * 4 * own * rows * length)
     if call != "evaluate":
         given = Term("cache", sum(_cache_bytes(model, cfg, execution, rows)))
     vocab = model.vocab // execution.inner_group("vocab").size
     readout, moments = weights_of(model.readout, fixed.readout, execution), []
     for number, stack in enumerate(model.stacks):
         for kind, block in enumerate(map(of_one, stack.blocks)):
-            weights = weights_of(block, fixed.stacks[number].blocks[kind], execution)
+            staged = piped is not None and number == piped.stack
+            how = execution.within_stage if staged else execution
+            weights = weights_of(block, fixed.stacks[number].blocks[kind], how)
             # With a cache, weights that are not gathered are read where they lie.
             read = Term("gathered weights", weights.whole if call == "evaluate" else weights.gathered)
-            terms = forward_terms(block, execution, rows * length, _backend(execution))
+            terms = forward_terms(block, how, rows * length, _backend(execution))
+            if staged:  # what waits, what is done, and what passes
+                passing = (2 * own + 1) * stream(rows * length, model.config.embed, execution)
+                terms += (*stage_weights(model, None, execution), Term("micro-batches of the stage", passing))
             moments.append(_moment(block_path(number, kind), *held, given, read, *terms))
     logits = Term("logits", 2 * 4 * vocab * program.logits)
     moments.append(_moment("head", *held, given, Term("unembedding", readout.whole), logits))

@@ -57,6 +57,8 @@ class PlanRow(NamedTuple):
         bound_by: Which one is the largest.
         tokens_per_second_per_device: A bound from above.
         utilisation: The share of the peak rate that the FLOPs of the model are; a bound from above.
+        bubble: With pipeline stages, the share of ticks in which a stage has no work. They count in the least time and
+            in FLOPs that are executed, not in those of the model.
     """
 
     words: tuple[str, ...]
@@ -80,6 +82,7 @@ class PlanRow(NamedTuple):
     bound_by: str | None = None
     tokens_per_second_per_device: float | None = None
     utilisation: float | None = None
+    bubble: float | None = None
 
 
 def target_of(where: Slice) -> Target:
@@ -124,6 +127,7 @@ def program_of(words: Sequence[str], where: Slice) -> Hashable:
     stored = tuple(str(placement) for placement in jax.tree.leaves(execution.placements(shapes)))
     group = execution.expert_group(cfg.model.experts)
     split = (execution.batch_axes, execution.sequence_axes, group.axes, tuple(cfg.mesh.sizes.items()), str(where))
+    split += (str(execution.pipeline),)
     inner = tuple(execution.inner_group(axis).axes for axis in ("heads", "mlp", "vocab"))
     return stored, split, inner, str(cfg.dispatch) if group.size > 1 else ""
 
@@ -136,6 +140,8 @@ def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: Call
         held[term.name] = held.get(term.name, 0) + term.bytes
     row = PlanRow(words, mesh, cfg.rules.name, _strategy(cfg, call), found.peak <= have, "", have)
     row = row._replace(bytes_per_device=found.peak, memory=held, moment=found.moment)
+    if (stages := cfg.mesh.stage) > 1 and call in ("train", "evaluate"):
+        row = row._replace(bubble=cfg.execution.pipeline.bubble(stages))
     return row if row.fits else row._replace(reason=_shortage(found, have))
 
 
@@ -217,8 +223,13 @@ def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
     if "buffer_factor" in options:
         found.append(["dispatch.buffer_factor=1.5"])
     if call == "train":
-        now = cfg.execution.microbatches
-        found.append([f"execution.microbatches={now * n}" for n in divisors(cfg.batch_size // now)[1:]])
+        now, rest = cfg.execution.microbatches, cfg.batch_size // cfg.micro_batches
+        if cfg.mesh.stage > 1:  # smaller ones pass through the stages, which then wait less
+            count = cfg.execution.pipeline.count(cfg.mesh.stage)
+            found += [["execution.pipeline.gather=tick"]] * (cfg.execution.pipeline.gather == "once")
+            found.append([f"execution.pipeline.microbatches={count * n}" for n in divisors(rest)[1:]])
+        else:
+            found.append([f"execution.microbatches={now * n}" for n in divisors(rest)[1:]])
     return [values for values in found if values]
 
 

@@ -15,12 +15,13 @@ memory, and a layer's weights do not stay on the chip from one pass to the next.
 |---|---|
 | weights | once in each product that reads them, of experts that have rows; gradients once in each that makes them |
 | collectives | what is received, written once |
-| saved activations | the input of each layer that is differentiated, written and read once |
+| saved activations | the input of each layer that is differentiated, and of each tick, written and read once |
 | embeddings | the rows of this device's tokens, read once |
 | update | trained parameters, their gradients and moments, read and written once |
 | cache | written by a prefill, read by a decoding step |
 
-Other activations and logits may stay on the chip, so they do not count.
+Other activations and logits may stay on the chip, so they do not count. A tick in which a pipeline stage has no work
+takes as long as the others, and counts as they do. The FLOPs of the model do not contain it.
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ from moezoo.moe.chunks import layer_rows
 from moezoo.moe.dispatch import Capacity, Dense
 from moezoo.parallel.axes import count_parameters, is_stored, parameter_table
 from moezoo.parallel.mesh import no_context_mesh
+from moezoo.parallel.remat import REMAT
 from moezoo.parallel.traces import Equation, collective_traffic, equations
 from moezoo.parallel.traffic import CallName, Phase, TrafficTable
 from moezoo.typed import convert
@@ -52,7 +54,8 @@ class Work(NamedTuple):
 
     Attributes:
         flops: Phase -> FLOPs of products. Evaluation and generation are all `outside`.
-        model_flops: A device's share of `model_flops` in training, otherwise the sum of `flops`.
+        model_flops: A device's share of `model_flops` in training, and of its forward pass where stages evaluate;
+            otherwise the sum of `flops`.
         hbm: What moves -> the bytes read from memory or written to it, at least.
         traffic: The collectives.
     """
@@ -126,7 +129,9 @@ def work_of(cfg: TrainConfig, call: CallName = "train", *, blueprint: Blueprint 
         traced = program.trace()
     device = _Device(cfg, blueprint, call, program)
     traffic, flops, hbm = collective_traffic(traced.jaxpr, "tpu"), device.flops(traced), device.hbm(traced)
-    share = model_flops(cfg) / cfg.mesh.devices if call == "train" else sum(flops.values())
+    share = sum(flops.values())
+    if call == "train" or program.execution.stages > 1:  # in ticks without work, nothing is the model's
+        share = model_flops(cfg) / cfg.mesh.devices / (1 if call == "train" else 3)
     return Work(flops, share, hbm | {"collectives": float(traffic.bytes)}, traffic)
 
 
@@ -152,7 +157,19 @@ class _Device:
         self.room = layer_rows(self.execution.strategy, tokens, k, group)
         needed = (-(-tokens // group.size) if group.replicated else tokens) * k
         self.rows = self.room if isinstance(self.execution.strategy, Capacity | Dense) else min(needed, self.room)
-        self.tokens = tokens * (cfg.execution.microbatches if call == "train" else 1)
+        passes, order = cfg.execution.microbatches if call == "train" else 1, self.execution.pipeline
+        # Of the layers that run whole: with stages, a device has the micro-batches of its stage.
+        self.tokens = tokens * passes * self.execution.micro_batches // self.execution.stages
+        # Of the layers in stages: a tick without work computes as the others do.
+        self.in_ticks = 0 if order is None else tokens * passes * order.ticks(self.execution.stages)
+        # For each stack, tokens times periods, of those that run whole and of those that run in ticks.
+        self.whole, self.ticks = (
+            [self.tokens * stack.count for stack in self.model.stacks],
+            [0] * len(self.model.stacks),
+        )
+        if (piped := self.execution.piped(self.model)) is not None:
+            self.whole[piped.stack] -= self.tokens * piped.periods
+            self.ticks[piped.stack] = self.in_ticks * piped.depth
         mask = blueprint.mask
         # The backward pass ends at the first part, from the embedding on, in which something is trained.
         learns = [any(jax.tree.leaves((mask.embedding, mask.stacks[: n + 1]))) for n in range(len(self.model.stacks))]
@@ -169,26 +186,31 @@ class _Device:
                 used = self.rows / self.room if one.scope.endswith("experts") else 1.0
                 found[one.phase] += one.times * used * _flops(one)
         if self.call != "decode":
-            tokens = self.tokens * self.cfg.seq_len / self.program.length  # without the padding of prompts
+            padding = self.cfg.seq_len / self.program.length  # prompts have more tokens than attend
             heads = self.cfg.model.heads // self.execution.inner_group("heads").size
             pair = 2 * heads * self.cfg.model.dims_of_a_pair  # FLOPs of a query and a key that it sees
-            whole = [tokens * pair * keys for keys in _seen(self.cfg, self.model)]
+            seen = [pair * keys for keys in _seen(self.cfg, self.model)]
+            whole, ticks = ([n * per for n, per in zip(part, seen, strict=True)] for part in (self.whole, self.ticks))
             reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
-            found["forward" if any(self.reached) else "outside"] += sum(whole)
-            found["backward"] += 2 * reached
-            found["recomputed"] += reached * again
+            run_again = sum(each for each, learns in zip(ticks, self.reached, strict=True) if learns)
+            found["forward" if any(self.reached) else "outside"] += padding * sum(whole) + sum(ticks)
+            found["backward"] += 2 * (reached + run_again)
+            if run_again:  # the trace shows that ticks attend again; in them layers do as everywhere
+                again = REMAT[self.execution.remat].kernels_keep == "inputs"
+            found["recomputed"] += reached * again + run_again * (1 + again)
         return found
 
     def hbm(self, traced: Any) -> dict[str, float]:
         """Return the bytes of memory of each kind, without those of collectives."""
-        stream = self.tokens * self.cfg.model.embed * jnp.dtype(self.execution.dtype).itemsize
-        embeddings = stream / self.execution.inner_group("vocab").size
+        width = self.cfg.model.embed * jnp.dtype(self.execution.dtype).itemsize
+        embeddings = self.tokens * width / self.execution.inner_group("vocab").size
         found = {"weights": self._weight_bytes(traced), "embeddings": embeddings}
         if self.call == "train":
-            stacks = zip(self.model.stacks, self.reached, strict=True)
-            layers = sum(stack.count * len(stack.blocks) for stack, learns in stacks if learns)
+            stacks = list(zip(self.model.stacks, self.reached, self.whole, self.ticks, strict=True))
+            layers = sum(len(stack.blocks) * (whole + ticks) for stack, learns, whole, ticks in stacks if learns)
+            layers += self.in_ticks * any(learns and ticks for _, learns, _, ticks in stacks)
             memory = self.program.memory
-            found["saved activations"] = 2.0 * layers * stream
+            found["saved activations"] = 2.0 * layers * width
             # Trained parameters have the bytes of their gradients.
             found["update"] = 2.0 * (2 * memory["gradients"] + memory["optimizer state"])
         if isinstance(traced.out_info, Continued):
@@ -266,11 +288,11 @@ def _flops(one: Equation) -> float:
 
 
 def _seen(cfg: TrainConfig, model: Any) -> list[float]:
-    """Return the keys per query, itself included: for each stack the mean over queries, summed over its layers."""
+    """Return the keys per query, itself included: for each stack the mean over queries, summed over a period."""
     seen = []
     for stack in model.stacks:
         windows = [block.attention.state(cfg.seq_len).num_slots for block in stack.blocks]
-        seen.append(sum(stack.count * (w - w * (w - 1) / 2 / cfg.seq_len) for w in windows))
+        seen.append(sum(w - w * (w - 1) / 2 / cfg.seq_len for w in windows))
     return seen
 
 
@@ -284,5 +306,6 @@ def model_flops(cfg: TrainConfig) -> float:
     active = count_parameters(shapes, m.experts_per_token)[1] - sum(
         math.prod(shape) for _, axes, shape in parameter_table(shapes) if len({*axes.names} - {"layer"}) == 1
     )
-    attention = 2 * m.heads * m.dims_of_a_pair * sum(_seen(cfg, shapes))
+    seen = sum(stack.count * keys for stack, keys in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
+    attention = 2 * m.heads * m.dims_of_a_pair * seen
     return 3.0 * tokens * (2 * (active - m.looked_up) + attention)

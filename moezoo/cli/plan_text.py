@@ -71,12 +71,12 @@ def _number(get: Callable[[PlanRow], float | None], form: str, unit: float = 1.0
 
 
 def _settings(row: PlanRow) -> str:
-    """Return settings of memory, by the last part of their keys, such as "microbatches=4"."""
+    """Return settings of memory, by the ends of their keys, such as "microbatches=4" and "pipeline.microbatches=16"."""
     last = {word.partition("=")[0]: word for word in row.words if word.startswith(_MEMORY)}
-    return " ".join(f"{key.rpartition('.')[2]}={word.partition('=')[2]}" for key, word in last.items())
+    return " ".join(f"{key.partition('.')[2]}={word.partition('=')[2]}" for key, word in last.items())
 
 
-_MEMORY = ("execution.remat=", "execution.microbatches=", "execution.reduce_dtype=", "dispatch.")
+_MEMORY = ("execution.remat=", "execution.microbatches=", "execution.pipeline.", "execution.reduce_dtype=", "dispatch.")
 _LEFT = ("mesh", "rules", "dispatch", "settings", "bound by", "fits")
 _COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "mesh": lambda row: mesh_name(row.mesh),
@@ -88,6 +88,7 @@ _COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "compiled": _number(lambda row: row.compiled_bytes, ".4g", _GIB),
     "s/step >=": _number(lambda row: row.step_seconds, ".4g"),
     "bound by": lambda row: row.bound_by or "",
+    "bubble": _number(lambda row: row.bubble, ".1%"),
     "compute s": _number(lambda row: (row.seconds or {}).get("compute"), ".3g"),
     "HBM s": _number(lambda row: (row.seconds or {}).get("HBM"), ".3g"),
     "links s": _number(lambda row: max(_links(row).values(), default=None), ".3g"),

@@ -51,6 +51,10 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
     chosen = {**sizes, "rules": cfg.rules.name, "dispatch": path_of(type(cfg.dispatch)), **options}
     settings, shown = cfg.execution, " ".join(f"{key}={show(value)}" for key, value in chosen.items())
     micro = f" execution.microbatches={settings.microbatches}" * (call == "train" and settings.microbatches > 1)
+    if cfg.mesh.stage > 1 and call in ("train", "evaluate"):
+        count = settings.pipeline.count(cfg.mesh.stage)
+        order = {"microbatches": count, "chunks": settings.pipeline.chunks, "gather": settings.pipeline.gather}
+        micro += "".join(f" execution.pipeline.{key}={value}" for key, value in order.items())
     return (
         f"{call} {name_of(cfg.model)}: {total:,} parameters in {settings.param_dtype}, computed in {settings.dtype}; "
         f"batch_size={cfg.batch_size} seq_len={cfg.seq_len}{micro}\n"

@@ -22,9 +22,13 @@ def check_sizes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_batch(cfg: TrainConfig, execution: Execution) -> None:
-    """Refuse a batch of which token ids, and the activations of one micro-step between two layers, do not fit."""
+    """Refuse a batch of which token ids, and the activations of one micro-step between two layers, do not fit.
+
+    A stage has the activations of its micro-batches twice, of those that wait and of those that are done.
+    """
     tokens = cfg.batch_size * cfg.seq_len // execution.ways(execution.token_axes)
     activations = stream(tokens // cfg.execution.microbatches, cfg.model.embed, execution)
+    activations *= 2 if execution.stages > 1 else 1
     what = f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} in execution.microbatches={cfg.execution.microbatches}"
     advice = "choose a smaller batch_size or seq_len, or more execution.microbatches"
     # Tokens, labels, segments and positions are int32.

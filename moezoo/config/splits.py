@@ -38,9 +38,10 @@ def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> Limits:
         for logical, size, over in zip(axes.names, array.shape, stored, strict=True):
             limits.setdefault(over, {})[f"{LOGICAL_AXES[logical]}={size}"] = size
     if batches == "configured":
-        size, length, micro_steps = cfg.batch_size, cfg.seq_len, cfg.execution.microbatches
+        size, length, micro_steps, stages = cfg.batch_size, cfg.seq_len, cfg.execution.microbatches, cfg.mesh.stage
         parts = f" / execution.microbatches={micro_steps}" * (micro_steps > 1)
-        rows = 1 if size % micro_steps else size // micro_steps
+        parts += f" / execution.pipeline.microbatches={cfg.execution.pipeline.count(stages)}" if stages > 1 else ""
+        rows = 1 if size % cfg.micro_batches else size // cfg.micro_batches
         limits.setdefault(cfg.rules.batch, {})[f"batch_size={size}{parts}"] = rows
         halves = sequence_order(cfg) == "balanced"
         places = (1 if length % 2 else length // 2) if halves else length

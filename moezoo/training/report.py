@@ -18,6 +18,7 @@ from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
 from moezoo.data.epochs import Epochs
+from moezoo.host import in_units
 from moezoo.hub.adapters import describe_peers
 from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
@@ -40,21 +41,13 @@ from moezoo.progress import BatchCounter, bar_on
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import MetricsRow
 from moezoo.training.sample import Sample
+from moezoo.training.stage_lines import stage_lines
 from moezoo.training.step import Step
 from moezoo.typed import show
 
 HELD_OUT_FILE = "held_out.txt"
 _TITLE_WIDTH, _MOST_PARTS = 12, 3
 _MUCH_ROOM = 5  # rows of room per row in use from which the summary mentions it
-
-
-def _bytes(number: int) -> str:
-    count = float(number)
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -113,7 +106,8 @@ def dispatch_lines(cfg: TrainConfig, execution: Execution, blueprint: Blueprint)
     """Describe the strategy of training, the bytes that `dispatch` chose it by, if it did, and much unused room."""
     rows, stacks = cfg.batch_size // cfg.micro_batches, blueprint.shapes.stacks
     training = compare_strategies(stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
-    validation = compare_strategies(stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
+    rows = cfg.batch_size // execution.micro_batches
+    validation = compare_strategies(stacks, rows, cfg.seq_len, execution.exact, "evaluate")
     lines = [dispatch_line(training.chosen, training.group)]
     lines += choice_lines(cfg.dispatch, {"train": training, "evaluate": validation})
     return lines + room_lines(training)
@@ -124,7 +118,7 @@ def choice_lines(dispatch: DispatchChoice, calls: dict[CallName, Compared]) -> l
     lines = []
     for call, found in calls.items():
         if found.bytes:
-            bytes_of = ", ".join(f"{path_of(type(each))} {_bytes(number)}" for each, number in found.bytes.items())
+            bytes_of = ", ".join(f"{path_of(type(each))} {in_units(number)}" for each, number in found.bytes.items())
             chosen = path_of(type(found.chosen))
             lines.append(f"{path_of(type(dispatch))}: {chosen} to {call}; received per layer: {bytes_of}")
     return lines
@@ -196,8 +190,8 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
         return []
     parts = list(traffic.outline(2).by("scope").items())[:_MOST_PARTS]
     return [
-        f"{_bytes(traffic.bytes)} received per device and step, by {_counted(traffic.count, 'collective')}",
-        "largest: " + ", ".join(f"{scope} {_bytes(part.bytes)}" for (scope,), part in parts),
+        f"{in_units(traffic.bytes)} received per device and step, by {_counted(traffic.count, 'collective')}",
+        "largest: " + ", ".join(f"{scope} {in_units(part.bytes)}" for (scope,), part in parts),
     ]
 
 
@@ -216,7 +210,7 @@ def optimizer_lines(update: Sequence[Work], traffic: TrafficTable) -> list[str]:
     """Describe what updates which parameters, how, and what it takes, where several rules do."""
     if len(update) == 1:
         return []
-    received = _bytes(traffic.within("optimizer").bytes)
+    received = in_units(traffic.within("optimizer").bytes)
     lines = []
     for each in update:
         takes = f"; {each.flops / 1e9:.3g} GFLOP of work, {received} received per device and step" * bool(each.flops)
@@ -268,7 +262,7 @@ def _adapter_rows(blueprint: Blueprint, pairs: Sequence[tuple[str, int, int]]) -
         paths, counts, sizes = zip(*entries, strict=True)
         drops = f", dropout {blueprint.adapter.dropout:g}" * bool(blueprint.adapter.dropout)
         how = f"rank {rank}, scale {scale:.4g}{drops}"
-        yield "adapter", f"{how}: {sum(counts):,} parameters, {_bytes(sum(sizes))}: {short_names(paths)}"
+        yield "adapter", f"{how}: {sum(counts):,} parameters, {in_units(sum(sizes))}: {short_names(paths)}"
     if unread := describe_peers(blueprint.shapes):
         yield "adapter", unread
 
@@ -281,7 +275,7 @@ def _count_rows(found: Mapping[str, Sequence[tuple[str, int, int]]]) -> list[tup
         paths, counts, sizes = zip(*part, strict=True)
         # Where only some layers train a parameter, its name alone would be in both lines.
         shown = short_names(path[1:] if pattern_of(path) in names & others else path for path in paths)
-        rows.append((title, f"{sum(counts):,} parameters, {_bytes(sum(sizes))}: {shown}"))
+        rows.append((title, f"{sum(counts):,} parameters, {in_units(sum(sizes))}: {shown}"))
     return rows
 
 
@@ -291,7 +285,7 @@ def summarize(
     """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)
     model, traffic = step.arguments[0].model, collective_traffic(step.traced.jaxpr)
-    memory = {what: _bytes(number) for what, number in step.memory.items()}
+    memory = {what: in_units(number) for what, number in step.memory.items()}
     parameters, active = count_parameters(model, cfg.model.experts_per_token)
     used = [f"{axis}={size}" for axis, size in execution.sizes.items() if size > 1]
     devices = execution.mesh.devices
@@ -310,6 +304,7 @@ def summarize(
         ),
         *(("rules", line) for line in _token_lines(cfg, execution)),
         *(("rules", line) for line in unsplit_lines(execution.rules, execution.sizes)),
+        *(("stages", line) for line in stage_lines(execution, model, traffic)),
         *(("weights", line) for line in layout_lines(step.placements.model)),
         *(("dispatch", line) for line in dispatch_lines(cfg, execution, step.blueprint)),
     ]

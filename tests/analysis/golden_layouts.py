@@ -1,6 +1,7 @@
 """The layouts whose description is tracked in `goldens/`: two laptop presets, every rule set, two meshes of each.
 
-Of `serve`, the two programs of generation: it reads one long prompt, and a token of eight rows.
+Of `serve`, the two programs of generation: it reads one long prompt, and a token of eight rows. With pipeline stages, a
+step whose stages store their layers, and an evaluation whose layers move to their stages, some of them outside.
 
 `python tests/analysis/golden_layouts.py` rewrites the files.
 """
@@ -33,6 +34,10 @@ for place, rules in enumerate(name for name in groups()["rules"] if name != "ser
     for number, mesh in enumerate(_MESHES.get(rules, ("mesh=fsdp2_ep4", _CONTEXT)), 1):
         model = MODELS[(place + number) % 2]
         LAYOUTS[f"{model}-{rules}-{number}.txt"] = f"model={model} {mesh} rules={rules}"
+_STAGES = "mesh.stage=2 mesh.fsdp=2 mesh.expert=2 batch_size=32 seq_len=64 execution.pipeline.microbatches=4"
+LAYOUTS["mixtral-stages-once.txt"] = f"model=mixtral {_STAGES}"
+_APART = "model=deepseek model.layers=6 execution.pipeline.chunks=2 execution.pipeline.gather=tick"
+LAYOUTS["deepseek-stages-evaluate.txt"] = f"{_APART} {_STAGES} --call=evaluate"
 for model, (call, sizes) in zip(MODELS, _CALLS, strict=True):
     LAYOUTS[f"{model}-serve-{call}.txt"] = f"model={model} {_SERVED} {sizes} --call={call}"
 

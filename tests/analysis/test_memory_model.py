@@ -10,7 +10,7 @@ from moezoo.analysis.activations import cache_rows
 from moezoo.analysis.calls import CALLS
 from moezoo.analysis.compiling import memory_of
 from moezoo.analysis.memory_model import footprint, step_footprint
-from moezoo.analysis.saved import saved_bytes, traced_bytes
+from moezoo.analysis.saved import saved_bytes, tick_bytes, traced_bytes
 from moezoo.config.build import blueprint_on, build_execution
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import mesh_of
@@ -164,3 +164,48 @@ def test_peak_is_near_what_compilers_have_in_use(name):
     assert memory is not None
     print(f"{name}: {predicted.peak / 1e9:.1f} GB at {predicted.moment}; in use {memory.in_use / 1e9:.1f} GB")
     assert memory.in_use / 1.3 < predicted.peak < 1.3 * memory.in_use
+
+
+STAGED = ("mesh.stage=2", "mesh.fsdp=4", "batch_size=32", "seq_len=64", "execution.dtype=bfloat16")
+
+
+@pytest.mark.parametrize("order", ["microbatches=4", "microbatches=8", "microbatches=4,gather=tick", "chunks=2"])
+def test_what_a_stage_holds(order):
+    """One input per tick; gathered weights and their gradients once, or none; a copy of layers that move to stages."""
+    options = [f"execution.pipeline.{each}" for each in order.split(",")]
+    step = step_on(Target("tpu"), "model=mixtral", *STAGED, *options)
+    held = dict(next(m for m in step_footprint(step).moments if "in a tick: attention" in m.name).terms)
+    c: Any = step.blueprint.config
+    pipeline: Any = step.execution.pipeline
+    count, chunks = pipeline.count(2), pipeline.chunks
+    ticks, input = chunks * count + 1, 2 * (32 // count // 4) * 64 * c.embed
+    sums = 4 * (32 // count // 4 * (2 * c.experts + 1) + 2)  # of one layer of routing
+    assert held["saved activations"] == ticks * (input + c.layers // 2 // chunks * sums)
+    assert held["inputs of the layers of a tick"] == c.layers // 2 // chunks * input
+    assert held["gradients of micro-batches of the stage"] == (count + 1) * input
+    layer = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.embed * c.experts + 2 * c.embed
+    layer += c.experts * 3 * c.embed * c.expert_mlp
+    once = pipeline.gather == "once"
+    assert held.get("gathered weights of the stage", 0) == once * c.layers // 2 * layer * 2
+    assert held.get("gradients of weights of the stage", 0) == once * c.layers // 2 * layer * 4
+    assert ("layers moved to their stage" in held) == (chunks > 1)
+    if chunks > 1:  # stored over four devices, but for the norms; and its gradient
+        norms = 2 * c.embed
+        assert held["layers moved to their stage"] == 2 * c.layers // 2 * ((layer - norms) // 4 + norms) * 4
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_saved_activations_of_stages_are_those_of_the_traced_step(remat):
+    """Within the coordinates of tokens: before the stages, in ticks and after them."""
+    step = step_on(Target("tpu"), "model=deepseek", "model.layers=8", *STAGED, f"execution.remat={remat}")
+    found, traced = saved_bytes(step), traced_bytes(step)
+    assert len(found) == 3
+    assert all(1 <= b / a < 1.02 if n == 1 else a <= b for n, (a, b) in enumerate(zip(found, traced, strict=True)))
+    assert tick_bytes(step) > 0
+
+
+def test_an_evaluation_in_stages_keeps_no_inputs_of_ticks():
+    cfg = moezoo.compose("model=mixtral", *STAGED, "execution.pipeline.microbatches=4")
+    names = {term.name for moment in footprint(cfg, "evaluate").moments for term in moment.terms}
+    assert {"gathered weights of the stage", "micro-batches of the stage"} < names
+    assert not {"gradients of weights of the stage", "saved activations"} & names

@@ -36,6 +36,25 @@ def test_a_row_agrees_with_its_parts():
     assert row.flops_per_device > row.model_flops  # layers are recomputed
 
 
+def test_a_row_with_stages():
+    """Ticks without work are FLOPs that take time and are not the model's; what fits is found with stages too."""
+    words = ("model=mixtral", *candidates.mesh_words("stage2_fsdp4"), "batch_size=64", "seq_len=64")
+    row, more = (plan.estimate((*words, f"execution.pipeline.microbatches={n}"), EIGHT) for n in (2, 4))
+    assert (row.mesh, row.bubble, more.bubble) == ({"stage": 2, "fsdp": 4}, 1 / 3, 1 / 5)
+    assert row.model_flops == more.model_flops
+    assert (row.flops_per_device or 0) > (more.flops_per_device or 0)
+    assert row.seconds is not None
+    assert row.seconds["compute"] == pytest.approx((row.flops_per_device or 0) / EIGHT.chip.flops)
+    assert row.memory is not None
+    assert row.memory["gathered weights of the stage"] > 0
+    assert plan.estimate((*words, "execution.pipeline.gather=tick"), EIGHT).collectives != row.collectives
+    small = EIGHT._replace(chip=EIGHT.chip._replace(hbm_bytes=footprint(moezoo.compose(*words)).peak * 4 // 5))
+    advice = list(plan.settings_that_help(words, small))
+    assert advice
+    for each in advice:
+        assert footprint(moezoo.compose(*words, *each.split())).peak <= small.chip.hbm_bytes
+
+
 def test_what_does_not_fit_says_what_helps():
     """Each advice fits when it is taken, and what was cut off has no estimate of time where only the least is asked."""
     small = EIGHT._replace(chip=EIGHT.chip._replace(hbm_bytes=footprint(moezoo.compose(*TINY)).peak * 2))
@@ -95,6 +114,7 @@ def test_a_search_has_only_meshes_of_the_slice():
     """Of all rules in turns, once each."""
     found = list(candidates.searched(("model=mixtral", "batch_size=64", "seq_len=64"), EIGHT, "train"))
     assert len(found) == len(set(found)) > 20
+    assert not [words for words in found if "mesh.stage" in " ".join(words)]
     for words in found[:5]:
         cfg = moezoo.compose(*words)
         assert math.prod(cfg.mesh.sizes.values()) == 8

@@ -65,6 +65,29 @@ def test_activations_are_arrays_of_the_traced_program(name):
         assert row.shape == tuple(size * n for size, n in zip(row.local_shape, ways, strict=True))
 
 
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_activations_of_stages(name):
+    """Those of a micro-batch of two rows are in the traced program, and so is what a stage keeps of all of them."""
+    words = "model=mixtral mesh.stage=2 mesh.fsdp=4 batch_size=64 seq_len=32 execution.pipeline.microbatches=8"
+    cfg = moezoo.compose(*words.split())
+    call = CALLS[name](cfg, blueprint_of(cfg))
+    jaxpr = call.trace().jaxpr
+    inside = [each.equation for each in equations(jaxpr, "tpu") if each.mesh]
+    arrays: list[Any] = [value.aval for each in inside for value in (*each.invars, *each.outvars)]
+    found = {(x.shape, x.size * x.dtype.itemsize) for x in arrays if hasattr(x, "shape")}
+    rows = {row.name: row for row in activations(cfg, blueprint_of(cfg).shapes, call, collective_traffic(jaxpr))}
+    # The program has token ids of all own micro-batches in one array.
+    missing = [row for row in rows.values() if (row.local_shape, row.bytes_per_device) not in found]
+    assert [row.name for row in missing if row.name != "token ids"] == []
+    kept = {"micro-batches that wait": 4, "micro-batches that are done": 4}
+    kept |= {"inputs of ticks": 9} if name == "train" else {}
+    assert {n: row.local_shape for n, row in rows.items() if "stage" in str(row.spec[:1])} == {
+        **{n: (count, 2, 32, 128) for n, count in kept.items()},
+        "logits held at once": (256, 256),
+    }
+    assert rows["residual stream"].shape == (8, 32, 128)
+
+
 def test_activations_by_hand():
     """DeepSeek-V3 on 4,096 devices: rows split 1,024 ways, sequences 4 ways; two micro-steps, tokens in 3 chunks."""
     words = "model=deepseek_v3 rules=cp_as_ep mesh.data=8 mesh.fsdp=8 mesh.context=4 mesh.expert=16 batch_size=4096"

@@ -240,3 +240,39 @@ def test_fewer_tokens_leave_more_time_for_weights_to_travel():
     assert many.alone == pytest.approx(few.alone, rel=0.01)
     assert many.compute == pytest.approx(16 * few.compute)
     assert few.alone / few.summed > 1.2 * many.alone / many.summed
+
+
+STAGES = "model=mixtral model.layers=8 mesh.stage=2 mesh.fsdp=4 batch_size=16 seq_len=256 dispatch=ragged"
+
+
+@pytest.mark.parametrize(("remat", "passes"), [("full", 2), ("none", 1)])
+def test_ticks_without_work_take_time(remat, passes):
+    """Of 5 ticks one is without work: their FLOPs count, and not as the model's. A tick runs again, then its layers."""
+    words = f"{STAGES} execution.pipeline.microbatches=4 execution.remat={remat}"
+    m: Any = moezoo.compose(*words.split()).model
+    layers, head = products(m)
+    staged = (2 * TOKENS * layers + 2 * PAIRS * m.heads * m.dims_of_a_pair * m.layers) * 5 / 4
+    found = work(words)
+    assert found.flops["forward"] == staged + 2 * TOKENS * head
+    assert found.flops["backward"] == 2 * found.flops["forward"]
+    assert found.flops["recomputed"] == passes * staged
+    assert found.model_flops == model_flops(moezoo.compose(*words.split())) / 8
+    device = TOKENS // 2 * m.embed * 4  # the input of a tick
+    assert found.hbm["saved activations"] == 2 * 5 * (1 + m.layers // 2) * device
+    bounds = bound_of(words, "h200")
+    assert bounds.compute == sum(found.flops.values()) / 989.5e12
+    evaluated = work(words, "evaluate")
+    assert evaluated.flops["outside"] == found.flops["forward"]
+    assert evaluated.model_flops == pytest.approx(found.model_flops / 3)
+
+
+def test_layers_outside_of_stages_run_once_per_micro_batch():
+    """A dense layer before the stages and one layer after them, with windows in neither."""
+    words = STAGES.replace("mixtral", "deepseek") + " execution.pipeline.microbatches=4"
+    m: Any = moezoo.compose(*words.split()).model
+    assert (m.layers, m.dense_layers) == (8, 1)
+    layers, head = products(m)
+    part = products(dataclasses.replace(m, layers=2))[0]
+    attention = 2 * PAIRS * m.heads * m.dims_of_a_pair
+    in_ticks = 2 * TOKENS * (layers - part) + 6 * attention
+    assert work(words).flops["forward"] == in_ticks * 5 / 4 + 2 * TOKENS * (part + head) + 2 * attention

@@ -14,20 +14,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+import stage_oracle
 import traffic_oracle
 from contexts import context_of
 from cover import Case, config, product
 from running import STEPS, batch_shapes
+from stage_oracle import STAGE, stage_traffic
 from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo import Execution
+from moezoo.analysis.calls import CALLS
+from moezoo.config.build import blueprint_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
-from moezoo.parallel.traffic import TrafficTable
+from moezoo.parallel.traffic import Traffic, TrafficTable
 from moezoo.training.loss import cross_entropy
 from moezoo.training.step import Step
 
@@ -45,15 +49,17 @@ def predicted(case: Case) -> traffic_oracle.Traffic:
     return step_traffic(case.settings, Blueprint(config(case.family, case.balance)).shapes)
 
 
-def test_the_oracle_of_traffic_shares_nothing_with_what_it_checks():
+@pytest.mark.parametrize("oracle", [traffic_oracle, stage_oracle])
+def test_the_oracle_of_traffic_shares_nothing_with_what_it_checks(oracle):
     """It imports the standard library, paths in trees, and of moezoo what reads the declarations of parameters."""
-    tree = ast.parse(Path(traffic_oracle.__file__).read_text())
+    tree = ast.parse(Path(oracle.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {(getattr(node, "module", None) or alias.name, alias.name) for node in imports for alias in node.names}
     read = {("moezoo.parallel.axes", name) for name in ("Axes", "axes_of", "parameter_table")}
     read |= {("jax.tree_util", name) for name in ("keystr", "tree_leaves", "tree_leaves_with_path")}
-    standard = ("math", "re", "collections", "collections.abc", "dataclasses", "itertools", "typing")
-    assert {pair for pair in names if pair[0] not in standard} == read
+    standard = ("math", "re", "collections", "collections.abc", "dataclasses", "itertools", "typing", "traffic_oracle")
+    others = {pair for pair in names if pair[0] not in standard}
+    assert others == read if oracle is traffic_oracle else others < read
     assert "__import__" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
@@ -140,6 +146,30 @@ def test_traffic_of_a_tied_table(frozen):
     found = {key: t.count for key, t in found.by("scope", "collective").items() if "scatter" in key[1]}
     gradients = {scope: found.get((f"{scope}/weights", "reduce_scatter"), 0) for scope in ("embedding", "head")}
     assert gradients == dict.fromkeys(gradients, int(not frozen))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=mixtral mesh.stage=2 execution.pipeline.microbatches=4",
+        "model=mixtral mesh.stage=2 execution.pipeline.microbatches=6 execution.pipeline.gather=tick",
+        "model=mixtral mesh.stage=2 execution.pipeline.microbatches=4 execution.pipeline.chunks=2",
+        # A dense layer before, and one layer of five after those of the stages.
+        "model=deepseek model.layers=6 mesh.stage=2 execution.pipeline.microbatches=2 execution.microbatches=2 "
+        "execution.pipeline.gather=tick execution.remat=none",
+    ],
+)
+def test_what_stages_hand_on(words):
+    """Every tick has three hops each way. Weights move once per pass, or in every tick, and routing is summed once."""
+    cfg = moezoo.compose(*words.split(), "mesh.fsdp=2", "mesh.expert=2", "batch_size=96", "seq_len=16")
+    blueprint = blueprint_of(cfg)
+    found = {}
+    for row, traffic in collective_traffic(CALLS["train"](cfg, blueprint).trace().jaxpr).items():
+        if row.axes == STAGE or (row.scope == "layers/weights" and "stage" not in row.axes):
+            key = row.collective, row.axes
+            found[key] = found.get(key, Traffic(0, 0)) + traffic
+    assert found == stage_traffic(cfg, blueprint.shapes)
+    assert found["ppermute", STAGE].count % 6 == 0
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ragged", "capacity"])

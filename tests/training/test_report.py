@@ -1,5 +1,6 @@
 """The pictures of a run, and what it prints that no run of the suite does."""
 
+import dataclasses
 import functools
 import io
 import sys
@@ -11,11 +12,16 @@ import pytest
 import moezoo
 from moezoo import progress
 from moezoo.config.build import build_execution
+from moezoo.host import in_units
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.nn.containers import store
 from moezoo.optim import AdamW, Constant, Cosine
 from moezoo.parallel.kernels import Target
+from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.traffic import TrafficTable
+from moezoo.training.build import build_step
 from moezoo.training.pictures import (
     draw_losses,
     draw_routing,
@@ -25,6 +31,7 @@ from moezoo.training.pictures import (
     routing_picture,
 )
 from moezoo.training.report import Progress, kernel_lines, print_lines, rate_line, unsplit_lines
+from moezoo.training.stage_lines import stage_lines
 
 
 def test_lines_are_printed_in_any_encoding(monkeypatch):
@@ -50,6 +57,28 @@ def test_the_course_of_the_learning_rate():
         (Cosine(), 0, "2e-05"),
     ):
         assert rate_line(rule, schedule, steps) == f"learning rate {words}"
+
+
+def test_lines_on_stages():
+    """Which layers lie where, how long stages wait and what halves that, and what each device receives."""
+    sizes = ("mesh.stage=2", "mesh.fsdp=2", "batch_size=64", "seq_len=16", "execution.pipeline.microbatches=8")
+    cfg = moezoo.compose("model=deepseek", "model.layers=9", *sizes, "execution.pipeline.chunks=2")
+    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
+    step = build_step(cfg, execution)
+    lines = stage_lines(execution, step.blueprint.shapes, collective_traffic(step.traced.jaxpr))
+    (hop, moved) = (2 * 17 * 4 * 16 * 128 * 4, lines[2].rpartition("layers to their stages ")[2])
+    assert lines == [
+        "layers 2 to 9 of 9 in 2 stages of 2 chunks of 2; 1 before these run whole, on the own micro-batches of every "
+        "stage",
+        "8 micro-batches in 17 ticks: stages have no work in 5.9% of them; execution.pipeline.microbatches=18 halves "
+        "that",
+        f"received per device and step: activations {in_units(hop)}, micro-batches that wait or are done "
+        f"{in_units(2 * hop)}, layers to their stages {moved}",
+    ]
+    assert execution.pipeline is not None
+    fewer, enough = (dataclasses.replace(execution.pipeline, microbatches=n).bubble(2) for n in (16, 18))
+    assert enough <= execution.pipeline.bubble(2) / 2 < fewer
+    assert stage_lines(dataclasses.replace(execution, pipeline=None), step.blueprint.shapes, TrafficTable()) == []
 
 
 def history(count):
