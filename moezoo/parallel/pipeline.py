@@ -60,7 +60,7 @@ class Circular:
     Attributes:
         microbatches: The micro-batches of a pass, M; None for as many as there are stages, the fewest.
         chunks: The chunks of layers of each stage, v.
-        gather: When weights are gathered: `once` keeps the gathered weights of a stage for a whole pass; `tick` gathers them in every tick.
+        gather: When weights are gathered: `once`, which keeps those of a stage for a whole pass, or in every `tick`.
 
     Raises:
         UserError: A field has a value that it cannot have.
