@@ -17,6 +17,8 @@ from training_runs import read_rows, steps_only
 import moezoo
 from moezoo.config.run_folders import steps
 
+pytestmark = pytest.mark.newer
+
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 TWO_TRAINS = Path(__file__).with_name("two_trains.py")
 # Rows are windows of one source, and whole documents with padding of the other.
@@ -164,7 +166,6 @@ def test_two_processes_train_as_one(both, one):
     assert_near(read_rows(folder / "again")[:8], without_evaluation(read_rows(one.folder), 8))
 
 
-@pytest.mark.processes
 def test_a_dead_process_ends_both(both, tmp_path):
     """In one line. The run saves by the clock of the first process alone.
 
@@ -189,7 +190,6 @@ def test_a_dead_process_ends_both(both, tmp_path):
     assert errors[1] == ""
 
 
-@pytest.mark.processes
 def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
     """Different settings, different data, a folder that is not shared, and a mistake that one process makes."""
     for name, text in (("0", "abc "), ("1", "abd ")):
@@ -213,7 +213,6 @@ def test_mistakes_end_all_with_a_line_each(tiny, tiny_text, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["other.txt", "text.txt", "text.txt"]
 
 
-@pytest.mark.processes
 def test_a_process_that_finds_no_other(tiny, tmp_path):
     """It waits for `start_seconds`, and ends with one line."""
     late = ("distributed.start_seconds=1", "distributed.processes=3")

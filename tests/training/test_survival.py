@@ -172,9 +172,8 @@ def test_the_files_of_a_killed_run_are_repaired(copy, whole):
     assert [path.name for path in sorted(checkpoints.iterdir())] == ["12", "8"]
 
 
-@pytest.mark.parametrize(
-    ("kills", "others"), [(2, 0), pytest.param(0, 1, marks=pytest.mark.processes)], ids=["kills", "others"]
-)
+@pytest.mark.newer
+@pytest.mark.parametrize(("kills", "others"), [(2, 0), (0, 1)], ids=["kills", "others"])
 def test_kills_signals_and_flipped_bits(kills, others, tmp_path, capsys):
     """`scripts/endurance.py` in short: separate processes, killed in a step and in a save; a flipped bit, a signal."""
     trial = Trial(str(tmp_path / "runs"), kills=kills, signals=0, flips=others, moments=others)
