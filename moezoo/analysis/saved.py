@@ -47,7 +47,7 @@ def tick_bytes(step: Step) -> int:
     if execution.remat not in ("dots", "none"):
         return piped.depth * _of_period(step, stacks[piped.stack])[0]
     again = (one for one in _scans(step, "recomputed") if one.equation.params["length"] == piped.depth)
-    if not (found := [_stacked(one) for one in again]):
+    if not (found := [_on_device(one) for one in again]):
         raise UserError(
             f"the memory of execution.remat={execution.remat} in stages of one layer is not modelled; "
             "choose execution.remat=full or other mesh.stage"
@@ -86,10 +86,10 @@ def traced_bytes(step: Step) -> tuple[int, ...]:
             )
             carries = [one.equation.params["num_carry"] > 0 for one in outer]
             del outer[next(n for n, one in enumerate(zip(lengths, carries, strict=True)) if one == (ticks, True)) - 1]
-        return tuple(map(_stacked, outer))
+        return tuple(map(_on_device, outer))
     for each in _scans(step, "forward"):
-        if (size := _stacked(each)) and each.equation.params["length"] == stacks[len(found)].count:
-            found.append(size)
+        if _stacked(each) and each.equation.params["length"] == stacks[len(found)].count:
+            found.append(_on_device(each))
     assert len(found) == len(stacks)
     return tuple(found)
 
@@ -100,10 +100,14 @@ def _scans(step: Step, phase: str) -> Iterator[Equation]:
             yield each
 
 
-def _stacked(each: Equation) -> int:
-    """Return the bytes on the device that a scan stacks."""
-    # What a scan stacks has a dimension more outside than inside; its other results are carried.
+def _stacked(each: Equation) -> list[Any]:
+    """Return the arrays that a scan stacks."""
+    # They have a dimension more outside than inside; its other results are carried.
     inside: list[Any] = each.equation.params["jaxpr"].out_avals
     outside: list[Any] = [x.aval for x in each.equation.outvars]
-    stacked = [x for x, one in zip(outside, inside, strict=True) if x.ndim > one.ndim]
-    return sum(x.size * x.dtype.itemsize for x in stacked if x.memory_space != jax.memory.Space.Host)
+    return [x for x, one in zip(outside, inside, strict=True) if x.ndim > one.ndim]
+
+
+def _on_device(each: Equation) -> int:
+    """Return the bytes of these that are not in the host's memory."""
+    return sum(x.size * x.dtype.itemsize for x in _stacked(each) if x.memory_space != jax.memory.Space.Host)

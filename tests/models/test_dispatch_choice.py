@@ -197,7 +197,8 @@ def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
     assert choose_dispatch(model.stacks, 64, 24, execution, "train").dispatch == Ring()
     tokens = jax.ShapeDtypeStruct((64, 24), "int32")
     source = load(cfg.data, seq_len=24, seed=0, vocab=cfg.model.vocab)
-    evaluation = Evaluator(model, source, cfg, execution).sums.trace(model, Batch(*(tokens,) * 4)).jaxpr
+    one = jax.ShapeDtypeStruct((1, 64, 24), "int32")
+    evaluation = Evaluator(model, source, cfg, execution).sums.trace(model, Batch(*(one,) * 4)).jaxpr
     called = jax.make_jaxpr(lambda model, tokens: model(tokens, execution=execution))(model, tokens)
     for program in (evaluation, called):
         assert any(kind == "ragged_all_to_all" for kind, _ in count_collectives(program))
