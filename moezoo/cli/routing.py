@@ -1,7 +1,6 @@
 """`moezoo routing`: show which experts the tokens of a text go to, and what changes that."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.typed import Range, show
 
-_HOW = ("mesh", "rules", "dispatch", "execution")  # what may differ between two ways to run a model on one text
+# What may differ between two ways to run one model on one text; `execution.param_dtype` is of the model.
+_HOW = ("mesh", "rules", "dispatch", "execution")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Keys(TextKeys):
         super().__post_init__()
         for text in self.against:
             for word in overrides.words_of("against", text):
-                if re.split(r"[.=]", word)[0] not in _HOW:
+                name = word.partition("=")[0]
+                if name.partition(".")[0] not in _HOW or name == "execution.param_dtype":
                     raise UserError(
                         f"against={show(text)}: {show(word)} is no way to run the model; give keys of "
                         f"{', '.join(_HOW)}, or name a second model with other=FOLDER"
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.cli.routing_files import check_folder, write
     from moezoo.cli.routing_text import Found, lines
     from moezoo.config.build import build_execution
+    from moezoo.config.compose import folder_path
     from moezoo.config.run_folders import find, run_folder, steps
     from moezoo.parallel.cache import use_cache
     from moezoo.parallel.mesh import start
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
     others = {
         text: configure_text(keys, overrides.replace(changes, overrides.words_of("", text))) for text in keys.against
     }
-    run = None if keys.run_dir is None else run_folder(Path(keys.run_dir).expanduser())
+    run = None if keys.run_dir is None else run_folder(folder_path(keys.run_dir, "run_dir"))
     out = Path(keys.out).expanduser() if keys.out is not None else (run or Path()) / "routing"
     check_folder(out, "out")
     start(max(each.mesh.devices for each in (cfg, *others.values())))  # JAX cannot add devices later
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
         compared.append(_Compared(keys.other, lambda: _load(keys.other, place, execution), execution))
     step, older = None, []
     if run is not None:
-        checkpoints, step = find(keys.run_dir or "", "run_dir")
+        checkpoints, step = find(folder_path(keys.run_dir or "", "run_dir"), "run_dir")
         older = [each for each in steps(checkpoints) if each < step]
         compared += [
             _Compared(

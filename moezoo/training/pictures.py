@@ -187,7 +187,7 @@ def relative_picture(
     figure.suptitle(title, fontsize=10)
     figure.supylabel(labels[0], fontsize=9)
     figure.supxlabel(labels[1], fontsize=9)
-    figure.colorbar(image, ax=axes, extend="max")
+    figure.colorbar(image, ax=axes, extend="max", label="1 is expected")
     _save(figure, path)
 
 
