@@ -1,5 +1,6 @@
 """The experts that a model chooses for each token of a batch, on any mesh."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -53,7 +54,7 @@ class ExpertIds:
         self._addresses, self._back = addresses, np.argsort(order)
         self._model = place(cut_pieces(model, execution), execution)
         self._feed = Feed(NamedSharding(mesh, execution.tokens_spec), shape, order)
-        self._program = jax.jit(_make_program(execution))
+        self._program = _make_program(execution)
 
     def __call__(self, batch: Batch) -> Int32[np.ndarray, "layer batch seq k"]:
         """Return the experts of each token in each layer with experts; `experts` at padding.
@@ -66,8 +67,12 @@ class ExpertIds:
         return np.stack(rows)[:, :, self._back]
 
 
+@functools.lru_cache(maxsize=8)
 def _make_program(execution: Execution) -> Any:
-    """Return the function from a model and a `Batch` to expert ids [layer, batch, seq, k] by stack and kind."""
+    """Return the program from a model and a `Batch` to expert ids [layer, batch, seq, k] by stack and kind.
+
+    All models that run in one way share it, so those of one kind are compiled once.
+    """
 
     def local(model: LanguageModel, batch: Batch) -> PyTree:
         context = make_context(Coordinates(batch.positions, batch.segments), execution, execution.sequence_order)
@@ -75,6 +80,7 @@ def _make_program(execution: Execution) -> Any:
         stacks = tuple(Stack(tuple(map(_Recording, stack.blocks)), stack.count) for stack in model.stacks)
         return run_layers(stacks, x, context, execution, collect=lambda _, expert_ids: expert_ids).kept
 
+    @jax.jit
     def program(model: LanguageModel, batch: Batch) -> PyTree:
         specs: Any = execution.specs(model), Batch(*(execution.tokens_spec,) * 4)
         return execution.run(local, (model, batch), specs, PartitionSpec(None, *execution.tokens_spec))

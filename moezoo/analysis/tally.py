@@ -1,7 +1,7 @@
 """Counts of the experts that tokens of a text went to, and the figures that follow from them."""
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from moezoo.moe.routing import Balance, balance_of
 _MOST_COUNTS = 2**24
 
 
-class Tally(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tally:
     """Counts over the tokens of a text, padding apart. `layer` are the layers with experts.
 
     Attributes:
@@ -42,7 +43,7 @@ class Tally(NamedTuple):
         """How evenly all layers use their experts, as a training step logs it (`moezoo.moe.routing.Balance`)."""
         return _balance(self.load)
 
-    @property
+    @functools.cached_property
     def balance_by_layer(self) -> list[Balance]:
         """The same of each layer alone."""
         return [_balance(self.load[layer : layer + 1]) for layer in range(len(self.load))]
@@ -52,7 +53,7 @@ class Tally(NamedTuple):
         """Which experts no token of the text went to."""
         return self.load == 0
 
-    @property
+    @functools.cached_property
     def co_activation(self) -> Float[np.ndarray, "layer experts experts"]:
         """How often two experts are chosen together, relative to independent choices.
 

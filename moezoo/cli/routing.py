@@ -136,10 +136,15 @@ def _is_folder(path: str) -> bool:
 
 def _check_other(keys: Keys, other: str, cfg: Any) -> None:
     """Raise `UserError` unless the second model has the same sizes and tokenizer, as far as files show them."""
+    from moezoo.config.compose import folder_path, read_run
+    from moezoo.config.run_folders import find
     from moezoo.data.tokenizer import is_same_tokenizer
     from moezoo.hub.folders import find_tokenizer, hub_model_config
     from moezoo.training.saved import saved_config
 
+    if not _is_folder(other):
+        read_run(other, "other")  # its message names this key
+        find(folder_path(other, "other"), "other")
     saved = None if _is_folder(other) else saved_config(other)
     model = hub_model_config(other) if saved is None else saved.model
     own_path = keys.folder or keys.run_dir or ""
