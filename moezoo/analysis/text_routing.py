@@ -126,6 +126,7 @@ def compare_routing(
         UserError: The models have other numbers of experts or layers; otherwise as `routing`.
     """
     rows, execution = _prepare(model, data, execution, split, source)
+    check_type("other", other, LanguageModel, "give a model, such as moezoo.load_run returns")
     if other_execution is not None:
         check_type("other_execution", other_execution, Execution, "write other_execution=moezoo.execution(cfg)")
     one = ExpertIds(model, execution, rows.shape)
@@ -158,7 +159,7 @@ def _prepare(model: Any, data: Any, execution: Any, split: Any, source: Any) -> 
     if execution is not None:
         check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
     if not isinstance(data, TrainConfig):
-        return rows_of_tokens(data, model.vocab), execution or Execution()
+        return rows_of_tokens(data, model), execution or Execution()
     if source is None:
         source = load(data.data, seq_len=data.seq_len, seed=data.seed, vocab=model.vocab, use=split)
     return rows_of_source(source, data), execution or build_execution(data)

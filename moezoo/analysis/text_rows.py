@@ -10,6 +10,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source, validation_batches
 from moezoo.data.tokenizer import Numbers
 from moezoo.models.arguments import as_integers, check_inside
+from moezoo.models.base import LanguageModel
 
 
 class TextRows(NamedTuple):
@@ -49,18 +50,20 @@ def rows_of_source(source: Source, cfg: TrainConfig) -> TextRows:
     return TextRows(batches, row, sum(counts), (cfg.batch_size, cfg.seq_len), source.decode, source.unit)
 
 
-def rows_of_tokens(tokens: object, vocab: int) -> TextRows:
+def rows_of_tokens(tokens: object, model: LanguageModel) -> TextRows:
     """Return the rows of one batch: a `Batch`, or integers [batch, seq] whose rows are one document each.
 
-    Raises `UserError` for anything else, and for ids outside the vocabulary.
+    Raises `UserError` for anything else, and for what `model` cannot read.
     """
     if not isinstance(tokens, Batch):
-        ids = np.asarray(as_integers("data", tokens), np.int32)
-        positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-        tokens = Batch(ids, np.full_like(ids, -1), np.ones_like(ids), positions)
+        ids = np.asarray(as_integers("data", tokens))
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        tokens = Batch(ids, np.full(ids.shape, -1), np.ones(ids.shape, np.int32), positions)
     batch = Batch(*map(np.asarray, tokens))
-    read = batch.tokens[batch.segments > 0]
-    check_inside("data", read, vocab, f"model.vocab={vocab}")
+    valid, limit, vocab = batch.segments > 0, model.config.longest, model.vocab
+    check_inside("data", batch.tokens[valid], vocab, f"model.vocab={vocab}")
+    check_inside("positions of data", batch.positions[valid], limit.tokens, str(limit))
+    batch = Batch(*(x.astype(np.int32) for x in batch))
 
     def row(number: int) -> Batch:
         return Batch(*(x[number : number + 1] for x in batch))
