@@ -81,7 +81,7 @@ def routing(
     source: Source | None = None,
     on_batch: OnBatch = lambda done, total: None,
 ) -> TextRouting:
-    """Return how `model` routes the tokens of a text. Each batch is read once, and ids and counts alone are kept.
+    """Return how `model` routes the tokens of a text: one forward pass per batch, of which only counts are kept.
 
     Args:
         model: The model, on whatever devices it is.

@@ -28,7 +28,7 @@ _ROUTING = (
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, *, share: bool = True) -> tuple[Any, Any]:
-    """Return a figure and its panels, one below the other, with one horizontal axis if they share it."""
+    """Return a figure and its panels, in rows and columns, with one horizontal axis if they share it."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it reports at length where it cannot write to the user's folder of settings
