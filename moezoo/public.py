@@ -1,5 +1,6 @@
 """The public names of moezoo, which `moezoo.NAME` gives; importing this module imports JAX."""
 
+import moezoo.analysis as analysis
 import moezoo.data as data
 import moezoo.kernels as kernels
 import moezoo.models as models
@@ -33,6 +34,7 @@ __all__ = [
     "Stopped",
     "Upcycle",
     "UserError",
+    "analysis",
     "build_model",
     "compose",
     "cpu_devices",

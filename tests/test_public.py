@@ -141,6 +141,13 @@ CALLS = {
     'moved(trained=".attention.")': "blueprint.trained=.attention.: expected a list",
     "moved(change=lambda model: None)": "blueprint: what change returns is None, expected a LanguageModel",
     'moved(frozen=["*"])': "blueprint: frozen is [*], but frozen=[]|change=",
+    "analysis.routing(5, ids)": "model is an int, expected a LanguageModel|moezoo.load_run",
+    'analysis.routing(model, "text")': "data are <U4[]|tokenizer",
+    "analysis.routing(model, ids.astype(np.int64) * 2**40)": "data contains 1099511627776, expected 0 to 39",
+    "analysis.routing(model, np.ones((2, 17), int))": "positions of data contains 16, expected 0 to 15",
+    'analysis.routing(model, ids, execution="ep8")': "execution is a str, expected an Execution",
+    'analysis.routing(model, cfg, split="test")': "split=test: expected one of validation, all",
+    "analysis.compare_routing(model, 5, ids)": "other is an int, expected a LanguageModel",
     # What is traced is not known, except for its shape; padding may hold anything.
     "jax.eval_shape(model, ids * 40)": "accepted: Output",
     "jax.eval_shape(model, np.ones((2, 17), np.int32))": "tokens are [2, 17], longer than model.max_length=16",

@@ -1,1 +1,4 @@
-"""What is known before a run: what each device stores, computes and receives, from traced programs."""
+"""What is known before a run, from traced programs; how a model routes a text."""
+
+from moezoo.analysis.text_routing import compare_routing as compare_routing
+from moezoo.analysis.text_routing import routing as routing

@@ -1,87 +1,33 @@
 """`moezoo evaluate`: compute the loss of a run's model, or of a Hugging Face folder's, on data."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.cli.model_keys import ModelKeys, configure_model, load_model
-from moezoo.config.options import key, take
-from moezoo.errors import UserError
-from moezoo.typed import show
-
-
-@dataclasses.dataclass(frozen=True)
-class Keys(ModelKeys):
-    """The command's own options."""
-
-    split: Literal["validation", "all"] | None = key(
-        "the documents: those held out for validation, or all (by default validation for a run; for a folder all, or "
-        "those of data.validation)",
-        "validation|all",
-        default=None,
-    )
+from moezoo.cli.model_keys import load_model
+from moezoo.cli.text_keys import TextKeys, configure_text, load_text
+from moezoo.config.options import take
 
 
 def configure(*arguments: str) -> Any:
-    """Return the run's configuration, or the default one with the folder's model and tokenizer; overrides applied."""
-    from moezoo.config.compose import given_keys
-    from moezoo.data.file_settings import fill_in
-    from moezoo.hub.folders import text_settings
-    from moezoo.hub.opening import folder_argument
-
-    keys, changes = take(Keys, arguments)
-    cfg = configure_model(keys, changes)
-    if keys.folder is None:
-        return cfg
-    folder = folder_argument(keys.folder)
-    data = fill_in(
-        cfg.data, given_keys(*changes), lambda *ours: text_settings(folder, "folder", cfg.model.vocab, *ours)
-    )
-    return dataclasses.replace(cfg, data=data)
-
-
-def _check_tokens(cfg: Any, source: Any, folder: str, changes: Sequence[str]) -> None:
-    """Raise `UserError` if the tokens of `source` are known to be of another tokenizer than the folder's."""
-    from moezoo.config.compose import given_keys
-    from moezoo.data.tokenizer import is_same_tokenizer
-    from moezoo.hub.folders import find_tokenizer
-
-    own, made_by = find_tokenizer(folder), cfg.data.tokenizer_file()
-    if own is None or any(key.endswith(".tokenizer") for key in given_keys(*changes)):
-        return
-    shown = show(f"folder={folder}")
-    if source.unit == "byte":
-        raise UserError(
-            f"data={source.name} has bytes for tokens, but {shown} has a tokenizer.json; choose data=text "
-            "data.path=FILE_OR_FOLDER"
-        )
-    if made_by is not None and not is_same_tokenizer(own, made_by):
-        raise UserError(
-            f"data={source.name}: {show(str(made_by))} made these tokens, and tokenizer.json of {shown} differs; make "
-            "them again with moezoo prepare-data"
-        )
+    """Return the configuration of the model and its text."""
+    return configure_text(*take(TextKeys, arguments))
 
 
 def main(arguments: Sequence[str]) -> None:
     """Load the model and print its loss."""
     from moezoo.config.build import build_execution
-    from moezoo.data import load
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
 
-    keys, changes = take(Keys, arguments)
-    cfg = configure(*arguments)
+    keys, changes = take(TextKeys, arguments)
+    cfg = configure_text(keys, changes)
     execution = build_execution(cfg)
-    use = keys.split or ("all" if keys.folder and not cfg.data.has_own_validation else "validation")
-    # Before the model, which may take long to load.
-    source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab, use=use)
-    if keys.folder:
-        _check_tokens(cfg, source, keys.folder, changes)
+    use, source = load_text(keys, cfg, changes)  # before the model, which may take long to load
     model = load_model(keys, changes, execution)
     use_cache(cfg.cache_dir, execution.mesh)
     compared = compare_strategies(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
@@ -116,7 +62,7 @@ COMMAND = ConfiguredCommand(
     description="Evaluate the newest checkpoint of a run, or the model of a Hugging Face folder: loss, perplexity and "
     "bits per byte.\nKeys that you do not set have the values of the run; data of files have the tokenizer and end "
     "token of the run or folder. Keys of training alone have no effect.",
-    keys=Keys,
+    keys=TextKeys,
     configure=configure,
     examples=(
         "run_dir=runs/NAME",

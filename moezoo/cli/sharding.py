@@ -1,7 +1,6 @@
 """`moezoo sharding`: print what each device stores, computes and receives."""
 
 import dataclasses
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -35,16 +34,7 @@ class Switches:
     json: bool = key("print the rows as JSON, with all numbers", default=False)
 
     def __post_init__(self):
-        if self.against is not None:
-            overrides.check(self.changes)
-
-    @property
-    def changes(self) -> list[str]:
-        """The overrides of the other layout."""
-        try:
-            return shlex.split(self.against or "")
-        except ValueError:
-            raise UserError(f"--against={show(self.against)}: a quote is not closed; close it") from None
+        overrides.words_of("--against", self.against or "")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,7 +52,8 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"{show(word)}: sharding writes no run; to describe a saved one, write resume=FOLDER")
     configurations = [compose(*words)]
     if switches.against is not None:
-        configurations.append(compose(*_replace(words, switches.changes)))
+        changes = overrides.words_of("--against", switches.against)
+        configurations.append(compose(*overrides.replace(words, changes)))
     if not has_started():
         cpu_devices(1)  # tracing must not occupy an accelerator
     parts = "parameters" if switches.parameters_only else "all"
@@ -117,13 +108,6 @@ def _notes(cfg: Any, blueprint: Any, call: Any) -> list[str]:
     execution = dataclasses.replace(program.execution, dispatch=cfg.dispatch)
     found = compare_strategies(blueprint.shapes.stacks, program.rows, program.length, execution, call, blueprint.mask)
     return choice_lines(cfg.dispatch, {call: found}) + room_lines(found)
-
-
-def _replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Return `words` with `changes`. A group that these name anew loses the entry and the keys that it was given."""
-    anew = {change.partition("=")[0] for change in changes} & overrides.groups().keys()
-    kept = [word for word in words if word.lstrip("+").partition("=")[0].partition(".")[0] not in anew]
-    return [*kept, *changes]
 
 
 COMMAND = ConfiguredCommand(

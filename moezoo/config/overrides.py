@@ -7,6 +7,7 @@ import functools
 import importlib.resources
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,23 @@ def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:
             raise UserError(f"{key}: there is no key '{name}'; {nearest(name, top)}")
         if below and below not in (valid := _section_keys().get(name, [below])):
             raise UserError(f"{key}: there is no key '{below}' in {name}; {nearest(below, valid)}")
+
+
+def replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return `words` with `changes`. A group that these name anew loses the entry and the keys that it was given."""
+    anew = {change.partition("=")[0] for change in changes} & groups().keys()
+    kept = [word for word in words if word.lstrip("+").partition("=")[0].partition(".")[0] not in anew]
+    return [*kept, *changes]
+
+
+def words_of(key: str, text: str) -> list[str]:
+    """Return the overrides in a text of several, which the option `key` has. Raises `UserError` as `check` does."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise UserError(f"{key}={show(text)}: a quote is not closed; close it") from None
+    check(words)
+    return words
 
 
 def is_own(group: str, value: str) -> bool:

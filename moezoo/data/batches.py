@@ -1,5 +1,6 @@
 """Endless batches for training, and ordered batches for validation."""
 
+import functools
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -66,13 +67,18 @@ class ValidationBatches(Iterator[Batch], Sized):
 
     def __init__(self, source: Source, rows: Rows, indices: Integer[np.ndarray, "batches batch"], chosen: int):
         self.rows, self.all_rows, self._count = chosen, len(rows), len(indices)
-        self._batches = (read_checked(source, rows, batch) for batch in indices)
+        self._read = functools.partial(read_checked, source, rows)
+        self._batches, self._indices = map(self._read, indices), indices
 
     def __len__(self) -> int:
         return self._count
 
     def __next__(self) -> Batch:
         return next(self._batches)
+
+    def row(self, number: int) -> Batch:
+        """Return row `number` of all batches, as a batch of this row."""
+        return self._read(self._indices.reshape(-1)[number : number + 1])
 
 
 def validation_batches(

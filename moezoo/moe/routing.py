@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from moezoo.parallel.collectives import MeshAxes, psum
 
@@ -78,8 +78,8 @@ class Balance(NamedTuple):
     experts_in_use: Float[Array, ""]
 
 
-def balance_of(load: Int[Array, "layer experts"]) -> Balance:
-    """Return the figures of a step from its assignments per layer and expert."""
+def balance_of(load: Num[Array, "layer experts"]) -> Balance:
+    """Return the figures of a step, or of a text, from its assignments per layer and expert, of any dtype."""
     entropy, violation = evenness(load)
     experts = load.shape[1]
     entropy = entropy / math.log(experts) if experts > 1 else (load.sum(1) > 0).astype(jnp.float32)

@@ -27,8 +27,8 @@ _ROUTING = (
 )
 
 
-def _figure(width: float, height: float, rows: int = 1, *, share: bool = True) -> tuple[Any, Any]:
-    """Return a figure and its panels, one below the other, with one horizontal axis if they share it."""
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, *, share: bool = True) -> tuple[Any, Any]:
+    """Return a figure and its panels, in rows and columns, with one horizontal axis if they share it."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it reports at length where it cannot write to the user's folder of settings
@@ -36,7 +36,7 @@ def _figure(width: float, height: float, rows: int = 1, *, share: bool = True) -
 
     logger.setLevel(level)
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, sharex=share)
+    return figure, figure.subplots(rows, columns, sharex=share)
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -152,6 +152,42 @@ def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
     axes.set_ylabel("MoE layer")
     axes.set_title(f"Expert load, {steps}", fontsize=10)
     figure.colorbar(image, ax=axes, extend="max", label="load / mean load of the layer")
+    _save(figure, path)
+
+
+def relative_picture(
+    panels: Mapping[str, np.ndarray], path: Path, *, title: str, labels: tuple[str, str], columns: Sequence[object] = ()
+) -> None:
+    """Draw matrices of numbers of which 1 is the expected one, and NaN is left gray.
+
+    Args:
+        panels: The matrices by title. At most 12 are drawn, evenly spaced.
+        path: The PNG file.
+        title: What the numbers are.
+        labels: What rows and columns are.
+        columns: The names of the columns; by default they are numbered.
+    """
+    names = list(panels)
+    names = [names[number * len(names) // min(len(names), 12)] for number in range(min(len(names), 12))]
+    wide = min(len(names), 4)
+    high = -(-len(names) // wide)
+    figure, axes = _figure(1.2 + 2.6 * wide, 0.9 + 2.5 * high, high, wide, share=False)
+    for axis, name in itertools.zip_longest(np.atleast_1d(axes).flat, names):
+        if name is None:
+            axis.set_axis_off()
+            continue
+        axis.set_facecolor("0.8")
+        image = axis.imshow(panels[name], cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest")
+        axis.set_title(name, fontsize=9)
+        _mark_integers(axis.xaxis)
+        _mark_integers(axis.yaxis)
+        if columns:
+            shown = range(0, len(columns), -(-len(columns) // 4))
+            axis.set_xticks(shown, [str(columns[at]) for at in shown])
+    figure.suptitle(title, fontsize=10)
+    figure.supylabel(labels[0], fontsize=9)
+    figure.supxlabel(labels[1], fontsize=9)
+    figure.colorbar(image, ax=axes, extend="max", label="1 is expected")
     _save(figure, path)
 
 

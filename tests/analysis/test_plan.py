@@ -118,7 +118,7 @@ def test_a_search_has_only_meshes_of_the_slice():
     for words in found[:5]:
         cfg = moezoo.compose(*words)
         assert math.prod(cfg.mesh.sizes.values()) == 8
-        moezoo.analysis.sharding.describe(dataclasses.replace(cfg), parts="parameters")
+        describe(dataclasses.replace(cfg), parts="parameters")
     assert len({moezoo.compose(*words).rules.name for words in found[:10]}) > 3
 
 

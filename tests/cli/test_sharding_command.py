@@ -6,7 +6,8 @@ import typing
 import pytest
 
 from moezoo.analysis.calls import CALLS
-from moezoo.cli.sharding import Switches, _replace
+from moezoo.cli.sharding import Switches
+from moezoo.config import overrides
 from moezoo.typed import types_of
 
 SLICE = ("model=mixtral_8x7b", "mesh.expert=8", "batch_size=64", "seq_len=4096")
@@ -129,7 +130,7 @@ def test_difference_of_two_layouts(console):
 )
 def test_what_the_other_layout_is_composed_of(words, changes, result):
     """A group that is named anew loses its keys, because they were meant for the other entry."""
-    assert _replace(words.split(), changes.split()) == result.split()
+    assert overrides.replace(words.split(), changes.split()) == result.split()
 
 
 @pytest.mark.parametrize(
