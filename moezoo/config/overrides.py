@@ -36,8 +36,11 @@ PLUGS = {
     "optimizer": ("update rule", "moezoo.optim.UpdateRule"),
     "schedule": ("schedule", "moezoo.optim.Schedule"),
     "data": ("data source", "moezoo.data.DataSettings"),
+    "tracker": ("tracker", "moezoo.trackers.Tracker"),
     "execution.context_parallel": ("context parallelism", "moezoo.parallel.context_parallel.ContextParallel"),
 }
+
+_LISTED = "tracker"  # the group that takes several entries: its entry `several` has them as `members`
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
@@ -52,7 +55,7 @@ class Asked(NamedTuple):
 
 def read(overrides: Sequence[str]) -> Asked:
     """Parse overrides into choices of groups and values of keys. Raises `UserError` for what cannot be parsed."""
-    known, asked = groups(), Asked({}, {})
+    known, asked, members = groups(), Asked({}, {}), {}
     for text in overrides:
         if not isinstance(text, str):
             apart = "; write * before it to pass its items" if isinstance(text, list | tuple) else ""
@@ -64,6 +67,9 @@ def read(overrides: Sequence[str]) -> Asked:
             continue
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
+        if key == _LISTED and isinstance(value, list):
+            members = {f"{key}.members": {name: {"name": name} for name in _listed(text, value, known[key])}}
+            value = "several"
         if not isinstance(value, str) or not (value in known[key] or is_own(key, value)):
             own = dict.fromkeys(PLUGS, f" (or {own_path(key)} of your own)") | {
                 "rules": " (or give the path of a .yaml file)",
@@ -74,7 +80,19 @@ def read(overrides: Sequence[str]) -> Asked:
                 hint = f"write {axes}"
             raise UserError(f"{key}={show(value)}: no such {key}; {hint}")
         asked.choices[key] = value
-    return asked
+    return asked._replace(changes={**members, **asked.changes})
+
+
+def _listed(text: str, names: list[Any], known: Collection[str]) -> list[str]:
+    """Return the names in a list of entries. Raises `UserError` for one that is none, or is there twice."""
+    valid = [name for name in known if name not in ("none", "several")]
+    for name in names:
+        if name not in valid:
+            own = "; a class of your own stands alone" * ("." in show(name))
+            raise UserError(f"{show(text)}: {show(name)} is no {_LISTED} for a list; {nearest(show(name), valid)}{own}")
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"{show(text)}: expected each {_LISTED} once; write {_LISTED}=[tensorboard,wandb]")
+    return names
 
 
 def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:

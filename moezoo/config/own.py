@@ -23,6 +23,7 @@ from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
 from moezoo.optim import Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
+from moezoo.trackers import Tracker
 from moezoo.typed import is_plain, show, types_of
 
 # For each key of `PLUGS`, the key that chooses the class, and the classes by name. `execution.context_parallel` is one
@@ -34,6 +35,7 @@ _BASES: dict[str, type] = {
     "optimizer": UpdateRule,
     "schedule": Schedule,
     "data": DataSettings,
+    "tracker": Tracker,
     "execution.context_parallel": ContextParallel,
 }
 _KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
@@ -42,6 +44,7 @@ _STAND_IN: dict[str, Any] = {
     key: {tag: next(iter(classes))} if key in TAG else "gather" for key, (tag, classes) in TAGS.items()
 } | dict.fromkeys(_KERNELS)
 _OTHER = {"dispatch": "gather", "optimizer": "adamw", "schedule": "cosine", "execution.context_parallel": "gather"}
+_OTHER |= {"tracker": "none"}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 

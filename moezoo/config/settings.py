@@ -22,6 +22,7 @@ from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
+from moezoo.trackers import TRACKERS, NoTracker, Tracker
 from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields, show
 
 ParamDType = Literal["float32", "bfloat16", "stored"]
@@ -124,6 +125,8 @@ class TrainConfig:
     checkpoint_keep: Size
     checkpoint_frozen: bool = dataclasses.field(default=True, kw_only=True)
     log_every: Count
+    tracker: Tracker = dataclasses.field(default_factory=NoTracker, kw_only=True)
+    watch: bool = dataclasses.field(default=False, kw_only=True)
     cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
 
     def __post_init__(self):
@@ -171,6 +174,7 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "data": ("name", SOURCES),
     "distributed": ("name", DISTRIBUTED),
     "adapter": ("name", ADAPTERS),
+    "tracker": ("name", TRACKERS),
 }
 # The same for sections inside a group's.
-INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {"data.sources.*": TAG["data"]}
+INNER_TAG = {"data.sources.*": TAG["data"], "tracker.members.*": TAG["tracker"]}

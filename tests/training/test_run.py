@@ -23,9 +23,9 @@ def test_a_model_on_a_mesh_has_the_seed_and_dtype_of_the_run(tiny):
 
 
 def test_figures_of_a_run(tiny, monkeypatch, capsys):
-    """With a clock that advances by half a second per look, which is twice per step of 8 x 16 tokens."""
+    """With a clock that advances by half a second per look: around reading, a step of 8 x 16 tokens, and a save."""
     looks, asked, read = itertools.count(), [], module.read_batches
-    clock = types.SimpleNamespace(perf_counter=lambda: next(looks) / 2, monotonic=time.monotonic)
+    clock = types.SimpleNamespace(perf_counter=lambda: next(looks) / 2, monotonic=time.monotonic, time=lambda: 7)
     monkeypatch.setattr(loop, "time", clock)
 
     def read_and_note(source, epochs, **settings):
@@ -36,7 +36,11 @@ def test_figures_of_a_run(tiny, monkeypatch, capsys):
     overrides = ("mesh=single", "dispatch=gather", "model.layers=1", "model.z_loss=0", "seed=3")
     cfg = moezoo.compose(*tiny, *overrides, "steps=5", "log_every=3", "eval_every=0")
     run = moezoo.train(cfg)
-    assert [(row["step"], row["tokens_per_second"]) for row in run.history] == [(1, 256), (3, 256), (5, 256)]
+    assert [(row["step"], row["tokens_per_second"]) for row in run.history] == [(1, 128), (3, 128), (5, 128)]
+    spent = [[row[f"seconds_{what}"] for what in ("waiting", "computing", "saving")] for row in run.history]
+    assert spent == [[0.5, 0.5, 0.5]] * 3
+    assert [row["time"] for row in run.history] == [7, 7, 7]
+    assert 2**25 < run.history[0]["peak_bytes"] <= run.history[1]["peak_bytes"] < 2**40
     assert all(row["z_loss"] == 0 < row["load_balance_loss"] for row in run.history)
 
     source = load(cfg.data, seq_len=16, seed=3, vocab=32)
