@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from moezoo.errors import UserError
+from moezoo.errors import UserError, check_type
 from moezoo.trackers.base import RunStart, Tracker, Writer
 
 
@@ -12,6 +12,11 @@ class Several(Tracker):
     """The trackers `members` by name. Each has its own thread, so that one that fails stops no other."""
 
     members: Mapping[str, Tracker] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, member in self.members.items():
+            check_type(f"tracker.members.{name}", member, Tracker, "write WandB() or another of moezoo.trackers")
 
     def check(self) -> None:
         """Check each of them."""

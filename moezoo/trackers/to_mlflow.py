@@ -1,6 +1,10 @@
 """MLflow: a run in an SQLite file in the folder `mlflow` of the run, or on a server."""
 
+# The library is an extra.
+# pyright: reportMissingImports=false
+
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,8 +31,9 @@ class MLflow(Tracker):
 
     def start(self, run: RunStart) -> Writer:
         """Begin the run, or open it again, and write the rows that it lacks."""
-        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports on its tables between the lines of the run
         folder = run.folder / "mlflow" if self.folder is None else Path(self.folder).expanduser().resolve()
         folder.mkdir(parents=True, exist_ok=True)
         store, mark = self.uri or f"sqlite:///{folder}/mlflow.db", run.folder / "mlflow" / "id"
@@ -70,7 +75,7 @@ class _Run(Writer):
 
     def row(self, row: MetricsRow, load: np.ndarray | None) -> None:
         """Log its numbers in one call, and a metric that every row has."""
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric
 
         del load
         at = int(1000 * row.get("time", 0))

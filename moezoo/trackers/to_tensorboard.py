@@ -3,6 +3,9 @@
 tensorboardX writes them: pure Python over NumPy and protobuf, where `tensorboard` itself brings a server.
 """
 
+# The library is an extra.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import struct
 import time
@@ -37,10 +40,10 @@ class TensorBoard(Tracker):
 
 class _Events(Writer):
     def __init__(self, folder: Path, run: RunStart):
-        from tensorboardX.event_file_writer import EventsWriter  # pyright: ignore[reportMissingImports]
-        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-        from tensorboardX.summary import text  # pyright: ignore[reportMissingImports]
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
 
         self._event, self._summary = Event, Summary  # classes of tensorboardX
         self._file, self._last = EventsWriter(str(folder / "events")), 0
@@ -62,7 +65,9 @@ class _Events(Writer):
         content = path.read_bytes()
         width, height = struct.unpack(">II", content[16:24])  # the first fields of a PNG file
         image = self._summary.Image(encoded_image_string=content, width=width, height=height, colorspace=4)
-        self._add(self._summary(value=[self._summary.Value(tag=path.stem, image=image)]), self._last, None)
+        self._add(
+            self._summary(value=[self._summary.Value(tag=f"pictures/{path.stem}", image=image)]), self._last, None
+        )
 
     def finish(self) -> None:
         """Close the file."""

@@ -1,5 +1,8 @@
 """Weights & Biases: a run in the folder `wandb` of the run, which `wandb sync` uploads, or at once with mode=online."""
 
+# The library is an extra.
+# pyright: reportMissingImports=false
+
 import dataclasses
 import netrc
 import os
@@ -40,7 +43,7 @@ class WandB(Tracker):
 
     def start(self, run: RunStart) -> Writer:
         """Begin the run, or open it again, and write the rows that it lacks."""
-        import wandb  # pyright: ignore[reportMissingImports]
+        import wandb
 
         folder = run.folder if self.folder is None else Path(self.folder).expanduser()
         mark = run.folder / "wandb" / "id"
@@ -90,9 +93,9 @@ class _Run(Writer):
 
     def picture(self, path: Path) -> None:
         """Put the picture into the summary of the run, because the row of the last step is complete."""
-        import wandb  # pyright: ignore[reportMissingImports]
+        import wandb
 
-        self._run.summary[path.stem] = wandb.Image(str(path))
+        self._run.summary[f"pictures/{path.stem}"] = wandb.Image(str(path))
 
     def finish(self) -> None:
         """Write, and with mode=online upload, what is left."""

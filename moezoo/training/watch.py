@@ -41,7 +41,7 @@ class LiveView(Writer):
         figures = [f"loss {last['loss']:.4f}"]
         if evaluated := [row for row in rows if "val_loss" in row]:
             figures.append(f"validation {evaluated[-1]['val_loss']:.4f} at step {evaluated[-1]['step']:,}")
-        figures += [f"{last['tokens_per_second']:,.0f} tokens/s", f"{in_gib(last['peak_bytes'])} at most"]
+        figures += [f"{last['tokens_per_second']:,.0f} tokens/s", f"memory {in_gib(last['peak_bytes'])}"]
         parts = {name: last[f"seconds_{name}"] for name in ("computing", "waiting", "saving")}
         whole = sum(parts.values()) or 1.0
         figures += [f"{name} {value / whole:.0%}" for name, value in parts.items()]
@@ -95,7 +95,7 @@ def load_lines(load: np.ndarray, width: int, *, plain: bool) -> list[str]:
     levels = _PLAIN_LEVELS if plain else _LEVELS
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
     order = sorted(np.argsort(-relative.max(1), kind="stable")[:_MOST_LAYERS])
-    title = f"load of {load.shape[1]} experts"
+    title = f"load of {load.shape[1]} experts ({levels[4]} mean)"
     if len(order) < len(load):
         title += f", {len(order)} of {len(load)} layers"
     edge = len(f"layer {len(load)} ")

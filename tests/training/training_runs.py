@@ -31,10 +31,10 @@ def read_rows(folder: Path) -> list[Row]:
     return repeatable([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
 
 
-def train_and_print(*overrides: str) -> tuple[moezoo.Run, list[str]]:
+def train_and_print(*overrides: str, **options: Any) -> tuple[moezoo.Run, list[str]]:
     """Train, and return the run and the lines that it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        run = moezoo.train(moezoo.compose(*overrides))
+        run = moezoo.train(moezoo.compose(*overrides), **options)
     return run, out.getvalue().splitlines()
 
 
