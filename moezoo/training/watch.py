@@ -66,16 +66,20 @@ def wrap(parts: Sequence[str], width: int) -> list[str]:
 
 
 def curve(points: Sequence[tuple[int, float]], width: int, *, plain: bool) -> list[str]:
-    """Draw values by step; where several share a column of dots, their mean. The axis has the largest and smallest."""
+    """Draw values by step, joined by lines; where several share a column of dots, their mean.
+
+    The axis has the largest value and the smallest.
+    """
     steps, values = np.array(points, float).T
     names = [f"{values.max():.3f}", f"{values.min():.3f}"]
     edge, room = max(map(len, names)) + 2, 1 if plain else 2
     across, down = max(width - edge, 1) * room, _HEIGHT * (1 if plain else 4)
     column = np.round((steps - steps[0]) / (steps[-1] - steps[0]) * (across - 1)).astype(int)
-    means = {x: values[column == x].mean() for x in np.unique(column)}
+    at = np.unique(column)
+    heights = np.interp(np.arange(across), at, [values[column == x].mean() for x in at])
     span = (values.max() - values.min()) or 1.0
     cells = np.zeros((_HEIGHT, across // room), int)
-    for x, value in means.items():
+    for x, value in enumerate(heights):
         y = round((values.max() - value) / span * (down - 1))
         cells[y // (down // _HEIGHT), x // room] |= _DOTS[y % (down // _HEIGHT)][x % room]
     labels = [names[0], *[""] * (_HEIGHT - 2), names[1]]

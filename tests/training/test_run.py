@@ -62,7 +62,7 @@ def test_writers_receive_what_a_run_reports(tiny, capsys):
     words = (*tiny, "mesh=single", "dispatch=gather", "model.layers=1", "model.z_loss=0", "seed=3", "eval_every=0")
     cfg = dataclasses.replace(moezoo.compose(*words, "steps=5", "log_every=2"), tracker=Recorder())
     rows: list = []
-    run = moezoo.train(cfg, on_row=rows.append)
+    run = moezoo.train(cfg, on_row=lambda row: (rows.append(dict(row)), row.clear()))
     kept = Recorder.kept[-1]
     assert rows == kept.rows == run.history
     assert [row["step"] for row in rows] == [1, 2, 4, 5]

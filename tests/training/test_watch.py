@@ -22,10 +22,12 @@ def row_of(step, **more):
 
 def test_a_curve_falls_from_the_first_step_to_the_last():
     lines = curve([(1, 3.0), (11, 1.0)], 30, plain=True)
-    assert lines[0] == f"3.000 |*{' ' * 22}"
-    assert lines[7] == f"1.000 |{' ' * 22}*"
+    assert lines[0].startswith("3.000 |*")
+    assert lines[7].startswith("1.000 | ")
     assert lines[8] == f"{'':7}step 1{'11':>17}"
-    assert [line for line in lines[1:7] if "*" in line] == []
+    columns = [[line[7 + x] for line in lines[:8]].index("*") for x in range(23)]
+    assert columns == sorted(columns)
+    assert "".join(lines[:8]).count("*") == 23
     fine = curve([(step, -float(step)) for step in range(100)], 30, plain=False)
     assert ord(fine[0][-21]) & 1  # its first dot
     assert ord(fine[7][-1]) & 128  # its last
@@ -33,8 +35,9 @@ def test_a_curve_falls_from_the_first_step_to_the_last():
 
 
 def test_steps_that_share_a_column_are_averaged():
-    lines = curve([(1, 4.0), (2, 0.0), (1000, 2.0)], 10, plain=True)
-    assert [line for line in lines[:8] if "*" in line] == ["      |* *"]
+    lines = curve([(1, 3.0), (2, 1.0), (1000, 2.0)], 10, plain=True)
+    empty = "      |   "
+    assert lines[:8] == ["3.000 |   ", *[empty] * 3, "      |***", *[empty] * 2, "1.000 |   "]
 
 
 def test_loads_are_relative_to_their_layer():
@@ -69,7 +72,7 @@ def test_the_view_fits_the_terminal(width, encoding):
     assert max(map(len, text.splitlines())) <= width
     for part in ("loss 0.4444", "validation 0.5000 at step 9", "1,234 tokens/s", "memory 1.0 GiB", "saving 25%"):
         assert part in text
-    assert ("⠁" in text) == (encoding == "utf-8")
+    assert any(0x2800 < ord(character) < 0x2900 for character in text) == (encoding == "utf-8")
 
 
 def show(monkeypatch, term, *, terminal=True, encoding="utf-8"):
