@@ -40,7 +40,8 @@ PLUGS = {
     "execution.context_parallel": ("context parallelism", "moezoo.parallel.context_parallel.ContextParallel"),
 }
 
-_LISTED = "tracker"  # the group that takes several entries: its entry `several` has them as `members`
+# The group that takes several entries, and where its entry `several` has them.
+_LISTED, MEMBERS = "tracker", "tracker.members"
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
@@ -68,7 +69,7 @@ def read(overrides: Sequence[str]) -> Asked:
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
         if key == _LISTED and isinstance(value, list):
-            members = {f"{key}.members": {name: {"name": name} for name in _listed(text, value, known[key])}}
+            members = {MEMBERS: _listed(text, value, known[key])}
             value = "several"
         if not isinstance(value, str) or not (value in known[key] or is_own(key, value)):
             own = dict.fromkeys(PLUGS, f" (or {own_path(key)} of your own)") | {
@@ -83,16 +84,19 @@ def read(overrides: Sequence[str]) -> Asked:
     return asked._replace(changes={**members, **asked.changes})
 
 
-def _listed(text: str, names: list[Any], known: Collection[str]) -> list[str]:
-    """Return the names in a list of entries. Raises `UserError` for one that is none, or is there twice."""
+def _listed(text: str, names: list[Any], known: Collection[str]) -> dict[str, dict[str, str]]:
+    """Return sections for the entries in a list; one of a class of the user's own has the class's name.
+
+    Raises `UserError` for what is no entry, and for one that is there twice.
+    """
     valid = [name for name in known if name not in ("none", "several")]
     for name in names:
-        if name not in valid:
-            own = "; a class of your own stands alone" * ("." in show(name))
-            raise UserError(f"{show(text)}: {show(name)} is no {_LISTED} for a list; {nearest(show(name), valid)}{own}")
-    if not names or len(set(names)) < len(names):
+        if name not in valid and not (isinstance(name, str) and is_own(_LISTED, name)):
+            raise UserError(f"{show(text)}: {show(name)} is no {_LISTED} for a list; {nearest(show(name), valid)}")
+    found = {name.rpartition(".")[2]: {"name": name} for name in names}
+    if not found or len(found) < len(names):
         raise UserError(f"{show(text)}: expected each {_LISTED} once; write {_LISTED}=[tensorboard,wandb]")
-    return names
+    return found
 
 
 def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:

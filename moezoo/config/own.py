@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from moezoo.config.overrides import PLUGS, is_own, own_path
+from moezoo.config.overrides import MEMBERS, PLUGS, is_own, own_path
 from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG
 from moezoo.data import DataSettings
 from moezoo.errors import UserError, nearest
@@ -151,11 +151,21 @@ def saved_own(mapping: Mapping[str, Any]) -> dict[str, Any]:
         name = section.get(tag) if isinstance(section, Mapping) else None
         if isinstance(name, str) and is_own(key, name):
             found[key] = name
+    names = names_of(get(mapping, MEMBERS))
+    if any(is_own("tracker", name) for name in names):
+        found["tracker"] = f"[{','.join(names)}]"
     for key, backends in _KERNELS.items():
         names = get(mapping, key)
         if isinstance(names, list) and any(isinstance(name, str) and name not in backends for name in names):
             found[key] = names
     return found
+
+
+def names_of(members: Any) -> list[str]:
+    """Return the names of the trackers in plain `members`, as far as they have one."""
+    sections = members.values() if isinstance(members, Mapping) else ()
+    names = [section.get("name") for section in sections if isinstance(section, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def without_own(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:

@@ -177,4 +177,5 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "tracker": ("name", TRACKERS),
 }
 # The same for sections inside a group's.
-INNER_TAG = {"data.sources.*": TAG["data"], "tracker.members.*": TAG["tracker"]}
+_MEMBERS = {name: kind for name, kind in TRACKERS.items() if name not in ("none", "several")}
+INNER_TAG = {"data.sources.*": TAG["data"], "tracker.members.*": ("name", _MEMBERS)}

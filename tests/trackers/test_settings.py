@@ -5,7 +5,7 @@ import importlib.util
 import os
 
 import pytest
-from recorders import Recorder
+from recorders import Raiser, Recorder
 from refusals import refused
 
 import moezoo
@@ -24,6 +24,19 @@ def test_several_trackers_have_their_own_settings():
     assert compose("tracker=wandb", "tracker.entity=us").tracker == WandB(entity="us")
 
 
+def test_a_class_of_ones_own_stands_in_a_list_too(tmp_path):
+    word = "tracker=[tensorboard,recorders.Raiser]"
+    cfg = compose(word, "tracker.members.Raiser.when=row")
+    assert cfg.tracker == Several(members={"tensorboard": TensorBoard(), "Raiser": Raiser("row")})
+    saved = as_mapping(cfg)
+    assert saved["tracker"]["members"]["Raiser"] == {"name": "recorders.Raiser", "when": "row"}
+    (tmp_path / "config.yaml").write_text(to_yaml(saved))
+    with refused(f"{word} was saved with this run", f"write {word} again", "such as tracker=none"):
+        moezoo.saved_config(tmp_path)
+    assert moezoo.saved_config(tmp_path, word, "tracker.members.Raiser.when=row").tracker == cfg.tracker
+    assert moezoo.saved_config(tmp_path, "tracker=none").tracker == NoTracker()
+
+
 def test_runs_of_older_versions_have_none(tmp_path):
     saved = as_mapping(compose())
     del saved["tracker"], saved["watch"]
@@ -38,7 +51,7 @@ def test_runs_of_older_versions_have_none(tmp_path):
         ("tracker=tensorbord", ["no such tracker", "did you mean 'tensorboard'?", "your own"]),
         ("tracker=[tensorboard,wandbb]", ["wandbb is no tracker for a list", "did you mean 'wandb'?"]),
         ("tracker=[wandb,none]", ["none is no tracker for a list; valid: mlflow, tensorboard, wandb"]),
-        ("tracker=[wandb,mine.Own]", ["mine.Own is no tracker for a list", "a class of your own stands alone"]),
+        ("tracker=[wandb,nowhere.Mine]", ["no module 'nowhere'", "tracker=package.module.Class"]),
         ("tracker=[wandb,wandb]", ["expected each tracker once; write tracker=[tensorboard,wandb]"]),
         ("tracker=[]", ["expected each tracker once"]),
         ("tracker=nowhere.Mine", ["no module 'nowhere'", "tracker=package.module.Class"]),
