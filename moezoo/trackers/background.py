@@ -58,7 +58,7 @@ class Background(Writer):
     def _turn_off(self, why: str) -> None:
         if not self._off:
             self._off = True
-            self._report(f"is off: {why}; the run goes on, and metrics.jsonl has all rows")
+            self._report(f"is off: {why}; metrics.jsonl has all rows")
 
     def _work(self) -> None:
         try:
