@@ -10,7 +10,7 @@ from rich.console import Console
 from moezoo.training.progress import Progress
 from moezoo.training.watch import LiveView, curve, load_lines, wrap
 
-LOAD = np.array([[8, 0, 0, 0], [2, 2, 2, 2]])
+LOAD = np.array([[8, 0, 0, 0], [3, 3, 3, 3]])
 
 
 def row_of(step, **more):
