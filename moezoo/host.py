@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib.metadata
 import os
+import resource
 import stat
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,11 @@ def processors() -> int:
 def host_memory() -> int:
     """Return the bytes of memory that this process can have: those of the machine, or of its control group if fewer."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *group_limits())
+
+
+def peak_of_process() -> int:
+    """Return the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def check_host(what: str, needed: int, advice: str, where: str = "") -> None:

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import moezoo.interrupts as interrupts
 
+_SIMPLE = ("dumb", "unknown")  # values of TERM: the cursor cannot move
 _SECONDS = 30.0  # between two lines about an evaluation where there is no terminal
 
 # Receives the number of batches that are computed and the number of all; called before each batch and at the end.
@@ -15,23 +16,28 @@ OnBatch = Callable[[int, int], object]
 
 
 @contextlib.contextmanager
-def bar_on(stream: TextIO) -> Iterator[Any]:
-    """Yield a bar whose tasks have a `unit`, while the block runs; None if `stream` is not a terminal."""
-    if not stream.isatty():
+def bar_on(stream: TextIO, below: Any = None) -> Iterator[Any]:
+    """Yield a bar whose tasks have a `unit`, while the block runs; None if `stream` is not a terminal, or a simple one.
+
+    `below`, which rich can draw, is shown below the bar, and drawn again four times a second.
+    """
+    if not stream.isatty() or os.environ.get("TERM") in _SIMPLE:
         yield None
         return
-    from rich import console, progress
+    from rich import console, live, progress
 
+    terminal = console.Console(file=stream)
     bar = progress.Progress(
         progress.TextColumn("{task.fields[unit]} {task.completed:.0f}/{task.total:.0f}"),
         progress.BarColumn(),
         progress.TextColumn("{task.description}"),
         progress.TextColumn("left"),
         progress.TimeRemainingColumn(),
-        console=console.Console(file=stream),
+        console=terminal,
     )
+    shown = bar if below is None else live.Live(console.Group(bar, below), console=terminal)
     # Show the cursor again, which a bar hides; written directly, because the bar may hold its lock.
-    with interrupts.undoing(lambda: os.write(stream.fileno(), b"\x1b[?25h")), bar:
+    with interrupts.undoing(lambda: os.write(stream.fileno(), b"\x1b[?25h")), shown:
         yield bar
 
 

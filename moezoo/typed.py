@@ -344,7 +344,8 @@ def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: C
     if names and typing.get_origin(kind) is Mapping:  # its keys are free
         section = section.setdefault(name, {})
         name, *names = names
-        if names and dataclasses.is_dataclass(typing.get_args(kind)[1]) and isinstance(section, dict):
+        inner = dataclasses.is_dataclass(typing.get_args(kind)[1]) or checks.tag(f"{here}.{name}")
+        if names and inner and isinstance(section, dict):
             section = section.setdefault(name, {})  # its class is known when all its keys are
             name, *names = names
     if names or not isinstance(section, dict):

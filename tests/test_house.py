@@ -21,7 +21,7 @@ ORDER = (
     ("generation",),
     ("config",),
     ("hub",),
-    ("optim", "data", "models"),
+    ("optim", "data", "models", "trackers"),
     ("moe",),
     ("nn",),
     ("kernels",),

@@ -24,13 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
-from moezoo.config.overrides import CONF, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
+from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
     TAGS,
     check_class,
     get,
     import_own,
     name_in,
+    names_of,
     path_of,
     put,
     refuse_saved,
@@ -262,11 +263,11 @@ def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
     Raises `UserError` for a class of the user's own that a configuration cannot record.
     """
     own = {}
-    for key, (_, classes) in TAGS.items():
-        value = operator.attrgetter(key)(cfg)
-        if not isinstance(value, str) and (kind := type(value)) not in classes.values():
+    values = [(key, operator.attrgetter(key)(cfg)) for key in TAGS]
+    for key, value in [*values, *(("tracker", each) for each in cfg.tracker.active().values())]:
+        if not isinstance(value, str) and (kind := type(value)) not in TAGS[key][1].values():
             check_class(key, kind, f"{key}={name_in(value)}")
-            own[key] = {name_in(value): kind}
+            own.setdefault(key, {})[name_in(value)] = kind
     return to_plain(cfg, "", _checks_with(own))
 
 
@@ -291,15 +292,18 @@ def _chosen_by(entries: list[Any]) -> set[str]:
 def _import_own(asked: Asked) -> Checks:
     """Return the checks; import what the user named of their own, and add the classes."""
     own = {}
-    for key, name in {**asked.choices, **asked.changes}.items():
+    members = [("tracker", name) for name in names_of(asked.changes.get(MEMBERS))]
+    for key, name in [*asked.choices.items(), *asked.changes.items(), *members]:
         if key in PLUGS and isinstance(name, str) and is_own(key, name):
             kind = import_own(key, name)
-            own[key] = {name: kind, path_of(kind): kind}
+            own.setdefault(key, {}).update({name: kind, path_of(kind): kind})
     return _checks_with(own)
 
 
 def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
     tags = {key: (TAGS[key][0], {**classes, **TAGS[key][1]}) for key, classes in own.items()}
+    if "tracker" in tags:
+        tags[f"{MEMBERS}.*"] = tags["tracker"]
     return _CHECKS._replace(tags={**_CHECKS.tags, **tags}) if own else _CHECKS
 
 

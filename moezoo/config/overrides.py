@@ -37,8 +37,12 @@ PLUGS = {
     "optimizer": ("update rule", "moezoo.optim.UpdateRule"),
     "schedule": ("schedule", "moezoo.optim.Schedule"),
     "data": ("data source", "moezoo.data.DataSettings"),
+    "tracker": ("tracker", "moezoo.trackers.Tracker"),
     "execution.context_parallel": ("context parallelism", "moezoo.parallel.context_parallel.ContextParallel"),
 }
+
+# The group that takes several entries, and where its entry `several` has them.
+_LISTED, MEMBERS = "tracker", "tracker.members"
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
@@ -53,7 +57,7 @@ class Asked(NamedTuple):
 
 def read(overrides: Sequence[str]) -> Asked:
     """Parse overrides into choices of groups and values of keys. Raises `UserError` for what cannot be parsed."""
-    known, asked = groups(), Asked({}, {})
+    known, asked, members = groups(), Asked({}, {}), {}
     for text in overrides:
         if not isinstance(text, str):
             apart = "; write * before it to pass its items" if isinstance(text, list | tuple) else ""
@@ -65,6 +69,9 @@ def read(overrides: Sequence[str]) -> Asked:
             continue
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
+        if key == _LISTED and isinstance(value, list):
+            members = {MEMBERS: _listed(text, value, known[key])}
+            value = "several"
         if not isinstance(value, str) or not (value in known[key] or is_own(key, value)):
             own = dict.fromkeys(PLUGS, f" (or {own_path(key)} of your own)") | {
                 "rules": " (or give the path of a .yaml file)",
@@ -75,7 +82,22 @@ def read(overrides: Sequence[str]) -> Asked:
                 hint = f"write {axes}"
             raise UserError(f"{key}={show(value)}: no such {key}; {hint}")
         asked.choices[key] = value
-    return asked
+    return asked._replace(changes={**members, **asked.changes})
+
+
+def _listed(text: str, names: list[Any], known: Collection[str]) -> dict[str, dict[str, str]]:
+    """Return sections for the entries in a list; one of a class of the user's own has the class's name.
+
+    Raises `UserError` for what is no entry, and for one that is there twice.
+    """
+    valid = [name for name in known if name not in ("none", "several")]
+    for name in names:
+        if name not in valid and not (isinstance(name, str) and is_own(_LISTED, name)):
+            raise UserError(f"{show(text)}: {show(name)} is no {_LISTED} for a list; {nearest(show(name), valid)}")
+    found = {name.rpartition(".")[2]: {"name": name} for name in names}
+    if not found or len(found) < len(names):
+        raise UserError(f"{show(text)}: expected each {_LISTED} once; write {_LISTED}=[tensorboard,wandb]")
+    return found
 
 
 def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:

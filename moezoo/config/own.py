@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from moezoo.config.overrides import PLUGS, is_own, own_path
+from moezoo.config.overrides import MEMBERS, PLUGS, is_own, own_path
 from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG
 from moezoo.data import DataSettings
 from moezoo.errors import UserError, nearest
@@ -23,6 +23,7 @@ from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
 from moezoo.optim import Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
+from moezoo.trackers import Tracker
 from moezoo.typed import is_plain, show, types_of
 
 # For each key of `PLUGS`, the key that chooses the class, and the classes by name. `execution.context_parallel` is one
@@ -34,6 +35,7 @@ _BASES: dict[str, type] = {
     "optimizer": UpdateRule,
     "schedule": Schedule,
     "data": DataSettings,
+    "tracker": Tracker,
     "execution.context_parallel": ContextParallel,
 }
 _KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
@@ -42,6 +44,7 @@ _STAND_IN: dict[str, Any] = {
     key: {tag: next(iter(classes))} if key in TAG else "gather" for key, (tag, classes) in TAGS.items()
 } | dict.fromkeys(_KERNELS)
 _OTHER = {"dispatch": "gather", "optimizer": "adamw", "schedule": "cosine", "execution.context_parallel": "gather"}
+_OTHER |= {"tracker": "none"}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -148,11 +151,21 @@ def saved_own(mapping: Mapping[str, Any]) -> dict[str, Any]:
         name = section.get(tag) if isinstance(section, Mapping) else None
         if isinstance(name, str) and is_own(key, name):
             found[key] = name
+    names = names_of(get(mapping, MEMBERS))
+    if any(is_own("tracker", name) for name in names):
+        found["tracker"] = f"[{','.join(names)}]"
     for key, backends in _KERNELS.items():
         names = get(mapping, key)
         if isinstance(names, list) and any(isinstance(name, str) and name not in backends for name in names):
             found[key] = names
     return found
+
+
+def names_of(members: Any) -> list[str]:
+    """Return the names of the trackers in plain `members`, as far as they have one."""
+    sections = members.values() if isinstance(members, Mapping) else ()
+    names = [section.get("name") for section in sections if isinstance(section, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def without_own(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:

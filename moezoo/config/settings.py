@@ -24,6 +24,7 @@ from moezoo.parallel.pipeline import PIPELINES, Circular
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
+from moezoo.trackers import TRACKERS, NoTracker, Tracker
 from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields, show
 
 ParamDType = Literal["float32", "bfloat16", "stored"]
@@ -128,6 +129,8 @@ class TrainConfig:
     checkpoint_keep: Size
     checkpoint_frozen: bool = dataclasses.field(default=True, kw_only=True)
     log_every: Count
+    tracker: Tracker = dataclasses.field(default_factory=NoTracker, kw_only=True)
+    watch: bool = dataclasses.field(default=False, kw_only=True)
     cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
 
     @property
@@ -191,9 +194,12 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
     "data": ("name", SOURCES),
     "distributed": ("name", DISTRIBUTED),
     "adapter": ("name", ADAPTERS),
+    "tracker": ("name", TRACKERS),
 }
 # The same for sections inside a group's.
+_MEMBERS = {name: kind for name, kind in TRACKERS.items() if name not in ("none", "several")}
 INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {
     "data.sources.*": TAG["data"],
     "execution.pipeline": ("name", PIPELINES),
+    "tracker.members.*": ("name", _MEMBERS),
 }

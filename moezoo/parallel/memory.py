@@ -6,8 +6,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError
-from moezoo.host import check_host, in_gib
+from moezoo.host import check_host, in_gib, peak_of_process
 from moezoo.parallel.mesh import has_started
+
+
+def peak_bytes(mesh: Mesh) -> int:
+    """Return the most bytes in use so far on a device of `mesh` in this process; on CPUs, in the process."""
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    found = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in here]
+    return max(found) or peak_of_process()
 
 
 def local_bytes(tree: PyTree, placements: PyTree) -> int:

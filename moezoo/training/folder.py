@@ -17,10 +17,11 @@ from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
 from moezoo.host import locking
 from moezoo.parallel import distributed
+from moezoo.trackers import MetricsRow
 from moezoo.training import report
 from moezoo.training.checkpoint import remove_beyond
 from moezoo.training.files import check_writable, making, marking, replace_file, replace_text, writing_to
-from moezoo.training.metrics import MetricsLog, MetricsRow
+from moezoo.training.metrics import MetricsLog
 from moezoo.training.resume import run_settings
 
 _CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"

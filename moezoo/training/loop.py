@@ -1,15 +1,17 @@
 """The steps of a run, and what happens between them: logging, evaluation, checkpoints, and stopping."""
 
 import collections
+import dataclasses
 import signal
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from moezoo.config.run_folders import steps
 from moezoo.config.settings import TrainConfig
@@ -19,12 +21,14 @@ from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.memory import peak_bytes
+from moezoo.trackers import MetricsRow, Writer
 from moezoo.training import report
 from moezoo.training.checkpoint import FROZEN, Checkpoints
 from moezoo.training.evaluate import Evaluation, Evaluator
 from moezoo.training.feed import Feed
 from moezoo.training.initial import as_saved_pieces
-from moezoo.training.metrics import MetricsLog, MetricsRow
+from moezoo.training.progress import Progress
 from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import Metrics, State, Step, check_shardings
@@ -53,6 +57,20 @@ class _Asked(NamedTuple):
         return _Asked(save=True) if number == 1 else _Asked(signal=number)
 
 
+@dataclasses.dataclass
+class _Spent:
+    """Seconds since the last row: for reading data and placing it on devices, for steps, and for saves."""
+
+    waiting: float = 0.0
+    computing: float = 0.0
+    saving: float = 0.0
+
+    def figures(self, steps: int, tokens: int) -> MetricsRow:
+        """Return the figures of a row after `steps` steps with `tokens` tokens."""
+        means = {f"seconds_{name}": value / steps for name, value in vars(self).items()}
+        return {"tokens_per_second": tokens / (self.waiting + self.computing), **means}
+
+
 class _Interrupted(Exception):  # noqa: N818  (it is not an error)
     """A signal came during an evaluation."""
 
@@ -71,7 +89,7 @@ class Loop:
         step: Step,
         source: Source,
         epochs: Epochs,
-        log: MetricsLog,
+        writers: Sequence[Writer],
         checkpoints: Checkpoints,
         feed: Feed,
         seen: Mapping[str, int] = types.MappingProxyType({}),
@@ -81,7 +99,9 @@ class Loop:
 
         `clock` returns seconds; it decides when a checkpoint is due by `checkpoint_minutes`.
         """
-        self.cfg, self.step, self.log, self.checkpoints, self._feed = cfg, step, log, checkpoints, feed
+        self.cfg, self.step, self.writers, self.checkpoints, self._feed = cfg, step, writers, checkpoints, feed
+        assert isinstance(execution.mesh, Mesh)
+        self._mesh = execution.mesh
         self.loads: list[np.ndarray] = []
         self._epochs, self.seen = epochs, collections.Counter(seen)
         self._source, self._clock, self._saved_at = source, clock, 0.0
@@ -100,10 +120,10 @@ class Loop:
         if start == cfg.steps:
             return state, self._evaluate_only(state, signals)
         compiled = self._compile()
-        tokens, since, busy = 0, start, 0.0
+        tokens, since, spent = 0, start, _Spent()
         evaluation, due = None, False
         self._saved_at = self._clock()
-        with signals.awaiting(), report.Progress(start, cfg.steps, bound=cfg.dispatch.bound) as progress:
+        with signals.awaiting(), self._progress(start) as progress:
             for number in range(start + 1, cfg.steps + 1):
                 asked = _Asked(signals.number, self._is_save_due()).agree()
                 if asked.signal:
@@ -112,13 +132,16 @@ class Loop:
                 began = time.perf_counter()
                 micro = [next(batches) for _ in range(cfg.micro_batches)]
                 batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
+                read = time.perf_counter()
                 state, metrics = compiled(state, batch)
                 # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
                 jax.block_until_ready(metrics)
-                busy += time.perf_counter() - began
+                spent.waiting += read - began
+                spent.computing += (done := time.perf_counter()) - read
                 # A save runs during one step. That step is logged only after the save is complete, so a killed run
                 # loses no more steps than there are between two saves, and a failed save ends the run immediately.
                 self.checkpoints.wait()
+                spent.saving += time.perf_counter() - done
                 tokens += cfg.batch_size * cfg.seq_len
                 self.seen.update(
                     self._epochs.by_source(np.arange((number - 1) * cfg.batch_size, number * cfg.batch_size))
@@ -131,16 +154,18 @@ class Loop:
                     evaluation = self._evaluate(state.model, signals, progress)
                 logged = cfg.log_every > 0 and number % cfg.log_every == 0
                 if logged or evaluate or number == 1:
-                    row = _row(number, metrics, tokens / busy, evaluation if evaluate else None, self.seen)
-                    self.log.write(row)
+                    row = _row(number, metrics, evaluation if evaluate else None, self.seen)
+                    row |= spent.figures(number - since, tokens) | {"peak_bytes": peak_bytes(self._mesh)}
                     self.loads = [*self.loads, np.asarray(metrics.load)][-_LOAD_ROWS:]
-                    left = busy / (number - since) * (cfg.steps - number)
-                    progress.row(row, left, assignments=int(self.loads[-1].sum()))
-                    tokens, since, busy = 0, number, 0.0
+                    for writer in (*self.writers, progress):
+                        writer.row(row, self.loads[-1])
+                    tokens, since, spent = 0, number, _Spent()
                 due |= cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0
                 # While steps are skipped the state may be the reason, so it is not saved.
                 if last or (due and not int(metrics.skipped_in_a_row)):
+                    began = time.perf_counter()
                     self._save(number, state)
+                    spent.saving += time.perf_counter() - began
                     due = False
             self.checkpoints.wait()
             # A signal during the last step or its save also ends the run.
@@ -151,10 +176,11 @@ class Loop:
 
     def _evaluate_only(self, state: State, signals: Signals) -> Evaluation:
         """Evaluate and save the state of a run without steps."""
-        with signals.awaiting(), report.Progress(0, 0, bound=None) as progress:
+        with signals.awaiting(), self._progress(0) as progress:
             found = self._evaluate(state.model, signals, progress)
             if found is not None:
-                self.log.write({"step": 0, "val_loss": found.loss})
+                for writer in self.writers:
+                    writer.row({"step": 0, "val_loss": found.loss, "time": time.time()}, None)
                 self._save(0, state)
                 self.checkpoints.wait()
             if asked := distributed.largest(signals.number):
@@ -162,7 +188,11 @@ class Loop:
         assert found is not None
         return found
 
-    def _evaluate(self, model: LanguageModel, signals: Signals, progress: report.Progress) -> Evaluation | None:
+    def _progress(self, start: int) -> Progress:
+        tokens = self.cfg.batch_size * self.cfg.seq_len
+        return Progress(start, self.cfg.steps, tokens, bound=self.cfg.dispatch.bound, watch=self.cfg.watch)
+
+    def _evaluate(self, model: LanguageModel, signals: Signals, progress: Progress) -> Evaluation | None:
         """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""
 
         def on_batch(done: int, total: int) -> None:
@@ -210,7 +240,7 @@ class Loop:
                 trees[FROZEN] = as_saved_pieces(self.cfg, frozen)
         self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source, self.seen)))
 
-    def _check_skipped(self, number: int, metrics: Metrics, progress: report.Progress) -> None:
+    def _check_skipped(self, number: int, metrics: Metrics, progress: Progress) -> None:
         """Report a skipped step; raise `UserError` after too many in a row."""
         in_a_row = int(metrics.skipped_in_a_row)
         if in_a_row == 0:
@@ -227,16 +257,14 @@ class Loop:
             )
 
 
-def _row(
-    step: int, metrics: Metrics, tokens_per_second: float, evaluation: Evaluation | None, seen: Mapping[str, int]
-) -> MetricsRow:
+def _row(step: int, metrics: Metrics, evaluation: Evaluation | None, seen: Mapping[str, int]) -> MetricsRow:
     values = jax.device_get(metrics)
     row: MetricsRow = {
         "step": step,
+        "time": time.time(),
         "loss": float(values.loss),
         "load_balance_loss": float(values.load_balance_loss),
         "z_loss": float(values.z_loss),
-        "tokens_per_second": tokens_per_second,
         "grad_norm": float(values.gradient_norm),
         "learning_rate": float(values.learning_rate),
         **{name: float(value) for name, value in values.balance._asdict().items()},

@@ -6,29 +6,33 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.trackers import MetricsRow, Writer
 from moezoo.training.files import replace_text
 
-MetricsRow = dict[str, Any]
+# The figures of a row that a clock and the memory decide: a run that is repeated has others.
+MEASURED = ("time", "tokens_per_second", "seconds_waiting", "seconds_computing", "seconds_saving", "peak_bytes")
 
 
-class MetricsLog:
+class MetricsLog(Writer):
     """Appends rows to a file, and keeps them in `history`."""
 
     def __init__(self, path: Path | None, history: list[MetricsRow]):
         """Replace the file at `path` by the rows of `history`; with `path` None no file is written.
 
-        Raises `UserError`, as `write` does, if the file cannot be written.
+        Raises `UserError`, as `row` does, if the file cannot be written.
         """
         self.history, self._path = list(history), path
         if path is not None:
             with self._writing():
                 replace_text(path, "".join(f"{json.dumps(row)}\n" for row in history))
 
-    def write(self, row: MetricsRow) -> None:
+    def row(self, row: MetricsRow, load: np.ndarray | None = None) -> None:
         """Add a row. Floats are written with all digits, so reading returns the same bits; those not finite as null."""
+        del load
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.history.append(row)
         if self._path is None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moezoo.trackers import MetricsRow
 from moezoo.training.files import replace_file
-from moezoo.training.metrics import MetricsRow
 
 # The smoothed curve averages this share of the logged steps around each; it is drawn from this many logged steps on.
 _SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20

@@ -42,8 +42,8 @@ _FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)|adapter\
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` without the settings of one command: the folder, what it resumes, and its processes."""
-    return dataclasses.replace(cfg, run_dir=None, resume=None, distributed=Alone())
+    """Return `cfg` without the settings of one command: the folder, what it resumes, its processes, and its view."""
+    return dataclasses.replace(cfg, run_dir=None, resume=None, distributed=Alone(), watch=False)
 
 
 def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,8 @@
 """`train`: train a model as configured, and write a run folder."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +23,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
+from moezoo.trackers import MetricsRow, RunStart, Writer
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, read_about
@@ -29,13 +32,14 @@ from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, check_shared, choose, opened
 from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
-from moezoo.training.metrics import MetricsRow, read_metrics
+from moezoo.training.metrics import read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
-from moezoo.training.resume import flatten, list_changes, read_batch_count
+from moezoo.training.resume import flatten, list_changes, read_batch_count, run_settings
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
 from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
+from moezoo.training.writers import OnRow, check_writers, make_writers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +81,11 @@ class _Prepared(NamedTuple):
     changed: list[str]
 
 
-def train(cfg: TrainConfig) -> Run:
+def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
     """Train as configured, and write a run folder.
+
+    On the first process `on_row` is called with each logged row, a dict as in metrics.jsonl, right after its step: a
+    notebook can draw the run while it goes on. What it raises ends the run.
 
     All settings are checked before anything is written. With `distributed` settings every process calls this function,
     and either all of them return or all of them raise.
@@ -100,6 +107,7 @@ def train(cfg: TrainConfig) -> Run:
     supervisor.report_to_watcher("met\n")
     settings = flatten(as_mapping(dataclasses.replace(cfg, distributed=distributed.Alone())))
     distributed.check_same(settings, "processes were started differently", "start all with the same command")
+    distributed.together(lambda: check_writers(cfg, on_row))
     before = _find_checkpoint(cfg)
     prepared = distributed.together(lambda: _prepare(cfg, before))
     execution, source, step = prepared.execution, prepared.source, prepared.step
@@ -129,10 +137,18 @@ def train(cfg: TrainConfig) -> Run:
 
     with opened(prepared.folder, cfg, resumed, start, history, source.held_out) as run:
         report.print_lines([*summary, ("run_dir", str(run.path))])
-        return _train(cfg, prepared, state, start, run)
+        started = RunStart(run.path, as_mapping(run_settings(cfg)), summary, history)
+        writers = [run.log, *make_writers(cfg, on_row, started)]
+        try:
+            return _train(cfg, prepared, state, start, run, writers)
+        finally:
+            for writer in writers:
+                writer.finish()
 
 
-def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run: Opened) -> Run:
+def _train(
+    cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run: Opened, writers: Sequence[Writer]
+) -> Run:
     """Run every step, and write what the run leaves."""
     execution, source, step, (folder, log) = prepared.execution, prepared.source, prepared.step, run
     supervisor.report_to_watcher(str(folder))
@@ -142,7 +158,7 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
     with writing_to("run_dir", folder):
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep, size)
-    loop = Loop(cfg, execution, step, source, prepared.epochs, log, checkpoints, feed, prepared.seen)
+    loop = Loop(cfg, execution, step, source, prepared.epochs, writers, checkpoints, feed, prepared.seen)
     with Signals() as signals:
         try:
             state, evaluation = loop.train(state, batches, start, signals)
@@ -159,6 +175,9 @@ def _train(cfg: TrainConfig, prepared: _Prepared, state: State, start: int, run:
             if loop.loads:
                 steps_shown = f"last {len(loop.loads)} logged steps"
                 load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=steps_shown)
+        for writer, name in itertools.product(writers, ("loss.png", "routing.png", "expert_load.png")):
+            if (folder / name).exists():
+                writer.picture(folder / name)
     report.print_results(evaluation, prepared.baseline, text, folder, source.unit, loop.seen)
     return Run(state.model, log.history, folder, evaluation, text)
 

@@ -38,8 +38,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_page_has_an_example_of_each_kind():
     assert len(SCRIPTS) == 5
-    assert len(FILES) == 16
-    assert len(COMMANDS) == 9
+    assert len(FILES) == 17
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.full
@@ -56,6 +56,7 @@ def test_scripts(script, monkeypatch, capsys):
 def test_one_run_with_all_of_them(console):
     own = "model=alternate.Alternate dispatch=broadcast.Broadcast data=lines.Lines data.path=broadcast.py"
     own += " execution.attention=plain execution.grouped_matmul=per_row"
+    own += " tracker=to_csv.CSV tracker.figure=grad_norm"
     own += " optimizer=lion.Lion schedule=linear.Linear execution.context_parallel=pass_around.PassAround"
     for name in ("plain", "per_row"):
         importlib.import_module(name)  # which registers the backend
@@ -69,6 +70,7 @@ def test_one_run_with_all_of_them(console):
         "model       alternate: ",
     ):
         assert part in out
+    assert re.fullmatch(r"1,\d+\.\d+\n", Path("run/figure.csv").read_text())
     model, _ = moezoo.load_run("run", *own.split())
     assert type(model.config).__name__ == "AlternateConfig"
 

@@ -20,6 +20,7 @@ from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
+from moezoo.training.metrics import MEASURED
 from moezoo.typed import Range
 
 # A run of few seconds that prints every step, on eight devices, so a checkpoint has parts of several.
@@ -199,7 +200,7 @@ def _check_end(
 
 def _rows(run_dir: Path) -> list[dict[str, Any]]:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
 def _compare_runs(whole: Path, torn: Path, log: Callable[[str], None]) -> bool:

@@ -150,6 +150,7 @@ def test_two_processes_train_as_one(both, one):
     assert [line.split("  ")[0] for line in out[0] if "/8  " in line] == [f"step {i}/8" for i in range(1, 9)]
     names = {path.name for path in (folder / "two").iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "loss.png", "routing.png", "expert_load.png", "checkpoints"}
+    assert (folder / "received").read_text().split() == [str(step) for step in range(1, 9)]  # by the first alone
     assert "distributed:\n  name: none" in (folder / "two" / "config.yaml").read_text()
     two = read_rows(folder / "two")
     assert_near(two, read_rows(one.folder))

@@ -30,7 +30,8 @@ from moezoo.training.pictures import (
     moving_average,
     routing_picture,
 )
-from moezoo.training.report import Progress, kernel_lines, print_lines, rate_line, unsplit_lines
+from moezoo.training.progress import Progress
+from moezoo.training.report import kernel_lines, print_lines, rate_line, unsplit_lines
 from moezoo.training.stage_lines import stage_lines
 
 
@@ -223,7 +224,7 @@ def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):
     """With a batch every 12 seconds: a line when 30 have passed, and none at the end."""
     now = 0
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now))
-    with Progress(0, 3, bound=None) as shown:
+    with Progress(0, 3, 1, bound=None) as shown:
         for done in range(9):
             now = 5000 + 12 * done
             shown.batches(done, 8)
@@ -232,11 +233,12 @@ def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):
 
 
 def test_an_evaluation_is_in_the_bar_of_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     for done, is_shown in ((3, True), (4, False)):
         terminal = io.StringIO()
         terminal.isatty = lambda: True
         monkeypatch.setattr(sys, "stdout", terminal)
-        with Progress(1, 9, bound=None) as shown:
+        with Progress(1, 9, 1, bound=None) as shown:
             for batch in range(done + 1):
                 shown.batches(batch, 4)
         _, step, after = terminal.getvalue().rpartition("step 1/9")

@@ -253,16 +253,16 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(moezoo.UserError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
-        log.write({"step": 22})
+        log.row({"step": 22})
     assert read_metrics(tmp_path / "metrics.jsonl", until=30) == [{"step": 1}]
 
 
 def test_a_log_that_was_removed(tmp_path):
     log = MetricsLog(tmp_path / "run.jsonl", [])
-    log.write({"step": 1})
+    log.row({"step": 1})
     (tmp_path / "run.jsonl").unlink()
     with refused(f"{tmp_path}/run.jsonl: ", "removed", "start again"):
-        log.write({"step": 2})
+        log.row({"step": 2})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.files import making
 from moezoo.training.loop import Loop
-from moezoo.training.metrics import MetricsLog, read_metrics
+from moezoo.training.metrics import MEASURED, MetricsLog, read_metrics
 from moezoo.training.resume import loader_state, read_batch_count
 from moezoo.training.signals import Signals
 
@@ -86,7 +86,7 @@ def test_metrics_rows(run):
     assert [row["step"] for row in rows] == list(range(1, 13))
     wanted = {"step", "loss", "load_balance_loss", "z_loss", "tokens_per_second", "grad_norm", "learning_rate"}
     wanted |= {"mean_entropy", "lowest_entropy", "mean_violation", "max_violation", "experts_in_use"}
-    wanted |= {"dropped", "skipped"}
+    wanted |= {"dropped", "skipped", *MEASURED}
     for row in rows:
         assert set(row) == wanted | ({"val_loss"} if row["step"] in (8, 12) else set())
     # A fresh model predicts nearly a uniform distribution: logits of deviation 0.5 add half its square.
@@ -178,7 +178,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(Checkpoints, "seconds", seconds, False)
         log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 9, size=0)
         minutes = map(float, itertools.count(step=60))
-        loop = Loop(cfg, execution, step, source, epochs, log, checkpoints, feed, clock=minutes.__next__)
+        loop = Loop(cfg, execution, step, source, epochs, [log], checkpoints, feed, clock=minutes.__next__)
         batches = read_batches(source, epochs, batch_size=cfg.batch_size, rows=feed.rows, start=0)
         loop.train(build_state(cfg, execution, step), batches, 0, Signals())
         checkpoints.close()

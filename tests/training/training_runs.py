@@ -13,27 +13,28 @@ import numpy as np
 import pytest
 
 import moezoo
-from moezoo.training import report
 from moezoo.training import train as module
+from moezoo.training.metrics import MEASURED
+from moezoo.training.progress import Progress
 from moezoo.training.sample import Sample
 
 Row = dict[str, Any]
 
 
 def repeatable(rows: list[Row]) -> list[Row]:
-    """Return rows without the one figure that the clock decides."""
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+    """Return rows without the figures that the clock and the memory decide."""
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in rows]
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of a run's metrics.jsonl without the figure that the clock decides."""
+    """Return the rows of a run's metrics.jsonl without the figures that the clock and the memory decide."""
     return repeatable([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
 
 
-def train_and_print(*overrides: str) -> tuple[moezoo.Run, list[str]]:
+def train_and_print(*overrides: str, **options: Any) -> tuple[moezoo.Run, list[str]]:
     """Train, and return the run and the lines that it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        run = moezoo.train(moezoo.compose(*overrides))
+        run = moezoo.train(moezoo.compose(*overrides), **options)
     return run, out.getvalue().splitlines()
 
 
@@ -55,15 +56,15 @@ def assert_same_models(one: Any, other: Any) -> None:
 
 def train_with_signal(monkeypatch: Any, after: int, number: int, *overrides: str) -> moezoo.Stopped:
     """Train, send this process a signal in the middle of the loop after a step, and return what the run raises."""
-    step = report.Progress.step
+    step = Progress.step
 
-    def send(self: report.Progress, at: int) -> None:
+    def send(self: Progress, at: int) -> None:
         step(self, at)
         if at == after:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(report.Progress, "step", send)
+        patch.setattr(Progress, "step", send)
         try:
             moezoo.train(moezoo.compose(*overrides))
         except moezoo.Stopped as stopped:

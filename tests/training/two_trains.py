@@ -1,4 +1,7 @@
-"""`moezoo.train` with the arguments before each "then", and then the command with those after the last."""
+"""`moezoo.train` with the arguments before each "then", and then the command with those after the last.
+
+The former append the step of each row that they receive to the file `received`.
+"""
 
 import os
 import sys
@@ -13,7 +16,8 @@ if __name__ == "__main__":
         at = sys.argv.index("then")
         if "MOEZOO_SUPERVISED" in os.environ:  # not in the process that only watches this one
             try:
-                moezoo.train(moezoo.compose(*sys.argv[1:at]))
+                with open("received", "a") as file:
+                    moezoo.train(moezoo.compose(*sys.argv[1:at]), on_row=lambda row: print(row["step"], file=file))
             except moezoo.UserError as error:
                 print(error, file=sys.stderr)
         del sys.argv[1 : at + 1]

@@ -1,0 +1,105 @@
+"""The progress of a run: a bar on a terminal, with curves if they are asked for, or a line per row."""
+
+import contextlib
+import sys
+from types import TracebackType
+
+import numpy as np
+
+from moezoo.parallel import distributed
+from moezoo.progress import BatchCounter, bar_on
+from moezoo.trackers import MetricsRow, Writer
+from moezoo.training.watch import LiveView
+
+
+class Progress(Writer):
+    """A bar with loss, tokens per second and time left on a terminal; elsewhere one plain line per logged step.
+
+    `batches` shows the batches of an evaluation. Of several processes only the first prints.
+    """
+
+    def __init__(self, first: int, steps: int, tokens: int, *, bound: str | None, watch: bool = False):
+        """Prepare for the steps after `first`, each of `tokens` tokens.
+
+        `bound` is the name of the strategy's option that may drop assignments, if it has one. With `watch`, curves and
+        figures are drawn below the bar.
+        """
+        self._steps, self._tokens, self._bound, self._warned = steps, tokens, bound, False
+        self._view = LiveView() if watch else None
+        self._first, self._bar, self._task = first, None, None
+        self._held = contextlib.ExitStack()
+        self._quiet = not distributed.is_first()
+
+    def __enter__(self) -> "Progress":
+        if not self._quiet:
+            self._bar = self._held.enter_context(bar_on(sys.stdout, self._view))
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=self._steps, completed=self._first, unit="step")
+        self.batches = BatchCounter(self._bar, self._print)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def _warn(self, row: MetricsRow, assignments: int) -> None:
+        self._warned = True
+        layers = " ".join(map(str, row["dropped_by_layer"]))
+        self._print(
+            f"warning: step {row['step']} dropped {row['dropped']:,} of {assignments:,} assignments "
+            f"(per layer {layers}); raise dispatch.{self._bound}, or set it to null to drop none"
+        )
+
+    def report_skipped(self, step: int, loss: float, norm: float) -> None:
+        """Warn that a step was skipped."""
+        self._print(f"warning: step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}; it changed nothing")
+
+    def step(self, step: int) -> None:
+        """Show that a step is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def row(self, row: MetricsRow, load: np.ndarray | None) -> None:
+        """Print a logged row; warn the first time that some of the assignments of its step are dropped."""
+        assignments = 0 if load is None else int(load.sum())
+        text = f"loss {row['loss']:.4f}"
+        if row["dropped"]:
+            text += f"  dropped {row['dropped'] / assignments:.1%}"
+            if not self._warned:
+                self._warn(row, assignments)
+        if "val_loss" in row:
+            text += f"  validation {row['val_loss']:.4f}"
+        routing = _routing(row)
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+        if self._view is not None:
+            self._view.row(row, load)
+        if self._bar is not None and self._view is not None:
+            self._bar.update(self._task, completed=row["step"])
+        elif self._bar is not None:
+            # On a second line: with all of it on one, a terminal of 80 columns has no place for the bar.
+            self._bar.update(self._task, completed=row["step"], description=f"{text}  {speed}\n{routing}")
+        else:
+            left = _duration((self._steps - row["step"]) * self._tokens / row["tokens_per_second"])
+            self._print(f"step {row['step']}/{self._steps}  {text}  {routing}  {speed}  {left} left")
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line)
+        elif not self._quiet:
+            print(line, flush=True)
+
+
+def _routing(row: MetricsRow) -> str:
+    """Tell how evenly experts are used: means over layers, each before the layer that is farthest from balance."""
+    return (
+        f"entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  "
+        f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  used {int(100 * row['experts_in_use'])}%"
+    )
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return (
+        f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"
+    )
