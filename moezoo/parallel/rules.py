@@ -177,7 +177,9 @@ class Rules:
         unsplit = axes.names if buffer else shared
         stored = tuple(() if name in unsplit else self._stored(name, sizes, by_layer) for name in axes.names)
         kept = tuple(() if name in whole else self.kept(name, sizes) for name in axes.names)
-        gathered = tuple(s[len(k) :] for s, k in zip(stored, kept, strict=True))
+        # A stage runs the layers that it stores.
+        whose = zip(axes.names, stored, kept, strict=True)
+        gathered = tuple(() if name == _LAYER else s[len(k) :] for name, s, k in whose)
         taken = tuple(k if name in shared else () for name, k in zip(axes.names, kept, strict=True))
         split = {axis for name in set(axes.within) & set(_INNER) for axis in self.kept(name, sizes)}
         entered = tuple(sorted(split.difference(*kept)))

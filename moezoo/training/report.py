@@ -300,7 +300,7 @@ def summarize(
         ),
         *(("rules", line) for line in _token_lines(cfg, execution)),
         *(("rules", line) for line in unsplit_lines(execution.rules, execution.sizes)),
-        *(("stages", line) for line in stage_lines(execution, model, traffic)),
+        *(("stages", line) for line in stage_lines(execution, model, traffic, cfg.execution.pipeline)),
         *(("weights", line) for line in layout_lines(step.placements.model)),
         *(("dispatch", line) for line in dispatch_lines(cfg, execution, step.blueprint)),
     ]

@@ -79,9 +79,11 @@ def _check_parts(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:
     before = from_saved(saved)
     if before.micro_batches != cfg.micro_batches:
         then, now = (" x ".join(f"{key}={n}" for key, n in each.parts.items()) for each in (before, cfg))
+        own, odd = divmod(before.micro_batches * cfg.execution.microbatches, cfg.micro_batches)
+        how = "choose settings with the same product" if odd else f"set execution.microbatches={own}"
         raise UserError(
             f"{now} but the run at resume={cfg.resume} has {then}, and the number of micro-batches, over which balance "
-            "losses are averaged, cannot change during a run; choose settings with the same product, or start a new run"
+            f"losses are averaged, cannot change during a run; {how}, or start a new run"
         )
 
 

@@ -67,19 +67,21 @@ def test_lines_on_stages():
     execution = build_execution(cfg, abstract_mesh(cfg.mesh))
     step = build_step(cfg, execution)
     lines = stage_lines(execution, step.blueprint.shapes, collective_traffic(step.traced.jaxpr))
-    (hop, moved) = (2 * 17 * 4 * 16 * 128 * 4, lines[2].rpartition("layers to their stages ")[2])
+    hops, moved = 6 * 17 * 4 * 16 * 128 * 4, lines[2].rpartition("layers to their stages ")[2]
     assert lines == [
         "layers 2 to 9 of 9 in 2 stages of 2 chunks of 2; 1 before these run whole, on the own micro-batches of every "
         "stage",
         "8 micro-batches in 17 ticks: stages have no work in 5.9% of them; execution.pipeline.microbatches=18 halves "
         "that",
-        f"received per device and step: activations {in_units(hop)}, micro-batches that wait or are done "
-        f"{in_units(2 * hop)}, layers to their stages {moved}",
+        "received per device and step: activations, also of micro-batches that wait or are done, "
+        f"{in_units(hops)}, layers to their stages {moved}",
     ]
     assert execution.pipeline is not None
     fewer, enough = (dataclasses.replace(execution.pipeline, microbatches=n).bubble(2) for n in (16, 18))
     assert enough <= execution.pipeline.bubble(2) / 2 < fewer
     assert stage_lines(dataclasses.replace(execution, pipeline=None), step.blueprint.shapes, TrafficTable()) == []
+    (line,) = stage_lines(execution.in_turn, step.blueprint.shapes, TrafficTable(), execution.pipeline)
+    assert line == "none: execution.pipeline has no effect with mesh.stage=1"
 
 
 def history(count):

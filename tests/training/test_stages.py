@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_other_stages(tiny, here):
         with refused(
             "execution.microbatches=1 but the run at resume=staged has execution.microbatches=1 x "
             "execution.pipeline.microbatches=2",
-            "the same product",
+            "set execution.microbatches=2",
         ):
             moezoo.train(moezoo.compose("resume=staged", "run_dir=other", "mesh.stage=1", "steps=6"))
     expected = read_rows(here / "whole")
