@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     switches, words = take_switches(Switches, arguments)
     keys = read(Keys, words)
     if len(keys.runs) < 2:
-        raise UserError(f"{show(keys.runs[0])} is one run; name two or more")
+        raise UserError(f"{show(' '.join(keys.runs))} is one run; name two or more")
     if not keys.out.lower().endswith(".png"):
         raise UserError(f"out={show(keys.out)}: expected the name of a picture; write FILE.png")
     runs = [read_folder(Path(named).expanduser(), "runs") for named in keys.runs]

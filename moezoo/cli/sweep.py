@@ -1,5 +1,6 @@
 """`moezoo sweep`: train a run for every combination of listed values."""
 
+import contextlib
 import dataclasses
 import datetime
 import shutil
@@ -16,7 +17,7 @@ from moezoo.config import overrides
 from moezoo.config.options import key, split, take
 from moezoo.config.sweeping import Element, Sweep, expand, quote
 from moezoo.errors import UserError
-from moezoo.typed import Range, show, types_of
+from moezoo.typed import Range, types_of
 
 if TYPE_CHECKING:
     from moezoo.training.sweep_report import Outcome
@@ -58,16 +59,18 @@ class SweepCommand(ConfiguredCommand):
     """A command whose overrides may list several values."""
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
-        """Do what other commands do, for each run."""
+        """Refuse what other commands refuse, in any of the runs."""
         rest, _ = self._split(arguments, prog)
         take(Keys, rest)
-        for element in expand(split(Keys, rest)[1]).elements:
-            overrides.check(element.words, types_of(Keys))
+        elements = expand(split(Keys, rest)[1]).elements
+        for word in dict.fromkeys(word for element in elements for word in element.words):
+            overrides.check([word], types_of(Keys))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check all runs, and train those that are not finished; return 0, or the exit code that docs/sweeps.md lists."""
-    from moezoo.training.files import making
+    from moezoo.config.compose import folder_path
+    from moezoo.training.files import making, writing_to
     from moezoo.training.sweep_report import check_same
 
     keys, words = take(Keys, arguments)
@@ -77,16 +80,13 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"only={keys.only} is a part of a sweep; name the folder of the whole as sweep_dir=FOLDER")
     last = _check_runs(sweep)
     named = keys.sweep_dir or f"sweeps/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    folder = _folder(named)
+    folder = folder_path(named, "sweep_dir")
     if keys.sweep_dir is not None:
         check_same(folder, sweep)
-    try:
-        with making(folder, numbered=keys.sweep_dir is None) as made:
-            return run_all(sweep, chosen, made, last, start_process)
-    except OSError as error:
-        raise UserError(
-            f"sweep_dir={show(named)}: cannot write there ({error.strerror}); name another folder"
-        ) from None
+    with contextlib.ExitStack() as held:
+        with writing_to("sweep_dir", folder):
+            made = held.enter_context(making(folder, numbered=keys.sweep_dir is None))
+        return run_all(sweep, chosen, made, last, start_process)
 
 
 def run_all(sweep: Sweep, chosen: Sequence[Element], folder: Path, last: Sequence[int], start: Start) -> int:
@@ -124,7 +124,7 @@ def run_all(sweep: Sweep, chosen: Sequence[Element], folder: Path, last: Sequenc
     outcomes = look()
     print("\n".join(["", *render(sweep, outcomes), "", f"{'sweep_dir':<12}{folder}"]), flush=True)
     if _is_ended(code):
-        print(f"stopped; continue with the same command and {quote('sweep_dir', str(folder))}", flush=True)
+        print(f"stopped; continue with the same command and sweep_dir={folder}", flush=True)
         return code
     failed = sum(outcomes[element.number].state == "failed" for element in chosen)
     if failed:
@@ -134,10 +134,10 @@ def run_all(sweep: Sweep, chosen: Sequence[Element], folder: Path, last: Sequenc
 
 def start_process(words: Sequence[str]) -> Ended:
     """Train in a process of its own, which gets the signals of this one; its output is printed as it comes."""
-    # A process per run, and not a loop in this one: a crash, or memory that ran out, ends one run and not the sweep; all
-    # memory of a device is free for the next run; each run may have its own number of virtual devices, which a process
-    # fixes when JAX starts. It costs some seconds per run, and no program that a loop would have shared: the learning
-    # rate is a constant of a step, and runs that differ in their seed alone find their step in `cache_dir`.
+    # A process per run, and not a loop in this one: a crash, or memory that ran out, ends one run and not the sweep;
+    # all memory of a device is free for the next run; each run may have its own number of virtual devices, which a
+    # process fixes when JAX starts. It costs some seconds per run, and no program that a loop would have shared: the
+    # learning rate is a constant of a step, and runs that differ in their seed alone find their step in `cache_dir`.
     with interrupts.blocked():
         child = subprocess.Popen([sys.executable, "-P", "-m", "moezoo", "train", *words], stderr=subprocess.PIPE)
     asked, last = [], ""
@@ -146,7 +146,7 @@ def start_process(words: Sequence[str]) -> Ended:
         asked.append(number)
         child.send_signal(number)
 
-    with interrupts.receiving(receive):
+    with interrupts.receiving(receive), child:
         assert child.stderr is not None
         for raw in child.stderr:
             line = raw.decode(errors="replace")
@@ -165,19 +165,21 @@ def start_process(words: Sequence[str]) -> Ended:
 def _plan(folder: Path, before: "Outcome", title: str) -> list[str] | None:
     """Return the overrides that start or continue a run, and print what happens; None where nothing is left to do."""
     from moezoo.host import locking
+    from moezoo.training.files import writing_to
 
     if before.saved == before.last:
         print(f"{title}: {before.state} before", flush=True)
         return None
     if folder.is_dir():
-        try:
-            with locking(folder.resolve(), "busy"):
-                (folder / _failure()).unlink(missing_ok=True)
-                if before.saved is None:  # there is nothing to continue
-                    shutil.rmtree(folder)
-        except UserError:
-            print(f"{title}: another process is training it", flush=True)
-            return None
+        with writing_to("sweep_dir", folder), contextlib.ExitStack() as held:
+            try:
+                held.enter_context(locking(folder.resolve(), "busy"))
+            except UserError:
+                print(f"{title}: another process is training it", flush=True)
+                return None
+            (folder / _failure()).unlink(missing_ok=True)
+            if before.saved is None:  # there is nothing to continue
+                shutil.rmtree(folder)
     if before.saved is None:
         print(f"{title}: starts", flush=True)
         return [*before.element.words, quote("run_dir", str(folder))]
@@ -199,10 +201,11 @@ def _failure() -> str:
 
 
 def _note_failure(folder: Path, line: str) -> None:
-    from moezoo.training.files import replace_text
+    from moezoo.training.files import replace_text, writing_to
 
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / _failure(), f"{line}\n")
+    with writing_to("sweep_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / _failure(), f"{line}\n")
 
 
 def _is_ended(code: int) -> bool:
@@ -237,12 +240,6 @@ def _choose(sweep: Sweep, only: int | None) -> list[Element]:
             f"only={only} but the sweep has {len(sweep.elements)} runs; write 0 to {len(sweep.elements) - 1}"
         )
     return [sweep.elements[only]]
-
-
-def _folder(named: str) -> Path:
-    from moezoo.config.compose import folder_path
-
-    return folder_path(named, "sweep_dir")
 
 
 def _configure(*arguments: str) -> Any:

@@ -97,7 +97,7 @@ def list_values(text: str, most: int) -> tuple[str, dict[str, Any]] | None:
     try:
         for each in itertools.islice(parsed.sweep_string_iterator(), most + 1):
             value = _parse(f"{key}={each}", known)[1]
-            if show(value) in map(show, values.values()):
+            if value in values.values():
                 raise UserError(f"{shown}: {show(value)} is listed twice; leave one out")
             values[each] = value
     except ValueError as error:  # of a range, such as a step of 0

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import math
 import urllib.parse
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ def expand(words: Sequence[str]) -> Sweep:
             plus = "+" * word.startswith("+")
             listed[key] = [(f"{plus}{key}={text}", value) for text, value in found[1].items()]
     asked = overrides.read(fixed)
-    settings = {key: show(value) for key, value in {**asked.choices, **asked.changes}.items()}
+    settings = {key: _plain(value) for key, value in {**asked.choices, **asked.changes}.items()}
     if both := sorted(settings.keys() & listed.keys()):
         raise UserError(f"{both[0]} is given twice; leave one out")
     if not listed:
@@ -105,11 +106,11 @@ def _shorten(keys: Sequence[str]) -> dict[str, str]:
 
 def _name(short: dict[str, str], values: dict[str, Any]) -> str:
     """Return the name of a folder that can be typed as it is, as a value and as an argument: without `=` and `,`."""
-    parts = (f"{short[key]}-{urllib.parse.quote(_plain(value), safe='')}" for key, value in values.items())
+    parts = (f"{short[key]}-{urllib.parse.quote(_plain(value), safe='+')}" for key, value in values.items())
     name = "_".join(parts)
     if len(name) <= _LONGEST_NAME:
         return name
-    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}"
 
 
 def _plain(value: Any) -> str:

@@ -191,7 +191,8 @@ def draw_runs(curves: Sequence[Curve], *, across: str, unit: str, best: int | No
         steps, losses = np.array([row["step"] for row in history]) * scale, _column(history, "loss")
         if len(steps) >= _LEAST_SMOOTHED:
             losses = moving_average(losses, int(len(steps) * _SMOOTHED_SHARE) // 2 * 2 + 1)
-        axes.plot(steps, losses, lw=1, alpha=0.25 if beside else 0.5, **style)
+        alone = "x" * (len(steps) == 1)  # no line would show it
+        axes.plot(steps, losses, marker=alone, lw=1, alpha=0.25 if beside else 0.5, **style)
         at, values = steps, _column(history, "val_loss")
         shown = ~np.isnan(values)
         last = f" ({values[shown][-1]:.3f})" if shown.any() else ""

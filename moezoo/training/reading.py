@@ -54,8 +54,8 @@ class ReadRun(NamedTuple):
     @property
     def tokens_per_step(self) -> int | None:
         """The tokens of a step, padding included; None where the configuration does not show it."""
-        sizes = self.settings.get("batch_size"), self.settings.get("seq_len")
-        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+        rows, length = self.settings.get("batch_size"), self.settings.get("seq_len")
+        return rows * length if isinstance(rows, int) and isinstance(length, int) else None
 
 
 def read_folder(named: str | Path, key: str) -> ReadRun:

@@ -1,5 +1,6 @@
 """What a sweep came to: the state of each of its runs, read from their folders, and the files that show it."""
 
+import contextlib
 import json
 import statistics
 import sys
@@ -99,21 +100,23 @@ def average_over_seeds(outcomes: Sequence[Outcome]) -> list[OverSeeds]:
 
 
 def render(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the table of runs, and the one over seeds if the sweep has several, as lines of Markdown."""
-    rows = []
+    """Return the table of runs, why some failed, and the table over seeds if there are several, as Markdown."""
+    rows, failures = [], []
     for place, each in enumerate(rank(outcomes)):
         best = " (best)" * (place == 0 and each.state == "finished")
-        about = f"{each.state}: {each.line}" if each.line else f"{each.state}{best}"
+        about = f"{each.state}{best}" if each.state != "begun" else each.line
+        if each.state == "failed":
+            failures.append(f"- run {each.element.number}: {each.line}")
         values = map(show, each.element.values.values())
         rows.append([str(each.element.number), *values, about, *_cells(each.figures)])
     header = ["run", *sweep.keys, "state", "validation", "training", "tokens/s", "skipped"]
-    lines = markdown_table(header, rows, left=len(sweep.keys) + 2)
-    if _SEED not in sweep.keys:
+    lines = [*markdown_table(header, rows, left=len(sweep.keys) + 2), *([""] if failures else []), *failures]
+    if _SEED not in sweep.keys or not (averages := average_over_seeds(outcomes)):
         return lines
     keys = [key for key in sweep.keys if key != _SEED]
     rows = [
         [*(show(each.values[key]) for key in keys), str(each.count), f"{each.mean:.4f}", _number(each.spread, ".4f")]
-        for each in average_over_seeds(outcomes)
+        for each in averages
     ]
     return [*lines, "", *markdown_table([*keys, "seeds", "validation, mean", "deviation"], rows, left=len(keys))]
 
@@ -137,7 +140,8 @@ def write_report(folder: Path, sweep: Sweep, outcomes: Sequence[Outcome]) -> Non
         replace_text(folder / _TABLE, json.dumps(table, indent=2))
         if drawn:
             text += ["", f"![Losses of all runs]({_PICTURE})"]
-            _draw(folder, drawn)
+            with contextlib.suppress(UserError):  # another task of the sweep may start one of them again meanwhile
+                _draw(folder, drawn)
         replace_text(folder / _TEXT, "\n".join([*text, ""]))
 
 
@@ -176,10 +180,13 @@ def check_same(folder: Path, sweep: Sweep) -> None:
 
 def _draw(folder: Path, ranked: Sequence[Outcome]) -> None:
     runs = [read_folder(folder / each.element.name, "sweep_dir") for each in ranked]
-    curves = [Curve(each.element.name, run.history) for each, run in zip(ranked, runs, strict=True)]
+    tokens = [run.tokens_per_step for run in runs]
+    same = len(set(tokens)) == 1 or None in tokens
+    scales = [1.0 if same else float(each or 1) for each in tokens]
+    curves = [Curve(each.element.name, run.history, n) for each, run, n in zip(ranked, runs, scales, strict=True)]
     best = 0 if ranked[0].state == "finished" else None
     unit = describe_unit(run.settings for run in runs)
-    runs_picture(curves, folder / _PICTURE, across="training step", unit=unit, best=best)
+    runs_picture(curves, folder / _PICTURE, across="training step" if same else "tokens read", unit=unit, best=best)
 
 
 def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
