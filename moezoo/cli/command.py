@@ -133,27 +133,33 @@ class ConfiguredCommand(Command):
             own = map(options.name_switch, types_of(self.switches))
             return f"no such option; {nearest(option, [*own, '--cfg', '--help'])}"
         loop = f"for m in single ep8; do {prog} mesh=$m; done"
-        return f"no such option; valid: --help, --cfg job; several runs are a loop: {loop}"
+        return f"no such option; valid: --help, --cfg job; several runs are a loop: {loop}, or moezoo sweep"
 
 
 @dataclasses.dataclass(frozen=True)
 class KeysCommand(Command):
     """A command with options of its own and no configuration; `task` reads its arguments as an instance of `keys`.
 
-    - `positions` are the keys that arguments without a key set, in this order.
+    - `positions` are the keys that arguments without a key set, in this order; one that ends with `...` takes the rest;
+    - `switches` is a dataclass of its options with dashes (`options.take_switches`), none of which takes a value.
     """
 
     keys: type
     positions: tuple[str, ...] = ()
+    switches: type | None = None
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
+        if self.switches is not None:
+            arguments = options.take_switches(self.switches, arguments).rest
         if option := next((a for a in arguments if a.startswith("-")), None):
-            raise UserError(f"{show(option)}: no such option; valid: --help, and KEY=VALUE")
+            own = "".join(f"{name}, " for name, _ in options.describe_switches(self.switches)) if self.switches else ""
+            raise UserError(f"{show(option)}: no such option; valid: {own}--help, and KEY=VALUE")
         options.read(self.keys, options.name_positions(self.positions, arguments))
 
     def explain(self, arguments: Sequence[str]) -> list[str]:
         del arguments
-        return help_text.own_keys(self.keys)
+        switches = options.describe_switches(self.switches) if self.switches else []
+        return [*help_text.own_keys(self.keys), *(["", "Options:", *help_text.table(switches)] if switches else [])]
 
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
         del prog

@@ -4,7 +4,19 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from moezoo.cli import convert, evaluate, generate, parity, plan, prepare_data, routing, sharding, train
+from moezoo.cli import (
+    compare,
+    convert,
+    evaluate,
+    generate,
+    parity,
+    plan,
+    prepare_data,
+    routing,
+    sharding,
+    sweep,
+    train,
+)
 from moezoo.cli.command import VERSION, Command, execute, print_and_exit, print_versions, refuse
 from moezoo.cli.help import table
 from moezoo.errors import UserError, nearest
@@ -12,7 +24,7 @@ from moezoo.typed import show
 
 COMMANDS: dict[str, Command] = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, evaluate, generate, routing, convert, sharding, plan, parity, prepare_data)
+    for module in (train, sweep, compare, evaluate, generate, routing, convert, sharding, plan, parity, prepare_data)
 }
 
 

@@ -1,6 +1,7 @@
 """A command's own KEY=VALUE arguments and switches, next to what configures a run. Nothing here imports JAX."""
 
 import dataclasses
+import itertools
 import json
 import re
 import typing
@@ -75,11 +76,14 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
 def name_positions(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """Return `arguments` as KEY=VALUE: those without a key, such as a path, have the keys `names` in this order.
 
+    A name that ends with `...` is the key of all that are left. Switches, which begin with --, stay as they are.
+
     Raises `UserError` where there are more of them.
     """
-    left, found = iter(names), []
+    keys = (itertools.repeat(name[:-3]) if name.endswith("...") else [name] for name in names)
+    left, found = itertools.chain.from_iterable(keys), []
     for argument in arguments:
-        if names and not re.match(r"[A-Za-z_]\w*=", argument):
+        if names and not re.match(r"--|[A-Za-z_]\w*=", argument):
             if (name := next(left, None)) is None:
                 raise UserError(f"{show(argument)}: expected KEY=VALUE after {' and '.join(names)}")
             argument = f"{name}={argument}"

@@ -5,6 +5,7 @@ Nothing here imports JAX, so `check` answers a mistyped word quickly.
 
 import functools
 import importlib.resources
+import itertools
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -98,6 +100,34 @@ def _listed(text: str, names: list[Any], known: Collection[str]) -> dict[str, di
     if not found or len(found) < len(names):
         raise UserError(f"{show(text)}: expected each {_LISTED} once; write {_LISTED}=[tensorboard,wandb]")
     return found
+
+
+def list_values(text: str, most: int) -> tuple[str, dict[str, Any]] | None:
+    """Return the key and the values of an override that lists several, each with its text; None for any other.
+
+    Values are listed with commas, or by Hydra's `choice(...)`, `range(...)` or `sort(...)`.
+
+    Raises `UserError` for what cannot be parsed, for a value that is listed twice, and for more than `most`.
+    """
+    known = groups()
+    key, parsed = _parse_values(text, known)
+    if not parsed.is_sweep_override():
+        return None
+    found, shown = parsed.value(), show(text)
+    if isinstance(found, Glob) or not isinstance(found, ChoiceSweep | RangeSweep) or found.shuffle:
+        raise UserError(f"{shown}: expected values that are the same each time; list them: {key}=A,B, or as range(0,4)")
+    values: dict[str, Any] = {}
+    try:
+        for each in itertools.islice(parsed.sweep_string_iterator(), most + 1):
+            value = _parse(f"{key}={each}", known)[1]
+            if value in values.values():
+                raise UserError(f"{shown}: {show(value)} is listed twice; leave one out")
+            values[each] = value
+    except ValueError as error:  # of a range, such as a step of 0
+        raise error if isinstance(error, UserError) else UserError(f"{shown}: {error}; list the values") from None
+    if not 0 < len(values) <= most:
+        raise UserError(f"{shown}: {f'more than {most} values; list fewer' if values else 'no value; list some'}")
+    return key, values
 
 
 def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:
@@ -235,6 +265,17 @@ def _section_keys() -> dict[str, list[str]]:
 
 def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
     """Return the key and the value of one override."""
+    key, parsed = _parse_values(text, known)
+    if parsed.is_sweep_override():
+        or_list = "" if key in known else f"; a list is written {key}=[a,b]"
+        loop = f"for x in A B; do COMMAND {key}=$x; done, or train with each: moezoo sweep {show(text)}"
+        problem = "expected one value, found several; a command runs one configuration, so loop"
+        raise UserError(f"{show(text)}: {problem}: {loop}{or_list}")
+    return key, parsed.value()
+
+
+def _parse_values(text: str, known: Mapping[str, list[str]]) -> tuple[str, Override]:
+    """Return the key of an override, which may list several values, and what Hydra reads."""
     shown = show(text)
     key, equals, value = text.lstrip("+~").partition("=")
     prefix = text[: len(text) - len(text.lstrip("+~"))]
@@ -263,10 +304,4 @@ def _parse(text: str, known: Mapping[str, list[str]]) -> tuple[str, Any]:
         raise UserError(
             f"{shown}: the value cannot be read; close its brackets, or quote it twice: '{quoted}'"
         ) from None
-    if parsed.is_sweep_override():
-        or_list = "" if key in known else f"; a list is written {key}=[a,b]"
-        loop = f"for x in A B; do COMMAND {key}=$x; done"
-        raise UserError(
-            f"{shown}: expected one value, found several; a command runs one configuration, so loop: {loop}{or_list}"
-        )
-    return key, parsed.value()
+    return key, parsed

@@ -13,6 +13,8 @@ from moezoo.training.files import replace_file
 
 # The smoothed curve averages this share of the logged steps around each; it is drawn from this many logged steps on.
 _SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20
+# A picture of several runs names this many of them, and ends at this multiple of the largest loss at the start.
+_MOST_NAMED, _MOST_ABOVE = 20, 1.1
 # The panels of the picture of routing: key of metrics.jsonl, label, color and style of each curve.
 _ROUTING = (
     (
@@ -189,6 +191,63 @@ def relative_picture(
     figure.supxlabel(labels[1], fontsize=9)
     figure.colorbar(image, ax=axes, extend="max", label="1 is expected")
     _save(figure, path)
+
+
+class Curve(NamedTuple):
+    """The losses of one run in a picture of several.
+
+    Attributes:
+        label: The name of the run.
+        history: Its rows.
+        scale: What one step is on the horizontal axis, such as its tokens.
+    """
+
+    label: str
+    history: list[MetricsRow]
+    scale: float = 1.0
+
+
+def runs_picture(curves: Sequence[Curve], path: Path, *, across: str, unit: str, best: int | None = None) -> None:
+    """Write the picture that `draw_runs` returns to a PNG file."""
+    _save(draw_runs(curves, across=across, unit=unit, best=best), path)
+
+
+def draw_runs(curves: Sequence[Curve], *, across: str, unit: str, best: int | None = None) -> Any:
+    """Draw training and validation losses of several runs, in `unit`, and return the matplotlib figure.
+
+    `across` names the horizontal axis. With `best`, the number of a curve, that one is drawn above the others, which
+    are pale. Losses far above those at the start are cut off.
+    """
+    figure, axes = _figure(10, 5)
+    top = 0.0
+    for number, (label, history, scale) in enumerate(curves):
+        emphasised, beside = best == number, best not in (None, number)
+        color = "black" if emphasised else f"C{number % 10}"
+        style = {"color": color, "zorder": 2 + emphasised, "ls": ("-", "--", ":")[number // 10 % 3]}
+        steps, losses = np.array([row["step"] for row in history]) * scale, _column(history, "loss")
+        if len(steps) >= _LEAST_SMOOTHED:
+            losses = moving_average(losses, int(len(steps) * _SMOOTHED_SHARE) // 2 * 2 + 1)
+        alone = "x" * (len(steps) == 1)  # no line would show it
+        axes.plot(steps, losses, marker=alone, lw=1, alpha=0.25 if beside else 0.5, **style)
+        at, values = steps, _column(history, "val_loss")
+        shown = ~np.isnan(values)
+        last = f" ({values[shown][-1]:.3f})" if shown.any() else ""
+        name = f"{'best: ' * emphasised}{label}{last}" if number < _MOST_NAMED or emphasised else None
+        axes.plot(
+            at[shown], values[shown], marker="o", ms=4, lw=2.5 if emphasised else 1.3, alpha=0.5 if beside else 1,
+            label=name, **style,
+        )  # fmt: skip
+        top = max(top, *_column(history, "loss")[:1], *values[shown][:1])
+    if top and axes.get_ylim()[1] > _MOST_ABOVE * top:
+        axes.set_ylim(top=_MOST_ABOVE * top)
+    _mark_integers(axes.xaxis)
+    axes.set_xlabel(across)
+    axes.set_ylabel(f"cross-entropy, {unit}")
+    axes.grid(alpha=0.3)
+    more = f"\n{len(curves) - _MOST_NAMED} more are not named" if len(curves) > _MOST_NAMED else ""
+    title = f"with dots: validation (the last)\nwithout: training, smoothed from {_LEAST_SMOOTHED} rows on{more}"
+    figure.legend(loc="outside right upper", fontsize="small", title=title, title_fontsize="small")
+    return figure
 
 
 class Bars(NamedTuple):
