@@ -93,13 +93,12 @@ def _comments(path: Path, prefix: str) -> list[tuple[str, str]]:
     """The dotted keys of a file in `conf/` and of the sections in it, each with the comment on its line."""
     if not path.exists() or (text := path.read_text()).startswith(PACKAGE):
         return []
-    found, section = [], ""
+    found, names = [], []
     for line in text.partition("\n\n")[2].splitlines() if not prefix else text.splitlines():
         if match := _LINE.fullmatch(line):
-            indent, name, value, comment = match.groups(default="")
-            section = section if indent else ""
-            found.append((f"{prefix}{section}{name}", comment))
-            section = section or f"{name}." * (not value)
+            indent, name, _, comment = match.groups(default="")
+            names = [*names[: len(indent) // 2], name]  # those of the sections around it, then its own
+            found.append((prefix + ".".join(names), comment))
     return found
 
 

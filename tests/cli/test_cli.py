@@ -75,10 +75,11 @@ def test_help_explains_every_group_entry_and_key(call, saved):
             (line,) = (line for line in here if line.split()[:1] == [marked])
             assert len(line.split()) > 2, f"conf/{group}/{name}.yaml should begin with a comment that explains it"
     explained = {line.split()[0]: line.split()[1:] for line in lines if "=" in line}
-    for name in {*saved, *(f"execution.{name}" for name in saved["execution"])} - {
-        *groups(),
-        *("execution", "guard", "upcycle"),
-    }:
+    settings = saved["execution"]
+    names = {*saved, *(f"execution.{name}" for name in settings)}
+    names |= {f"execution.pipeline.{name}" for name in settings["pipeline"]}
+    sections = {*groups(), "execution", "guard", "upcycle", "execution.pipeline", "execution.pipeline.name"}
+    for name in names - sections:
         (shown,) = (shown for shown in explained if shown.startswith(f"{name}="))
         assert explained[shown] or out.split(shown)[1].lstrip(" \n")[:1].isalpha()
 

@@ -20,7 +20,6 @@ from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
-from moezoo.training.metrics import MEASURED
 from moezoo.typed import Range
 
 # A run of few seconds that prints every step, on eight devices, so a checkpoint has parts of several.
@@ -199,6 +198,8 @@ def _check_end(
 
 
 def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    from moezoo.training.metrics import MEASURED  # imports NumPy, which a mistyped word does not wait for
+
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
