@@ -225,11 +225,11 @@ def _held(blocks: PyTree, inside: Execution) -> PyTree:
     return hold(jax.tree.map(lambda x: x.reshape(chunks, depth, *x.shape[1:]), whole), inside.reduce_dtype)
 
 
-def _at(x: Array, index: Array) -> Array:
+def _at(x: Array, index: Array | int) -> Array:
     return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
-def _put(x: Array, index: Array, entry: Array, where: Array) -> Array:
+def _put(x: Array, index: Array | int, entry: Array, where: Array) -> Array:
     """Return `x` with `entry` at `index`, if `where` is true."""
     entry = jnp.where(where, entry, _at(x, index))
     return lax.dynamic_update_index_in_dim(x, entry, index, 0, allow_negative_indices=False)

@@ -1,6 +1,7 @@
 """The order of work over pipeline stages, where their layers are stored, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from moezoo.parallel.pipeline import Circular
 def test_every_micro_batch_passes_all_chunks_in_order_and_without_a_gap(stages, chunks, groups):
     order = Circular(groups * stages, chunks)
     works = order.count(stages) * chunks
-    done: dict[tuple[int, int], int] = {}  # (micro-batch, number of the chunk among those of all stages) -> tick
+    done: dict[Any, int] = {}  # (micro-batch, number of the chunk among those of all stages) -> tick
     for tick in range(order.ticks(stages)):
         for stage in range(stages):
             if 0 <= tick - stage < works:
@@ -38,7 +39,7 @@ def test_every_micro_batch_passes_all_chunks_in_order_and_without_a_gap(stages, 
         ticks = [done[m, at] for m in range(groups * stages)]
         assert ticks == sorted(ticks)
     made = np.array([order.work(number, stages) for number in range(works)])
-    found = order.by_micro(made, stages)
+    found: Any = order.by_micro(made, stages)  # pyright: ignore[reportArgumentType]  (NumPy does the same)
     assert [found[m, c].tolist() for m, c in np.ndindex(*found.shape[:2])] == [
         [c, m] for m, c in np.ndindex(*found.shape[:2])
     ]

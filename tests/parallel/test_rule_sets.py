@@ -122,7 +122,12 @@ def test_the_layout_is_the_one_of_the_table(name):
     layout = shipped(name)
     assert layout.name == name
     assert [layout.batch, layout.sequence] == rows[:2]
-    store = {"embed": embed, "q_lora": embed, "kv_lora": embed, "expert_embed": expert_embed}
+    store: dict[str, tuple[str, ...]] = {
+        "embed": embed,
+        "q_lora": embed,
+        "kv_lora": embed,
+        "expert_embed": expert_embed,
+    }
     if name != "serve":
         store = {"layer": (STAGE,)} | {logical: (*axes, STAGE) for logical, axes in store.items() if axes}
     store["expert"] = expert
