@@ -15,8 +15,8 @@ one chunk of its layers on one micro-batch, and hands the result to the next sta
 
 The same run backwards for gradients. Naive equivalent: run all layers on one micro-batch after the other.
 
-A stage without work in a tick computes as usual, on zeros or on what it had before; nobody reads what it makes, so its
-gradient is zero. Only the input of a tick is kept for the backward pass, which runs the tick again.
+A stage without work in a tick computes as usual, on some micro-batch; nobody reads what it makes, so its gradient is
+zero. Only the input of a tick is kept for the backward pass, which runs the tick again.
 """
 
 import dataclasses
@@ -208,7 +208,7 @@ def _run_ticks(
         return _Carry(lax.ppermute(x, STAGE, to_next), waiting, done), sums
 
     zeros = vary_like(jnp.zeros_like(x), x)
-    last, sums = lax.scan(tick, _Carry(zeros[0], x, zeros), jnp.arange(order.ticks(stages)))
+    last, sums = lax.scan(tick, _Carry(x[0], x, zeros), jnp.arange(order.ticks(stages)))
 
     def by_micro(x: Array) -> Array:
         mine = order.by_micro(lax.dynamic_slice_in_dim(x, stage, works), stages)
@@ -251,8 +251,7 @@ def _routing(found: list[_Sums], layers: int, execution: Execution, config: Rout
         return total
 
     with jax.named_scope("routing"):
-        sums = psum(jax.tree.map(by_layer, of_rows), execution.stage_axes)
+        of_all = of_rows.load, of_rows.dropped, of_rows.load_balance_loss, of_rows.z_loss
+        load, dropped, balance, z = psum(tuple(map(by_layer, of_all)), execution.stage_axes)
         count = execution.micro_batches
-        return Routing(
-            sums.load, *evenness(sums.load), sums.dropped, sums.load_balance_loss / count, sums.z_loss / count
-        )
+        return Routing(load, *evenness(load), dropped, balance / count, z / count)

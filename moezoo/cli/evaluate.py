@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> None:
     use, source = load_text(keys, cfg, changes)  # before the model, which may take long to load
     model = load_model(keys, changes, execution)
     use_cache(cfg.cache_dir, execution.mesh)
-    compared = compare_strategies(model.stacks, cfg.batch_size, cfg.seq_len, execution.exact, "evaluate")
+    rows = cfg.batch_size // execution.micro_batches
+    compared = compare_strategies(model.stacks, rows, cfg.seq_len, execution.exact, "evaluate")
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         print(line, file=sys.stderr)
     with bar_on(sys.stderr) as bar:

@@ -104,6 +104,10 @@ def build_execution(
     check_config(cfg)
     convert(Batches, batches, "batches")
     mesh = make_mesh(cfg.mesh) if mesh is None else mesh
+    if (stages := mesh.shape.get(STAGE, 1)) != cfg.mesh.stage:
+        raise UserError(
+            f"the mesh has stage={stages} and cfg has mesh.stage={cfg.mesh.stage}; give cfg that number too"
+        )
     check_sizes(cfg.model, mesh)
     try:
         execution = _lay_out(cfg, mesh)

@@ -168,7 +168,7 @@ class Execution:
     @property
     def within_stage(self) -> "Execution":
         """The execution of layers that are piped; the same one without a pipeline."""
-        return dataclasses.replace(self, in_stage=self.stages > 1)
+        return dataclasses.replace(self, in_stage=self.in_stage or self.stages > 1)
 
     @property
     def in_turn(self) -> "Execution":

@@ -140,8 +140,9 @@ def _is_stack(x: object) -> bool:
 def _too_many(stages: int, chunks: int, count: int, period: int) -> str:
     of_chunks = f" x execution.pipeline.chunks={chunks}" * (chunks > 1)
     units = "layers" if period == 1 else f"periods of {period} layers"
-    fewer = f"execution.pipeline.chunks={count // stages}" if count >= stages else f"mesh.stage={count}"
+    key, most = ("execution.pipeline.chunks", count // stages) if count >= stages else ("mesh.stage", count)
+    fewer = f"{key}={most}" + " or less" * (most > 1)
     return (
         f"mesh.stage={stages}{of_chunks} needs {stages * chunks} {units}, and the longest run of one pattern has "
-        f"{count}; choose {fewer} or less, or a model with more layers"
+        f"{count}; choose {fewer}, or a model with more layers"
     )

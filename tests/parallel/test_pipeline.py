@@ -155,6 +155,11 @@ def test_refused(overrides, message):
         build_execution(cfg, abstract_mesh(cfg.mesh))
 
 
+def test_a_mesh_of_other_stages_than_those_of_the_configuration():
+    with refused("the mesh has stage=1 and cfg has mesh.stage=2", "give cfg that number too"):
+        build_execution(moezoo.compose("mesh.stage=2"), abstract_mesh(MeshShape()))
+
+
 def test_settings_of_a_pipeline():
     cfg = moezoo.compose("mesh.stage=2", "execution.pipeline=circular", "execution.pipeline.chunks=2", "batch_size=8")
     assert cfg.execution.pipeline == Circular(chunks=2)
@@ -164,6 +169,7 @@ def test_settings_of_a_pipeline():
     assert (execution.stages, execution.micro_batches, execution.token_axes) == (2, 2, ("stage",))
     assert execution.within_stage.token_axes == ()
     assert execution.within_stage.live_axes == ()
+    assert execution.within_stage.within_stage == execution.within_stage
     assert execution.in_turn.stages == 1
     assert execution.in_turn.token_axes == ()
     assert execution.in_turn.live_axes == ("stage",)

@@ -122,7 +122,7 @@ def test_the_layout_is_the_one_of_the_table(name):
     layout = shipped(name)
     assert layout.name == name
     assert [layout.batch, layout.sequence] == rows[:2]
-    store: dict[str, tuple[str, ...]] = {
+    store: dict[str, Any] = {
         "embed": embed,
         "q_lora": embed,
         "kv_lora": embed,
