@@ -257,6 +257,7 @@ def test_a_signal_reaches_the_run_and_ends_the_sweep_even_if_the_run_just_ended(
     assert (out, Path("saved").exists()) == ("143\n", True)
 
 
+@pytest.mark.newer
 def test_a_sweep_of_two_processes(console, small_run, pytestconfig):
     """One trains and is left out the second time; the other finds a mistake that only its data show."""
     cache = pytestconfig.cache.mkdir("sweep")

@@ -513,17 +513,17 @@ EXTRA_CASES = (
 )
 # Cases with pipeline stages: each strategy, each family, each other axis of a mesh and each way to gather on 2 and on 4
 # stages, and each remat and update rule, with one chunk and several. What else can interact does so within a stage.
-# CI runs the second half of them on a newer Python.
+# CI runs the second part of them on a newer Python.
 _TICK = Circular(8, gather="tick")
 STAGED_CASES = (
     Case("dense", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "mixtral_deep", pipeline=Circular(4)),
     Case("capacity", "stage4_fsdp2", "fsdp_ep", "offload", 1, "sequence", "olmoe_deep", "adamw", pipeline=_TICK),
-    Case("ring", "stage4_ep2", "fsdp_ep", "none", 1, "batch", "deepseek_deep", "adamw", pipeline=Circular(4)),
     Case("ring", "stage2_fsdp4", "pure_fsdp", "full", 1, "sequence", "deepseek_deep", "muon", pipeline=Circular(4, 2)),
-    Case("ragged", "stage2_ep2_tensor2", "tensor", "full", 2, "batch", "gpt_oss_deep", pipeline=Circular(2, 2, "tick")),
-    Case("capacity", "stage2_ep4", "ep_as_dp", "full", 2, "batch", "grouped_periodic_deep", pipeline=Circular(2)),
 )
 MORE_STAGED_CASES = (
+    Case("ring", "stage4_ep2", "fsdp_ep", "none", 1, "batch", "deepseek_deep", "adamw", pipeline=Circular(4)),
+    Case("ragged", "stage2_ep2_tensor2", "tensor", "full", 2, "batch", "gpt_oss_deep", pipeline=Circular(2, 2, "tick")),
+    Case("capacity", "stage2_ep4", "ep_as_dp", "full", 2, "batch", "grouped_periodic_deep", pipeline=Circular(2)),
     Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "grouped_deep", "muon", "ring", 1, _TICK),
     Case("dense", "stage4_tensor2", "tensor", "full", 1, "batch", "grouped_deep", "adamw", pipeline=_TICK),
     Case("gather", "stage4_context2", "fsdp_ep", "none", 1, "sequence", "mixtral_deep", "muon", "ring", 1, Circular(8)),

@@ -23,6 +23,8 @@ from moezoo.parallel.dropout import Dropout, mix
 from moezoo.parallel.low_rank import pairs_by_path
 from moezoo.parallel.pipeline import Circular
 
+pytestmark = pytest.mark.newer
+
 DROPS = dataclasses.replace(ADAPTER, dropout=0.5)
 # Numbers of tokens travel by an all-gather, by an exchange of rows, and with latents by an all-gather or on a ring;
 # inputs are split over devices; tokens are in the balanced order; layers are computed again.

@@ -91,6 +91,7 @@ def shapes(rules: str, mesh: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.newer
 def test_a_checkpoint_of_any_layout_loads_in_others(tmp_path):
     """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different.
 

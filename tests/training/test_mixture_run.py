@@ -33,6 +33,7 @@ def overrides(tiny) -> list[str]:
     return [each for each in tiny if not each.startswith("data")] + [*ONE_DEVICE, *SOURCES]
 
 
+@pytest.mark.newer
 def test_a_mixture_resumed_in_the_middle(overrides, capsys):
     whole = moezoo.train(moezoo.compose(*overrides, "steps=6", "eval_every=0", "checkpoint_every=4", "run_dir=whole"))
     printed = capsys.readouterr().out

@@ -121,6 +121,7 @@ def assert_same_but_for_rounding(rows, wanted):
         assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4), row["step"]
 
 
+@pytest.mark.newer
 def test_mesh_dispatch_and_remat_change_rounding_only(run, tiny, tmp_path):
     """One device; then a mesh that splits each sequence, except in the sample, where other weights move.
 
