@@ -46,7 +46,7 @@ class MicroBatches(NamedTuple):
     """What layers read besides activations: coordinates [micro-batches, batch, seq], and their numbers in the step."""
 
     coordinates: Coordinates
-    numbers: Int[Array, " micro-batches"]
+    numbers: Int[Array, " micro"]
 
 
 class _Sums(NamedTuple):

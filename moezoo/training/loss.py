@@ -135,7 +135,7 @@ def losses(
     batch: Batch,
     execution: Execution,
     dropout: Dropout | None = None,
-    numbers: Int[Array, " micro-batches"] | None = None,
+    numbers: Int[Array, " micro"] | None = None,
 ) -> Losses:
     """Return the losses of one pass over all devices, from this device's part of the batch and of the parameters.
 
