@@ -10,14 +10,20 @@ import moezoo
 from moezoo.cli import run_script
 from moezoo.training import folder
 
+
+def receive(row):
+    """Append the step of a row."""
+    with open("received", "a") as file:
+        print(row["step"], file=file)
+
+
 if __name__ == "__main__":
     folder._SHARED_SECONDS = 0.1  # the processes of a test are on one machine
     while "then" in sys.argv:
         at = sys.argv.index("then")
         if "MOEZOO_SUPERVISED" in os.environ:  # not in the process that only watches this one
             try:
-                with open("received", "a") as file:
-                    moezoo.train(moezoo.compose(*sys.argv[1:at]), on_row=lambda row: print(row["step"], file=file))
+                moezoo.train(moezoo.compose(*sys.argv[1:at]), on_row=receive)
             except moezoo.UserError as error:
                 print(error, file=sys.stderr)
         del sys.argv[1 : at + 1]
