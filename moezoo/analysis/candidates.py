@@ -97,7 +97,8 @@ def searched(words: Sequence[str], where: Slice, call: CallName) -> Iterator[tup
     """Yield the overrides of layouts that divide all sizes, those that usually suit first.
 
     Rules take turns. Each has its meshes by the devices that share a layer's width or a sequence, few first, then by
-    how far the expert axis is from 8. Tokens or weights move (`ragged`, `gather`). None has pipeline stages.
+    how far the expert axis is from 8. Tokens or weights move (`ragged`, `gather`). None has pipeline
+    stages (`limits_of`): what they gain depends on settings that a search does not try.
     """
     turns = [_of_rules((*words, f"rules={name}"), where, call) for name in _TRAINING if call in ("train", "evaluate")]
     turns += [_of_rules((*words, f"rules={name}"), where, call) for name in _GENERATION if not turns]
@@ -123,5 +124,4 @@ def _of_rules(words: tuple[str, ...], where: Slice, call: CallName) -> Iterator[
 
 
 def _is_usual(mesh: Mapping[str, int], length: int) -> bool:
-    whole = mesh["stage"] == 1  # what stages gain depends on settings that a search does not try
-    return whole and mesh["tensor"] <= _MOST_TENSOR and (length >= _LONG or mesh["context"] == 1)
+    return mesh["tensor"] <= _MOST_TENSOR and (length >= _LONG or mesh["context"] == 1)
