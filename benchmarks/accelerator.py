@@ -33,7 +33,6 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log, points, s
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import call_of, compile_passes, measure
 from moezoo.analysis.compiling import memory_of
-from moezoo.analysis.profile import ORDER, profile
 from moezoo.analysis.work import model_flops
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
@@ -41,6 +40,7 @@ from moezoo.kernels.attention import Operands, attend, chosen_backend
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.parallel.kernels import Target, device_target
 from moezoo.parallel.mesh import start
+from moezoo.profiling.profile import ORDER, profile
 from moezoo.training.files import replace_text
 
 # 10^12 products of bfloat16 numbers and additions per second, dense, as vendors state them; by a part of the name of

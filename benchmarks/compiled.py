@@ -24,7 +24,6 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
 from moezoo.analysis.absent import GPUS, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
-from moezoo.analysis.hlo import bytes_outside_kernels
 from moezoo.analysis.memory_model import step_footprint
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
@@ -39,6 +38,7 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import KernelOrder, device_target
 from moezoo.parallel.mesh import MeshShape, mesh_of, prepare, start
 from moezoo.parallel.traces import collective_traffic
+from moezoo.profiling.hlo import bytes_outside_kernels
 from moezoo.training.build import build_step
 
 # The target that is this machine: its virtual CPU devices.

@@ -1,4 +1,4 @@
-"""`profile`: where the time of a training step on CPU devices goes, by named scope (`moezoo.analysis.profile`).
+"""`profile`: where the time of a training step on CPU devices goes, by named scope (`moezoo.profiling.profile`).
 
 Measures: the compiled step of a training run, optimiser included, on random tokens.
 Against: the whole step; the parts add up to it.
@@ -14,10 +14,10 @@ import numpy as np
 from benchmarks.results import Column, Panel, Report, Row, Table, log
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import measure
-from moezoo.analysis.profile import ORDER, Operation, profile
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.parallel.mesh import start
+from moezoo.profiling.profile import ORDER, Operation, profile
 
 _TIMES = ("forward_ms", "recomputed_ms", "backward_ms", "moving_ms")
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.analysis.hlo import COLLECTIVES, Computation, Instruction, read_computations
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import UNORDERED, Traffic, TrafficTable, received_bytes
+from moezoo.profiling.hlo import COLLECTIVES, Computation, Instruction, read_computations
 from moezoo.training.step import Step
 
 _FROM_TRACE = {name: op for op, name in COLLECTIVES.items()} | dict.fromkeys(UNORDERED, "all-reduce")

@@ -24,7 +24,7 @@ ORDER = (
     ("optim", "data", "models", "trackers"),
     ("moe",),
     ("nn",),
-    ("kernels",),
+    ("kernels", "profiling"),
     ("parallel",),
     ("typed",),
     ("host", "progress"),

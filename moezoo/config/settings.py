@@ -86,6 +86,26 @@ class ExecutionSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfileSettings:
+    """The steps of a run that JAX's profiler records.
+
+    - `start`: the first of them; with None, none is recorded.
+    - `steps`: their number.
+    """
+
+    start: Size | None = None
+    steps: Size = 3
+
+    def __post_init__(self):
+        check_fields("profile", self)
+
+    @property
+    def last(self) -> int:
+        """The last step that is recorded; 0 without any."""
+        return 0 if self.start is None else self.start + self.steps - 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One run; the comments in `conf/train.yaml` describe each key.
 
@@ -131,6 +151,7 @@ class TrainConfig:
     log_every: Count
     tracker: Tracker = dataclasses.field(default_factory=NoTracker, kw_only=True)
     watch: bool = dataclasses.field(default=False, kw_only=True)
+    profile: ProfileSettings = dataclasses.field(default_factory=ProfileSettings, kw_only=True)
     cache_dir: str | None = dataclasses.field(default="auto", kw_only=True)
 
     @property
@@ -151,6 +172,11 @@ class TrainConfig:
 
     def __post_init__(self):
         check_fields("", self)
+        if self.profile.last > self.steps:
+            raise UserError(
+                f"profile.start={self.profile.start} profile.steps={self.profile.steps} ends with step "
+                f"{self.profile.last} and steps={self.steps}; begin earlier, or record fewer steps"
+            )
         if (self.init_from is None) != (self.init_sha256 is None):
             raise UserError(
                 f"init_from={show(self.init_from)} init_sha256={show(self.init_sha256)}: compose reads the folder and "

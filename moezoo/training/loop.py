@@ -28,6 +28,7 @@ from moezoo.training.checkpoint import FROZEN, Checkpoints
 from moezoo.training.evaluate import Evaluation, Evaluator
 from moezoo.training.feed import Feed
 from moezoo.training.initial import as_saved_pieces
+from moezoo.training.profiler import Profiler, naming_operations
 from moezoo.training.progress import Progress
 from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
@@ -123,8 +124,8 @@ class Loop:
         tokens, since, spent = 0, start, _Spent()
         evaluation, due = None, False
         self._saved_at = self._clock()
-        with signals.awaiting(), self._progress(start) as progress:
-            for number in range(start + 1, cfg.steps + 1):
+        with signals.awaiting(), self._progress(start) as progress, self._profiler(compiled, progress) as profiler:
+            for number in profiler.follow(range(start + 1, cfg.steps + 1)):
                 asked = _Asked(signals.number, self._is_save_due()).agree()
                 if asked.signal:
                     self._stop(number - 1, state, asked.signal)
@@ -133,9 +134,10 @@ class Loop:
                 micro = [next(batches) for _ in range(cfg.micro_batches)]
                 batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
                 read = time.perf_counter()
-                state, metrics = compiled(state, batch)
-                # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
-                jax.block_until_ready(metrics)
+                with profiler.step():
+                    state, metrics = compiled(state, batch)
+                    # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
+                    jax.block_until_ready(metrics)
                 spent.waiting += read - began
                 spent.computing += (done := time.perf_counter()) - read
                 # A save runs during one step. That step is logged only after the save is complete, so a killed run
@@ -192,6 +194,9 @@ class Loop:
         tokens = self.cfg.batch_size * self.cfg.seq_len
         return Progress(start, self.cfg.steps, tokens, bound=self.cfg.dispatch.bound, watch=self.cfg.watch)
 
+    def _profiler(self, compiled: "jax.stages.Compiled", progress: Progress) -> Profiler:
+        return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled, self._mesh, progress.print)
+
     def _evaluate(self, model: LanguageModel, signals: Signals, progress: Progress) -> Evaluation | None:
         """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""
 
@@ -208,7 +213,8 @@ class Loop:
     def _compile(self) -> "jax.stages.Compiled":
         report.print_lines([("compile", "compiling the training step; large models take minutes")])
         began = time.perf_counter()
-        compiled = self.step.compile()
+        with naming_operations(self.cfg.profile):
+            compiled = self.step.compile()
         report.print_lines([("", f"done in {time.perf_counter() - began:.1f} s")])
         return compiled
 

@@ -35,7 +35,7 @@ class Progress(Writer):
             self._bar = self._held.enter_context(bar_on(sys.stdout, self._view))
         if self._bar is not None:
             self._task = self._bar.add_task("", total=self._steps, completed=self._first, unit="step")
-        self.batches = BatchCounter(self._bar, self._print)
+        self.batches = BatchCounter(self._bar, self.print)
         return self
 
     def __exit__(
@@ -46,14 +46,14 @@ class Progress(Writer):
     def _warn(self, row: MetricsRow, assignments: int) -> None:
         self._warned = True
         layers = " ".join(map(str, row["dropped_by_layer"]))
-        self._print(
+        self.print(
             f"warning: step {row['step']} dropped {row['dropped']:,} of {assignments:,} assignments "
             f"(per layer {layers}); raise dispatch.{self._bound}, or set it to null to drop none"
         )
 
     def report_skipped(self, step: int, loss: float, norm: float) -> None:
         """Warn that a step was skipped."""
-        self._print(f"warning: step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}; it changed nothing")
+        self.print(f"warning: step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g}; it changed nothing")
 
     def step(self, step: int) -> None:
         """Show that a step is done."""
@@ -81,9 +81,10 @@ class Progress(Writer):
             self._bar.update(self._task, completed=row["step"], description=f"{text}  {speed}\n{routing}")
         else:
             left = _duration((self._steps - row["step"]) * self._tokens / row["tokens_per_second"])
-            self._print(f"step {row['step']}/{self._steps}  {text}  {routing}  {speed}  {left} left")
+            self.print(f"step {row['step']}/{self._steps}  {text}  {routing}  {speed}  {left} left")
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(line)
         elif not self._quiet:

@@ -392,6 +392,8 @@ def print_results(
         ("loss.png", "loss by step"),
         ("routing.png", "how evenly experts are used, by step"),
         ("expert_load.png", "how evenly experts are used, by layer and expert"),
+        ("profile.md", "where the time of the recorded steps went"),
+        ("profile", "the recorded steps, for xprof --logdir"),
         ("tensorboard", "the rows for tensorboard --logdir"),
         ("wandb", "the rows for wandb sync, or what was uploaded"),
         ("mlflow", "the rows for mlflow ui"),

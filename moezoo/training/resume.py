@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from moezoo.config.compose import as_mapping, from_saved, read_run, with_defaults
-from moezoo.config.settings import TrainConfig
+from moezoo.config.settings import ProfileSettings, TrainConfig
 from moezoo.config.text_copies import COPIED
 from moezoo.data import Source
 from moezoo.errors import UserError
@@ -42,8 +42,10 @@ _FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)|adapter\
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` without the settings of one command: the folder, what it resumes, its processes, and its view."""
-    return dataclasses.replace(cfg, run_dir=None, resume=None, distributed=Alone(), watch=False)
+    """Return `cfg` without the settings of one command: the folder, what it resumes, its processes, view and profile."""
+    return dataclasses.replace(
+        cfg, run_dir=None, resume=None, distributed=Alone(), watch=False, profile=ProfileSettings()
+    )
 
 
 def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:

@@ -198,6 +198,10 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
         folder, step = find(named, "resume")
         if step >= cfg.steps:
             raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
+        if cfg.profile.start is not None and cfg.profile.start <= step:
+            raise UserError(
+                f"profile.start={cfg.profile.start} but resume={named} is at step {step}; set profile.start above {step}"
+            )
         return [str(folder.parent), step, read_about(folder, step)]
 
     run_dir, step, about = distributed.first(verify)

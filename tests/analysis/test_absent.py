@@ -260,7 +260,7 @@ def test_what_a_layer_keeps_on_an_h200(remat, products):
 AHEAD = """
 import moezoo
 from moezoo.analysis.absent import absent_devices
-from moezoo.analysis.hlo import read_computations
+from moezoo.profiling.hlo import read_computations
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training.build import build_step

@@ -13,9 +13,9 @@ from programs import hops_over_loops
 import moezoo
 from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import memory_of
-from moezoo.analysis.hlo import read_computations
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
+from moezoo.profiling.hlo import read_computations
 from moezoo.training.build import build_step
 
 pytestmark = pytest.mark.usefixtures("_uncached")

@@ -1,11 +1,13 @@
 """Where the time of a step goes: operations by scope, and the division of instants."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from moezoo.analysis.profile import Event, Operation, _read_trace, divide, operations
+from moezoo.profiling.profile import Event, Operation, divide, operations, read_trace
 
 PROGRAM = """HloModule jit_f
 
@@ -97,11 +99,64 @@ planes { name: "/device:GPU:0"
 
 def test_a_trace_of_a_gpu(tmp_path):
     """Kernels count for the operations that they name; streams share the time in which both run."""
-    folder = tmp_path / "plugins/profile/now"
-    folder.mkdir(parents=True)
-    data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU_TRACE)
-    (folder / "host.xplane.pb").write_bytes(data)
-    whole, parts = _read_trace(tmp_path, operations(PROGRAM))
+    write(tmp_path, GPU_TRACE)
+    whole, parts = read_trace(tmp_path, operations(PROGRAM))
     found = {name: sum(part.values()) * 1e6 for name, part in parts.items()}
     assert whole * 1e6 == pytest.approx(100)
     assert found == pytest.approx({"experts": 20, "attention": 10, "loss": 20, "no operation": 50})
+
+
+TPU_TRACE = """
+planes { name: "/host:CPU" lines { name: "main" timestamp_ns: 0
+  events { metadata_id: 1 offset_ps: 0 duration_ps: 100000 } }
+  event_metadata { key: 1 value { id: 1 name: "moezoo step" } } }
+planes { name: "/device:TPU:0"
+  lines { name: "XLA Modules" timestamp_ns: 0 events { metadata_id: 2 offset_ps: 0 duration_ps: 90000 } }
+  lines { name: "XLA Ops" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 10000 duration_ps: 30000 }
+    events { metadata_id: 3 offset_ps: 50000 duration_ps: 20000 } }
+  event_metadata { key: 1 value { id: 1 name: "%act = f32[8]{0:T(128)} fusion(%scan), kind=kLoop" } }
+  event_metadata { key: 2 value { id: 2 name: "last" } }
+  event_metadata { key: 3 value { id: 3 name: "last" } } }
+"""
+
+
+def write(folder: Path, trace: str, name: str = "now") -> Path:
+    place = folder / "plugins/profile" / name
+    place.mkdir(parents=True)
+    path = place / "host.xplane.pb"
+    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(trace))
+    return path
+
+
+def test_a_trace_of_a_tpu(tmp_path):
+    """Operations are named by their text, on one line of each core."""
+    write(tmp_path, TPU_TRACE)
+    whole, parts = read_trace(tmp_path, operations(PROGRAM))
+    found = {name: sum(part.values()) * 1e6 for name, part in parts.items()}
+    assert whole * 1e6 == pytest.approx(100)
+    assert found == pytest.approx({"experts": 30, "loss": 20, "no operation": 50})
+
+
+def test_the_newest_trace_is_read_and_must_have_steps_and_operations(tmp_path):
+    old = write(tmp_path, GPU_TRACE, "before")
+    os.utime(old, (1, 1))
+    write(tmp_path, TPU_TRACE)
+    assert read_trace(tmp_path, operations(PROGRAM)).parts.keys() == {"experts", "loss", "no operation"}
+    with pytest.raises(ValueError, match="has 1 steps, and no operation of the program"):
+        read_trace(tmp_path, {})
+
+
+def test_attributes_on_lines_of_their_own():
+    """XLA for TPUs prints a kernel's over several lines; the scope comes after them."""
+    text = """ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %kernel.1 = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block\\": 128}"
+}}, metadata={op_name="jit(f)/jvp(layers)/attention/pallas_call"}
+  ROOT %ragged-dot-none = f32[8]{0} custom-call(%kernel.1), metadata={op_name="ragged-dot-none"}
+}
+"""
+    found = operations(text)
+    assert found["kernel.1"] == Operation("attention", "forward", moves=False)
+    assert found["ragged-dot-none"].part == "experts"

@@ -1,4 +1,4 @@
-"""Where the time of a compiled step on CPU devices or one GPU goes, by named scope, from a trace.
+"""Where the time of a compiled step goes, by named scope, from a trace of JAX's profiler.
 
 XLA's CPU runtime records what every thread does: the operations of each device's program, the tasks that they hand to
 the thread pool, and the waits in collectives. An instant at which `n` threads work gives each of them 1 / n. So parts
@@ -6,9 +6,12 @@ add up to the step by construction, also where eight devices share two cores. In
 collectives, and instants at which no operation runs, are parts too.
 
 For a GPU the trace records the kernels on each stream, with the operations that they belong to; a stream counts as a
-thread. This has not been run: no GPU was at hand. Kernels that name no operation count as "no operation".
+thread. For a TPU it records the operations of each core by their text; the line "XLA Ops" of a core counts as a thread.
+Both have been read from traces written by hand, and not from a device. What names no operation of the program counts as
+"no operation".
 """
 
+import contextlib
 import re
 import tempfile
 import warnings
@@ -20,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from moezoo.analysis.hlo import COLLECTIVES, Computation, Instruction, read_computations
 from moezoo.parallel.traces import phase_of
 from moezoo.parallel.traffic import Phase
+from moezoo.profiling.hlo import COLLECTIVES, Computation, Instruction, read_computations
 
 # Named scope -> part; the innermost scope of an operation decides.
 _PARTS = {
@@ -32,6 +35,7 @@ _PARTS = {
     "routing": "router",
     "dispatch": "dispatch",
     "experts": "experts",
+    "ragged": "experts",  # XLA for TPUs names some of its grouped products and their preparation so, without a scope
     "combine": "combine",
     "shared": "shared experts",
     "feed_forward": "feed-forward, other",
@@ -55,8 +59,8 @@ _MOVES = {
     *("get-tuple-element", "pad", "parameter", "reshape", "slice", "transpose", "tuple"),
 }
 _STEP = "moezoo step"
-# The planes of GPUs, whose events name their operation in a statistic.
-_GPU = "/device:GPU"
+# The planes of GPUs, whose events name their operation in a statistic, and of TPUs, which have its text on one line.
+_GPU, _TPU, _TPU_LINE = "/device:GPU", "/device:TPU", "XLA Ops"
 # Events of XLA's runtime: tasks of its thread pool, and parts of a collective.
 _POOL, _RENDEZVOUS = "ThreadpoolListener::", ("Rendezvous", "InvokeRendezvous")
 _LONG = 1e15  # nanoseconds, much longer than a trace
@@ -79,21 +83,37 @@ class Profile(NamedTuple):
 
 
 def profile(step: Callable[[], object], times: int, text: str) -> Profile:
-    """Trace `times` calls of `step` on CPU devices or one GPU; TPUs record other events.
+    """Trace `times` calls of `step`.
 
     Args:
         step: A function that runs a compiled program, and returns when it is done.
         times: The number of calls.
         text: The program, as `compiled.as_text()` gives it.
     """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(times):
-                with jax.profiler.TraceAnnotation(_STEP):
+        with recording(folder):
+            for number in range(times):
+                with step_of(number):
                     step()
-        return _read_trace(Path(folder), operations(text))
+        return read_trace(Path(folder), operations(text))
+
+
+@contextlib.contextmanager
+def recording(folder: Path | str) -> Iterator[None]:
+    """Record what happens in the block into `folder`, in the form that `read_trace` and xprof read.
+
+    Raises:
+        RuntimeError: Another recording goes on in this process.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of Python would be an event
+    with jax.profiler.trace(folder, profiler_options=options):
+        yield
+
+
+def step_of(number: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a block that is step `number` of a recording."""
+    return jax.profiler.StepTraceAnnotation(_STEP, step_num=number)
 
 
 def operations(text: str) -> dict[str, Operation]:
@@ -152,19 +172,31 @@ class _Busy(NamedTuple):
     name: str
 
 
-def _read_trace(folder: Path, named: dict[str, Operation]) -> Profile:
-    """Read what `jax.profiler.trace` wrote; every step has the annotation `_STEP`."""
+def read_trace(folder: Path, named: dict[str, Operation]) -> Profile:
+    """Return where the time of the steps of the newest recording in `folder` went.
+
+    Args:
+        folder: The folder of `recording`.
+        named: The operations of the program that the steps run.
+
+    Raises:
+        ValueError: It has no step, or no operation of the program.
+    """
     steps: list[tuple[float, float]] = []
     events: list[Event] = []
     with warnings.catch_warnings():
         # On CPython 3.12, jaxlib's type of statistics has no `__module__`.
         warnings.simplefilter("ignore", DeprecationWarning)
-        data = jax.profiler.ProfileData.from_file(str(next(folder.glob("plugins/profile/*/*.xplane.pb"))))
+        newest = max(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        data = jax.profiler.ProfileData.from_file(str(newest))
         for thread, (plane, line) in enumerate((at, line) for at in data.planes for line in at.lines):
+            on_gpu, on_tpu = plane.name.startswith(_GPU), plane.name.startswith(_TPU)
+            if on_tpu and line.name != _TPU_LINE:
+                continue  # its other lines show the same time by module, step and scope
             for event in line.events:
                 start_, length = event.start_ns, event.duration_ns
-                on_gpu = plane.name.startswith(_GPU)
                 name = dict(event.stats).get("hlo_op", "") if on_gpu else event.name
+                name = name.removeprefix("%").split(" = ")[0] if on_tpu else name
                 if name == _STEP:
                     steps.append((start_, event.end_ns))
                 elif name.startswith(_POOL):
@@ -174,6 +206,8 @@ def _read_trace(folder: Path, named: dict[str, Operation]) -> Profile:
                 elif length and (name in named or name in _RENDEZVOUS):
                     events.append(Event(start_, -length, thread, "begin", name))
                     events.append(Event(event.end_ns, length - _LONG, thread, "end", name))
+    if not steps or not any(event.what == "begin" for event in events):
+        raise ValueError(f"{newest} has {len(steps)} steps, and no operation of the program")
     return divide(steps, events, named)
 
 

@@ -79,7 +79,8 @@ def read_computations(text: str) -> tuple[str, dict[str, Computation]]:
         text: The program, as `compiled.as_text()` gives it.
     """
     entry, found, current = "", {}, {}
-    for line in text.splitlines():
+    # A kernel's attributes for xprof are on lines of their own, with the rest of the instruction after them.
+    for line in re.sub(r'\n(?="|}})', " ", text).splitlines():
         if line[:1].isspace():
             if match := _INSTRUCTION.match(line):
                 root, name, kind, op, rest = match.groups()

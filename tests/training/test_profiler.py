@@ -1,0 +1,100 @@
+"""Steps of a run that are recorded: the page, the trace, and what a recording may not do to the run."""
+
+import re
+import signal
+
+import jax
+import pytest
+from training_runs import read_rows, steps_only, train_with_signal
+
+import moezoo
+from moezoo.parallel import distributed
+from moezoo.training import profiler
+from moezoo.training.profiler import Profiler
+
+SMALL = ("mesh=single", "dispatch=gather", "model.layers=1", "steps=5", "eval_every=3")
+RECORDED = ("profile.start=3", "profile.steps=2")
+
+
+def table(text: str) -> dict[str, list[float]]:
+    """Return the numbers of each row of the page's table, as far as it has them."""
+    rows = re.findall(r"^\| ([\w\- ,]+?) +\| +([\d.]+) \| +([\d.]+)% \|(.*)\|$", text, re.M)
+    return {
+        name: [float(ms), float(share), *(float(x or 0) for x in more.split("|"))] for name, ms, share, more in rows
+    }
+
+
+def test_where_the_time_of_steps_went(tiny, tmp_path, capsys):
+    """Parts add up to the step, and the step to the clock; the run's numbers are those without a recording."""
+    with steps_only():
+        plain = moezoo.train(moezoo.compose(*tiny, *SMALL, f"run_dir={tmp_path}/plain"))
+        run = moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/recorded"))
+    assert read_rows(run.folder) == read_rows(plain.folder)
+    assert not (plain.folder / "profile.md").exists()
+    assert f"{run.folder}/profile.md  where" in capsys.readouterr().out
+    text = (run.folder / "profile.md").read_text()
+    assert text.startswith("# Steps 3 to 4\n")
+    rows = table(text)
+    whole = rows.pop("whole step")
+    assert {"attention", "experts", "router", "loss", "optimizer", "no operation"} <= rows.keys()
+    for column in range(6):
+        assert sum(row[column] for row in rows.values()) == pytest.approx(whole[column], rel=0.05, abs=0.02 * len(rows))
+    for part in ("attention", "experts"):
+        assert all(rows[part][phase] > 0 for phase in (2, 4))
+    (clock,) = re.findall(r"The clock: ([\d.]+) ms", text)
+    assert whole[0] == pytest.approx(float(clock), rel=0.05, abs=0.1)
+    assert "the median of steps before" in text
+    (trace,) = run.folder.glob("profile/plugins/profile/*/*.xplane.pb")
+    assert b"jvp(layers))/while" in trace.read_bytes()
+    assert "feed_forward/experts" in trace.read_bytes().decode(errors="replace")
+
+
+def test_a_signal_ends_the_recording(tiny, tmp_path, monkeypatch, capsys):
+    settings = (*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/run")
+    with steps_only():
+        train_with_signal(monkeypatch, 3, signal.SIGTERM, *settings)
+    assert "profile: the run ends before step 4, so there is no profile.md" in capsys.readouterr().out
+    with jax.profiler.trace(str(tmp_path / "other")):  # none goes on
+        pass
+    with pytest.raises(
+        moezoo.UserError, match=r"profile.start=3 and resume=\S+ is at step 3; set profile.start above 3"
+    ):
+        moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"resume={tmp_path}/run"))
+    with steps_only():
+        moezoo.train(moezoo.compose(*tiny, *SMALL, "profile.start=4", "profile.steps=1", f"resume={tmp_path}/run"))
+    assert (tmp_path / "run/profile.md").read_text().startswith("# Steps 4 to 4\n")
+
+
+def test_a_failure_of_the_profiler_is_one_line(tiny, tmp_path, monkeypatch, capsys):
+    with steps_only(), jax.profiler.trace(str(tmp_path / "other")):
+        moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/busy"))
+    assert "profile: nothing is recorded: " in capsys.readouterr().out
+    monkeypatch.setattr(profiler, "operations", lambda text: {})
+    with steps_only():
+        run = moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/unknown"))
+    assert "profile: no profile.md: " in capsys.readouterr().out
+    assert not (run.folder / "profile.md").exists()
+
+
+def test_only_the_first_process_records(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "is_first", lambda: False)
+    cfg = moezoo.compose(*SMALL, *RECORDED)
+    mesh = moezoo.execution(cfg).mesh
+    with Profiler(cfg.profile, tmp_path, None, mesh, print) as recorded:  # pyright: ignore[reportArgumentType]
+        assert list(recorded.follow(range(1, 6))) == [1, 2, 3, 4, 5]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("profile.start=4", "profile.start=4 profile.steps=3 ends with step 6 and steps=5; begin earlier"),
+        ("profile.start=0", "profile.start=0"),
+        ("profile.steps=0", "profile.steps=0"),
+        ("profile.stop=3", "profile.stop"),
+    ],
+)
+def test_refused(words, line):
+    with pytest.raises(moezoo.UserError) as refused:
+        moezoo.compose("steps=5", words)
+    assert line in str(refused.value)
