@@ -46,7 +46,7 @@ Computation = dict[str, Instruction]
 # Instructions that read and write no array: names of parts, and of what exists already.
 _NAMES = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
 # How a custom call names a kernel that this library writes.
-_KERNEL = re.compile(r'custom_call_target="(mosaic|tpu_custom_call|__gpu\$xla\.gpu\.triton)')
+KERNEL = re.compile(r'custom_call_target="(mosaic|tpu_custom_call|__gpu\$xla\.gpu\.triton)')
 
 
 def size_of(type_: str) -> int:
@@ -65,9 +65,7 @@ def bytes_outside_kernels(text: str) -> int:
     entry, found = read_computations(text)
     body = found[entry]
     counted = (
-        each
-        for name, each in body.items()
-        if name != "ROOT" and each.op not in _NAMES and not _KERNEL.search(each.text)
+        each for name, each in body.items() if name != "ROOT" and each.op not in _NAMES and not KERNEL.search(each.text)
     )
     return sum(size_of(e.type) + sum(size_of(body[o].type) for o in e.operands if o in body) for e in counted)
 

@@ -23,8 +23,8 @@ PAGE, FOLDER = "profile.md", "profile"
 _BEFORE = 20
 _PHASES = ("forward", "recomputed", "backward")
 _EXPLANATION = """\
-- At an instant at which n threads work, each gets 1/n of it, so the parts add up to the whole step. Threads are those of
-  the CPU, the streams of a GPU, or the cores of a TPU.
+- At an instant at which n threads work, each gets 1/n of it, so the parts add up to the whole step. A thread is one
+  of the CPU, a stream of a GPU, or a core of a TPU.
 - A part is the innermost named scope of an operation. "waiting in collectives" is the time in which nothing else runs;
   "no operation" that in which none of the step's operations runs.
 - "forward", "recomputed" and "backward" are parts of the time of the losses and their gradients; "moving data" is
@@ -125,9 +125,7 @@ class Profiler:
         if undisturbed is not None:
             lines.append(f"- Without the recording, the median of steps before: {1e3 * undisturbed:.1f} ms.")
         if devices[0].platform != "cpu":
-            lines.append(
-                f"- Traces of {devices[0].platform} devices were read from examples only, never from a device."
-            )
+            lines.append(f"- This reader of {devices[0].platform} traces was tested on examples, never on a device.")
         lines += [*_EXPLANATION.splitlines(), f"- The trace: `pip install xprof && xprof --logdir {FOLDER}`", ""]
         return "\n".join(lines)
 
@@ -159,7 +157,7 @@ def _sum(part: dict[Operation, float], **fields: Any) -> float:
 
 @contextlib.contextmanager
 def naming_operations(settings: ProfileSettings) -> Iterator[None]:
-    """Compile what is recorded with the scopes of this code: a program from a cache may have those of another version."""
+    """Compile what is recorded with the scopes of this code; a program from a cache may have those of older code."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, before or settings.start is not None)

@@ -42,10 +42,9 @@ _FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)|adapter\
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` without the settings of one command: the folder, what it resumes, its processes, view and profile."""
-    return dataclasses.replace(
-        cfg, run_dir=None, resume=None, distributed=Alone(), watch=False, profile=ProfileSettings()
-    )
+    """Return `cfg` without the settings of one command: its folder, what it resumes, processes, view and profile."""
+    alone = {"run_dir": None, "resume": None, "distributed": Alone(), "watch": False, "profile": ProfileSettings()}
+    return dataclasses.replace(cfg, **alone)
 
 
 def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:

@@ -200,7 +200,7 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
             raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
         if cfg.profile.start is not None and cfg.profile.start <= step:
             raise UserError(
-                f"profile.start={cfg.profile.start} but resume={named} is at step {step}; set profile.start above {step}"
+                f"profile.start={cfg.profile.start} and resume={named} is at step {step}; set it above {step}"
             )
         return [str(folder.parent), step, read_about(folder, step)]
 

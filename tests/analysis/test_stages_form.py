@@ -3,6 +3,7 @@
 A step for v5p is marked `absent`; the others `full`.
 """
 
+import collections
 import functools
 from typing import Any
 
@@ -15,7 +16,8 @@ from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.compiling import memory_of
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
-from moezoo.profiling.hlo import read_computations
+from moezoo.profiling.hlo import KERNEL, Instruction, read_computations
+from moezoo.profiling.profile import operations
 from moezoo.training.build import build_step
 
 pytestmark = pytest.mark.usefixtures("_uncached")
@@ -53,6 +55,27 @@ def test_collectives_of_a_step_in_stages(kind):
         name for body in found.values() for one in body.values() if one.op == "conditional" for name in one.called
     ]
     assert not list(filter(collects, branches))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_and_kernels_belong_to_parts(kind):
+    """A profile of the compiled step knows what its products and kernels are for, though not XLA's copies."""
+    text = compiled(kind)[1].as_text() or ""
+    named, (_, found) = operations(text), read_computations(text)
+
+    def multiplies(one: Instruction) -> bool:
+        inside = (each for name in one.called for each in found[name].values())
+        return one.op in ("dot", "convolution") or (one.op == "fusion" and any(map(multiplies, inside)))
+
+    inner = {name for body in found.values() for one in body.values() if one.op == "fusion" for name in one.called}
+    parts = collections.Counter(
+        named[name].part
+        for computation, body in found.items()
+        for name, one in body.items()
+        if computation not in inner and name in named and (multiplies(one) or KERNEL.search(one.text))
+    )
+    assert parts.keys() <= {"attention", "router", "dispatch", "experts", "combine", "loss", "embedding"}, parts
+    assert {"attention", "experts", "loss"} <= parts.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,12 +3,12 @@
 import re
 import signal
 
-import jax
 import pytest
 from training_runs import read_rows, steps_only, train_with_signal
 
 import moezoo
 from moezoo.parallel import distributed
+from moezoo.profiling.profile import recording
 from moezoo.training import profiler
 from moezoo.training.profiler import Profiler
 
@@ -20,7 +20,8 @@ def table(text: str) -> dict[str, list[float]]:
     """Return the numbers of each row of the page's table, as far as it has them."""
     rows = re.findall(r"^\| ([\w\- ,]+?) +\| +([\d.]+) \| +([\d.]+)% \|(.*)\|$", text, re.M)
     return {
-        name: [float(ms), float(share), *(float(x or 0) for x in more.split("|"))] for name, ms, share, more in rows
+        name: [float(ms), float(share), *(float(x.strip() or 0) for x in more.split("|"))]
+        for name, ms, share, more in rows
     }
 
 
@@ -54,11 +55,9 @@ def test_a_signal_ends_the_recording(tiny, tmp_path, monkeypatch, capsys):
     with steps_only():
         train_with_signal(monkeypatch, 3, signal.SIGTERM, *settings)
     assert "profile: the run ends before step 4, so there is no profile.md" in capsys.readouterr().out
-    with jax.profiler.trace(str(tmp_path / "other")):  # none goes on
+    with recording(tmp_path / "other"):  # none goes on
         pass
-    with pytest.raises(
-        moezoo.UserError, match=r"profile.start=3 and resume=\S+ is at step 3; set profile.start above 3"
-    ):
+    with pytest.raises(moezoo.UserError, match=r"profile.start=3 and resume=\S+ is at step 3; set it above 3"):
         moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"resume={tmp_path}/run"))
     with steps_only():
         moezoo.train(moezoo.compose(*tiny, *SMALL, "profile.start=4", "profile.steps=1", f"resume={tmp_path}/run"))
@@ -66,7 +65,7 @@ def test_a_signal_ends_the_recording(tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_a_failure_of_the_profiler_is_one_line(tiny, tmp_path, monkeypatch, capsys):
-    with steps_only(), jax.profiler.trace(str(tmp_path / "other")):
+    with steps_only(), recording(tmp_path / "other"):
         moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/busy"))
     assert "profile: nothing is recorded: " in capsys.readouterr().out
     monkeypatch.setattr(profiler, "operations", lambda text: {})
