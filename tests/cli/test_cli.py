@@ -78,7 +78,7 @@ def test_help_explains_every_group_entry_and_key(call, saved):
     settings = saved["execution"]
     names = {*saved, *(f"execution.{name}" for name in settings)}
     names |= {f"execution.pipeline.{name}" for name in settings["pipeline"]}
-    sections = {*groups(), "execution", "guard", "upcycle", "execution.pipeline", "execution.pipeline.name"}
+    sections = {*groups(), "execution", "guard", "profile", "upcycle", "execution.pipeline", "execution.pipeline.name"}
     for name in names - sections:
         (shown,) = (shown for shown in explained if shown.startswith(f"{name}="))
         assert explained[shown] or out.split(shown)[1].lstrip(" \n")[:1].isalpha()
