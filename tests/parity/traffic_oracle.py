@@ -43,7 +43,7 @@ FLOAT32 = INT32 = 4
 
 
 def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trained = None) -> Traffic:
-    """Return the traffic of a training step (docs/layouts.md, "What moves in a step").
+    """Return the traffic of a training step (docs/appendix/collectives.md).
 
     Args:
         config: The training run, a `TrainConfig`; its mesh has no size -1.
@@ -188,7 +188,7 @@ def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Arra
     return Array(path, role, axes, shape, layers, width, learns, *where)
 
 
-# Weights: docs/layouts.md, "What moves in a step" and "tensor"
+# Weights: docs/appendix/collectives.md
 
 
 def weights(book: Book, run: Run, arrays: list[Array]) -> None:
@@ -211,7 +211,7 @@ def weights(book: Book, run: Run, arrays: list[Array]) -> None:
                 book(gradient if splits_tokens else "", "reduce_scatter", axes, numbers, run.reduce_width)
 
 
-# Attention: docs/layouts.md, "tensor"; docs/long_context.md, "What travels"
+# Attention: docs/appendix/collectives.md, "Over tensor"; docs/long_context.md, "What travels"
 
 
 class Block(NamedTuple):
@@ -274,7 +274,7 @@ def count_hops(run: Run, length: int, window: int | None) -> int:
     return devices - 1 if window is None else min(devices - 1, math.ceil((window - 1) / (length // devices)))
 
 
-# MLPs and experts: docs/layouts.md, "tensor"; docs/dispatch.md, "What each one moves"
+# MLPs and experts: docs/appendix/collectives.md, "Over tensor"; docs/dispatch.md, "What each one moves"
 
 
 def feed_forward(book: Book, run: Run, shapes: Shapes, tokens: int, sizes: Any) -> None:
@@ -326,7 +326,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
     return drops
 
 
-# Logits and losses: docs/layouts.md, "tensor" and "What moves in a step"
+# Logits and losses: docs/appendix/collectives.md
 
 
 def logits(book: Book, run: Run, tokens: int, sizes: Any, learns: bool, scale_learns: bool) -> None:
