@@ -13,7 +13,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
-LINKED = ("conf", "kernels", "models")  # folders at the top, linked into moezoo/; in a source distribution it is reversed
+# Folders at the top, linked into moezoo/. In a source distribution it is reversed.
+LINKED = ("conf", "kernels", "models")
 TIME = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
 
 for name in LINKED:
