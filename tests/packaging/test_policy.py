@@ -15,7 +15,7 @@ WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".g
 
 
 def test_hooks_before_a_commit_are_the_linters_of_ci():
-    """The same commands, in the versions of the extra `lint`; an extra that repeats one of them has that version too."""
+    """The same commands, in the versions of the extra `lint`; another extra with one of them has that version too."""
     lines = re.findall(r"^(?:\.venv/bin/)((?:ruff|pyright)\b.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert [hook["entry"] for hook in HOOKS] == lines
     pinned = PROJECT["optional-dependencies"]["lint"]
