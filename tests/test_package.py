@@ -1,6 +1,10 @@
 """What is installed, and what importing it does."""
 
+import ast
+import functools
+import itertools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +15,7 @@ import pytest
 import moezoo
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
 def test_packages_are_the_folders():
@@ -27,9 +32,9 @@ def test_packages_are_the_folders():
 
 @pytest.mark.parametrize("name", ["models", "kernels", "conf"])
 def test_top_level_folders_are_linked_inside_the_package(name):
-    link = ROOT / "moezoo" / name
-    assert link.is_symlink()
-    assert link.resolve() == (ROOT / name).resolve()
+    """In a source distribution the folder is inside, and the link at the top."""
+    assert (ROOT / "moezoo" / name).is_symlink() != (ROOT / name).is_symlink()
+    assert (ROOT / "moezoo" / name).samefile(ROOT / name)
 
 
 def test_public_names():
@@ -64,3 +69,54 @@ def test_a_fresh_process_imports_late_and_shows_as_many_cpu_devices_as_a_mesh_ne
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.splitlines() == ["False", "", "False", "6"], done.stderr
+
+
+# Modules whose distribution has another name.
+DISTRIBUTIONS = {
+    "backports": "backports.zstd",
+    "hydra": "hydra-core",
+    "ml_dtypes": "ml-dtypes",
+    "orbax": "orbax-checkpoint",
+    "yaml": "pyyaml",
+}
+
+
+@functools.cache
+def parsed() -> dict[Path, ast.Module]:
+    """Return the syntax tree of each module that is installed."""
+    paths = [path for top in ("moezoo", "models", "kernels") for path in (ROOT / top).rglob("*.py")]
+    return {path: ast.parse(path.read_text()) for path in paths}
+
+
+def test_what_is_imported_is_required():
+    """Every imported library is a dependency or in an extra, and not only something that a dependency brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = itertools.chain.from_iterable(project["optional-dependencies"].values())
+    required = {re.split(r"[\[<>=; ]", line)[0] for line in itertools.chain(project["dependencies"], extras)}
+    imported = set()
+    for node in itertools.chain.from_iterable(map(ast.walk, parsed().values())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        imported |= {name.partition(".")[0] for name in names}
+    # `compression` is in the standard library from Python 3.14 on.
+    libraries = imported - {"moezoo", "compression", *sys.stdlib_module_names}
+    assert {DISTRIBUTIONS.get(name, name) for name in libraries} - required == set()
+
+
+# What only the repository has.
+REPOSITORY_ONLY = re.compile(
+    r"(?<![\w/.])(?:docs|scripts|tests|benchmarks|notebooks)/\S+|README|CONTRIBUTING|pip install -e"
+)
+
+
+def test_texts_name_only_what_a_wheel_has():
+    """A message or a help names a page only as one of the repository. Docstrings are for readers of the source."""
+    found = []
+    for path, tree in parsed().items():
+        bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and node.body]
+        docstrings = {id(first.value) for first in bodies if isinstance(first, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                text = re.sub(r"docs/\w+\.md of the repository", "", node.value)
+                found += [f"{path.relative_to(ROOT)}: {match}" for match in REPOSITORY_ONLY.findall(text)]
+    assert found == []

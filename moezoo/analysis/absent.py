@@ -77,5 +77,5 @@ def absent_devices(name: str) -> list:
             topology = topologies.get_topology_desc(platform="cuda", target_config=_description(kind), topology=where)
     except Exception as error:  # the exception for a missing plugin differs between versions of JAX
         reason = str(error).partition("\n")[0]
-        raise UserError(f"cannot compile for {name} here ({reason}); pip install -e '.[plan]'") from error
+        raise UserError(f"cannot compile for {name} here ({reason}); pip install 'moezoo[plan]'") from error
     return list(topology.devices)

@@ -134,7 +134,7 @@ COMMAND = KeysCommand(
     "draw the losses of several runs, and list what differs",
     main,
     description="Draw the training and validation losses of several runs in one picture, and print a table of the "
-    "settings in which they differ and of their last figures. docs/sweeps.md explains it.",
+    "settings in which they differ and of their last figures. Page: docs/sweeps.md of the repository.",
     keys=Keys,
     switches=Switches,
     examples=("runs/A runs/B", "sweeps/NAME/*/ by=tokens out=losses.png", "runs/A runs/B --json"),

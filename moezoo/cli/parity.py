@@ -41,7 +41,7 @@ COMMAND = KeysCommand(
     main,
     description="Compare a Hugging Face folder in moezoo and in transformers, module by module. Both read the same\n"
     "random tokens in float32; the first module whose results differ is named. Both models are in\n"
-    'memory together. Needs PyTorch and transformers: pip install -e ".[peers]".\n'
+    "memory together. Needs PyTorch and transformers: pip install 'moezoo[peers]'.\n"
     "Exit codes: 0 when all modules agree, 1 when one diverges, 2 after a mistake.",
     keys=Keys,
     examples=("folder=FOLDER", "folder=FOLDER tokens=512 tolerance=1e-5"),

@@ -247,7 +247,7 @@ COMMAND = ConfiguredCommand(
     description="Say whether a configuration fits on a slice of TPUs or nodes of GPUs that this machine does not have, "
     "how long a step takes at least, and what binds it. Each row is compiled as it would run, for these devices "
     "(pip install 'moezoo[plan]'), or with --estimate only traced. Without a mesh, it searches for at most three "
-    "minutes and recommends a layout. The exit code is 2 if nothing fits. docs/planning.md explains it.",
+    "minutes and recommends a layout. The exit code is 2 if nothing fits. Page: docs/planning.md of the repository.",
     switches=Switches,
     examples=(
         "model=mixtral_8x7b topology=v5p:4x4x4 batch_size=768 seq_len=4096",

@@ -257,7 +257,7 @@ COMMAND = SweepCommand(
     keys=Keys,
     description="Train a run for every combination of the values that are listed, such as seed=0,1, one after the "
     "other, and compare them. The same command with the same sweep_dir skips finished runs and continues the others. "
-    "docs/sweeps.md explains it.",
+    "Page: docs/sweeps.md of the repository.",
     configure=_configure,
     examples=(
         "optimizer.learning_rate=1e-3,3e-3 seed=0,1 model=mixtral steps=100",

@@ -29,7 +29,7 @@ _HEADS_FIRST = ("hy_v3",)
 def require_peers() -> None:
     """Raise `UserError` unless PyTorch and transformers are installed."""
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
-        raise UserError(f'not installed: {", ".join(missing)}; run pip install -e ".[peers]"')
+        raise UserError(f"not installed: {', '.join(missing)}; pip install 'moezoo[peers]'")
 
 
 def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager") -> Any:

@@ -47,7 +47,7 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     assert isinstance(mesh, Mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and refuse_unordered(mesh.size):
-        return "off: jax 0.10 loads programs of several CPU devices wrongly (docs/running.md)"
+        return "off: jax 0.10 loads programs of several CPU devices wrongly"
     now = SETTINGS.jax_compilation_cache_dir
     if now != _set_here:
         return f"compiled programs in {now}, set for JAX"

@@ -91,7 +91,7 @@ def _warn_of_fused_cpu_kernels() -> None:
     if jax.default_backend() == "cpu" and "ynn" in str(jax.jit(jnp.dot).lower(square, square).compile().as_text()):
         warnings.warn(
             "JAX has started before moezoo was imported, so XLA's fused CPU kernels are on: sums in bfloat16 may be "
-            "wrong, and results NaN (docs/running.md); import moezoo before JAX makes an array",
+            "wrong, and results NaN; import moezoo before JAX makes an array",
             stacklevel=2,
         )
 

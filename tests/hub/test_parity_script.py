@@ -270,7 +270,7 @@ def test_help(call):
 def test_peers_that_are_not_installed(folders, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(moezoo.UserError, match=r'^not installed: torch; run pip install -e "\.\[peers\]"$'):
+    with pytest.raises(moezoo.UserError, match=r"^not installed: torch; .*moezoo\[peers\]"):
         parity.compare(folders("mixtral"))
 
 

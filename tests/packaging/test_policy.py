@@ -1,0 +1,66 @@
+"""Versions and tools that are stated in several files agree."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PROJECT = tomllib.loads(PYPROJECT)["project"]
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+
+
+def test_hooks_before_a_commit_are_the_linters_of_ci():
+    """The same commands, in the versions of the extra `lint`; another extra with one of them has that version too."""
+    lines = re.findall(r"^(?:\.venv/bin/)((?:ruff|pyright)\b.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert [hook["entry"] for hook in HOOKS] == lines
+    pinned = PROJECT["optional-dependencies"]["lint"]
+    assert {tool for hook in HOOKS for tool in hook["additional_dependencies"]} == set(pinned)
+    for hook in HOOKS:
+        (tool,) = hook["additional_dependencies"]
+        assert tool.startswith(f"{hook['entry'].split()[0]}==")
+    for extra in PROJECT["optional-dependencies"].values():
+        assert {tool for tool in extra if tool.startswith(("ruff", "pyright"))} <= set(pinned)
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["title"], str(citation["version"])) == (PROJECT["name"], PROJECT["version"])
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_every_upper_bound_has_its_reason():
+    """On its line; an extra that repeats the bound of a dependency needs none."""
+    section = PYPROJECT.partition("\ndependencies = [\n")[2].partition("\n]")[0]
+    bounded = [line for line in section.splitlines() if "<" in line]
+    assert bounded
+    assert [line for line in bounded if not re.search(r",  # \w.{20}", line)] == []
+    bounds = {re.split(r"[\[><=]", each)[0]: each.partition(">")[2] for each in PROJECT["dependencies"]}
+    for extra in PROJECT["optional-dependencies"].values():
+        for each in (each for each in extra if "<" in each.partition(";")[0]):
+            assert bounds[re.split(r"[\[><=]", each)[0]] == each.partition(">")[2]
+
+
+def test_pythons_agree():
+    """The workflow tests the classifiers and one more; pages and pyright begin with the oldest."""
+    listed = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    tested = WORKFLOWS["tests.yml"]["jobs"]["suite"]["strategy"]["matrix"]["python"]
+    assert tested[:-1] == listed
+    assert PROJECT["requires-python"] == f">={listed[0]}"
+    assert tomllib.loads(PYPROJECT)["tool"]["pyright"]["pythonVersion"] == listed[0]
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert re.findall(r"^\| (3\.\d+) \|", page, re.MULTILINE) == tested
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_a_workflow_may_only_read(name):
+    """Except for the job that publishes, which may ask for an identity, and has no other right."""
+    workflow = WORKFLOWS[name]
+    assert workflow["permissions"] == {"contents": "read"}
+    asked = {key: job["permissions"] for key, job in workflow["jobs"].items() if "permissions" in job}
+    assert asked == ({"publish": {"id-token": "write"}} if name == "release.yml" else {})
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
