@@ -107,16 +107,20 @@ def examine_devices(seconds: float) -> Iterator[Entry]:
             yield from facts(DEVICES, "what follows is of the CPU")
 
 
+def command_of(titles: Sequence[str]) -> list[str]:
+    """Return the command that runs parts and prints what they find."""
+    return [sys.executable, "-P", "-c", f"from moezoo.cli.doctor_devices import child; child({list(titles)})"]
+
+
 def _run_parts(titles: Sequence[str], environment: dict[str, str], seconds: float) -> Generator[Entry, None, int]:
     """Run parts in a process of their own and yield their entries; return how many it began, of which the last failed.
 
     If none failed it is the number of all.
     """
-    code = f"from moezoo.cli.doctor_devices import child; child({list(titles)})"
     begun, is_done = 0, False
     with tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
+            command_of(titles),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=err,

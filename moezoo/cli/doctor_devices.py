@@ -30,6 +30,7 @@ from moezoo.parallel.stacked import InStack
 
 # The virtual CPU devices of a machine without accelerators: enough for collectives over two axes.
 _CPU_DEVICES = 4
+_MUCH_CACHE = 10**8  # bytes of programs that may be outdated, from which a note mentions them
 _DTYPES = ("bfloat16", "float32")
 _LENGTHS = (32, 128, 1024, 8192)  # tokens of a row
 _EXTRAS = {"NVIDIA": ".[cuda]", "TPU": ".[tpu]"}
@@ -45,8 +46,11 @@ def find_devices() -> Iterator[Entry]:
     for (kind, target), alike in kinds.items():
         found = {(device.memory_stats() or {}).get("bytes_limit") for device in alike}
         memory = " or ".join("memory not reported" if each is None else f"{in_gib(each)} each" for each in found)
-        virtual = ", virtual: a run takes as many as its mesh has, and they share the processors and the memory"
-        yield from facts(DEVICES, f"{len(alike)} x {kind} ({target}){virtual if target == 'cpu' else f', {memory}'}")
+        if target == "cpu":
+            share = "a run makes as many as its mesh has, which share processors and memory"
+            yield from facts(DEVICES, f"{len(alike)} virtual CPU devices: {share}")
+        else:
+            yield from facts(DEVICES, f"{len(alike)} x {kind} ({target}), {memory}")
     if jax.process_count() > 1:
         yield from facts(
             DEVICES, f"process {jax.process_index()} of {jax.process_count()}, {len(devices)} devices in all"
@@ -160,13 +164,10 @@ def find_cache() -> Iterator[Entry]:
     since = _installed_since("jaxlib")
     old = [each for each in programs if each.st_mtime < since]
     yield from facts("cache", f"{len(programs)} programs, {in_units(sum(each.st_size for each in programs))}")
-    if old:
-        size = in_units(sum(each.st_size for each in old))
-        yield note(
-            "cache",
-            f"{len(old)} of {len(programs)} programs ({size}) in {folder} are older than the "
-            "installed jaxlib, which does not load them; you may remove the folder",
-        )
+    size = sum(each.st_size for each in old)
+    if size >= _MUCH_CACHE:
+        text = f"{len(old)} programs ({in_units(size)}) in {folder} were made before jaxlib was installed here"
+        yield note("cache", f"{text}; those of other versions are never loaded again, and you may remove the folder")
 
 
 def _installed_since(name: str) -> float:

@@ -86,10 +86,8 @@ def find_disk(folder: Path) -> Iterator[Entry]:
         yield note(
             "disk", f"{there} has {in_units(free)} free, and a checkpoint of a model of 1e8 parameters takes 1.2 GB"
         )
-    if free < 2 * _DISK_BYTES:
-        return
     try:
-        size, write, read = _time_disk(there)
+        size, write, read = _time_disk(there, min(_DISK_BYTES, free // 2))
     except OSError as error:
         yield problem(
             "disk", f"{there} cannot be written ({error.strerror}); choose another folder: moezoo doctor folder=FOLDER"
@@ -147,12 +145,12 @@ def _file_system(folder: Path) -> str:
     return f", {max(inside)[2]}" if inside else ""
 
 
-def _time_disk(folder: Path) -> tuple[int, float, float]:
-    """Return the bytes of a file, and the seconds to write it to the disk and to read it. It has no name."""
+def _time_disk(folder: Path, most: int) -> tuple[int, float, float]:
+    """Return the bytes of a file, about `most`, and the seconds to write it to the disk and to read it; it is removed."""
     block, size = os.urandom(_BLOCK), 0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         began = time.monotonic()
-        while size < _DISK_BYTES and time.monotonic() - began < _DISK_SECONDS:
+        while not size or (size < most and time.monotonic() - began < _DISK_SECONDS):
             size += file.write(block)
         os.fsync(file.fileno())
         write = time.monotonic() - began
