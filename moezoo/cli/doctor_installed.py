@@ -17,12 +17,11 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-import moezoo
 import moezoo.interrupts as interrupts
 from moezoo.cli.doctor_entries import Entry, facts, note, problem
 from moezoo.errors import last_words
 
-_PACKAGE = Path(moezoo.__file__).parent
+_PACKAGE = Path(interrupts.__file__).parent
 _LINKS = ("models", "kernels", "conf")
 _FOR_DEVELOPERS = ("test", "lint")
 # Extras that bring JAX for other devices: `moezoo.cli.doctor_devices` tries these.

@@ -146,7 +146,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _time_disk(folder: Path, most: int) -> tuple[int, float, float]:
-    """Return the bytes of a file, about `most`, and the seconds to write it to the disk and to read it; it is removed."""
+    """Return the bytes of a file, about `most`, and the seconds to write it to the disk and to read it. None stays."""
     block, size = os.urandom(_BLOCK), 0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         began = time.monotonic()
