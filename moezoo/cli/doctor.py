@@ -52,14 +52,15 @@ def main(arguments: Sequence[str]) -> int:
     switches, words = take_switches(Switches, arguments)
     keys = read(Keys, words)
     found: list[Entry] = []
+    title = ""
     if switches.markdown and not switches.json:
         print("```text")
     for entry in examine(Path(keys.folder), keys.seconds):
         entry = entry._replace(text=mask(entry.text))
         found.append(entry)
         if not switches.json and entry.kind == "fact":
-            before = found[-2].title if len(found) > 1 else ""
-            print("\n".join(_lines("" if entry.title == before else entry.title, entry.text)), flush=True)
+            print("\n".join(_lines("" if entry.title == title else entry.title, entry.text)), flush=True)
+            title = entry.title
     advice = [entry for entry in found if entry.kind != "fact"]
     problems = [entry for entry in advice if entry.kind == "problem"]
     if switches.json:

@@ -23,7 +23,7 @@ from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
 from moezoo.kernels.grouped_matmul import few
 from moezoo.parallel import distributed
-from moezoo.parallel.cache import SETTINGS, use_cache
+from moezoo.parallel.cache import SETTINGS, use_cache, use_none
 from moezoo.parallel.kernels import Target, device_target
 from moezoo.parallel.mesh import MeshShape, driver_files, mesh_of, start
 from moezoo.parallel.stacked import InStack
@@ -210,7 +210,7 @@ def find_compilers() -> Iterator[Entry]:
 def find_steps() -> Iterator[Entry]:
     """Train two steps of a tiny model on all devices, after comparing its logits with a naive computation."""
     # A run that loads its step would not show whether it can be compiled.
-    jax.config.update("jax_enable_compilation_cache", False)
+    use_none()
     start(_CPU_DEVICES)
     tried = trial.prepare(jax.local_devices())
     compared, limit = trial.compare_naively(tried), tried.sizes.limit

@@ -48,8 +48,8 @@ def find_versions() -> Iterator[Entry]:
     if others := _other_installations(root):
         yield note(
             "moezoo",
-            f"two installations: this is {root}, and pip has installed {' and '.join(map(str, others))}; other "
-            "commands may run that one; uninstall one, or unset PYTHONPATH",
+            f"two installations: this is {root}, and pip has installed {' and '.join(others)}; other commands may run "
+            f"that one; {_pip('')} in the one that you want, and unset PYTHONPATH",
         )
     found = importlib.util.find_spec("models")
     if found is not None and found.origin and Path(found.origin).parent.resolve() == (_PACKAGE / "models").resolve():
@@ -72,12 +72,13 @@ def find_libraries() -> Iterator[Entry]:
                 text = f"{each.name} {have} is installed, and {owner} needs {_describe(each)}"
                 yield problem("libraries", f"{text}; {_pip('')}")
     jaxlib = installed("jaxlib")
-    for name, have in sorted(_distributions().items()):
-        if _PLUGIN.fullmatch(name):
-            yield from facts("libraries", f"{name} {have}")
-            if jaxlib is not None and have != jaxlib:
-                text = f"{name} {have} and jaxlib {jaxlib} are different versions, and JAX may ignore the plugin"
-                yield note("libraries", f"{text}; pip install '{name}=={jaxlib}'")
+    plugins = {name: have for name, have in sorted(_distributions().items()) if _PLUGIN.fullmatch(name)}
+    if plugins:
+        yield from facts("libraries", ", ".join(f"{name} {have}" for name, have in plugins.items()))
+    for name, have in plugins.items():
+        if jaxlib is not None and have != jaxlib:
+            text = f"{name} {have} and jaxlib {jaxlib} are different versions, and JAX may ignore the plugin"
+            yield note("libraries", f"{text}; pip install '{name}=={jaxlib}'")
 
 
 def find_extras() -> Iterator[Entry]:
@@ -202,15 +203,14 @@ def _describe_checkout(root: Path) -> str:
     return f"commit {commit}{' with changes' * bool(dirty)}, clone {root}"
 
 
-def _other_installations(root: Path) -> list[Path]:
-    """Return the folders that hold other copies of moezoo which pip has installed."""
-    found = set()
+def _other_installations(root: Path) -> list[str]:
+    """Return the folders of other copies of moezoo which pip has installed, and whether one is gone."""
+    found = {}
     for each in metadata.distributions(name="moezoo"):
         origin = json.loads(each.read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
             folder = Path(urllib.request.url2pathname(urllib.parse.urlsplit(origin["url"]).path))
-        else:
-            folder = Path(str(each.locate_file("")))
-        if (folder / "moezoo").is_dir():
-            found.add(folder.resolve())
-    return sorted(found - {root.resolve()})
+            found[folder.resolve()] = "" if (folder / "moezoo").is_dir() else " (which is gone)"
+        elif ((folder := Path(str(each.locate_file("")))) / "moezoo").is_dir():
+            found[folder.resolve()] = ""
+    return [f"{folder}{gone}" for folder, gone in sorted(found.items()) if folder != root.resolve()]

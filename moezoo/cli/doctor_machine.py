@@ -1,5 +1,6 @@
 """The machine, the disk and the environment, for `moezoo doctor`. Nothing imports JAX."""
 
+import glob
 import os
 import platform
 import re
@@ -13,8 +14,8 @@ from pathlib import Path
 from moezoo.cli.doctor_entries import Entry, facts, note, problem, shown_value
 from moezoo.host import NO_FUSED_CPU_KERNELS, host_memory, in_gib, in_units, processor_limits, processors
 
-_FEWEST_FILES = 4096
-_LEAST_SHARED = 2**30
+_FEWEST_FILES = 1024
+_LEAST_SHARED, _GPUS = 2**30, "/dev/nvidia[0-9]*"
 _DISK_BYTES, _BLOCK = 64 * 10**6, 10**6
 _DISK_SECONDS = 5.0
 _LEAST_FREE = 10**9
@@ -63,12 +64,12 @@ def find_machine() -> Iterator[Entry]:
     if files != resource.RLIM_INFINITY and files < _FEWEST_FILES:
         yield note(
             "machine",
-            f"a process may open {files} files, few for checkpoints and data of many files; ulimit -n {_FEWEST_FILES}",
+            f"a process may open {files} files, few for checkpoints and data of many files; ulimit -n 4096",
         )
-    if size is not None and size < _LEAST_SHARED:
+    if size is not None and size < _LEAST_SHARED and len(glob.glob(_GPUS)) > 1:
         yield note(
             "machine",
-            f"/dev/shm has {in_units(size)}; GPUs of one machine exchange through it (NCCL): docker run --shm-size=8g",
+            f"/dev/shm has {in_units(size)}, and GPUs may exchange through it (NCCL): docker run --shm-size=8g",
         )
 
 
