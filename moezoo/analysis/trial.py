@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
@@ -81,9 +81,7 @@ class Agreement(NamedTuple):
     """How far logits are from those of a naive computation.
 
     Attributes:
-        error: The largest of all rows. That of a row is the median of its tokens, because a token near a tie between
-            experts may take another one; that of a token is the root mean square of the differences of its logits,
-            divided by that of the naive logits.
+        error: As `measure_error` defines it.
         platform: The platform of the device of the naive computation.
     """
 
@@ -143,8 +141,17 @@ def compare_naively(trial: Trial) -> Agreement:
     whole: LanguageModel = jax.device_put(jax.device_get(model), device)
     naive = Execution(dispatch=Dense(), kernels=Kernels(("reference",), ("reference",)))
     theirs = np.asarray(jax.jit(lambda m, t: m(t, execution=naive).logits)(whole, jax.device_put(tokens, device)))
+    return Agreement(measure_error(ours, theirs), device.platform)
+
+
+def measure_error(ours: Float[np.ndarray, "rows seq vocab"], theirs: Float[np.ndarray, "rows seq vocab"]) -> float:
+    """Return the largest error of all rows, so that one device of many counts.
+
+    That of a row is the median of its tokens, because a token near a tie between experts may take another one. That of a
+    token is the root mean square of the differences of its logits, divided by that of the naive logits.
+    """
     errors = np.sqrt(np.square(ours - theirs).mean(-1) / np.square(theirs).mean(-1))
-    return Agreement(float(np.median(errors, axis=1).max()), device.platform)
+    return float(np.median(errors, axis=1).max())
 
 
 def run_steps(trial: Trial) -> Steps:

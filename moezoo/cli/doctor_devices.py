@@ -33,7 +33,8 @@ _CPU_DEVICES = 4
 _MUCH_CACHE = 10**8  # bytes of programs that may be outdated, from which a note mentions them
 _DTYPES = ("bfloat16", "float32")
 _LENGTHS = (32, 128, 1024, 8192)  # tokens of a row
-_EXTRAS = {"NVIDIA": ".[cuda]", "TPU": ".[tpu]"}
+# Whose devices -> moezoo's extra for them, and the distributions by which JAX finds them.
+_DRIVEN = {"NVIDIA": ("cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "TPU": ("tpu", ("libtpu",))}
 _COMPILERS = {"libtpu": "v5p", "jax-cuda13-plugin": "h100"}
 
 
@@ -81,10 +82,9 @@ def _compare_drivers(platform: str) -> Iterator[Entry]:
     if SETTINGS.jax_platforms:
         yield note(DEVICES, f"{shown}, but JAX_PLATFORMS={SETTINGS.jax_platforms} keeps JAX on the CPU; unset it")
         return
-    extra = _EXTRAS.get(next(iter(files.values())))
-    advice = f"pip install -e {extra!r}" if extra else "install JAX for this platform"
-    plugins = [name for name in ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin") if installed(name)]
-    if plugins:
+    extra, plugins = _DRIVEN.get(next(iter(files.values())), ("", ()))
+    advice = f"pip install -e '.[{extra}]'" if extra else "install JAX for this platform"
+    if plugins := [name for name in plugins if installed(name)]:
         advice = f"{' and '.join(plugins)} found no device: are the versions above equal, and the driver new enough?"
     if all(maker == "TPU" and "vfio" in file for file, maker in files.items()):  # other devices have such files too
         yield note(DEVICES, f"{shown} may be a TPU, and JAX runs on the CPU; {advice}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from _pytest.capture import SysCapture
 from jax.experimental.compilation_cache import compilation_cache
@@ -51,11 +52,22 @@ def test_parts_on_devices_begin_and_end_in_order(on_devices):
 def test_two_steps_run_on_all_devices_and_agree_with_a_naive_computation(on_devices):
     found = [Entry(*message["entry"]) for message in on_devices if "entry" in message]
     agreement, steps, _ = (entry.text for entry in found if entry.title == "two steps")
-    assert 0 < float(agreement.partition(" by ")[2].split()[0]) < 1e-5  # sums are made in another order
+    assert float(agreement.partition(" by ")[2].split()[0]) < 1e-5  # float32, and sums of at most 64 terms
     assert "fsdp=2 expert=4" in steps
     first, second = (float(loss) for loss in steps.partition("losses ")[2].split(", "))
     assert 3.5 < second < first < 5  # ln(64 tokens) is 4.16
     assert any("8 virtual CPU devices" in entry.text for entry in found)
+
+
+def test_the_error_of_one_row_counts_and_that_of_a_few_tokens_does_not():
+    theirs = np.random.default_rng(0).normal(size=(4, 7, 5))
+    ours = theirs.copy()
+    ours[0, :3] += 9
+    assert trial.measure_error(ours, theirs) == 0
+    ours[2] *= 1.5
+    assert trial.measure_error(ours, theirs) == pytest.approx(0.5)
+    ours[3] = np.nan
+    assert np.isnan(trial.measure_error(ours, theirs))
 
 
 def test_the_kernels_are_those_that_a_run_takes(on_devices):
@@ -100,6 +112,10 @@ def test_drivers_of_accelerators_that_jax_does_not_use(monkeypatch):
     (kept,) = doctor_devices._compare_drivers("cpu")  # by JAX_PLATFORMS=cpu
     assert (kept.kind, "JAX_PLATFORMS=cpu" in kept.text) == ("note", True)
     monkeypatch.setattr(doctor_devices, "SETTINGS", SimpleNamespace(jax_platforms=None))
+    monkeypatch.setattr(doctor_devices, "installed", {"jax-cuda13-plugin": "0.12", "libtpu": "0.1"}.get)
+    (fails,) = texts(doctor_devices._compare_drivers("cpu"), "problem")
+    assert "jax-cuda13-plugin found no device" in fails
+    monkeypatch.setattr(doctor_devices, "installed", {"libtpu": "0.1"}.get)
     (lacks,) = doctor_devices._compare_drivers("cpu")
     assert lacks.kind == "problem"
     assert "/dev/nvidia0" in lacks.text
