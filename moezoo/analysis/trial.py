@@ -147,8 +147,8 @@ def compare_naively(trial: Trial) -> Agreement:
 def measure_error(ours: Float[np.ndarray, "rows seq vocab"], theirs: Float[np.ndarray, "rows seq vocab"]) -> float:
     """Return the largest error of all rows, so that one device of many counts.
 
-    That of a row is the median of its tokens, because a token near a tie between experts may take another one. That of a
-    token is the root mean square of the differences of its logits, divided by that of the naive logits.
+    That of a row is the median of its tokens, because a token near a tie between experts may take another one. That of
+    a token is the root mean square of the differences of its logits, divided by that of the naive logits.
     """
     errors = np.sqrt(np.square(ours - theirs).mean(-1) / np.square(theirs).mean(-1))
     return float(np.median(errors, axis=1).max())
