@@ -216,6 +216,6 @@ COMMAND = KeysCommand(
     "explains it.",
     keys=Keys,
     switches=Switches,
-    examples=("", "--markdown > report.md", "folder=/shared/runs seconds=600"),
+    examples=("--markdown > report.md", "folder=/shared/runs seconds=600"),
     alone=True,
 )

@@ -79,7 +79,7 @@ def find_disk(folder: Path) -> Iterator[Entry]:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     where = str(folder) if there == folder else f"{folder} (to be made in {there})"
     if not there.is_dir():
-        yield problem("disk", f"{where}: {there} is a file, so no run can be written; choose another folder")
+        yield problem("disk", f"{where}: {there} is no folder, so no run can be written; choose another folder")
         return
     free = shutil.disk_usage(there).free
     yield from facts("disk", f"{where}: {in_units(free)} free{_file_system(there)}")

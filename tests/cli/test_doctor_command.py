@@ -217,7 +217,7 @@ def test_the_disk_is_tried_and_nothing_stays(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == []
     (tmp_path / "file").touch()
     (wrong,) = doctor_machine.find_disk(tmp_path / "file" / "runs")
-    assert (wrong.kind, "is a file" in wrong.text) == ("problem", True)
+    assert (wrong.kind, "is no folder" in wrong.text) == ("problem", True)
     (wrong,) = texts(doctor_machine.find_disk(Path("/proc/runs")), "problem")  # where not even root can make a file
     assert "/proc cannot be written" in wrong
     monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
