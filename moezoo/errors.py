@@ -1,4 +1,4 @@
-"""The exception for users' mistakes, the hint at the nearest valid name, and the check of an argument's class."""
+"""The exception for users' mistakes, hints and lines for messages, and the check of an argument's class."""
 
 import difflib
 from collections.abc import Iterable
@@ -18,6 +18,13 @@ def nearest(name: str, options: Iterable[str]) -> str:
     valid = sorted({*options})
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
+
+
+def last_words(stderr: str) -> str:
+    """Return the line of a crashed process's stderr that names the reason, or else the last one; empty for none."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    said = (line for line in lines if line.startswith(("F0", "Check failed", "Fatal")))
+    return next(said, lines[-1] if lines else "")[:300]
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:

@@ -35,7 +35,11 @@ def refuse_fused_cpu_kernels() -> None:
             flags = " ".join(Path(flags).read_text().split())
         except OSError:
             return
-    if importlib.metadata.version("jaxlib").startswith("0.10.") or NO_FUSED_CPU_KERNELS in flags:
+    try:
+        jaxlib = importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:  # nothing will be compiled, and `moezoo doctor` reports it
+        return
+    if jaxlib.startswith("0.10.") or NO_FUSED_CPU_KERNELS in flags:
         return
     os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_CPU_KERNELS}".strip()
 
@@ -110,28 +114,46 @@ def in_units(number: int) -> str:
     return f"{count:.3g} TB"
 
 
-def group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+_GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def group_limits(groups: Path = _GROUPS, root: Path = _MOUNTED) -> Iterator[int]:
     """Yield the limits in bytes of the control groups that this process is in, of both versions, where readable.
 
     `groups` is the file that lists them; they are mounted at `root`.
     """
     yield 2**63
+    for folder, version in _group_folders("memory", groups, root):
+        # It may be missing, not readable, or "max".
+        with contextlib.suppress(OSError, ValueError):
+            yield int((folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).read_text())
+
+
+def processor_limits(groups: Path = _GROUPS, root: Path = _MOUNTED) -> Iterator[float]:
+    """Yield the processors whose time the control groups of this process may use; arguments as for `group_limits`."""
+    for folder, version in _group_folders("cpu", groups, root):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(int, " ".join((folder / name).read_text() for name in files).split())
+            if quota > 0:  # version 1 writes -1 for no limit
+                yield quota / period
+
+
+def _group_folders(controller: str, groups: Path, root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of control groups that may limit this process, each with the version of control groups."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        top = root / controller if controllers else root
         inner = top / group.lstrip("/")  # in a container it may not exist; the limit is then at the top
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(top):
-                try:
-                    yield int((folder / name).read_text())
-                except (OSError, ValueError):  # missing, not readable, or "max"
-                    continue
+                yield folder, 1 if controllers else 2
 
 
 def check_name(path: Path, shown: str) -> Path:

@@ -16,6 +16,7 @@ from moezoo.host import (
     group_limits,
     host_memory,
     keep_freed_memory,
+    processor_limits,
     refuse_fused_cpu_kernels,
 )
 
@@ -38,6 +39,24 @@ def test_limits_of_control_groups(tmp_path, groups, files, limits):
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(f"{text}\n")
     assert sorted(group_limits(tmp_path / "groups", tmp_path / "root")) == [*limits, 2**63]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/a\n", {"cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, [1.5]),
+        ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "50000 100000"}, [0.5, 4.0]),
+        ("3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, [2.0]),
+        ("3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
+        ("3:memory:/\n", {"cpu.max": "50000 100000"}, []),
+    ],
+)
+def test_limits_of_processors(tmp_path, groups, files, limits):
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(f"{text}\n")
+    assert sorted(processor_limits(tmp_path / "groups", tmp_path / "root")) == limits
 
 
 def test_host_memory():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
-from moezoo.errors import UserError
+from moezoo.errors import UserError, last_words
 from moezoo.host import user_cache
 from moezoo.parallel.traffic import CallName
 
@@ -67,18 +67,21 @@ def compile_apart(words: Sequence[str], topology: str, call: CallName) -> Compil
             if "error" in found:
                 raise UserError(found["error"])
             return Compiled(**found)
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    said = next(
-        (line for line in lines if line.startswith(("F0", "Check failed", "Fatal"))), lines[-1] if lines else ""
-    )
-    raise UserError(f"the compiler ended with code {code}: {said[:300]}")
+    raise UserError(f"the compiler ended with code {code}: {last_words(err)}")
 
 
 def check_compiler(topology: str) -> None:
     """Raise `UserError` if programs for a slice cannot be compiled here."""
-    out, *_ = _run([None, topology, ""])
-    if (found := out.partition(_MARK)[2]) and (error := json.loads(found.splitlines()[0]).get("error")):
+    if error := compiler_error(topology):
         raise UserError(f"{error}; or write --estimate, which compiles nothing")
+
+
+def compiler_error(topology: str) -> str | None:
+    """Return why programs for a slice cannot be compiled here; None if they can."""
+    out, err, code = _run([None, topology, ""])
+    if found := out.partition(_MARK)[2]:
+        return json.loads(found.splitlines()[0]).get("error")
+    return f"the compiler ended with code {code}: {last_words(err)}"
 
 
 def _run(request: list[Any]) -> tuple[str, str, int]:

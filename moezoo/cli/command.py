@@ -141,12 +141,14 @@ class KeysCommand(Command):
     """A command with options of its own and no configuration; `task` reads its arguments as an instance of `keys`.
 
     - `positions` are the keys that arguments without a key set, in this order; one that ends with `...` takes the rest;
-    - `switches` is a dataclass of its options with dashes (`options.take_switches`), none of which takes a value.
+    - `switches` is a dataclass of its options with dashes (`options.take_switches`), none of which takes a value;
+    - `alone` states that `task` never runs in several processes, so that JAX, which may be broken, is not imported.
     """
 
     keys: type
     positions: tuple[str, ...] = ()
     switches: type | None = None
+    alone: bool = False
 
     def check(self, arguments: Sequence[str], prog: str) -> None:
         if self.switches is not None:
@@ -164,6 +166,14 @@ class KeysCommand(Command):
     def call(self, arguments: Sequence[str], prog: str) -> int | None:
         del prog
         return self.task(options.name_positions(self.positions, arguments))
+
+
+class _Alone:
+    """Stands for `moezoo.parallel.distributed` in a command that imports no JAX."""
+
+    name = staticmethod(lambda: "")
+    several = staticmethod(lambda: False)
+    leave = staticmethod(lambda code: None)
 
 
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
@@ -184,8 +194,10 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
             command.check(arguments, prog)
     except UserError as error:
         refuse(error)
-    from moezoo.parallel import distributed
-
+    if getattr(command, "alone", False):
+        distributed: Any = _Alone
+    else:
+        from moezoo.parallel import distributed
     # To the end of the process, as are filters that a task sets: Python also warns of what it collects at exit.
     warnings.showwarning = _print_warning
     try:

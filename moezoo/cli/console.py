@@ -7,6 +7,7 @@ from typing import NoReturn
 from moezoo.cli import (
     compare,
     convert,
+    doctor,
     evaluate,
     generate,
     parity,
@@ -24,7 +25,20 @@ from moezoo.typed import show
 
 COMMANDS: dict[str, Command] = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, sweep, compare, evaluate, generate, routing, convert, sharding, plan, parity, prepare_data)
+    for module in (
+        train,
+        sweep,
+        compare,
+        evaluate,
+        generate,
+        routing,
+        convert,
+        sharding,
+        plan,
+        parity,
+        prepare_data,
+        doctor,
+    )
 }
 
 

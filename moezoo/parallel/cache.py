@@ -25,9 +25,14 @@ def refuse_unordered(devices: int) -> bool:
     """
     if devices == 1 or not jax.__version__.startswith("0.10."):
         return False
+    use_none()
+    return True
+
+
+def use_none() -> None:
+    """Turn JAX's cache off in this process, whoever has set it."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # otherwise the choice at the first compilation of the process stays
-    return True
 
 
 def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh | None) -> str:

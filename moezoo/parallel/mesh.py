@@ -25,8 +25,13 @@ AXES = (STAGE, "data", "fsdp", "expert", "context", "tensor")
 # Virtual CPU devices of a process: each has threads, and from 10,000 on JAX starts in seconds and ends in minutes.
 _MOST_CPU_DEVICES = 4096
 
-# The device files of accelerator drivers. Without them, an installed plugin prints errors when JAX starts.
-_DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
+# The device files of accelerator drivers -> the maker. Without them, an installed plugin prints errors when JAX starts.
+_DEVICE_NODES = {
+    "/dev/nvidia[0-9]*": "NVIDIA",
+    "/dev/accel*": "TPU",
+    "/dev/vfio/[0-9]*": "TPU",
+    "/dev/kfd": "AMD",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +106,12 @@ _warn_of_fused_cpu_kernels()
 
 def accelerators() -> bool:
     """Return whether a driver shows accelerators and JAX may use them; does not start JAX."""
-    asked = SETTINGS.jax_platforms or ""
-    return asked != "cpu" and any(glob.glob(node) for node in _DEVICE_NODES)
+    return (SETTINGS.jax_platforms or "") != "cpu" and bool(driver_files())
+
+
+def driver_files() -> dict[str, str]:
+    """Return the device files of accelerator drivers here -> whose they are: NVIDIA, TPU or AMD."""
+    return {file: maker for node, maker in _DEVICE_NODES.items() for file in sorted(glob.glob(node))}
 
 
 def cpu_devices(count: int) -> None:
