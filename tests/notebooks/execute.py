@@ -1,6 +1,6 @@
 """Run notebooks from top to bottom, and write them with what they print and draw.
 
-    python tests/notebooks/execute.py [NAME.ipynb ...]        # by default all; after each change of a notebook
+python tests/notebooks/execute.py [NAME.ipynb ...]        # by default all; after each change of a notebook
 """
 
 import os

@@ -68,13 +68,16 @@ def test_links_lead_somewhere(notebook):
                 assert (NOTEBOOKS / link).exists(), link
 
 
-@pytest.mark.parametrize("text", ["/home/me/x", "run_dir /tmp/a/b", "'/opt/venv/lib/x.py'", r"C:\Users\me", "(/usr/lib/x)"])
+@pytest.mark.parametrize(
+    "text", ["/home/me/x", "run_dir /tmp/a/b", "'/opt/venv/lib/x.py'", r"C:\Users\me", "(/usr/lib/x)"]
+)
 def test_paths_of_a_machine_are_found(text):
     assert MACHINE_PATH.search(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["0.96/0.92", "layers/weights", "runs/a/b", "https://a.org/b/c", "~/.cache/moezoo/x", "a / b / c", "../docs/x.md"]
+    "text",
+    ["0.96/0.92", "layers/weights", "runs/a/b", "https://a.org/b/c", "~/.cache/moezoo/x", "a / b / c", "../docs/x.md"],
 )
 def test_other_slashes_are_none(text):
     assert not MACHINE_PATH.search(text)
