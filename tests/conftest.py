@@ -84,10 +84,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Not `--dist loadgroup`: with pytest 9.2 and xdist 3.8, the mark `xdist_group` has no effect.
 class ByFile(LoadFileScheduling):
-    """Send the tests of a file to one process, where they share compiled programs. Planted errors share nothing."""
+    """Send the tests of a file to one process, where they share compiled programs.
+
+    Planted errors and notebooks share nothing.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if "test_mutations" in nodeid else super()._split_scope(nodeid)
+        apart = "test_mutations" in nodeid or "test_notebooks" in nodeid
+        return nodeid if apart else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
