@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import get_plugin_logger
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +24,13 @@ _log = get_plugin_logger(__name__)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files of `OUTSIDE`."""
+    """Add the files of `OUTSIDE`, and a page for each example."""
     for path, uri in OUTSIDE.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for example in sorted(ROOT.glob("docs/examples/*.*")):
+        text = f"# {example.name}\n\n```{example.suffix[1:]}\n{example.read_text()}```\n"
+        uri = f"examples/{example.name}.md"
+        files.append(File.generated(config, uri, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
@@ -42,7 +46,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not (ROOT / path).exists():
             _log.warning(f"{posixpath.join(home, uri)} has a link to {target}, which is no file of the repository")
         there = OUTSIDE.get(path, path.removeprefix("docs/"))
-        if files.get_file_from_path(there) is None:
+        there = next((each for each in (f"{there}.md", there) if files.get_file_from_path(each)), None)
+        if there is None:
             return text
         return f"[{text}]({posixpath.relpath(there, posixpath.dirname(uri))}{anchor or ''})"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from endurance import COMMAND as ENDURANCE
 from pages import PAGES, ROOT, Command, Page, commands, read
-from workspace import make_files, write_files
+from workspace import add_configurations, make_files, write_files
 
 from benchmarks.parts import MODELS, PARTS
 from moezoo.analysis.candidates import check_mesh, fill, listed
@@ -30,21 +30,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 MARKERS = {text.partition(":")[0] for text in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 RUNS_OTHERS = ("srun",)
-OTHERS = (
-    "bash",
-    "cp",
-    "gcloud",
-    "git",
-    "head",
-    "jupyter",
-    "ls",
-    "mkdocs",
-    "pyright",
-    "rm",
-    "ruff",
-    "tail",
-    "tensorboard",
-)
+OTHERS = {"gcloud", "git", "jupyter", "mkdocs", "pyright", "ruff", "tensorboard"}
+OTHERS |= {"bash", "cat", "cp", "find", "grep", "head", "ls", "mkdir", "rm", "sort", "tail", "wc", "xargs"}
 
 
 def check(command: Command) -> None:
@@ -65,7 +52,7 @@ def check(command: Command) -> None:
     elif program == "pip":
         check_pip(words)
     else:
-        assert program in (*OTHERS, "python"), f"{program}: not known; fence what is no command with its language"
+        assert program in OTHERS | {"python"}, f"{program}: not known; fence what is no command with its language"
 
 
 def called(words: Sequence[str]) -> list[str]:
@@ -163,13 +150,12 @@ def check_pytest(words: Sequence[str]) -> None:
     assert not missing, f"{missing[0]}: no such tests"
     unknown = {*re.findall(r"\w+", values.get("-m", ""))} - {"and", "or", "not", *MARKERS}
     assert not unknown, f"-m {unknown}: no such markers"
-    if not is_placeholder(word := values.get("-k", "NAME")):
-        files = [
-            file for path in paths for file in ([ROOT / path] if (ROOT / path).is_file() else (ROOT / path).rglob("*"))
-        ]
-        files = files or [*(ROOT / "tests").rglob("*")]
-        texts = (file.read_text() for file in files if file.suffix in (".py", ".toml"))
-        assert any(word in text for text in texts), f"-k {word}: no such test"
+    wanted = {*re.findall(r"\w+", values.get("-k", ""))} - {"and", "or", "not"}
+    folders = [ROOT / path for path in paths or ["tests"]]
+    files = [file for folder in folders for file in (folder.rglob("*") if folder.is_dir() else [folder])]
+    text = "\n".join(file.read_text() for file in files if wanted and file.suffix in (".py", ".toml"))
+    unknown = [word for word in wanted if word not in text and not is_placeholder(word)]
+    assert not unknown, f"-k {unknown}: no such tests"
 
 
 def check_pip(words: Sequence[str]) -> None:
@@ -196,6 +182,7 @@ def files(tmp_path_factory):
     """A folder with what the pages call FOLDER and the like."""
     folder = tmp_path_factory.mktemp("docs") / "files"
     make_files(folder)
+    add_configurations(folder)
     return folder
 
 

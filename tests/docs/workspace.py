@@ -1,16 +1,19 @@
-"""What the pages call FOLDER, runs/NAME and the like: small files of these names."""
+"""What the pages call FOLDER, runs/NAME and the like: small files and runs of these names."""
 
 import gzip
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from chat_styles import QWEN, save_tokenizer
 from dense_folders import write_dense
-from pages import Page
+from pages import ROOT, Page
 
 import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
@@ -31,17 +34,11 @@ TEXT = "Once upon a time there was a mixture of experts. Each token went to two 
 
 
 def make_files(folder: Path) -> None:
-    """Make texts, chats, token ids, a tokenizer, Hugging Face folders, and configurations of runs, in a new folder."""
+    """Make texts, chats, token ids, a tokenizer, and Hugging Face folders, in a new folder."""
     folder.mkdir(parents=True)
-    for name in (
-        "notes/a.txt",
-        "notes/b.txt",
-        "TEXTS/a.txt",
-        "TEXTS/b.txt",
-        "OTHER_FOLDER/c.txt",
-        "FILE",
-        "question.txt",
-    ):
+    for example in ROOT.glob("docs/examples/*"):
+        shutil.copy(example, folder)
+    for name in ("notes/a", "notes/b", "TEXTS/a", "TEXTS/b", "OTHER_FOLDER/c", "FILE", "question.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(TEXT)
     lines = "\n".join(json.dumps({"text": TEXT, "content": TEXT}) for _ in range(40))
@@ -57,7 +54,15 @@ def make_files(folder: Path) -> None:
         "code: {name: text, path: TEXTS, weight: 0.3}\nlines: {name: jsonl, path: FILE.jsonl, weight: 0.7}\n"
     )
     save_tokenizer(folder / "tokenizer.json", (*QWEN.special, "</s>"))
-    sizes = {"vocab": 300, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "expert_mlp": 16}
+    sizes: dict[str, Any] = {
+        "vocab": 300,
+        "embed": 64,
+        "layers": 2,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "expert_mlp": 16,
+    }
     model = moezoo.build_model(moezoo.models.MixtralConfig(**sizes, max_length=4096), key=jax.random.key(0))
     moezoo.save_pretrained(model, folder / "FOLDER")
     write_dense(folder / "DENSE", "mistral", vocab_size=300)
@@ -65,10 +70,30 @@ def make_files(folder: Path) -> None:
         shutil.copy(folder / "tokenizer.json", folder / name)
         (folder / name / "tokenizer_config.json").write_text(json.dumps(QWEN.variables))
         (folder / name / "chat_template.jinja").write_text(QWEN.template)
+
+
+def add_configurations(folder: Path) -> None:
+    """Add the configurations of the runs that the pages name, alone."""
     config = to_yaml(as_mapping(moezoo.compose(*RUN)))
-    for name in ("NAME", "A", "B", "small", "mine"):
+    for name in ("NAME", "A", "B", "CHAT", "TUNED", "LORA", "small", "mine"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text(config)
+
+
+def add_runs(folder: Path) -> None:
+    """Train what the pages call runs/NAME, runs/A and runs/B, which stop half-way, and short runs of other kinds."""
+    short = ("seq_len=64", "batch_size=16", "eval_every=0", "steps=20")
+    chat = ("data=chat", "data.path=chats.jsonl", "data.tokenizer=FOLDER/tokenizer.json", "model.vocab=300")
+    start = ("init_from=FOLDER", "data=text", "data.path=notes")
+    runs = {"NAME": RUN, "B": (*RUN, "seed=1"), "CHAT": (*RUN, *chat, *short), "TUNED": (*start, *short)}
+    for name, words in {**runs, "LORA": (*start, *short, "adapter=lora")}.items():
+        command = [sys.executable, "-m", "moezoo", "train", *words, f"run_dir=runs/{name}"]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        config = folder / "runs" / name / "config.yaml"
+        config.write_text(re.sub(r"^steps: 500$", "steps: 1000", config.read_text(), flags=re.MULTILINE))
+    shutil.copytree(folder / "runs/NAME", folder / "runs/A")
+    for name in ("A", "B"):
+        shutil.copytree(folder / "runs" / name, folder / "sweeps/rates" / name)
 
 
 def write_files(page: Page, folder: Path) -> None:
