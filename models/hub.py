@@ -141,8 +141,9 @@ class ModelType:
 
     Attributes:
         architecture: The name of its class in transformers, without `ForCausalLM`.
-        settings, further: Our settings, in the order in which they are read and written; the model type is written in
-            between. Those that are in neither have the defaults of the configuration.
+        settings: Our settings, in the order in which they are read and written. Those that are in none of the two have
+            the defaults of the configuration.
+        further: More of them, which are read and written after the model type.
         rows: The names of its tensors.
         only: Keys that change what is computed, and the values that the family supports: a tuple, or a function of the
             settings that returns the one value.

@@ -51,9 +51,11 @@ def mixture(
     """Return a mixture of experts.
 
     Args:
-        c, dtype: The configuration; the dtype of parameters.
+        c: The configuration.
+        dtype: The dtype of parameters.
         keys: A random key each for the router, the experts and the shared experts, if there are any.
-        choice, bias: How the router chooses experts, and whether it has a bias.
+        choice: How the router chooses experts.
+        bias: Whether the router has a bias.
         shared_experts: The width of the shared MLP, in experts; 0 for none.
         options: Those of `Experts` that differ by family.
     """

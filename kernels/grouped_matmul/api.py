@@ -226,10 +226,12 @@ def gated(
 
     Args:
         rows: As for `grouped_matmul`.
-        gate, up: One matrix per group.
+        gate: One matrix per group.
+        up: One matrix per group.
         group_sizes: As for `grouped_matmul`.
         activation: A function of two arrays [rows, outputs]. Its value and gradient at zero must be finite.
-        gate_bias, up_bias: One bias per group, or None.
+        gate_bias: One bias per group, or None.
+        up_bias: One bias per group, or None.
         keep: What a kernel keeps for the backward pass, as for `routed_mlp`.
         implementation: As for `grouped_matmul`.
 
@@ -280,9 +282,12 @@ def routed_mlp(
         tokens: The tokens, in the dtype of the weights.
         gates: The gates, float32.
         plan: The rows of each group, and the token that each row holds.
-        gate, up, down: One matrix per group.
+        gate: One matrix per group.
+        up: One matrix per group.
+        down: One matrix per group.
         activation: As for `gated`.
-        gate_bias, up_bias: One bias per group, or None.
+        gate_bias: One bias per group, or None.
+        up_bias: One bias per group, or None.
         keep: What a kernel keeps for the backward pass: the two products of each row, or only its inputs. Then it
             computes the products again, block by block, which takes less than to run the whole forward pass again.
         implementation: As for `grouped_matmul`.

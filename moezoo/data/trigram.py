@@ -27,7 +27,8 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
 
     Args:
         source: The data.
-        limit, seq_len: The validation rows, as in `validation_batches`. No row sees tokens of the one before it.
+        limit: The number of validation rows, as in `validation_batches`.
+        seq_len: The tokens of each. No row sees tokens of the one before it.
         counted: The number of training tokens to count. More than the default take minutes and change little.
         chunk: The number of tokens to process together.
     """

@@ -107,7 +107,9 @@ def generate(
         execution: How the model runs; by default on one device.
         mask: Booleans [batch, seq], false at padding, which comes before the prompt. By default nothing is padding.
         temperature: 0 always takes the most likely token; above 0 draws at random, which needs `key`.
-        top_k, top_p, vocab: See `moezoo.generation.sampling.Sampling`.
+        top_k: See `moezoo.generation.sampling.Sampling`.
+        top_p: See `moezoo.generation.sampling.Sampling`.
+        vocab: See `moezoo.generation.sampling.Sampling`.
         key: One random key.
 
     Raises:

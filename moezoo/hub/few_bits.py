@@ -243,7 +243,8 @@ class FewBitTensor:
     Attributes:
         tensor: The weight as a tensor [experts, outputs, inputs] or [outputs, inputs].
         format: The format.
-        values, scale: The names of the tensors with the numbers and the scales.
+        values: The name of the tensor with the numbers.
+        scale: The name of the tensor with the scales.
         others: Those of tensors that change nothing.
         block: The size of a block along outputs and inputs.
         has_blocks: Whether the scales are an array, and not one number.

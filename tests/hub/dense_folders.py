@@ -45,10 +45,10 @@ class Dense(NamedTuple):
     tensors: dict[str, np.ndarray]
 
 
-def write_dense(folder: Path, name: str) -> Dense:
-    """Write the folder of a name in `WITH`."""
+def write_dense(folder: Path, name: str, **others: Any) -> Dense:
+    """Write the folder of a name in `WITH`, with `others` in place of its keys."""
     kind = name.split()[0]
-    keys = {"model_type": kind, **SMALL, **WITH[name]}
+    keys = {"model_type": kind, **SMALL, **WITH[name], **others}
     rng = np.random.default_rng(len(name))
     embed, mlp, heads = keys["hidden_size"], keys["intermediate_size"], keys["num_attention_heads"]
     size = keys.get("head_dim") or embed // heads

@@ -1,6 +1,6 @@
 """How tokens reach experts: one file per strategy. The contract is in `moezoo.parallel.dispatch`.
 
-Every strategy computes the same sum, y[t] = sum_k gates[t, k] * expert[expert_ids[t, k]](x[t]). They differ in what
+Every strategy computes the same sum, `y[t] = sum_k gates[t, k] * expert[expert_ids[t, k]](x[t])`. They differ in what
 moves between devices. Letters in these files:
 
 | letter | meaning |
