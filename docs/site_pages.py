@@ -16,8 +16,8 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "tests/README.md": "tests.md",
-    "notebooks/first_steps.ipynb": "notebooks/first_steps.ipynb",
 }
+OUTSIDE |= {name: name for name in (f"notebooks/{path.name}" for path in sorted(ROOT.glob("notebooks/*.ipynb")))}
 _LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 _LOADED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=["']?((?:https?:)?//[^\s"'>]*)""")
 _log = get_plugin_logger(__name__)
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         text, target, anchor = link.groups()
         path = posixpath.normpath(posixpath.join(home, target))
         if not (ROOT / path).exists():
-            _log.warning(f"{posixpath.join(home, uri)} has a link to {target}, which is no file of the repository")
+            _log.warning(f"docs/{uri} has a link to {target}, which is no file of the repository")
         there = OUTSIDE.get(path, path.removeprefix("docs/"))
         there = next((each for each in (f"{there}.md", there) if files.get_file_from_path(each)), None)
         if there is None:

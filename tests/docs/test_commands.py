@@ -30,7 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 MARKERS = {text.partition(":")[0] for text in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 RUNS_OTHERS = ("srun",)
-OTHERS = {"gcloud", "git", "jupyter", "mkdocs", "pyright", "ruff", "tensorboard"}
+OTHERS = {"gcloud", "git", "jupyter", "mkdocs", "pre-commit", "pyright", "ruff", "tensorboard", "xprof"}
 OTHERS |= {"bash", "cat", "cp", "find", "grep", "head", "ls", "mkdir", "rm", "sort", "tail", "wc", "xargs"}
 
 
@@ -61,8 +61,8 @@ def called(words: Sequence[str]) -> list[str]:
         compile(words[1], "-c", "exec")
         return ["python"]
     if words[0] == "-m":
-        assert words[1] in ("venv", "pytest", "moezoo"), f"-m {words[1]}: not known"
-        return ["python"] if words[1] == "venv" else list(words[1:])
+        assert words[1] in ("build", "venv", "pytest", "moezoo"), f"-m {words[1]}: not known"
+        return ["python"] if words[1] in ("build", "venv") else list(words[1:])
     words = [word for word in words if word != "-P"]
     path = Path(words[0])
     assert is_placeholder(path.stem) or (ROOT / path).is_file(), f"{path}: no such file"
@@ -146,12 +146,12 @@ def check_pytest(words: Sequence[str]) -> None:
     """Check that paths exist, that markers are registered, and that the words of -k occur in the tests."""
     values = {word: words[number + 1] for number, word in enumerate(words) if word in ("-m", "-k", "-n")}
     paths = [word for word in words if not word.startswith("-") and word not in values.values()]
-    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing = [path for path in paths if not any(ROOT.glob(path))]
     assert not missing, f"{missing[0]}: no such tests"
     unknown = {*re.findall(r"\w+", values.get("-m", ""))} - {"and", "or", "not", *MARKERS}
     assert not unknown, f"-m {unknown}: no such markers"
     wanted = {*re.findall(r"\w+", values.get("-k", ""))} - {"and", "or", "not"}
-    folders = [ROOT / path for path in paths or ["tests"]]
+    folders = [found for path in paths or ["tests"] for found in ROOT.glob(path)]
     files = [file for folder in folders for file in (folder.rglob("*") if folder.is_dir() else [folder])]
     text = "\n".join(file.read_text() for file in files if wanted and file.suffix in (".py", ".toml"))
     unknown = [word for word in wanted if word not in text and not is_placeholder(word)]

@@ -11,7 +11,20 @@ from pages import PAGES, ROOT, read
 from workspace import add_runs, make_files, write_files
 
 # Programs that no block runs: they install, serve, submit jobs, or are the tests themselves.
-NOT_RUN = ("gcloud", "git", "jupyter", "mkdocs", "pip", "pyright", "pytest", "ruff", "srun", "tensorboard")
+NOT_RUN = (
+    "gcloud",
+    "git",
+    "jupyter",
+    "mkdocs",
+    "pip",
+    "pre-commit",
+    "pyright",
+    "pytest",
+    "ruff",
+    "srun",
+    "tensorboard",
+    "xprof",
+)
 # What runs in place of the programs. Before each, the runs of the folder are as they were, and NEW does not exist.
 FIRST = """#!/usr/bin/env bash
 case "$1 $2" in "-m venv" | "-m pytest") exit 0 ;; esac
