@@ -38,7 +38,7 @@ def make_files(folder: Path) -> None:
     folder.mkdir(parents=True)
     for example in ROOT.glob("docs/examples/*"):
         shutil.copy(example, folder)
-    for name in ("notes/a", "notes/b", "TEXTS/a", "TEXTS/b", "OTHER_FOLDER/c", "FILE", "question.txt"):
+    for name in ("notes/a", "notes/b", "TEXTS/a", "TEXTS/b", "OTHER_FOLDER/c", "FILE"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(TEXT)
     lines = "\n".join(json.dumps({"text": TEXT, "content": TEXT}) for _ in range(40))
@@ -46,8 +46,10 @@ def make_files(folder: Path) -> None:
         (folder / name).write_text(lines)
     (folder / "texts").mkdir()
     (folder / "texts/a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    chats = [{"messages": messages} for messages, _ in QWEN.chats.values()]
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats * 40)))
+    (folder / "question.txt").write_text("What is 3 times 4?")
+    sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(60) for b in range(60)]
+    chats = ({"prompt": question, "completion": answer} for question, answer in sums)
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     np.save(folder / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 300)
     np.save(folder / "tokens.offsets.npy", np.arange(0, 20_001, 200))
     (folder / "mix.yaml").write_text(
