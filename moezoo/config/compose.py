@@ -39,7 +39,7 @@ from moezoo.config.own import (
     without_own,
 )
 from moezoo.config.renamed import BEFORE, RENAMED
-from moezoo.config.run_folders import run_folder
+from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
@@ -62,7 +62,8 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
     `rules` also takes the path of a YAML file. `dispatch`, `data`, `optimizer`, `schedule` and
     `execution.context_parallel` also take the path of a class, `package.module.Class`, and `model` that of a family;
     these are imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With
-    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. With `init_from=FOLDER` the model
+    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`; `resume=auto` names that of
+    `run_dir` if it has a checkpoint, and remains "auto" otherwise. With `init_from=FOLDER` the model
     is that of a Hugging Face folder or a run, and so are the defaults of the tokenizer and its end token; the learning
     rate is one for trained weights, and what balances loads is off. This also works inside a program that uses Hydra.
 
@@ -72,12 +73,23 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
         words = ", ".join(f'"{name}={show(value)}"' for name, value in keywords.items())
         raise UserError(f"compose takes text and no keyword {next(iter(keywords))}; write compose({words})")
     asked = read(overrides)
-    if isinstance(folder := asked.changes.get("resume"), str):
+    folder = asked.changes.get("resume")
+    if folder == AUTO and (folder := _run_to_resume(asked)) is not None:
+        return dataclasses.replace(compose_onto(read_run(folder, "run_dir"), *overrides), resume=folder)
+    if isinstance(folder, str):
         return compose_onto(read_run(folder, "resume"), *overrides)
     checks = _import_own(asked)
     if asked.changes.get("init_from") is not None:
         return _compose_from(read_origin(asked.changes["init_from"], _read_upcycle({}, asked)), asked, checks)
     return _finish(_compose_groups(asked.choices, checks), asked, checks)
+
+
+def _run_to_resume(asked: Asked) -> str | None:
+    """Return the `run_dir` of a command with `resume=auto` if it has a checkpoint."""
+    folder = asked.changes.get("run_dir")
+    if folder is None:
+        raise UserError("resume=auto needs the folder that the run starts in and continues from; add run_dir=FOLDER")
+    return folder if steps(folder_path(folder, "run_dir") / "checkpoints") else None
 
 
 def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:

@@ -4,6 +4,9 @@ from pathlib import Path
 
 from moezoo.errors import UserError
 
+# The value of `resume` with which a command continues the run in `run_dir`, or starts it there.
+AUTO = "auto"
+
 
 def run_folder(path: str | Path) -> Path:
     """Return the folder of the run that `path` is, or that has `path` as one of its `checkpoints/STEP`."""

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, to_yaml
-from moezoo.config.run_folders import run_folder, steps
+from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
@@ -54,7 +55,7 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
                 raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
             if run_folder(folder) != folder:
                 raise UserError(f"run_dir={cfg.run_dir} has the name of a checkpoint's folder; name another")
-            _check_free(folder)
+            _check_free(folder, cfg)
     if distributed.is_first():
         with writing_to("run_dir", folder):
             check_writable(folder)
@@ -107,7 +108,9 @@ def opened(
                 busy = f"{made}: another process is training there; wait for it to end, or stop it"
                 held.enter_context(locking(made.resolve(), busy))
                 if folder != resumed:
-                    _check_free(made)  # another run may have begun there meanwhile
+                    _check_free(made, cfg)  # another run may have begun there meanwhile
+                    if cfg.resume == AUTO:
+                        _remove_begun(made)
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
                 remove_beyond(made / _CHECKPOINTS, start)
                 mapping = as_mapping(run_settings(cfg))
@@ -130,18 +133,23 @@ def _copy_texts(folder: Path, mapping: Mapping[str, Any]) -> None:
         replace_file(folder / name, lambda new, content=content: new.write_bytes(content))
 
 
-def _check_free(folder: Path) -> None:
-    """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove."""
+def _check_free(folder: Path, cfg: TrainConfig) -> None:
+    """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove.
+
+    With `resume=auto` it may hold a run that ended before its first checkpoint, which starts again.
+    """
     if (folder / "config.json").exists():
         raise UserError(f"run_dir={folder} is a Hugging Face folder (it has config.json); name another folder")
     if found := [name for name in _FIRST if os.path.lexists(folder / name)]:
         saved = steps(folder / _CHECKPOINTS)
+        if cfg.resume == AUTO and not saved and (folder / _CONFIG).exists():
+            return
         then = f"continue it with resume={folder}" if saved else f"remove {', '.join(found)} there"
         raise UserError(f"run_dir={folder} already holds a run; name another folder, or {then}")
 
 
-def _remove_begun(folder: Path, rows: int) -> None:
-    """Remove the files of a run that began with `rows` rows, unless it has logged or saved a step since."""
+def _remove_begun(folder: Path, rows: int = sys.maxsize) -> None:
+    """Remove the files of a run, unless it has saved a step, or has logged more than the `rows` that it began with."""
     log = folder / _METRICS
     if steps(folder / _CHECKPOINTS) or (log.exists() and log.read_bytes().count(b"\n") > rows):
         return

@@ -11,7 +11,7 @@ import numpy as np
 
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, folder_path
-from moezoo.config.run_folders import find, steps
+from moezoo.config.run_folders import AUTO, find, steps
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, trigram_loss
 from moezoo.data.batches import read_batches
@@ -190,9 +190,9 @@ def _folder_path(cfg: TrainConfig, key: Literal["run_dir", "resume"]) -> str | N
 
 def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
     """Return the checkpoint to resume; the first process verifies its files for all."""
-    if cfg.resume is None:
+    if cfg.resume in (None, AUTO):
         return None
-    named: str = cfg.resume
+    named = str(cfg.resume)
 
     def verify() -> list[Any]:
         folder, step = find(named, "resume")
