@@ -6,7 +6,7 @@
 # Arguments are settings of moezoo. Options of sbatch, such as --nodes=4 --time=2:00:00, replace those below. One process
 # runs all GPUs of a node; with --ntasks-per-node=8 each GPU has its own. Variables, with their defaults:
 #
-#     RUN_DIR       the folder of the run, on a file system that all nodes share, or in an object store
+#     RUN_DIR       the folder of the run, on a file system that all nodes share, or gs://BUCKET/NAME
 #     TRAIN         "moezoo train": the command, as in TRAIN="apptainer exec --nv moezoo.sif moezoo train"
 #     MAX_RESTARTS  20: how often the job is queued before a lost process ends it
 #

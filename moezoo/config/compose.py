@@ -48,9 +48,11 @@ from moezoo.host import check_name
 from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
+from moezoo.remote import as_path, is_url
 from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
+_OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
 _SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
@@ -217,7 +219,16 @@ def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
 
 
 def folder_path(folder: Any, key: str) -> Path:
-    """Return the folder that the user set `key` to; ~ stands for a home folder. Raises `UserError` for no path."""
+    """Return the folder that the user set `key` to; ~ stands for a home folder.
+
+    Raises `UserError` for no path, and for one in an object store where `key` is not that of a run.
+    """
+    if is_url(folder):
+        if key not in _OF_RUNS:
+            raise UserError(
+                f"{key}={folder}: only {' and '.join(_OF_RUNS)} may be in an object store; copy it to a disk"
+            )
+        return as_path(folder)
     if not isinstance(folder, str | Path):
         raise UserError(f"{key} is {describe_class(folder)}, expected the path of a folder")
     try:

@@ -23,6 +23,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
+from moezoo.remote import as_path
 from moezoo.trackers import MetricsRow, RunStart, Writer
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
@@ -202,7 +203,7 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 
     run_dir, step, about = distributed.first(verify)
     distributed.together(lambda: find(f"{run_dir}/checkpoints/{step}", "resume"))
-    return _Checkpoint(Path(run_dir), step, about)
+    return _Checkpoint(as_path(run_dir), step, about)
 
 
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
