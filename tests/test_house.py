@@ -28,6 +28,7 @@ ORDER = (
     ("parallel",),
     ("typed",),
     ("host", "progress"),
+    ("remote",),
     ("errors", "interrupts"),
 )
 LINE = {room: number for number, rooms in enumerate(ORDER) for room in rooms}

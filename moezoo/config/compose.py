@@ -39,7 +39,7 @@ from moezoo.config.own import (
     without_own,
 )
 from moezoo.config.renamed import BEFORE, RENAMED
-from moezoo.config.run_folders import run_folder
+from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
@@ -48,9 +48,11 @@ from moezoo.host import check_name
 from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
+from moezoo.remote import as_path, is_url
 from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
+_OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
 _SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
@@ -62,7 +64,8 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
     `rules` also takes the path of a YAML file. `dispatch`, `data`, `optimizer`, `schedule` and
     `execution.context_parallel` also take the path of a class, `package.module.Class`, and `model` that of a family;
     these are imported. A value replaces the previous one; nothing is merged. The last value of a key holds. With
-    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`. With `init_from=FOLDER` the model
+    `resume=FOLDER` the configuration saved in that folder replaces `conf/train.yaml`; `resume=auto` names that of
+    `run_dir` if it has a checkpoint, and remains "auto" otherwise. With `init_from=FOLDER` the model
     is that of a Hugging Face folder or a run, and so are the defaults of the tokenizer and its end token; the learning
     rate is one for trained weights, and what balances loads is off. This also works inside a program that uses Hydra.
 
@@ -72,12 +75,23 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
         words = ", ".join(f'"{name}={show(value)}"' for name, value in keywords.items())
         raise UserError(f"compose takes text and no keyword {next(iter(keywords))}; write compose({words})")
     asked = read(overrides)
-    if isinstance(folder := asked.changes.get("resume"), str):
+    folder = asked.changes.get("resume")
+    if folder == AUTO and (folder := _run_to_resume(asked)) is not None:
+        return dataclasses.replace(compose_onto(read_run(folder, "run_dir"), *overrides), resume=folder)
+    if isinstance(folder, str):
         return compose_onto(read_run(folder, "resume"), *overrides)
     checks = _import_own(asked)
     if asked.changes.get("init_from") is not None:
         return _compose_from(read_origin(asked.changes["init_from"], _read_upcycle({}, asked)), asked, checks)
     return _finish(_compose_groups(asked.choices, checks), asked, checks)
+
+
+def _run_to_resume(asked: Asked) -> str | None:
+    """Return the `run_dir` of a command with `resume=auto` if it has a checkpoint."""
+    folder = asked.changes.get("run_dir")
+    if folder is None:
+        raise UserError("resume=auto needs the folder that the run starts in and continues from; add run_dir=FOLDER")
+    return folder if steps(folder_path(folder, "run_dir") / "checkpoints") else None
 
 
 def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
@@ -205,7 +219,16 @@ def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
 
 
 def folder_path(folder: Any, key: str) -> Path:
-    """Return the folder that the user set `key` to; ~ stands for a home folder. Raises `UserError` for no path."""
+    """Return the folder that the user set `key` to; ~ stands for a home folder.
+
+    Raises `UserError` for no path, and for one in an object store where `key` is not that of a run.
+    """
+    if is_url(folder):
+        if key not in _OF_RUNS:
+            raise UserError(
+                f"{key}={folder}: only {' and '.join(_OF_RUNS)} may be in an object store; copy it to a disk"
+            )
+        return as_path(folder)
     if not isinstance(folder, str | Path):
         raise UserError(f"{key} is {describe_class(folder)}, expected the path of a folder")
     try:

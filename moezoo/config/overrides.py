@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from moezoo.config.other_names import check_name, suggest_axes
 from moezoo.errors import UserError, describe_class, nearest
 from moezoo.host import check_file
+from moezoo.remote import as_path, is_url
 from moezoo.typed import show
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
@@ -202,8 +203,8 @@ def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correc
     its aliases make it much larger.
     """
     name = show(str(path) if key is None else f"{key}={path}")
-    path, other = Path(os.path.expanduser(path)), advice if key is None else "give the path of a YAML file"
-    if check_file(path, name, other) > _MOST_BYTES:
+    path, other = as_path(os.path.expanduser(path)), advice if key is None else "give the path of a YAML file"
+    if not is_url(path) and check_file(path, name, other) > _MOST_BYTES:
         raise UserError(f"{name}: larger than {_MOST_BYTES} bytes; {other}")
     try:
         text = path.read_text(encoding="utf-8")

@@ -3,16 +3,30 @@
 from pathlib import Path
 
 from moezoo.errors import UserError
+from moezoo.remote import as_path, is_url
+
+# The value of `resume` with which a command continues the run in `run_dir`, or starts it there.
+AUTO = "auto"
+# The file of a checkpoint that is written last.
+SUMS = "sha256.json"
 
 
 def run_folder(path: str | Path) -> Path:
     """Return the folder of the run that `path` is, or that has `path` as one of its `checkpoints/STEP`."""
-    path = Path(path)
+    path = as_path(path)
     return path.parent.parent if path.parent.name == "checkpoints" and path.name.isdecimal() else path
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps saved in a run's `checkpoints` folder, in ascending order."""
+    """Return the steps saved in a run's `checkpoints` folder, in ascending order.
+
+    On a disk a checkpoint gets its name when it is complete. In an object store it is complete with its last file.
+    """
+    return [step for step in numbered(folder) if not is_url(folder) or (folder / str(step) / SUMS).exists()]
+
+
+def numbered(folder: Path) -> list[int]:
+    """Return the numbers that are names of folders in `folder`, in ascending order."""
     names = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
@@ -22,7 +36,7 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
 
     Raises `UserError` if there is no such checkpoint; `key` is the setting that has the value `path`.
     """
-    named, run_dir = Path(path), run_folder(path)
+    named, run_dir = as_path(path), run_folder(path)
     folder = run_dir / "checkpoints"
     saved = steps(folder)
     if named != run_dir and int(named.name) not in saved:

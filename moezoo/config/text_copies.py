@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moezoo.data.chat_template import CONFIG, OTHERS, TEMPLATE
+from moezoo.remote import is_url
 
 COPIES = "tokenizers"
 # The settings that name these files.
@@ -54,8 +55,11 @@ def list_copies(mapping: Mapping[str, Any]) -> dict[str, Path]:
 def with_copies(mapping: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """Return the configuration of the run in `run_dir` with its copies in place of the files that it named.
 
-    Runs of older versions have none, and nothing changes.
+    Runs of older versions have none, and nothing changes. Nor does it for a run in an object store, where no
+    tokenizer is opened.
     """
+    if is_url(run_dir):
+        return dict(mapping)
     numbers: dict[_Named, int] = {}
 
     def put(section: Mapping[str, Any]) -> dict[str, Any]:

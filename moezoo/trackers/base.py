@@ -36,6 +36,9 @@ class Writer(abc.ABC):
         """Receive a picture of the run, a PNG file in its folder."""
         del path
 
+    def flush(self) -> None:  # noqa: B027  (nothing to do by default)
+        """Write the rows so far: a checkpoint after them follows."""
+
     def finish(self) -> None:  # noqa: B027  (nothing to do by default)
         """Write what is left; nothing follows. It is called also after an error or a signal."""
 

@@ -29,9 +29,10 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from moezoo.config.run_folders import steps
+from moezoo.config.run_folders import SUMS, numbered, steps
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
+from moezoo.remote import absolute, is_url, list_files, remove_folder
 
 # The version of about.json, of the folder's layout and of array names. Only this version is read: each version of
 # moezoo continues its own runs.
@@ -40,7 +41,7 @@ _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 # Orbax gives up a save after some minutes, in which a file system may stall, and the time that its bytes take on a slow
 # disk, including the checksums, which one process reads. A process ends if it still waits for others later.
 _STALL_SECONDS, _BYTES_PER_SECOND, _LATER_SECONDS = 300, 50_000_000, 60
-_UNFINISHED, _ABOUT, _SUMS = "unfinished.", "about.json", "sha256.json"
+_UNFINISHED, _ABOUT = "unfinished.", "about.json"
 FROZEN = "frozen"
 
 
@@ -49,6 +50,9 @@ class Checkpoints:
 
     With several processes, all of them make the same calls; each writes its own arrays, the first one all other files.
     `seconds` is how long the last complete save took.
+
+    In an object store, where nothing can be renamed, a checkpoint is written under its own name. It counts from the
+    moment that its last file is there: the checksums. Each has the frozen arrays, and `keeps_frozen` is False.
     """
 
     def __init__(self, folder: Path, count: int, size: int):
@@ -56,7 +60,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         _silence_orbax()
-        self.folder, self._count = folder.absolute(), count
+        self.folder, self._count = absolute(folder), count
+        self._remote, self.keeps_frozen = is_url(folder), not is_url(folder)
         self._most_seconds = _STALL_SECONDS + size // _BYTES_PER_SECOND
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=self._most_seconds)
         self._finishing: threading.Thread | None = None
@@ -65,10 +70,10 @@ class Checkpoints:
         self._began, self.seconds = 0.0, 0.0
         if distributed.is_first():
             folder.mkdir(exist_ok=True)
-            self._handle = os.open(folder, os.O_RDONLY)
+            self._handle = None if self._remote else os.open(folder, os.O_RDONLY)
             self._clear()
             if not steps(folder):  # a run was killed before its first checkpoint was complete
-                shutil.rmtree(folder / FROZEN, ignore_errors=True)
+                remove_folder(folder / FROZEN)
         self._has_frozen = distributed.first((folder / FROZEN).is_dir)
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -83,7 +88,7 @@ class Checkpoints:
         if step == self._last:
             return
         self._last, self._began = step, time.monotonic()
-        unfinished = self.folder / f"{_UNFINISHED}{step}"
+        unfinished = self.folder / (str(step) if self._remote else f"{_UNFINISHED}{step}")
         arrays = {name: _describe_arrays(tree) for name, tree in trees.items()}
         written = {name: tree for name, tree in trees.items() if not (name == FROZEN and self._has_frozen)}
         self._has_frozen |= FROZEN in trees
@@ -115,7 +120,8 @@ class Checkpoints:
                 self._error = self._error or error
         if distributed.is_first():
             self._clear()
-            os.close(self._handle)
+            if self._handle is not None:
+                os.close(self._handle)
         self._check()
 
     def _bounded(self) -> AbstractContextManager[None]:
@@ -143,16 +149,17 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if not distributed.is_first():
                 return
-            if not os.path.samestat(os.stat(self.folder), os.fstat(self._handle)):
+            if self._handle is not None and not os.path.samestat(os.stat(self.folder), os.fstat(self._handle)):
                 raise FileNotFoundError("the folder was removed while the run went on")  # orbax has made it again
             if (frozen := unfinished / FROZEN).is_dir():
-                _write_json(frozen / _SUMS, _hash_files(frozen))
+                _write_json(frozen / SUMS, _hash_files(frozen))
                 os.rename(frozen, self.folder / FROZEN)
             if FROZEN in about["arrays"]:
                 about = {**about, FROZEN: _hash_sums(self.folder / FROZEN)}
             _write_json(unfinished / _ABOUT, about)
-            _write_json(unfinished / _SUMS, _hash_files(unfinished))
-            os.rename(unfinished, self.folder / str(step))
+            _write_json(unfinished / SUMS, _hash_files(unfinished))
+            if not self._remote:
+                os.rename(unfinished, self.folder / str(step))
             for old in steps(self.folder)[: -self._count]:
                 _remove(self.folder, old)
             self.seconds = time.monotonic() - self._began
@@ -162,6 +169,10 @@ class Checkpoints:
             self._error = error
 
     def _clear(self) -> None:
+        if self._remote:
+            for step in set(numbered(self.folder)) - set(steps(self.folder)):
+                remove_folder(self.folder / str(step))
+            return
         for left in self.folder.glob(f"{_UNFINISHED}*"):
             for _ in range(40):  # threads of a save that failed may still be writing
                 shutil.rmtree(left, ignore_errors=True)
@@ -171,7 +182,11 @@ class Checkpoints:
 
 
 def _remove(folder: Path, step: int) -> None:
-    """Rename a checkpoint, so that it disappears in one operation, then delete it; a failed deletion does no harm."""
+    """Let a checkpoint disappear in one operation, then delete it; a failed deletion does no harm."""
+    if is_url(folder):
+        (folder / str(step) / SUMS).unlink(missing_ok=True)
+        remove_folder(folder / str(step))
+        return
     away = folder / f"{_UNFINISHED}old.{step}"
     with contextlib.suppress(OSError):
         os.rename(folder / str(step), away)
@@ -211,13 +226,13 @@ class _OtherFormatError(UserError):
 def _verify_files(folder: Path) -> set[str]:
     """Compare every file of a folder with its checksum, and return their names."""
     try:
-        sums = json.loads((folder / _SUMS).read_text())
+        sums = json.loads((folder / SUMS).read_text())
         wanted = {str(name): str(value) for name, value in sums.items()}
         found = _hash_files(folder)
     except FileNotFoundError as error:
         raise UserError(f"{folder} is not a complete checkpoint: {Path(error.filename).name} is missing") from None
     except (ValueError, AttributeError, RecursionError):
-        raise UserError(f"{folder} is damaged: {_SUMS} cannot be read") from None
+        raise UserError(f"{folder} is damaged: {SUMS} cannot be read") from None
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror})") from None
     for name in sorted(wanted.keys() | found.keys()):
@@ -285,7 +300,7 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
         for (where, name), target in parts.items():
             try:
                 wanted = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
-                restored[name] = reader.restore(where.absolute(), args=wanted)[name]
+                restored[name] = reader.restore(absolute(where), args=wanted)[name]
             except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
                 raise UserError(f"{where / name} cannot be read ({_shorten(error)})") from None
     if FROZEN in restored:
@@ -332,13 +347,13 @@ def _write_json(file: Path, value: Any) -> None:
 
 
 def _hash_sums(folder: Path) -> str:
-    return hashlib.sha256((folder / _SUMS).read_bytes()).hexdigest()
+    return hashlib.sha256((folder / SUMS).read_bytes()).hexdigest()
 
 
 def _hash_files(folder: Path) -> dict[str, str]:
     found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / _SUMS:
+    for path in list_files(folder):
+        if path != folder / SUMS:
             with path.open("rb") as file:
                 found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import moezoo.interrupts as interrupts
 from moezoo.errors import UserError
+from moezoo.remote import is_url
 from moezoo.typed import show
 
 
@@ -25,6 +27,11 @@ def writing_to(key: str, folder: Path | str) -> Iterator[None]:
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Make or replace a file in one operation: `write` receives the path of another, which then takes its name."""
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as folder:
+            write(new := Path(folder) / path.name)
+            path.write_bytes(new.read_bytes())
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with interrupts.undoing(lambda: temporary.unlink(missing_ok=True)):
         write(temporary)
@@ -52,7 +59,7 @@ def marking(folder: Path) -> Iterator[Path]:
 
     with interrupts.undoing(remove):
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark.write_bytes(b"")
         yield mark
     remove()
 
@@ -85,7 +92,7 @@ def making(folder: Path, *, numbered: bool = False) -> Iterator[Path]:
 
 def _remover(folder: Path) -> Callable[[], None]:
     """Return what removes the folder and its parents again, as far as they do not exist now and are empty then."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [] if is_url(folder) else [path for path in (folder, *folder.parents) if not path.exists()]
 
     def remove() -> None:
         for path in missing:

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import os
-import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, to_yaml
-from moezoo.config.run_folders import run_folder, steps
+from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
 from moezoo.host import locking
+from moezoo.models.adapters import NoAdapter
 from moezoo.parallel import distributed
+from moezoo.remote import as_path, is_same, is_url, remove_folder
 from moezoo.trackers import MetricsRow
 from moezoo.training import report
 from moezoo.training.checkpoint import remove_beyond
@@ -43,18 +45,21 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
 
     Raises `UserError` if the folder holds something else or cannot be written.
     """
-    if resumed is not None and (cfg.run_dir is None or Path(cfg.run_dir).resolve() == resumed.resolve()):
+    if resumed is not None and (cfg.run_dir is None or is_same(as_path(cfg.run_dir), resumed)):
         folder = resumed
     elif cfg.run_dir is None:
         folder = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     else:
-        folder = Path(cfg.run_dir)
+        folder = as_path(cfg.run_dir)
         with writing_to("run_dir", folder):
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
             if run_folder(folder) != folder:
                 raise UserError(f"run_dir={cfg.run_dir} has the name of a checkpoint's folder; name another")
-            _check_free(folder)
+            _check_free(folder, cfg)
+    if is_url(folder) and (cfg.tracker.active() or not isinstance(cfg.adapter, NoAdapter)):
+        key = "tracker" if cfg.tracker.active() else "adapter"
+        raise UserError(f"run_dir={folder} is no disk, and {key} writes files there; leave {key} out, or name a folder")
     if distributed.is_first():
         with writing_to("run_dir", folder):
             check_writable(folder)
@@ -72,13 +77,13 @@ def check_shared(folder: Path) -> None:
             with writing_to("run_dir", folder):
                 return str(held.enter_context(marking(folder)))
 
-        mark = Path(distributed.first(leave_mark))
+        mark = as_path(distributed.first(leave_mark))
         distributed.together(lambda: _find_mark(mark))
 
 
 def _find_mark(mark: Path) -> None:
     end = time.monotonic() + _SHARED_SECONDS
-    while not os.path.exists(mark):
+    while not mark.exists():
         if time.monotonic() > end:
             raise UserError(
                 f"run_dir={mark.parent} is not the folder that process 0 has there, but each process writes a part of "
@@ -104,10 +109,13 @@ def opened(
         def begin() -> str:
             with writing_to("run_dir", folder):
                 made = held.enter_context(making(folder, numbered=cfg.run_dir is None and resumed is None))
-                busy = f"{made}: another process is training there; wait for it to end, or stop it"
-                held.enter_context(locking(made.resolve(), busy))
+                if not is_url(made):  # an object store has no locks
+                    busy = f"{made}: another process is training there; wait for it to end, or stop it"
+                    held.enter_context(locking(made.resolve(), busy))
                 if folder != resumed:
-                    _check_free(made)  # another run may have begun there meanwhile
+                    _check_free(made, cfg)  # another run may have begun there meanwhile
+                    if cfg.resume == AUTO:
+                        _remove_begun(made)
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
                 remove_beyond(made / _CHECKPOINTS, start)
                 mapping = as_mapping(run_settings(cfg))
@@ -117,7 +125,7 @@ def opened(
                     replace_text(made / report.HELD_OUT_FILE, "".join(f"{name}\n" for name in held_out))
             return str(made)
 
-        path = Path(distributed.first(begin))
+        path = as_path(distributed.first(begin))
         log = path / _METRICS if distributed.is_first() else None
         yield Opened(path, distributed.together(lambda: MetricsLog(log, history)))
 
@@ -130,23 +138,28 @@ def _copy_texts(folder: Path, mapping: Mapping[str, Any]) -> None:
         replace_file(folder / name, lambda new, content=content: new.write_bytes(content))
 
 
-def _check_free(folder: Path) -> None:
-    """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove."""
+def _check_free(folder: Path, cfg: TrainConfig) -> None:
+    """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove.
+
+    With `resume=auto` it may hold a run that ended before its first checkpoint, which starts again.
+    """
     if (folder / "config.json").exists():
         raise UserError(f"run_dir={folder} is a Hugging Face folder (it has config.json); name another folder")
-    if found := [name for name in _FIRST if os.path.lexists(folder / name)]:
+    if found := [name for name in _FIRST if (folder / name).exists() or os.path.islink(folder / name)]:
         saved = steps(folder / _CHECKPOINTS)
+        if cfg.resume == AUTO and not saved and (folder / _CONFIG).exists():
+            return
         then = f"continue it with resume={folder}" if saved else f"remove {', '.join(found)} there"
         raise UserError(f"run_dir={folder} already holds a run; name another folder, or {then}")
 
 
-def _remove_begun(folder: Path, rows: int) -> None:
-    """Remove the files of a run that began with `rows` rows, unless it has logged or saved a step since."""
+def _remove_begun(folder: Path, rows: int = sys.maxsize) -> None:
+    """Remove the files of a run, unless it has saved a step, or has logged more than the `rows` that it began with."""
     log = folder / _METRICS
     if steps(folder / _CHECKPOINTS) or (log.exists() and log.read_bytes().count(b"\n") > rows):
         return
     for name in _FIRST:
         if (folder / name).is_dir():
-            shutil.rmtree(folder / name, ignore_errors=True)
+            remove_folder(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)

@@ -237,6 +237,8 @@ class Loop:
         raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}{more}", number)
 
     def _save(self, number: int, state: State) -> None:
+        for writer in self.writers:
+            writer.flush()
         self._saved_at = self._clock()
         read = number * self.cfg.micro_batches
         trees: dict[str, Any] = {"model": state.model, "training": tuple(state[1:])}
@@ -244,6 +246,8 @@ class Loop:
             frozen, trees["model"] = eqx.partition(state.model, constant)
             if self.cfg.checkpoint_frozen:
                 trees[FROZEN] = as_saved_pieces(self.cfg, frozen)
+                if not self.checkpoints.keeps_frozen:
+                    trees["model"] = eqx.combine(trees["model"], trees.pop(FROZEN))
         self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source, self.seen)))
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: Progress) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.remote import is_url
 from moezoo.trackers import MetricsRow, Writer
 from moezoo.training.files import replace_text
 
@@ -18,7 +19,10 @@ MEASURED = ("time", "tokens_per_second", "seconds_waiting", "seconds_computing",
 
 
 class MetricsLog(Writer):
-    """Appends rows to a file, and keeps them in `history`."""
+    """Appends rows to a file, and keeps them in `history`.
+
+    In an object store, where nothing can be appended, `flush` writes the file: before a save, and at the end.
+    """
 
     def __init__(self, path: Path | None, history: list[MetricsRow]):
         """Replace the file at `path` by the rows of `history`; with `path` None no file is written.
@@ -27,15 +31,14 @@ class MetricsLog(Writer):
         """
         self.history, self._path = list(history), path
         if path is not None:
-            with self._writing():
-                replace_text(path, "".join(f"{json.dumps(row)}\n" for row in history))
+            self._write()
 
     def row(self, row: MetricsRow, load: np.ndarray | None = None) -> None:
         """Add a row. Floats are written with all digits, so reading returns the same bits; those not finite as null."""
         del load
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.history.append(row)
-        if self._path is None:
+        if self._path is None or is_url(self._path):
             return
         line = f"{json.dumps(row)}\n".encode()
         with self._writing():
@@ -46,6 +49,20 @@ class MetricsLog(Writer):
                     os.write(file, line[written:])
             finally:
                 os.close(file)
+
+    def flush(self) -> None:
+        """Write the rows that the file does not have yet."""
+        if self._path is not None and is_url(self._path):
+            self._write()
+
+    def finish(self) -> None:
+        """Write what is left to write."""
+        self.flush()
+
+    def _write(self) -> None:
+        assert self._path is not None
+        with self._writing():
+            replace_text(self._path, "".join(f"{json.dumps(row)}\n" for row in self.history))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -60,7 +77,7 @@ class MetricsLog(Writer):
 def read_metrics(path: Path, until: int) -> list[MetricsRow]:
     """Return the rows of the first `until` steps, without incomplete rows, which a killed run can leave."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
         except ValueError:

@@ -71,7 +71,7 @@ def read_folder(named: str | Path, key: str) -> ReadRun:
                 f"{key}={show(str(named))}: no run there (neither config.yaml nor metrics.jsonl); name a run's folder"
             )
         history = read_metrics(metrics, until=sys.maxsize)
-        lines = len(metrics.read_text(errors="replace").splitlines()) if metrics.is_file() else 0
+        lines = len(metrics.read_bytes().decode(errors="replace").splitlines()) if metrics.is_file() else 0
     except OSError as error:
         raise UserError(f"{key}={show(str(named))}: cannot be read ({error.strerror}); name another run") from None
     notes = []

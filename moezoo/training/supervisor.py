@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import moezoo.interrupts as interrupts
 from moezoo.config.run_folders import steps
 from moezoo.parallel.distributed import Distributed
+from moezoo.remote import as_path
 
 _VARIABLE = "MOEZOO_SUPERVISED"
 # The exit code of a process that ended because another one did.
@@ -115,7 +115,7 @@ def _describe_lost(held: str) -> str:
 
 
 def _how_to_continue(folder: str) -> str:
-    saved = steps(Path(folder) / "checkpoints") if folder else []
+    saved = steps(as_path(folder) / "checkpoints") if folder else []
     if not saved:
         return "nothing was saved: start all processes again"
     return f"the last checkpoint is step {saved[-1]}: start all processes again with resume={folder}"

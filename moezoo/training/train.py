@@ -11,7 +11,7 @@ import numpy as np
 
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, folder_path
-from moezoo.config.run_folders import find, steps
+from moezoo.config.run_folders import AUTO, find, steps
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, trigram_loss
 from moezoo.data.batches import read_batches
@@ -23,6 +23,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
+from moezoo.remote import as_path
 from moezoo.trackers import MetricsRow, RunStart, Writer
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
@@ -190,9 +191,9 @@ def _folder_path(cfg: TrainConfig, key: Literal["run_dir", "resume"]) -> str | N
 
 def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
     """Return the checkpoint to resume; the first process verifies its files for all."""
-    if cfg.resume is None:
+    if cfg.resume in (None, AUTO):
         return None
-    named: str = cfg.resume
+    named = str(cfg.resume)
 
     def verify() -> list[Any]:
         folder, step = find(named, "resume")
@@ -206,7 +207,7 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 
     run_dir, step, about = distributed.first(verify)
     distributed.together(lambda: find(f"{run_dir}/checkpoints/{step}", "resume"))
-    return _Checkpoint(Path(run_dir), step, about)
+    return _Checkpoint(as_path(run_dir), step, about)
 
 
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:

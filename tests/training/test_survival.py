@@ -86,6 +86,26 @@ def test_signals_end_a_run_after_the_current_step(tiny, whole, tmp_path, monkeyp
     assert_same(moezoo.train(moezoo.compose(*again)), whole)
 
 
+def test_one_command_starts_a_run_and_continues_it(tiny, whole, tmp_path, monkeypatch):
+    """With resume=auto: over what a run left that was killed before its first checkpoint, and from the newest one."""
+    words = (*tiny, *COMMON, f"run_dir={tmp_path}/a", "resume=auto")
+    (tmp_path / "a" / "checkpoints" / "unfinished.4").mkdir(parents=True)
+    (tmp_path / "a" / "config.yaml").write_text("half a")
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with refused(f"run_dir={tmp_path}/a already holds a run"):
+        moezoo.train(moezoo.compose(*words[:-1]))
+    before = moezoo.compose(*words)
+    train_with_signal(monkeypatch, 6, signal.SIGTERM, *words)
+    with refused(f"run_dir={tmp_path}/a", "continue it with resume="):  # a configuration from before the run was saved
+        moezoo.train(before)
+    assert moezoo.compose(*words, "steps=99").steps == 99
+    assert_same(moezoo.train(moezoo.compose(*words)), whole)
+    with refused(f"resume={tmp_path}/a", "step 12", "set steps above 12"):
+        moezoo.train(moezoo.compose(*words))
+    with refused("resume=auto", "run_dir=FOLDER"):
+        moezoo.compose("resume=auto")
+
+
 def test_a_signal_in_the_last_step_is_not_lost(tiny, tmp_path, monkeypatch):
     stopped = train_with_signal(monkeypatch, 12, signal.SIGINT, *tiny, *COMMON, f"run_dir={tmp_path}/a")
     assert "SIGINT after step 12, saved" in str(stopped)
