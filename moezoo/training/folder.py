@@ -57,8 +57,12 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
             if run_folder(folder) != folder:
                 raise UserError(f"run_dir={cfg.run_dir} has the name of a checkpoint's folder; name another")
             _check_free(folder, cfg)
-    if is_url(folder) and (cfg.tracker.active() or not isinstance(cfg.adapter, NoAdapter)):
-        key = "tracker" if cfg.tracker.active() else "adapter"
+    writing = {
+        "tracker": cfg.tracker.active(),
+        "adapter": not isinstance(cfg.adapter, NoAdapter),
+        "profile.start": cfg.profile.start is not None,
+    }
+    if is_url(folder) and (key := next((key for key, writes in writing.items() if writes), None)):
         raise UserError(f"run_dir={folder} is no disk, and {key} writes files there; leave {key} out, or name a folder")
     if distributed.is_first():
         with writing_to("run_dir", folder):

@@ -130,6 +130,8 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
         state = State(saved["model"], *saved["training"])
         history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
         changes = _describe_resume(before, prepared)
+        if cfg.profile.start is not None and cfg.profile.start <= start:
+            changes.append(("profile", f"none: profile.start={cfg.profile.start} is not after step {start}"))
     summary = [
         *report.summarize(cfg, execution, step, source, prepared.epochs, prepared.baseline),
         ("cache", cache),
@@ -199,10 +201,6 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
         folder, step = find(named, "resume")
         if step >= cfg.steps:
             raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
-        if cfg.profile.start is not None and cfg.profile.start <= step:
-            raise UserError(
-                f"profile.start={cfg.profile.start} and resume={named} is at step {step}; set it above {step}"
-            )
         return [str(folder.parent), step, read_about(folder, step)]
 
     run_dir, step, about = distributed.first(verify)

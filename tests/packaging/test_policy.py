@@ -16,13 +16,14 @@ WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".g
 
 def test_hooks_before_a_commit_are_the_linters_of_ci():
     """The same commands, in the versions of the extra `lint`; another extra with one of them has that version too."""
-    lines = re.findall(r"^(?:\.venv/bin/)((?:ruff|pyright)\b.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    run = (ROOT / ".ci" / "run").read_text()
+    lines = re.findall(r"^\.venv/bin/((?:ruff|pyright|shellcheck|hadolint)\b.*)$", run, re.MULTILINE)
     assert [hook["entry"] for hook in HOOKS] == lines
     pinned = PROJECT["optional-dependencies"]["lint"]
     assert {tool for hook in HOOKS for tool in hook["additional_dependencies"]} == set(pinned)
     for hook in HOOKS:
         (tool,) = hook["additional_dependencies"]
-        assert tool.startswith(f"{hook['entry'].split()[0]}==")
+        assert re.match(rf"{hook['entry'].split()[0]}(-py|-bin)?==", tool)
     for extra in PROJECT["optional-dependencies"].values():
         assert {tool for tool in extra if tool.startswith(("ruff", "pyright"))} <= set(pinned)
 
