@@ -212,8 +212,8 @@ COMMAND = KeysCommand(
     main,
     description="Report versions, devices, the kernels that a run would take, disk and environment, train two steps of "
     "a tiny model, and end with advice. The exit code is 1 if something that a run needs does not work. Nothing is "
-    "sent anywhere, and the report shows neither keys nor your name, so you can paste it into an issue. docs/start.md "
-    "explains it.",
+    "sent anywhere, and the report shows neither keys nor your name, so you can paste it into an issue. "
+    "Page: docs/start.md of the repository.",
     keys=Keys,
     switches=Switches,
     examples=("--markdown > report.md", "folder=/shared/runs seconds=600"),

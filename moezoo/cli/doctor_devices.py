@@ -83,7 +83,7 @@ def _compare_drivers(platform: str) -> Iterator[Entry]:
         yield note(DEVICES, f"{shown}, but JAX_PLATFORMS={SETTINGS.jax_platforms} keeps JAX on the CPU; unset it")
         return
     extra, plugins = _DRIVEN.get(next(iter(files.values())), ("", ()))
-    advice = f"pip install -e '.[{extra}]'" if extra else "install JAX for this platform"
+    advice = f"pip install 'moezoo[{extra}]'" if extra else "install JAX for this platform"
     if plugins := [name for name in plugins if installed(name)]:
         advice = f"{' and '.join(plugins)} found no device: are the versions above equal, and the driver new enough?"
     if all(maker == "TPU" and "vfio" in file for file, maker in files.items()):  # other devices have such files too
@@ -110,7 +110,7 @@ def find_kernels() -> Iterator[Entry]:
             + (
                 "measured on this kind of GPU"
                 if measured
-                else "not measured on this kind of GPU; python scripts/bench.py accelerator tune=true measures them"
+                else "not measured on this kind of GPU (docs/benchmarks.md of the repository)"
             ),
         )
 
@@ -199,7 +199,7 @@ def find_compilers() -> Iterator[Entry]:
         what = f"for {'TPUs' if topology == 'v5p' else 'GPUs'}"
         if (version := installed(name)) is None:
             yield from facts(
-                "compilers", f"{what}: no {name}, so moezoo plan needs --estimate; pip install -e '.[plan]'"
+                "compilers", f"{what}: no {name}, so moezoo plan needs --estimate; pip install 'moezoo[plan]'"
             )
         elif error := compiler_error(topology):
             yield note("compilers", f"{what}: {error}")

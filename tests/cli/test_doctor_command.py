@@ -119,7 +119,7 @@ def test_drivers_of_accelerators_that_jax_does_not_use(monkeypatch):
     (lacks,) = doctor_devices._compare_drivers("cpu")
     assert lacks.kind == "problem"
     assert "/dev/nvidia0" in lacks.text
-    assert "'.[cuda]'" in lacks.text
+    assert "'moezoo[cuda]'" in lacks.text
     assert list(doctor_devices._compare_drivers("gpu")) == []
     monkeypatch.setattr(doctor_devices, "driver_files", lambda: {"/dev/vfio/1": "TPU"})
     assert texts(doctor_devices._compare_drivers("cpu"), "problem") == []

@@ -1,7 +1,6 @@
 """Every command on every page exists: its program, its files, its options, and the configuration that it composes."""
 
 import re
-import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from endurance import COMMAND as ENDURANCE
 from pages import PAGES, ROOT, Command, Page, commands, read
-from workspace import add_configurations, make_files, write_files
+from workspace import add_configurations, make_files
 
 from benchmarks.parts import MODELS, PARTS
 from moezoo.analysis.candidates import check_mesh, fill, listed
@@ -189,23 +188,20 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def forgotten(files):
-    """Forget what a page imports of its own files, and delete them."""
-    modules, made, kept = {*sys.modules}, dict(MADE), {*files.iterdir()}
+    """Forget what a page imports of the examples."""
+    modules, made = {*sys.modules}, dict(MADE)
     yield
     for name in {*sys.modules} - modules:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(files)):
             del sys.modules[name]
     MADE.clear()
     MADE.update(made)
-    for path in {*files.iterdir()} - kept:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_exists(name, files, forgotten, monkeypatch):
     page = read(name)
     monkeypatch.chdir(files)
-    write_files(page, files)
     wrong = find_wrong(page)
     assert not wrong, "\n".join(wrong)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from pages import PAGES, ROOT, read
-from workspace import add_runs, make_files, write_files
+from workspace import add_runs, make_files
 
 # Programs that no block runs: they install, serve, submit jobs, or are the tests themselves.
 NOT_RUN = (
@@ -60,7 +60,6 @@ def test_a_block_runs(name, block, given, programs, tmp_path):
     """Variables that the blocks before it set are set."""
     here = tmp_path / "here"
     shutil.copytree(given, here)
-    write_files(read(name), here)
     (here / ".venv" / "bin").mkdir(parents=True)
     (here / ".venv" / "bin" / "activate").touch()
     for path in ("benchmarks", "conf", "docs", "kernels", "models", "moezoo", "pyproject.toml", "scripts", "tests"):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from chat_styles import QWEN, save_tokenizer
 from dense_folders import write_dense
-from pages import ROOT, Page
+from pages import ROOT
 
 import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
@@ -96,10 +96,3 @@ def add_runs(folder: Path) -> None:
     shutil.copytree(folder / "runs/NAME", folder / "runs/A")
     for name in ("A", "B"):
         shutil.copytree(folder / "runs" / name, folder / "sweeps/rates" / name)
-
-
-def write_files(page: Page, folder: Path) -> None:
-    """Write the code of a page that begins with the name of a file, `# path/NAME.py`, as NAME.py."""
-    for block in page.blocks:
-        if named := re.match(r"# (?:\S+/)?(\w+\.(?:py|yaml))\n", block.text):
-            (folder / named[1]).write_text(block.text)
