@@ -7,11 +7,16 @@ written whole or not at all, and neither appended to nor renamed.
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 from moezoo.errors import UserError
 
+# A path on a disk or in an object store, where calls are checked against their annotations: the latter is no `Path`.
+if TYPE_CHECKING:
+    RunPath = Path
+else:
+    RunPath = PurePath
 _SCHEME = re.compile(r"([a-z][a-z0-9]+)://")
 
 

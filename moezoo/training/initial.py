@@ -26,6 +26,7 @@ from moezoo.parallel.axes import is_stored
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.low_rank import only_pairs, pairs_by_path, with_bases, without_pairs
 from moezoo.parallel.stored import materialise
+from moezoo.remote import RunPath
 from moezoo.training.checkpoint import read_about, restore
 from moezoo.typed import show
 
@@ -68,7 +69,7 @@ def _load_pairs(cfg: TrainConfig, shapes: LanguageModel, execution: Execution) -
 
 def restore_run(
     cfg: TrainConfig,
-    checkpoints: Path,
+    checkpoints: RunPath,
     step: int,
     about: Mapping[str, Any],
     execution: Execution | None = None,

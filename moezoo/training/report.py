@@ -5,7 +5,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,7 @@ from moezoo.parallel.patterns import pattern_of
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
+from moezoo.remote import RunPath
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.sample import Sample
 from moezoo.training.stage_lines import stage_lines
@@ -376,7 +376,7 @@ def print_lines(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_results(
-    evaluation: Evaluation, baseline: float | None, sample: Sample, folder: Path, unit: str, seen: Mapping[str, int]
+    evaluation: Evaluation, baseline: float | None, sample: Sample, folder: RunPath, unit: str, seen: Mapping[str, int]
 ) -> None:
     """Print the validation loss, a sample, and the files of the run; `seen` are the tokens that were read by source."""
     compared = f" (trigram {baseline:.3f})" if baseline is not None else ""

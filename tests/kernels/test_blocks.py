@@ -50,6 +50,7 @@ def test_blocked_takes_the_sizes_of_its_gpu():
     assert set(cpu) == {32}
 
 
+@pytest.mark.newer
 def test_chunked_attention_takes_the_sizes_of_its_gpu():
     """Both passes, and those of a part of the keys; programs with other sizes are others, and results are the same."""
     case = Case(130, 130, 0)

@@ -37,7 +37,7 @@ _RUN = (
 _TRAIN = (sys.executable, "-m", "moezoo", "train")
 _STARTING_SECONDS, _STEPS = 6.0, 15  # the latest moment of a kill: seconds after the start, or steps after the first
 _WHEN = ("step", "save", "start")
-_LEAST_SECONDS = 0.1  # the first moment of a signal after the start, if the interpreter starts in half of it
+_LEAST_SECONDS = 0.1  # the first moment of a signal after the start, if the command line is imported in half of it
 _ENDING_SECONDS, _HANGING_SECONDS = 5.0, 60.0  # after a signal: how long a process may take, and when it is killed
 
 
@@ -121,8 +121,8 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
         fine &= _try_flipped_bit(number + i + 1, torn, [*on, f"steps={total + 1}"], rng, log)
     number += trial.flips
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", ""], check=True)
-    # Before, no program of ours runs. Twice: on a busy machine the next start may take longer.
+    subprocess.run([sys.executable, "-c", "import moezoo.cli"], check=True)
+    # Before, a signal has Python's own effect. Twice: on a busy machine the next start may take longer.
     first_moment = max(_LEAST_SECONDS, 2 * (time.monotonic() - began))
     for i in range(trial.moments):
         at = first_moment + (reached[3] - first_moment) * i / max(1, trial.moments - 1)

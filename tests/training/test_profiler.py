@@ -50,6 +50,7 @@ def test_where_the_time_of_steps_went(tiny, tmp_path, capsys):
     assert "feed_forward/experts" in trace.read_bytes().decode(errors="replace")
 
 
+@pytest.mark.newer
 def test_a_signal_ends_the_recording(tiny, tmp_path, monkeypatch, capsys):
     settings = (*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/run")
     with steps_only():
@@ -64,6 +65,7 @@ def test_a_signal_ends_the_recording(tiny, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run/profile.md").read_text().startswith("# Steps 5 to 5\n")
 
 
+@pytest.mark.newer
 def test_a_failure_of_the_profiler_is_one_line(tiny, tmp_path, monkeypatch, capsys):
     with steps_only(), recording(tmp_path / "other"):
         moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/busy"))

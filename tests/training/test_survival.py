@@ -204,6 +204,7 @@ def test_kills_signals_and_flipped_bits(kills, others, tmp_path, capsys):
     assert "WRONG" not in out
 
 
+@pytest.mark.newer
 def test_a_full_disk(copy, whole, tmp_path):
     """A separate file system without room for another checkpoint: the run ends, and the previous one is complete."""
     shutil.rmtree(copy / "checkpoints" / "12")
