@@ -40,6 +40,7 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@pytest.mark.newer
 def test_ten_updates_with_experts_stored_over_two_axes():
     """`shard_exp_on_fsdp` stores whole experts over (expert, fsdp), and `fsdp_ep` parts of them over fsdp.
 
