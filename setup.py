@@ -3,6 +3,7 @@
 import gzip
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import time
@@ -48,6 +49,15 @@ class Wheel(bdist_wheel):
 class Source(sdist):
     """The source distribution: its members have no user, the time of SOURCE_DATE_EPOCH, and one of two modes."""
 
+    def run(self) -> None:
+        self._tracked = _tracked()
+        super().run()
+
+    def make_release_tree(self, base_dir, files) -> None:
+        if self._tracked:  # of a checkout no file that git does not know: notes, runs, settings
+            files = [name for name in files if name.startswith("moezoo.egg-info") or _in_git(name) in self._tracked]
+        super().make_release_tree(base_dir, files)
+
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None) -> str:
         del format, root_dir, owner, group
         for name in LINKED:  # for tests, and for people; a build needs only what is in moezoo/
@@ -61,6 +71,20 @@ class Source(sdist):
         ):
             tar.add(base_dir, filter=_plain)
         return str(target)
+
+
+def _tracked() -> set[str]:
+    """Return the files that git tracks here; none without git or a checkout."""
+    if not Path(".git").exists() or shutil.which("git") is None:
+        return set()
+    listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, check=False)
+    return set(listed.stdout.split("\0")) - {""}
+
+
+def _in_git(name: str) -> str:
+    """Return the name that git has for a file: those behind the links have their own."""
+    top, _, rest = name.partition("/")
+    return rest if top == "moezoo" and rest.partition("/")[0] in LINKED else name
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:

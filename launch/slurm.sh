@@ -39,7 +39,7 @@ if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS
 # Each process reports in its own lines why it ends, so no process is killed because another one has ended.
 code=0
 srun --label --kill-on-bad-exit=0 \
-  "${train[@]}" "$@" "run_dir=$RUN_DIR" resume=auto distributed=auto || code=$?
+  "${train[@]}" "$@" "run_dir='${RUN_DIR//\'/\\\'}'" resume=auto distributed=auto || code=$?
 
 # docs/clusters.md explains the exit codes.
 case $code in

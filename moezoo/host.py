@@ -54,7 +54,10 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 def user_cache() -> Path:
     """Return moezoo's folder in the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moezoo"
+    except RuntimeError:
+        raise UserError("this user has no home folder for caches; set XDG_CACHE_HOME=FOLDER") from None
 
 
 def processors() -> int:

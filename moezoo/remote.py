@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     RunPath = Path
 else:
     RunPath = PurePath
-_SCHEME = re.compile(r"([a-z][a-z0-9]+)://")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # also what is nearly one, which would be a folder of that name
 
 
 def is_url(path: Any) -> bool:
-    """Return whether the text or the path begins with a scheme, such as `gs://`."""
+    """Return whether the text or the path begins with a scheme, such as `gs://`, or with what is meant as one."""
     return _SCHEME.match(str(path)) is not None
 
 
@@ -33,10 +33,12 @@ def as_path(path: Any) -> Path:
     if not is_url(path) or not isinstance(path, str):
         return path if is_url(path) else Path(path)
     scheme, _, rest = path.partition("://")
-    if scheme == "file":
+    if scheme == "file" and rest.startswith("/"):
         return Path(rest)
-    if scheme != "gs":
-        raise UserError(f"{path}: moezoo writes to gs:// and to disks; mount the store, or name a folder")
+    if scheme != "gs" or not rest.strip("/"):
+        raise UserError(
+            f"{path}: moezoo writes to gs://BUCKET/NAME, file:///FOLDER and folders; mount another store, or name one"
+        )
     _check_library(path)
     from etils import epath  # slow to import
 

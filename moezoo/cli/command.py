@@ -202,7 +202,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     warnings.showwarning = _print_warning
     try:
         code = (_print_help(command, arguments, prog) if asked else command.call(arguments, prog)) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
     except UserError as error:
         print(f"{distributed.name()}error: {error}{_typed_choices(str(error), arguments)}", file=sys.stderr)
         code = 2

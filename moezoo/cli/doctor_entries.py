@@ -87,12 +87,14 @@ ON_DEVICES = {
 }
 
 # Names of variables whose values are never shown, and texts that are tokens or keys.
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|JWT")
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|PW\b|_PW|CREDENTIAL|AUTH|COOKIE|JWT")
 _SECRETS = (
-    (re.compile(r"(?<=://)[^/\s@]*@"), "***@"),  # the user and password of an address
+    (re.compile(r"(?<=://)\S*@"), "***@"),  # the user and password of an address
+    (re.compile(r"(?<![\w/])[\w.\-]+:(?!//)[^\s@]+@(?=\w)"), "***@"),  # the same without its scheme
     (re.compile(r"(?<=[?&])([^=&\s]+)=[^&\s]*"), r"\1=***"),  # values in the query of an address
-    (re.compile(r"\b(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza|eyJ)[\w.\-]+"), "***"),
-    (re.compile(r"(?i)\b(password|passwd|token|secret|api_?key)=[^\s,;&]+"), r"\1=***"),
+    (re.compile(r"\b(hf_|sk[-_]|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza|eyJ)[\w.\-]+"), "***"),
+    (re.compile(r"\b(nvapi-|r8_|wandb_v|wandb-)[\w.\-]+"), "***"),
+    (re.compile(r"(?i)\b(password|passwd|token|secret|api_?key)[=:][^\s,;&]+"), r"\1=***"),
     (re.compile(r"\b[0-9a-fA-F]{32,}\b"), "***"),
 )
 # Letters of both cases and digits in one long word.

@@ -8,12 +8,18 @@ from moezoo.cli.command import ConfiguredCommand
 def main(overrides: Sequence[str]) -> int:
     """Compose and train; return 0, or the exit code that docs/running.md lists for another end."""
     from moezoo.config.compose import compose
+    from moezoo.config.run_folders import AUTO, find
     from moezoo.parallel import distributed
     from moezoo.training import supervisor
     from moezoo.training.signals import Stopped
     from moezoo.training.train import train
 
     cfg = compose(*overrides)
+    if f"resume={AUTO}" in overrides and cfg.resume not in (None, AUTO):
+        folder, step = find(cfg.resume, "run_dir")
+        if step == cfg.steps:  # a scheduler may start a run again that has just ended
+            print(f"{folder.parent} is complete: step {step} is its last", flush=True)
+            return 0
     if supervisor.is_wanted(cfg.distributed):
         return supervisor.supervise(cfg.distributed)
     supervisor.attach()

@@ -41,7 +41,7 @@ _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 # Orbax gives up a save after some minutes, in which a file system may stall, and the time that its bytes take on a slow
 # disk, including the checksums, which one process reads. A process ends if it still waits for others later.
 _STALL_SECONDS, _BYTES_PER_SECOND, _LATER_SECONDS = 300, 50_000_000, 60
-_UNFINISHED, _ABOUT = "unfinished.", "about.json"
+UNFINISHED, _ABOUT = "unfinished.", "about.json"
 FROZEN = "frozen"
 
 
@@ -88,7 +88,7 @@ class Checkpoints:
         if step == self._last:
             return
         self._last, self._began = step, time.monotonic()
-        unfinished = self.folder / (str(step) if self._remote else f"{_UNFINISHED}{step}")
+        unfinished = self.folder / (str(step) if self._remote else f"{UNFINISHED}{step}")
         arrays = {name: _describe_arrays(tree) for name, tree in trees.items()}
         written = {name: tree for name, tree in trees.items() if not (name == FROZEN and self._has_frozen)}
         self._has_frozen |= FROZEN in trees
@@ -173,7 +173,7 @@ class Checkpoints:
             for step in set(numbered(self.folder)) - set(steps(self.folder)):
                 remove_folder(self.folder / str(step))
             return
-        for left in self.folder.glob(f"{_UNFINISHED}*"):
+        for left in self.folder.glob(f"{UNFINISHED}*"):
             for _ in range(40):  # threads of a save that failed may still be writing
                 shutil.rmtree(left, ignore_errors=True)
                 if not left.exists():
@@ -187,7 +187,7 @@ def _remove(folder: Path, step: int) -> None:
         (folder / str(step) / SUMS).unlink(missing_ok=True)
         remove_folder(folder / str(step))
         return
-    away = folder / f"{_UNFINISHED}old.{step}"
+    away = folder / f"{UNFINISHED}old.{step}"
     with contextlib.suppress(OSError):
         os.rename(folder / str(step), away)
     shutil.rmtree(away, ignore_errors=True)

@@ -3,14 +3,13 @@
 import contextlib
 import datetime
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
-from moezoo.config.compose import as_mapping, to_yaml
+from moezoo.config.compose import as_mapping, read_run, to_yaml
 from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
@@ -21,7 +20,7 @@ from moezoo.parallel import distributed
 from moezoo.remote import as_path, is_same, is_url, remove_folder
 from moezoo.trackers import MetricsRow
 from moezoo.training import report
-from moezoo.training.checkpoint import remove_beyond
+from moezoo.training.checkpoint import FROZEN, UNFINISHED, remove_beyond
 from moezoo.training.files import check_writable, making, marking, replace_file, replace_text, writing_to
 from moezoo.training.metrics import MetricsLog
 from moezoo.training.resume import run_settings
@@ -70,6 +69,17 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
     return folder
 
 
+def check_idle(cfg: TrainConfig, resumed: Path) -> None:
+    """Raise `UserError` if another process trains in the folder that is continued; its checkpoints come and go."""
+    if not is_url(resumed) and (cfg.run_dir is None or is_same(as_path(cfg.run_dir), resumed)):
+        with locking(resumed.resolve(), _busy(resumed)):
+            pass
+
+
+def _busy(folder: Path) -> str:
+    return f"{folder}: another process is training there; wait for it to end, or stop it"
+
+
 def check_shared(folder: Path) -> None:
     """Raise `UserError` on every process unless `folder` is the same folder on all, where each can write.
 
@@ -114,12 +124,9 @@ def opened(
             with writing_to("run_dir", folder):
                 made = held.enter_context(making(folder, numbered=cfg.run_dir is None and resumed is None))
                 if not is_url(made):  # an object store has no locks
-                    busy = f"{made}: another process is training there; wait for it to end, or stop it"
-                    held.enter_context(locking(made.resolve(), busy))
-                if folder != resumed:
-                    _check_free(made, cfg)  # another run may have begun there meanwhile
-                    if cfg.resume == AUTO:
-                        _remove_begun(made)
+                    held.enter_context(locking(made.resolve(), _busy(made)))
+                # Another run may have begun there meanwhile.
+                if folder != resumed and not _check_free(made, cfg):
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
                 remove_beyond(made / _CHECKPOINTS, start)
                 mapping = as_mapping(run_settings(cfg))
@@ -142,22 +149,34 @@ def _copy_texts(folder: Path, mapping: Mapping[str, Any]) -> None:
         replace_file(folder / name, lambda new, content=content: new.write_bytes(content))
 
 
-def _check_free(folder: Path, cfg: TrainConfig) -> None:
+def _check_free(folder: Path, cfg: TrainConfig) -> bool:
     """Raise `UserError` if the folder holds a model or a run, or a file that this run would replace or remove.
 
-    With `resume=auto` it may hold a run that ended before its first checkpoint, which starts again.
+    With `resume=auto` it may hold a run that ended before its first checkpoint, which starts again: its files are
+    replaced. Return whether it does.
     """
     if (folder / "config.json").exists():
         raise UserError(f"run_dir={folder} is a Hugging Face folder (it has config.json); name another folder")
     if found := [name for name in _FIRST if (folder / name).exists() or os.path.islink(folder / name)]:
         saved = steps(folder / _CHECKPOINTS)
-        if cfg.resume == AUTO and not saved and (folder / _CONFIG).exists():
-            return
+        if cfg.resume == AUTO and not saved and _is_begun(folder):
+            return True
         then = f"continue it with resume={folder}" if saved else f"remove {', '.join(found)} there"
         raise UserError(f"run_dir={folder} already holds a run; name another folder, or {then}")
+    return False
 
 
-def _remove_begun(folder: Path, rows: int = sys.maxsize) -> None:
+def _is_begun(folder: Path) -> bool:
+    """Return whether a folder without a checkpoint has a run's configuration, and among checkpoints only a run's."""
+    try:
+        read_run(folder, "run_dir")
+    except UserError:
+        return False
+    there = [path.name for path in (folder / _CHECKPOINTS).iterdir()] if (folder / _CHECKPOINTS).is_dir() else []
+    return all(name == FROZEN or name.isdecimal() or name.startswith(UNFINISHED) for name in there)
+
+
+def _remove_begun(folder: Path, rows: int) -> None:
     """Remove the files of a run, unless it has saved a step, or has logged more than the `rows` that it began with."""
     log = folder / _METRICS
     if steps(folder / _CHECKPOINTS) or (log.exists() and log.read_bytes().count(b"\n") > rows):

@@ -25,8 +25,10 @@ _PHASES = ("forward", "recomputed", "backward")
 _EXPLANATION = """\
 - At an instant at which n threads work, each gets 1/n of it, so the parts add up to the whole step. A thread is one
   of the CPU, a stream of a GPU, or a core of a TPU.
-- A part is the innermost named scope of an operation. "waiting in collectives" is the time in which nothing else runs;
-  "no operation" that in which none of the step's operations runs.
+- A part is the innermost named scope of an operation; "weights" casts and rearranges weights around their gathers, and
+  "other" has no scope. "collectives" is the time in which they move or add data, whatever their scope, "waiting in
+  collectives" that in which threads only wait for others, "copies" that of moves without a scope, and "no operation" that
+  in which none of the step's operations runs.
 - "forward", "recomputed" and "backward" are parts of the time of the losses and their gradients; "moving data" is
   the time of operations that compute nothing, whatever their phase.
 """
@@ -114,7 +116,7 @@ class Profiler:
         lines = [
             f"# Steps {first} to {last}",
             "",
-            f"jax {jax.__version__}, {len(devices)} {devices[0].device_kind} devices of this process, "
+            f"jax {jax.__version__}, {devices[0].device_kind} devices of this process: {len(devices)}, "
             f"{datetime.date.today()}",
             "",
             *markdown_table(["part", "ms", "share", *_PHASES, "moving data"], _rows(found)),

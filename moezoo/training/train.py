@@ -30,7 +30,7 @@ from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, read_about
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.files import writing_to
-from moezoo.training.folder import Opened, check_shared, choose, opened
+from moezoo.training.folder import Opened, check_idle, check_shared, choose, opened
 from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import read_metrics
@@ -199,6 +199,7 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 
     def verify() -> list[Any]:
         folder, step = find(named, "resume")
+        check_idle(cfg, folder.parent)
         if step >= cfg.steps:
             raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
         return [str(folder.parent), step, read_about(folder, step)]

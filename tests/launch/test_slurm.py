@@ -87,7 +87,7 @@ def test_what_it_starts(cluster, tmp_path):
     for tasks, devices in (("1", "0,1,2,3"), ("4", "none")):
         assert script({**given, "SLURM_NTASKS_PER_NODE": tasks}, "data.path=a b").returncode == 0
         words = (tmp_path / "out1").read_text().splitlines()
-        assert words == ["first", "data.path=a b", "run_dir=run", "resume=auto", "distributed=auto", devices]
+        assert words == ["first", "data.path=a b", "run_dir='run'", "resume=auto", "distributed=auto", devices]
     del given["RUN_DIR"]
     assert "RUN_DIR" in script(given).stderr
     options = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(), re.M)

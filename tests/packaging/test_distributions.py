@@ -175,3 +175,17 @@ def test_the_wheel_runs_in_a_fresh_environment_from_an_empty_folder(built, tmp_p
     assert "step 2/2" in run("moezoo", "train", *small, "steps=2", "run_dir=run")
     assert run("moezoo", "generate", "run_dir=run", "prompt=def", "max_new_tokens=4").startswith("def")
     assert {path.name for path in empty.iterdir()} == {"run"}
+
+
+def test_a_checkout_gives_only_what_git_tracks(tmp_path):
+    """Notes, keys and runs in folders that are packed stay where they are."""
+    tree = copy_tree(tmp_path / "tree")
+    for command in (["init", "-q"], ["add", "--all"]):
+        subprocess.run(["git", *command], cwd=tree, check=True)
+    for name in ("docs/secrets.txt", "tests/.env", "moezoo/models/scratch.py", "notes.md"):
+        (tree / name).write_text("mine")
+    with tarfile.open(build("sdist", tree)) as packed:
+        names = packed.getnames()
+    held = {name.partition("/")[2] for name in names}
+    assert {"moezoo/models/mixtral.py", "docs/start.md", "setup.py", "moezoo/conf/train.yaml"} <= held
+    assert not held & {"docs/secrets.txt", "tests/.env", "moezoo/models/scratch.py", "notes.md"}

@@ -79,6 +79,10 @@ def test_a_checkpoint_ends_before_its_files_are_removed(store, monkeypatch):
 def test_what_cannot_be_in_a_store_is_refused(tiny, store):
     for words, parts in (
         (["run_dir=s3://bucket/run"], ["s3://bucket/run", "gs://"]),
+        *(
+            ([f"run_dir={near}"], [near, "file:///FOLDER"])
+            for near in ("GS://b/x", "gs:/b/x", "file://localhost/x", "gs://")
+        ),
         (["init_from=gs://bucket/run"], ["init_from=gs://bucket/run", "run_dir and resume"]),
         (["run_dir=gs://bucket/run", "tracker=recorders.Recorder"], ["run_dir=gs://bucket/run", "leave tracker out"]),
     ):

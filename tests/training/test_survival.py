@@ -22,6 +22,7 @@ from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_with_signal
 
 import moezoo
+from moezoo.cli.train import main
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.run_folders import steps
@@ -86,20 +87,31 @@ def test_signals_end_a_run_after_the_current_step(tiny, whole, tmp_path, monkeyp
     assert_same(moezoo.train(moezoo.compose(*again)), whole)
 
 
-def test_one_command_starts_a_run_and_continues_it(tiny, whole, tmp_path, monkeypatch):
+def test_one_command_starts_a_run_and_continues_it(tiny, whole, tmp_path, monkeypatch, capsys):
     """With resume=auto: over what a run left that was killed before its first checkpoint, and from the newest one."""
     words = (*tiny, *COMMON, f"run_dir={tmp_path}/a", "resume=auto")
     (tmp_path / "a" / "checkpoints" / "unfinished.4").mkdir(parents=True)
-    (tmp_path / "a" / "config.yaml").write_text("half a")
+    (tmp_path / "a" / "config.yaml").write_text(to_yaml(as_mapping(moezoo.compose(*tiny))))
     (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1}\n')
     with refused(f"run_dir={tmp_path}/a already holds a run"):
         moezoo.train(moezoo.compose(*words[:-1]))
+    for kept in ("config.yaml", "checkpoints/best"):  # what no run writes
+        foreign = tmp_path / "foreign" / kept
+        shutil.copytree(tmp_path / "a", tmp_path / "foreign")
+        foreign.unlink(missing_ok=True)
+        foreign.write_text("layers: [1]")
+        with refused(f"run_dir={tmp_path}/foreign already holds a run"):
+            moezoo.train(moezoo.compose(*words[:-2], f"run_dir={tmp_path}/foreign", "resume=auto"))
+        assert foreign.read_text() == "layers: [1]"
+        shutil.rmtree(tmp_path / "foreign")
     before = moezoo.compose(*words)
     train_with_signal(monkeypatch, 6, signal.SIGTERM, *words)
     with refused(f"run_dir={tmp_path}/a", "continue it with resume="):  # a configuration from before the run was saved
         moezoo.train(before)
     assert moezoo.compose(*words, "steps=99").steps == 99
     assert_same(moezoo.train(moezoo.compose(*words)), whole)
+    assert main(words) == 0
+    assert f"{tmp_path}/a is complete: step 12 is its last" in capsys.readouterr().out
     with refused(f"resume={tmp_path}/a", "step 12", "set steps above 12"):
         moezoo.train(moezoo.compose(*words))
     with refused("resume=auto", "run_dir=FOLDER"):
