@@ -26,9 +26,9 @@ _EXPLANATION = """\
 - At an instant at which n threads work, each gets 1/n of it, so the parts add up to the whole step. A thread is one
   of the CPU, a stream of a GPU, or a core of a TPU.
 - A part is the innermost named scope of an operation; "weights" casts and rearranges weights around their gathers, and
-  "other" has no scope. "collectives" is the time in which they move or add data, whatever their scope, "waiting in
-  collectives" that in which threads only wait for others, "copies" that of moves without a scope, and "no operation" that
-  in which none of the step's operations runs.
+  "other" has no scope. "collectives" is the time in which they move or add data, whatever their scope, and "waiting in
+  collectives" that in which threads only wait for others. "copies" are moves without a scope. In "no operation" none of
+  the step's operations runs.
 - "forward", "recomputed" and "backward" are parts of the time of the losses and their gradients; "moving data" is
   the time of operations that compute nothing, whatever their phase.
 """
