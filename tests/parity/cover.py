@@ -517,10 +517,10 @@ EXTRA_CASES = (
 _TICK = Circular(8, gather="tick")
 STAGED_CASES = (
     Case("dense", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "mixtral_deep", pipeline=Circular(4)),
-    Case("capacity", "stage4_fsdp2", "fsdp_ep", "offload", 1, "sequence", "olmoe_deep", "adamw", pipeline=_TICK),
     Case("ring", "stage2_fsdp4", "pure_fsdp", "full", 1, "sequence", "deepseek_deep", "muon", pipeline=Circular(4, 2)),
 )
 MORE_STAGED_CASES = (
+    Case("capacity", "stage4_fsdp2", "fsdp_ep", "offload", 1, "sequence", "olmoe_deep", "adamw", pipeline=_TICK),
     Case("ring", "stage4_ep2", "fsdp_ep", "none", 1, "batch", "deepseek_deep", "adamw", pipeline=Circular(4)),
     Case("ragged", "stage2_ep2_tensor2", "tensor", "full", 2, "batch", "gpt_oss_deep", pipeline=Circular(2, 2, "tick")),
     Case("capacity", "stage2_ep4", "ep_as_dp", "full", 2, "batch", "grouped_periodic_deep", pipeline=Circular(2)),

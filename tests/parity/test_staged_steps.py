@@ -63,6 +63,7 @@ def frozen_in_few_bits() -> Any:
     return store(model("deepseek_deep"), lambda path: path.endswith(ends), partial(BlockFP8.rounded, size=(4, 4)))
 
 
+@pytest.mark.newer
 def test_frozen_weights_in_few_bits_and_trained_patterns():
     one = Case("ring", "single", "fsdp_ep", "full", 4, "batch", "deepseek_deep")
     staged = Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "deepseek_deep", pipeline=Circular(4))
