@@ -85,7 +85,7 @@ class Profiler:
         began = time.perf_counter()
         with step_of(self._number) if self._recording else contextlib.nullcontext():
             yield
-        if self._settings.start is not None:
+        if self._number <= self._settings.last:
             self._seconds[self._number] = time.perf_counter() - began
 
     def _begin(self) -> None:
