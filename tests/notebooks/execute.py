@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -29,11 +30,13 @@ def run(notebook: Any, folder: Path) -> None:
 
     Raises `nbclient.exceptions.CellExecutionError` at the first cell that raises.
     """
+    # Sockets in files: a port found free may be another's by the time that a new kernel binds it.
+    manager = AsyncKernelManager(kernel_name="python3", transport="ipc")
     resources = {"metadata": {"path": folder}}
     NotebookClient(
         notebook,
+        km=manager,
         timeout=900,
-        kernel_name="python3",
         resources=resources,
         record_timing=False,
         coalesce_streams=True,
