@@ -4,9 +4,9 @@ python tests/compiled_table.py        # with the extra `plan`
 """
 
 import jax
+from compiled import budget_of
 
 import moezoo
-from compiled import budget_of
 from moezoo.analysis.absent import absent_devices
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
@@ -29,9 +29,9 @@ def main() -> None:
         for devices in (jax.devices("cpu"), absent_devices("h200"), absent_devices("v5p")):
             step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, devices)))
             budgets.append(budget_of(step, step.compile()))
+        tables = (budgets[0].trace, *(budget.program for budget in budgets))
         for axes in budgets[0].trace.axes:
-            moved = (budgets[0].trace, *(budget.program for budget in budgets))
-            print("|", title, "|", f"`{' '.join(axes)}`", "|", " | ".join(f"{each.bytes(axes):,}" for each in moved), "|")
+            print(f"| {title} | `{' '.join(axes)}` |", " | ".join(f"{table.bytes(axes):,}" for table in tables), "|")
             title = ""
 
 

@@ -22,8 +22,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from jax._src import cache_key, compiler
 from jaxtyping import install_import_hook
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -109,6 +111,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("full"):
             item.add_marker(pytest.mark.timeout(0))
+
+
+# Each compiled program maps some regions of memory, and Linux ends a process with more than 65,530: one that runs all
+# tests would be.
+_MOST_REGIONS = 20_000
+
+
+_COMPILED: dict[Any, Any] = {}  # programs of this process, with jax 0.10
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once():
+    """Compile a program once per process: a resumed run, for instance, has that of the run before.
+
+    Later versions of JAX load it from a folder (`pytest_configure`). Runs in separate processes compile on their own.
+    """
+    if not jax.__version__.startswith("0.10."):
+        yield
+        return
+    really_compile = compiler.backend_compile_and_load
+
+    def load(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
+        used = np.array(list(devices))
+        key = (cache_key.get(module, used, options, backend), *(device.id for device in used))
+        if host_callbacks or key not in _COMPILED:
+            _COMPILED[key] = really_compile(backend, module, devices, options, host_callbacks)
+        return _COMPILED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "backend_compile_and_load", load)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Forget compiled programs after a file that leaves very many."""
+    yield
+    regions = Path("/proc/self/maps")
+    if regions.exists() and regions.read_bytes().count(b"\n") > _MOST_REGIONS:
+        _COMPILED.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 _COMPOSED: dict[Any, Any] = {}  # what Hydra made of each choice of the entries in `conf`

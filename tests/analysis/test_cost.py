@@ -72,7 +72,16 @@ def oracle(cfg: TrainConfig) -> Any:
     return step_traffic(cfg, Blueprint(cfg.model, cfg.execution.param_dtype).shapes)
 
 
-@pytest.mark.parametrize("words", SLICES, ids=lambda words: words.split()[0].removeprefix("model="))
+def is_larger(words: str) -> bool:
+    """Return whether a slice has a released size, but for the first."""
+    return "_" in words.split()[0].replace("gpt_oss", "") and words != BY_HAND
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=pytest.mark.newer if is_larger(words) else ()) for words in SLICES],
+    ids=lambda words: words.split()[0].removeprefix("model="),
+)
 def test_traced_step_equals_the_oracle(words):
     """All counts and bytes are equal."""
     cfg, model, traffic = trace(words)

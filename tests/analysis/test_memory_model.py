@@ -32,7 +32,9 @@ def step_on(mesh: Any, *words: str) -> Step:
 @pytest.mark.parametrize(
     "words",
     [
-        ("model=deepseek", "mesh=fsdp2_ep4", "optimizer=muon", "execution.microbatches=2"),
+        pytest.param(
+            ("model=deepseek", "mesh=fsdp2_ep4", "optimizer=muon", "execution.microbatches=2"), marks=pytest.mark.newer
+        ),
         ("model=qwen3_moe", "mesh=fsdp8", "adapter=lora"),
         pytest.param(("model=mixtral", "mesh=fsdp8", "dispatch=ring"), marks=pytest.mark.full),
         pytest.param(

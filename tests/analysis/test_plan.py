@@ -36,6 +36,7 @@ def test_a_row_agrees_with_its_parts():
     assert row.flops_per_device > row.model_flops  # layers are recomputed
 
 
+@pytest.mark.newer
 def test_a_row_with_stages():
     """Ticks without work are FLOPs that take time and are not the model's; what fits is found with stages too."""
     words = ("model=mixtral", *candidates.mesh_words("stage2_fsdp4"), "batch_size=64", "seq_len=64")

@@ -122,6 +122,7 @@ def test_rows_that_are_computed():
     assert len(set(rest.values())) == 1
 
 
+@pytest.mark.newer
 def test_devices_that_share_work():
     """Heads, widths and vocabulary over 2 devices: each does half, of tokens that both have, but the whole router."""
     words = "model=mixtral batch_size=8 seq_len=256 dispatch=ragged rules=tensor mesh.fsdp=4"
@@ -226,6 +227,7 @@ def test_bound():
     assert max(torus.links.values()) <= torus.alone * (1 + 1e-9)
 
 
+@pytest.mark.newer
 def test_ring_takes_longer_than_ragged_over_many_devices():
     """64 devices have an expert each: a token travels to all of them, or to two."""
     words = "model=mixtral model.experts=64 model.layers=1 mesh.expert=64 batch_size=64 seq_len=256 dispatch="
@@ -233,6 +235,7 @@ def test_ring_takes_longer_than_ragged_over_many_devices():
     assert ring > 2 * ragged
 
 
+@pytest.mark.newer
 def test_fewer_tokens_leave_more_time_for_weights_to_travel():
     """Gathered weights are as large for one row per device as for 16."""
     words = "model=mixtral mesh=fsdp8 rules=pure_fsdp seq_len=256 dispatch=gather batch_size="
@@ -245,7 +248,7 @@ def test_fewer_tokens_leave_more_time_for_weights_to_travel():
 STAGES = "model=mixtral model.layers=8 mesh.stage=2 mesh.fsdp=4 batch_size=16 seq_len=256 dispatch=ragged"
 
 
-@pytest.mark.parametrize(("remat", "passes"), [("full", 2), ("none", 1)])
+@pytest.mark.parametrize(("remat", "passes"), [pytest.param("full", 2, marks=pytest.mark.newer), ("none", 1)])
 def test_ticks_without_work_take_time(remat, passes):
     """Of 5 ticks one is without work: their FLOPs count, and not as the model's. A tick runs again, then its layers."""
     words = f"{STAGES} execution.pipeline.microbatches=4 execution.remat={remat}"
@@ -266,6 +269,7 @@ def test_ticks_without_work_take_time(remat, passes):
     assert evaluated.model_flops == pytest.approx(found.model_flops / 3)
 
 
+@pytest.mark.newer
 def test_layers_outside_of_stages_run_once_per_micro_batch():
     """A dense layer before the stages and one layer after them, with windows in neither."""
     words = STAGES.replace("mixtral", "deepseek") + " execution.pipeline.microbatches=4"

@@ -30,6 +30,7 @@ def entry(**sizes):
     return {"8.0": {"blocked": sizes}}
 
 
+@pytest.mark.newer
 def test_blocked_takes_the_sizes_of_its_gpu():
     """A GPU without an entry takes those of all GPUs, and a CPU its own; nothing else changes."""
     sizes = (0, 5, 17, 1)

@@ -78,6 +78,7 @@ def test_equals_the_composed_products(monkeypatch, keep, dtype):
             assert not got[want == 0].any()
 
 
+@pytest.mark.newer
 def test_computes_only_rows_that_hold_an_assignment(monkeypatch):
     """The room is 48 rows; of these 13 are used."""
     monkeypatch.setattr(routed, "SIZES", (8, 2))

@@ -28,6 +28,13 @@ def test_hooks_before_a_commit_are_the_linters_of_ci():
         assert {tool for tool in extra if tool.startswith(("ruff", "pyright"))} <= set(pinned)
 
 
+def test_ci_runs_every_test_that_the_suite_leaves_to_a_newer_python():
+    run = (ROOT / ".ci" / "run").read_text().partition("+ part of the suite on")[2]
+    marked = [path for path in (ROOT / "tests").glob("*/test_*.py") if "mark.newer" in path.read_text()]
+    assert marked
+    assert {f"tests/{path.parent.name}" for path in marked} <= set(run.split())
+
+
 def test_the_citation_has_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["title"], str(citation["version"])) == (PROJECT["name"], PROJECT["version"])

@@ -80,7 +80,11 @@ def oracle_steps(optimizer: str, micro_steps: int) -> tuple[list[oracle.Outcome]
 
 
 # Muon also has moments of AdamW.
-@pytest.mark.parametrize(("case", "optimizer"), list(zip(CASES, ("adamw", "muon"), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [pytest.param(CASES[0], "adamw", marks=pytest.mark.newer), (CASES[1], "muon")],
+    ids=str,
+)
 def test_frozen_arrays_stay_and_the_others_are_the_oracles(case, optimizer):
     case, start = dataclasses.replace(case, optimizer=optimizer), model(FAMILY)
     outcomes, parameters, moments = oracle_steps(optimizer, case.microbatches)

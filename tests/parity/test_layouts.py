@@ -77,7 +77,7 @@ def compare_metrics(found: Metrics, wanted: oracle.Outcome) -> None:
     ("rules", "strategy", "context_parallel", "axes"),
     [
         ("cp_as_ep", "ragged", "gather", {"fsdp": 2, "context": 4}),
-        ("ep_as_cp", "ring", "ring", {"fsdp": 2, "expert": 4}),
+        pytest.param("ep_as_cp", "ring", "ring", {"fsdp": 2, "expert": 4}, marks=pytest.mark.newer),
     ],
 )
 def test_two_sequences_on_eight_devices(rules, strategy, context_parallel, axes):

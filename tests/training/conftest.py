@@ -1,11 +1,7 @@
 """Runs small enough to be repeated."""
 
-from typing import Any
-
 import jax
-import numpy as np
 import pytest
-from jax._src import cache_key, compiler
 
 # Two layers of the default model at the smallest sizes that eight devices divide, on data of known structure.
 _TINY = (
@@ -27,29 +23,6 @@ _SYNTHETIC = (
     "data.document_length=100",
     "data.eval_sequences=16",
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compile_once():
-    """Compile a program once per process: a resumed run, for instance, has that of the run before.
-
-    Later versions of JAX load it from a folder (`tests/conftest.py`). Runs in separate processes compile on their own.
-    """
-    if not jax.__version__.startswith("0.10."):
-        yield
-        return
-    really_compile, compiled = compiler.backend_compile_and_load, {}
-
-    def load(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
-        used = np.array(list(devices))
-        key = (cache_key.get(module, used, options, backend), *(device.id for device in used))
-        if host_callbacks or key not in compiled:
-            compiled[key] = really_compile(backend, module, devices, options, host_callbacks)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "backend_compile_and_load", load)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

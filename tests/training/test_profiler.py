@@ -25,6 +25,7 @@ def table(text: str) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.newer
 def test_where_the_time_of_steps_went(tiny, tmp_path, capsys):
     """Parts add up to the step, and the step to the clock; the run's numbers are those without a recording."""
     with steps_only():

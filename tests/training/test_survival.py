@@ -377,6 +377,7 @@ def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):
     assert steps(whole.folder / "checkpoints") == [8, 12]
 
 
+@pytest.mark.newer
 def test_continues_on_another_mesh(whole, tmp_path):
     """The other mesh starts from the saved bits; losses, parameters and moments then agree within 1e-6 for four steps.
 

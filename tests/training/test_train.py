@@ -146,6 +146,7 @@ def test_mesh_dispatch_and_remat_change_rounding_only(run, tiny, tmp_path):
     assert continued.evaluation.loss == pytest.approx(run.evaluation.loss, rel=1e-4)
 
 
+@pytest.mark.newer
 def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
     """Ten steps to their end, then more in the same folder; only what changes is set, and it is printed."""
     common = (*tiny, "mesh=ep8", "eval_every=8")
@@ -165,6 +166,7 @@ def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
     assert both.sample == run.sample
 
 
+@pytest.mark.newer
 def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     """With a clock that advances by a minute per look; slow saves are 20 times as far apart as they take."""
     overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5")
@@ -197,6 +199,7 @@ def test_a_save_is_timed(tmp_path):
     assert checkpoints.seconds > 0
 
 
+@pytest.mark.newer
 def test_a_saved_run_evaluates_alike_on_any_mesh(run):
     for overrides in ([], ["mesh=single", "dispatch=gather"], ["mesh=fsdp4_ep2", "dispatch=dense"]):
         model, cfg = moezoo.load_run(run.folder, *overrides)
@@ -216,6 +219,7 @@ def test_model_is_called_on_a_mesh_or_on_none(run):
     assert int(whole.routing.load.sum()) == 2 * 2 * 8 * 16
 
 
+@pytest.mark.newer
 def test_bfloat16_compute_learns_too(tiny):
     cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "steps=12", "execution.dtype=bfloat16", "eval_every=0")
     with steps_only():
