@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Each compiled program maps some regions of memory, and Linux ends a process with more than 65,530: one that runs all
 # tests would be.
-_MOST_REGIONS = 20_000
+_MOST_REGIONS = 15_000
 
 
 _COMPILED: dict[Any, Any] = {}  # programs of this process, with jax 0.10

@@ -1,8 +1,7 @@
-"""A damaged config.yaml: one line that names the file, in no time, for every damage."""
+"""A damaged config.yaml: one line that names the file, for every damage."""
 
 import os
 import sys
-import time
 
 import pytest
 from refusals import refused
@@ -60,11 +59,10 @@ def test_the_message_names_the_file(tmp_path, damage):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     else:
         content(path)
-    begin, limit = time.monotonic(), sys.getrecursionlimit()
+    limit = sys.getrecursionlimit()
     for load in (lambda: moezoo.compose(f"resume={path.parent}"), lambda: moezoo.load_run(path.parent)):
         with refused(str(path), part, "to another run"):
             load()
-    assert time.monotonic() - begin < 10
     assert sys.getrecursionlimit() == limit
     assert not (tmp_path / "pwned").exists()
 

@@ -60,6 +60,7 @@ def test_a_block_runs(name, block, given, programs, tmp_path):
     """Variables that the blocks before it set are set."""
     here = tmp_path / "here"
     shutil.copytree(given, here)
+    shutil.copytree(ROOT / "notebooks", here / "notebooks")  # no link, because a block writes one
     (here / ".venv" / "bin").mkdir(parents=True)
     (here / ".venv" / "bin" / "activate").touch()
     for path in ("benchmarks", "conf", "docs", "kernels", "models", "moezoo", "pyproject.toml", "scripts", "tests"):

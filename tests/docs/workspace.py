@@ -67,7 +67,7 @@ def make_files(folder: Path) -> None:
     }
     model = moezoo.build_model(moezoo.models.MixtralConfig(**sizes, max_length=4096), key=jax.random.key(0))
     moezoo.save_pretrained(model, folder / "FOLDER")
-    write_dense(folder / "DENSE", "mistral", vocab_size=300)
+    write_dense(folder / "DENSE", "mistral", vocab_size=300, max_position_embeddings=4096)
     for name in ("FOLDER", "DENSE"):
         shutil.copy(folder / "tokenizer.json", folder / name)
         (folder / name / "tokenizer_config.json").write_text(json.dumps(QWEN.variables))

@@ -31,16 +31,15 @@ def run(notebook: Any, folder: Path) -> None:
     Raises `nbclient.exceptions.CellExecutionError` at the first cell that raises.
     """
     # Sockets in files: a port found free may be another's by the time that a new kernel binds it.
-    manager = AsyncKernelManager(kernel_name="python3", transport="ipc")
-    resources = {"metadata": {"path": folder}}
-    NotebookClient(
-        notebook,
-        km=manager,
-        timeout=900,
-        resources=resources,
-        record_timing=False,
-        coalesce_streams=True,
-    ).execute()
+    with tempfile.TemporaryDirectory() as sockets:
+        NotebookClient(
+            notebook,
+            km=AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel"),
+            timeout=900,
+            resources={"metadata": {"path": folder}},
+            record_timing=False,
+            coalesce_streams=True,
+        ).execute()
 
 
 def clean(notebook: Any, folder: Path) -> None:

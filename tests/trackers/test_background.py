@@ -46,23 +46,21 @@ def test_a_run_that_ends_before_its_first_row_starts_no_tracker(run):
 
 
 def test_a_tracker_that_waits_forever_is_off_at_the_end(run):
-    lines, began = [], time.monotonic()
+    lines = []
     writer = Background(Sleeper(), run, lines.append)
     for step in range(50):
         writer.row({"step": step}, LOAD)
-    assert time.monotonic() - began < 1
     writer.finish()
-    assert time.monotonic() - began < 10
     assert lines == ["is off: it did not finish within 1 s; metrics.jsonl has all rows"]
 
 
 def test_a_tracker_that_falls_behind_is_off(run):
-    lines, began = [], time.monotonic()
-    writer = Background(Sleeper(), run, lines.append)
+    lines, sleeper, began = [], Sleeper(finish_seconds=300), time.monotonic()
+    writer = Background(sleeper, run, lines.append)
     for step in range(MOST_ROWS + 3):
         writer.row({"step": step}, LOAD)
     writer.finish()
-    assert time.monotonic() - began < 0.9  # less than the time for which the end waits
+    assert time.monotonic() - began < sleeper.finish_seconds  # the end does not wait for it
     assert [line.partition(";")[0] for line in lines] == ["is off: it is more than 1,000 rows behind"]
 
 
