@@ -156,7 +156,7 @@ def _run_parts(titles: Sequence[str], environment: dict[str, str], seconds: floa
         how = f"ended by {signal.Signals(-ended).name}" if ended < 0 else f"ended with code {ended}"
         reason = reason or f"its process {how}{': ' * bool(said)}{said}"
         if begun == 0:
-            yield problem("jax", f"moezoo cannot be imported with JAX: {reason}")
+            yield problem("jax", f"moezoo was not imported with JAX: {reason}")
         else:
             title = titles[begun - 1]
             yield Part(title, tuple, ON_DEVICES[title]).failure(reason)
