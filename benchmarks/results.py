@@ -185,11 +185,13 @@ def print_tables(tables: Sequence[Table]) -> None:
 
 def draw(panels: Sequence[Sequence[Panel]], title: str, path: Path) -> None:
     """Draw lines of panels, which share their categories, with one legend, and write them to a PNG file."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     every = list(itertools.chain(*panels))
     names = dict.fromkeys(name for panel in every for name in panel.series if name)
-    colors = {name: f"C{number}" for number, name in enumerate(names)} | {"": "0.45"}
+    pairs: Any = colormaps["tab20"]  # ten colors, each followed by a lighter one
+    colors = dict(zip(names, itertools.cycle((*pairs.colors[::2], *pairs.colors[1::2])))) | {"": "0.45"}
     heights = [max(panel.height for panel in line) for line in panels]
     figure = Figure(figsize=(9.5, 1.2 + sum(heights)), layout="constrained")
     grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, sharey="row", height_ratios=heights)
@@ -217,7 +219,7 @@ def draw(panels: Sequence[Sequence[Panel]], title: str, path: Path) -> None:
 
 def _draw_bars(axes: Any, panel: Panel, colors: Mapping[str, str]) -> dict[str, Any]:
     """Draw the bars of each category below each other, or end to end; return a handle of each series."""
-    handles, number = {}, 1 if panel.stacked else len(panel.series)
+    handles, number, most = {}, 1 if panel.stacked else len(panel.series), 0.0
     for at, values in enumerate(panel.values.values()):
         end = 0.0
         for turn, name in enumerate(panel.series):
@@ -225,6 +227,8 @@ def _draw_bars(axes: Any, panel: Panel, colors: Mapping[str, str]) -> dict[str, 
                 shift = 0 if panel.stacked else (turn - (number - 1) / 2) * 0.8 / number
                 handles[name] = axes.barh(at + shift, value, 0.8 / number, left=end, color=colors[name])
                 end += value * panel.stacked
+                most = max(most, end, value)
     axes.set_yticks(range(len(panel.values)), panel.values)
     axes.set_ylim(len(panel.values) - 0.5, -0.5)
+    axes.set_xlim(0, 1.03 * most or None)
     return handles
