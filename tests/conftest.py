@@ -113,8 +113,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))
 
 
-# Each compiled program maps some regions of memory, of which Linux allows a process 65,530. One that had run nine tenths
-# of all tests died while it compiled.
+# Each compiled program maps some regions of memory, of which Linux allows a process 65,530. One that had run nine
+# tenths of all tests died while it compiled.
 _MOST_REGIONS = 15_000
 
 
