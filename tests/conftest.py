@@ -113,11 +113,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))
 
 
-# Each compiled program maps some regions of memory, of which Linux allows a process 65,530. One that had run nine
-# tenths of all tests died while it compiled.
-_MOST_REGIONS = 15_000
-
-
 _COMPILED: dict[Any, Any] = {}  # programs of this process, with jax 0.10
 
 
@@ -142,6 +137,11 @@ def _compile_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "backend_compile_and_load", load)
         yield
+
+
+# Each compiled program maps some regions of memory, of which Linux allows a process 65,530. One that had run nine
+# tenths of all tests died while it compiled.
+_MOST_REGIONS = 15_000
 
 
 @pytest.fixture(autouse=True, scope="module")
