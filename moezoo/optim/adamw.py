@@ -1,16 +1,15 @@
 """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from moezoo.optim.base import UpdateRule, decaying
+from moezoo.optim.base import Transformation, UpdateRule, decaying
 from moezoo.optim.moments import MomentDType, check_decays, kept_in
 from moezoo.typed import NotNegative, Positive, Range
-
-if TYPE_CHECKING:
-    import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +32,24 @@ class AdamW(UpdateRule):
         super().__post_init__()
         check_decays(self.moment_dtype, beta1=self.beta1, beta2=self.beta2)
 
-    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
+    def transform(self, placements: PyTree) -> Transformation:
         """Return Adam's transformation, followed by the decay."""
         import optax
 
-        adam = optax.chain(
-            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
-            optax.add_decayed_weights(self.weight_decay, decaying(placements)),
-        )
-        return kept_in(self.moment_dtype, adam)
+        adam, decays = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon), decaying(placements)
+
+        def remember(gradients: PyTree, state: Any) -> Any:
+            _, new = adam.update(gradients, *state)
+            return (new,)
+
+        def direct(state: Any, parameters: PyTree) -> PyTree:
+            (moments,) = state
+            mean = optax.tree.bias_correction(moments.mu, self.beta1, moments.count)
+            square = optax.tree.bias_correction(moments.nu, self.beta2, moments.count)
+            steps = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + self.epsilon), mean, square)
+            return jax.tree.map(
+                lambda step, p, decays: step + self.weight_decay * p if decays else step, steps, parameters, decays
+            )
+
+        # The state is a tuple with one entry, as checkpoints have it.
+        return kept_in(self.moment_dtype, lambda parameters: (adam.init(parameters),), remember, direct)

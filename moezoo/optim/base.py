@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,43 @@ from moezoo.typed import Count, Positive, check_fields
 
 if TYPE_CHECKING:
     import optax
+
+
+# (new arrays, old arrays) -> those that stay: the new ones, or the old ones if the step is skipped.
+Choose = Callable[[PyTree, PyTree], PyTree]
+
+
+def newest(new: PyTree, old: PyTree) -> PyTree:
+    """Choose the new arrays."""
+    del old
+    return new
+
+
+class Transformation(NamedTuple):
+    """A transformation like those of optax that computes its updates from the state that stays.
+
+    Of moments that stay, each update is a function of these and not of the old ones. Then nothing reads the old moments
+    after the new ones are written, and XLA writes them in place. Otherwise XLA computes updates from the old moments
+    once more, in a pass of its own, and copies every moment first.
+
+    Attributes:
+        init: parameters -> the first state.
+        update: (gradients, state, parameters, choose) -> (updates at rate 1, the state that stays), where
+            `choose(new state, state)` is the state that stays. `choose` is `newest` unless it is given.
+    """
+
+    init: Callable[[PyTree], Any]
+    update: Callable[..., tuple[PyTree, Any]]
+
+
+def choosing(transformation: "optax.GradientTransformation") -> Transformation:
+    """Return optax's transformation as one that takes `choose`; XLA may copy its state (`Transformation`)."""
+
+    def update(gradients: PyTree, state: Any, parameters: PyTree, choose: Choose = newest) -> tuple[PyTree, Any]:
+        updates, new = transformation.update(gradients, state, parameters)
+        return updates, choose(new, state)
+
+    return Transformation(transformation.init, update)
 
 
 class UpdateRule(abc.ABC):
@@ -39,8 +76,8 @@ class UpdateRule(abc.ABC):
         check_fields("optimizer", self)
 
     @abc.abstractmethod
-    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
-        """Return the optax transformation from gradients to updates at rate 1.
+    def transform(self, placements: PyTree) -> "Transformation | optax.GradientTransformation":
+        """Return the transformation from gradients to updates at rate 1: one of optax, or a `Transformation`.
 
         It runs inside the `shard_map` of the step, on each device's part of every array. Where it is not elementwise it
         needs the other parts: `placements` tell how each array is split.

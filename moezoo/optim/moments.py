@@ -1,6 +1,7 @@
 """The dtype in which an optimiser keeps its state."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError
-
-if TYPE_CHECKING:
-    import optax
+from moezoo.optim.base import Choose, Transformation, newest
 
 MomentDType = Literal["float32", "bfloat16"]
 
@@ -30,21 +29,29 @@ def check_decays(dtype: MomentDType, **decays: float) -> None:
             )
 
 
-def kept_in(dtype: DTypeLike, transformation: "optax.GradientTransformation") -> "optax.GradientTransformation":
+def kept_in(
+    dtype: DTypeLike,
+    init: Callable[[PyTree], Any],
+    remember: Callable[[PyTree, Any], Any],
+    direct: Callable[[Any, PyTree], PyTree],
+) -> Transformation:
     """Return an elementwise transformation that computes in float32, and keeps the floats of its state in `dtype`.
 
-    Gradients and parameters may have any dtype. Updates are float32.
+    Gradients and parameters may have any dtype. Updates are float32, and computed from moments as they are kept.
+
+    Args:
+        dtype: Of the floats of the state.
+        init: parameters -> the first state.
+        remember: (gradients, state) -> the new state.
+        direct: (the state that stays, parameters) -> updates.
     """
-    import optax
 
-    def init(parameters: PyTree) -> Any:
-        return _cast(transformation.init(parameters), dtype)
+    def update(gradients: PyTree, state: Any, parameters: PyTree, choose: Choose = newest) -> tuple[PyTree, Any]:
+        new = remember(*(_cast(x, jnp.float32) for x in (gradients, state)))
+        state = choose(_cast(new, dtype), state)
+        return direct(*(_cast(x, jnp.float32) for x in (state, parameters))), state
 
-    def update(gradients: PyTree, state: Any, parameters: PyTree | None = None) -> tuple[PyTree, Any]:
-        updates, state = transformation.update(*(_cast(x, jnp.float32) for x in (gradients, state, parameters)))
-        return updates, _cast(state, dtype)
-
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  (optax's protocol names them otherwise)
+    return Transformation(lambda parameters: _cast(init(parameters), dtype), update)
 
 
 def _cast(tree: PyTree, dtype: DTypeLike) -> PyTree:

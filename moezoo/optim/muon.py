@@ -11,7 +11,7 @@ of AdamW, so both parts take the same rate and decay (Liu et al., 2025, arXiv:25
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError
 from moezoo.optim.adamw import AdamW
-from moezoo.optim.base import Group, UpdateRule
+from moezoo.optim.base import Choose, Group, Transformation, UpdateRule, newest
 from moezoo.optim.matrices import orthogonal_flops, orthogonalised
 from moezoo.optim.moments import MomentDType, check_decays
 from moezoo.parallel.axes import Role
@@ -27,9 +27,6 @@ from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.patterns import matching
 from moezoo.parallel.placement import Placement
 from moezoo.typed import NotNegative, Positive, Range, show
-
-if TYPE_CHECKING:
-    import optax
 
 
 class MuonState(NamedTuple):
@@ -95,9 +92,8 @@ class Muon(UpdateRule):
 
         return jax.tree_util.tree_map_with_path(leaf, placements)
 
-    def transform(self, placements: PyTree) -> "optax.GradientTransformation":
+    def transform(self, placements: PyTree) -> Transformation:
         """Return the update of matrices; its collectives are those of `moezoo.optim.matrices`."""
-        import optax
 
         def added(gradient: jax.Array, momentum: jax.Array) -> jax.Array:
             return _wide(gradient) + self.momentum * _wide(momentum)
@@ -105,14 +101,17 @@ class Muon(UpdateRule):
         def init(parameters: PyTree) -> MuonState:
             return MuonState(jax.tree.map(lambda p: jnp.zeros_like(p, self.moment_dtype), parameters))
 
-        def update(gradients: PyTree, state: MuonState, parameters: PyTree) -> tuple[PyTree, MuonState]:
+        def update(
+            gradients: PyTree, state: MuonState, parameters: PyTree, choose: Choose = newest
+        ) -> tuple[PyTree, MuonState]:
             momentum = jax.tree.map(lambda g, m: added(g, m).astype(m.dtype), gradients, state.momentum)
+            momentum = choose(momentum, state.momentum)
             trees = (gradients, momentum)
             directions = orthogonalised(placements, added, trees, self.orthogonal_dtype, self.per_head)
             updates = jax.tree.map(lambda d, p: d + self.weight_decay * _wide(p), directions, parameters)
             return updates, MuonState(momentum)
 
-        return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  (optax's names differ)
+        return Transformation(init, update)
 
     def flops(self, placements: PyTree, parameters: PyTree, ways: Callable[[MeshAxes], int]) -> int:
         """Return the FLOPs of orthogonalising."""

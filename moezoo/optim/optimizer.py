@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.optim.base import Group, Schedule, UpdateRule, Work
+from moezoo.optim.base import Choose, Group, Schedule, Transformation, UpdateRule, Work, choosing, newest
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import EVERYWHERE
 
 
 class Optimizer:
-    """Optax transformations for one model. Each device updates its own part of every array.
+    """Transformations for one model. Each device updates its own part of every array.
 
     The state maps each group's name to the state of its transformation, which has no entries for other leaves.
     """
@@ -39,7 +39,10 @@ class Optimizer:
         groups = dict.fromkeys(jax.tree.leaves(self._groups))
         if len({group.name for group in groups}) < len(groups):
             raise ValueError(f"different groups have the same name: {', '.join(map(str, groups))}")
-        self._transforms = {group: group.rule.transform(self._part(group, placements)) for group in groups}
+        self._transforms: dict[Group, Transformation] = {}
+        for group in groups:
+            transform = group.rule.transform(self._part(group, placements))
+            self._transforms[group] = transform if isinstance(transform, Transformation) else choosing(transform)
 
     def _part(self, group: Group, tree: PyTree) -> PyTree:
         """Return `tree` with None for leaves of other groups."""
@@ -56,7 +59,7 @@ class Optimizer:
         state = jax.eval_shape(self.init, parameters)
         return {
             group.name: optax.tree.map_params(
-                transform,
+                transform.init,
                 lambda _, placement: placement,
                 state[group.name],
                 self._part(group, placements),
@@ -80,9 +83,18 @@ class Optimizer:
         return self.schedule.rate(self.rule.learning_rate, step, self.steps)
 
     def update(
-        self, gradients: PyTree, state: Any, parameters: PyTree, rate: Float[Array, ""], norm: Float[Array, ""]
+        self,
+        gradients: PyTree,
+        state: Any,
+        parameters: PyTree,
+        rate: Float[Array, ""],
+        norm: Float[Array, ""],
+        choose: Choose = newest,
     ) -> tuple[PyTree, Any]:
-        """Return new parameters and state. `norm` is the global norm of `gradients`, by which they are clipped."""
+        """Return the parameters and the state that stay, as `choose` says.
+
+        `norm` is the global norm of `gradients`, by which they are clipped.
+        """
         if (clip := self.rule.clip_norm) is not None:
             scale = jnp.minimum(1.0, clip / jnp.maximum(norm, 1e-12))
             gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
@@ -91,10 +103,8 @@ class Optimizer:
             # optax's bias correction mixes float and int32, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 update, new_state[group.name] = transform.update(
-                    self._part(group, gradients), state[group.name], self._part(group, parameters)
+                    self._part(group, gradients), state[group.name], self._part(group, parameters), choose
                 )
             updates.append(jax.tree.map(lambda u: rate * u.astype(jnp.float32), update))
-        parameters = jax.tree.map(
-            lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), parameters, eqx.combine(*updates)
-        )
-        return parameters, new_state
+        new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), parameters, eqx.combine(*updates))
+        return choose(new, parameters), new_state

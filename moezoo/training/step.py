@@ -239,8 +239,9 @@ class Step:
         loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)
         accepted = state.guard.accepts(loss, norm, self._guard)
         guard = state.guard.after(accepted, loss, norm)
+        choose = functools.partial(select, accepted)
         with jax.named_scope("optimizer"):
-            parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm)
+            parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm, choose)
         micro_steps = batch.tokens.shape[0] * execution.stages // execution.micro_batches
         metrics = Metrics(
             loss=loss,
@@ -254,9 +255,9 @@ class Step:
             skipped=guard.skipped,
             skipped_in_a_row=guard.in_a_row,
         )
-        model = eqx.combine(parameters, buffers).after_step(sums.load)
-        model, moments = select(accepted, (model, moments), (state.model, state.optimizer))
-        return State(model, moments, guard, state.step + 1), metrics
+        after = eqx.combine(parameters, buffers).after_step(sums.load)
+        buffers = choose(eqx.filter(after, self.trained, inverse=True), buffers)
+        return State(eqx.combine(parameters, buffers), moments, guard, state.step + 1), metrics
 
     @functools.cached_property
     def traced(self) -> "jax.stages.Traced":

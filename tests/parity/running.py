@@ -22,6 +22,7 @@ from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.optim import SGD, Muon, Optimizer
+from moezoo.optim.base import newest
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
@@ -80,10 +81,12 @@ class GradientRecorder(Optimizer):
         """Return the placements of the parameters, which are also those of their gradients, and of the state."""
         return Recorded(placements, self._recorded.placements(parameters, placements))
 
-    def update(self, gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any) -> tuple[Any, Any]:
+    def update(
+        self, gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any, choose: Any = newest
+    ) -> tuple[Any, Any]:
         """Return the new parameters, and the gradient and the new state."""
-        parameters, new = self._recorded.update(gradients, state.optimizer, parameters, rate, norm)
-        return parameters, Recorded(gradients, new)
+        parameters, new = self._recorded.update(gradients, state.optimizer, parameters, rate, norm, choose)
+        return parameters, Recorded(choose(gradients, state.gradients), new)
 
 
 def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
