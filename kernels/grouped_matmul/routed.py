@@ -41,7 +41,7 @@ from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
 from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 
-SIZES = (512, 288, 192, 144, 80, 40)
+SIZES = (352, 288, 216, 144, 80, 40)
 
 Mask = Bool[Array, " block"]
 # The rows of blocks for an array of some rows, the smallest first.
