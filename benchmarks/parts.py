@@ -47,6 +47,16 @@ GENERATED = {
     "deepseek_109m": f"deepseek {_WIDE} model.q_lora=256 model.kv_lora=128 model.nope_dim=64 model.rope_dim=32 "
     "model.value_dim=64 model.mlp=2048 model.expert_mlp=256 model.experts=32",
 }
+# Training steps that transformers makes too: overrides of `moezoo.compose`.
+_TRAINED = "model.init_std=0.02 batch_size=4 seq_len=256 execution.remat=none optimizer.learning_rate=3e-4"
+_WIDE_GROUPED = f"{_WIDE} model.kv_heads=4 model.head_dim=64"
+PEER_STEPS = {
+    "mixtral_115m": f"model={GENERATED['mixtral_115m']} {_TRAINED}",
+    "qwen3_90m": f"model=qwen3_moe {_WIDE_GROUPED} model.experts=32 model.experts_per_token=8 model.expert_mlp=192 "
+    f"{_TRAINED}",
+    "gpt_oss_115m": f"model=gpt_oss {_WIDE_GROUPED} model.experts=8 model.experts_per_token=2 model.expert_mlp=1024 "
+    f"model.window=128 {_TRAINED}",
+}
 # Names of models that stand for a preset with overrides; any other name is that of a preset.
 MODELS = {"narrow": NARROW, **GENERATED}
 CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
@@ -126,7 +136,38 @@ class Kernel(WithShapes, Timed):
 class Step(Typed, Timed):
     """Keys of `train_step`."""
 
-    step: tuple[str, ...] = key(f"a configuration; by default each of {STEPS}", '"KEY=VALUE ..."', default=STEPS)
+    step: tuple[str, ...] = key(
+        f"a configuration, or one of {', '.join(PEER_STEPS)} with overrides; by default {STEPS}, and with peer= those "
+        "with a name",
+        '"KEY=VALUE ..."',
+        default=(),
+    )
+    seconds: float | None = key(
+        "time per implementation, by default 5; with peer= per program, by default 60",
+        "SECONDS",
+        default=None,
+        valid=Range(above=0),
+    )
+    peer: Literal["transformers"] | None = key(
+        "the same steps in this program too, each in a process of its own", "transformers", default=None
+    )
+    turn: int = key("with peer=: steps of a turn", default=2, valid=_POSITIVE)
+    adamw: Literal["fused", "plain"] = key("with peer=: PyTorch's AdamW", "fused|plain", default="fused")
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "seconds", self.seconds or (60.0 if self.peer else 5.0))
+
+    @property
+    def steps(self) -> dict[str, list[str]]:
+        """Each configuration's name with its overrides."""
+        found = {}
+        for name in self.step or (PEER_STEPS if self.peer else STEPS):
+            first, *rest = name.split() or [""]
+            if "=" not in first and first not in PEER_STEPS:
+                raise UserError(f"step={show(name)}: not known; {nearest(first, PEER_STEPS)}, or write KEY=VALUE")
+            found[name] = [*PEER_STEPS.get(first, first).split(), *rest]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,6 +367,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             load,
             profile,
             strategies,
+            train_peer,
             train_step,
         )
 
@@ -333,7 +375,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "grouped_matmul": lambda: kernels.run(part, keys),
             "moe_layer": lambda: kernels.run(part, keys),
             "attention": lambda: attention.run(keys),
-            "train_step": lambda: train_step.run(keys),
+            "train_step": lambda: (train_peer if keys.peer else train_step).run(keys),
             "profile": lambda: profile.run(keys, taken.rest),
             "strategies": lambda: strategies.run(keys, taken.rest),
             "layouts": lambda: layouts.run(keys, taken.rest),
@@ -380,7 +422,7 @@ _SERVED = 'model=mixtral layout="mesh=fsdp2_ep4" layout="rules=serve mesh.expert
 _PARTS = (
     _part("grouped_matmul", Kernel, "a grouped product, in all backends and alternatives", "shape=e8k2 passes=forward"),
     _part("moe_layer", Kernel, "a layer of experts with its router", "shape=e8k2 shape=e32k4 only=moezoo json=true"),
-    _part("train_step", Step, "whole training steps", _STEPS),
+    _part("train_step", Step, "whole training steps", _STEPS, "peer=transformers step=mixtral_115m"),
     _part("profile", Timed, "where the time of a training step goes", "model=deepseek mesh=ep8"),
     _part("strategies", Strategies, "a run's first updates, by every dispatch strategy on several meshes", _STRATEGIES),
     _part("layouts", Layouts, "a run's first updates, under every rule set and by every dispatch strategy", _LAYOUTS),

@@ -38,7 +38,7 @@ class Running:
         self.feed = self.step.feed()
         self.compiled = self.step.compile()
         self.peak = peak_bytes(self.compiled)
-        self._state = jax.block_until_ready(build_state(cfg, self.execution, self.step))
+        self.state = jax.block_until_ready(build_state(cfg, self.execution, self.step))
         self.loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
         self.seconds: list[float] = []
 
@@ -46,7 +46,7 @@ class Running:
         """Run the step on a batch that `feed` has put onto the devices, and return its metrics when it is done."""
         # The step donates the state that it gets. Metrics can be read when one device is done; until all are, another
         # program's collectives must not start.
-        self._state, metrics = jax.block_until_ready(self.compiled(self._state, batch))
+        self.state, metrics = jax.block_until_ready(self.compiled(self.state, batch))
         return metrics
 
     def update(self, batches: Iterator[Batch]) -> float:
@@ -148,7 +148,14 @@ def overrides(group: str, words: str) -> list[str]:
 
 def random_batch(running: Running) -> Batch:
     """Return a batch of random tokens on the devices of a step."""
-    cfg, shape = running.cfg, running.step.arguments[1].tokens.shape
-    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (*shape[:2], cfg.seq_len + 1)).astype(np.int32)
-    positions = np.broadcast_to(np.arange(cfg.seq_len, dtype=np.int32), shape)
+    cfg = running.cfg
+    size = (cfg.batch_size, cfg.seq_len + 1)
+    return batch_of(running, np.random.default_rng(0).integers(0, cfg.model.vocab, size))
+
+
+def batch_of(running: Running, tokens: np.ndarray) -> Batch:
+    """Return rows of tokens, each with one more than a sequence has, as a batch on the devices of a step."""
+    shape = running.step.arguments[1].tokens.shape
+    tokens = tokens.reshape(*shape[:2], -1).astype(np.int32)
+    positions = np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape)
     return running.feed(Batch(tokens[..., :-1], tokens[..., 1:], np.ones(shape, np.int32), positions))

@@ -21,9 +21,9 @@ from moezoo.parallel.mesh import start
 
 
 def run(keys: Any) -> Report:
-    """Time the steps of the same sizes by turns; each is a string of overrides."""
+    """Time the steps of the same sizes by turns."""
     dtype = [f"execution.dtype={keys.dtype}"] if keys.dtype else []
-    steps: list[Row] = [{"words": words, "cfg": compose(*words.split(), *dtype)} for words in dict.fromkeys(keys.step)]
+    steps: list[Row] = [{"words": name, "cfg": compose(*words, *dtype)} for name, words in keys.steps.items()]
     start(max(step["cfg"].mesh.devices for step in steps))
     rows = []
     for (sizes, kind), same in split(steps, lambda step: (_sizes(step["cfg"]), step["cfg"].execution.dtype)).items():

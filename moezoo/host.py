@@ -6,6 +6,8 @@ import errno
 import fcntl
 import importlib.metadata
 import os
+import platform
+import re
 import resource
 import stat
 import sys
@@ -63,6 +65,15 @@ def user_cache() -> Path:
 def processors() -> int:
     """Return the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor; empty where the system does not say it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
 
 
 def host_memory() -> int:

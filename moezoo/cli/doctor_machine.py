@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.cli.doctor_entries import Entry, facts, note, problem, shown_value
-from moezoo.host import NO_FUSED_CPU_KERNELS, host_memory, in_gib, in_units, processor_limits, processors
+from moezoo.host import (
+    NO_FUSED_CPU_KERNELS,
+    host_memory,
+    in_gib,
+    in_units,
+    processor_limits,
+    processor_name,
+    processors,
+)
 
 _FEWEST_FILES = 1024
 _LEAST_SHARED, _GPUS = 2**30, "/dev/nvidia[0-9]*"
@@ -44,7 +52,7 @@ def find_machine() -> Iterator[Entry]:
     yield from facts(
         "machine", ", ".join(filter(None, (platform.system(), platform.release(), platform.machine(), library)))
     )
-    yield from facts("machine", ", ".join(filter(None, (_processor_name(), of, f"{in_gib(memory)} of memory"))))
+    yield from facts("machine", ", ".join(filter(None, (processor_name(), of, f"{in_gib(memory)} of memory"))))
     if (share := min(processor_limits(), default=float(have))) < usable:
         yield from facts("machine", f"limit of the control group: {share:.3g} processors")
         yield note(
@@ -117,14 +125,6 @@ def find_environment() -> Iterator[Entry]:
             f"XLA_FLAGS fixes the number of virtual CPU devices at {found[1]}, and a larger mesh is refused; unset "
             "it: a run makes as many as its mesh has",
         )
-
-
-def _processor_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor()
 
 
 def _describe_files(files: int) -> str:
