@@ -113,6 +113,16 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+def give_back_freed_memory() -> None:
+    """Return the freed memory that `keep_freed_memory` keeps to the system, where the C library can.
+
+    A compiler needs hundreds of megabytes once, in blocks that the program does not need in these sizes.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def in_gib(number: int) -> str:
     """Return a number of bytes as a user reads it."""
     return f"{number / 2**30:,.1f} GiB"

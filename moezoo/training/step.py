@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.data import Batch
+from moezoo.host import give_back_freed_memory
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
@@ -270,7 +271,9 @@ class Step:
         traced = self.traced
         with _no_garbage_collection():
             lowered = traced.lower()
-        return lowered.compile()
+        compiled = lowered.compile()
+        give_back_freed_memory()
+        return compiled
 
 
 @contextlib.contextmanager
