@@ -44,14 +44,15 @@ class ModelConfig(abc.ABC):
     | `expert_mlp`, `experts`, `experts_per_token` | width of an expert, experts per layer, experts per token |
     | `max_length` | the most tokens that a text may have |
     | `norm_eps` | epsilon of the RMS norms |
-    | `init_std` | standard deviation of the initial embeddings and unembeddings |
+    | `init_std` | standard deviation of the initial embeddings |
+    | `unembedding_std` | the same of an untied unembedding; None: the smaller of `init_std` and 1.137 / sqrt(`embed`) |
     | `tied_embeddings` | whether the unembedding is the embedding's table, transposed; else it is a matrix of its own |
     | `load_balance`, `z_loss` | coefficients of the routing losses (`moezoo.moe.routing`) |
     | `load_balance_over` | what the load-balance loss is computed over: the batch or each sequence |
 
     Matrices start with standard deviation 1 / sqrt(inputs), those that write to the residual stream with
     1 / sqrt(2 `layers` inputs). Values beyond two of these deviations are drawn again, so the actual deviation is 0.88
-    times as large.
+    times as large. That of the first logits is sqrt(`embed`) times the unembedding's, so by default at most 1.
 
     The ranges here, and which settings the same weights may have with another value (`moezoo.typed.MayChange`), also
     hold for the fields of a family that have another default.
@@ -70,6 +71,7 @@ class ModelConfig(abc.ABC):
     max_length: Annotated[Size, MayChange()] = 4096
     norm_eps: Positive = 1e-5
     init_std: Positive = 0.1
+    unembedding_std: NotNegative | None = None
     tied_embeddings: bool = False
     load_balance: LossFactor = 0.01
     load_balance_over: Annotated[Literal["batch", "sequence"], MayChange()] = "batch"
@@ -120,6 +122,11 @@ class ModelConfig(abc.ABC):
             raise UserError(
                 f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
                 f"choose at most {self.experts}"
+            )
+        if self.tied_embeddings and self.unembedding_std is not None:
+            raise UserError(
+                f"model.unembedding_std={self.unembedding_std} has no effect with model.tied_embeddings=true, where "
+                "embedding and unembedding are one table; set model.init_std"
             )
 
 

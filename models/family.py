@@ -62,11 +62,16 @@ class Family:
             lambda kind, key: self.make_block(kind, c, dtype, key),
             jnp.concatenate(keys),
         )
+        std = c.unembedding_std
+        if std is None:
+            # Logits of normalised activations have sqrt(embed) times the deviation of the matrix, from which truncation
+            # takes a factor of 1.137. So theirs is at most 1, and the first loss at most 1/2 above ln(vocab).
+            std = min(c.init_std, 1.137 / c.embed**0.5)
         return LanguageModel(
             TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding),
             stacks,
             Unembedding(
-                c.embed, c.vocab, epsilon=c.norm_eps, std=c.init_std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+                c.embed, c.vocab, epsilon=c.norm_eps, std=std, tied=c.tied_embeddings, dtype=dtype, key=for_head
             ),
             c,
         )

@@ -28,6 +28,11 @@ def test_a_family_has_every_field(kind):
     + [
         ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above 0"),
         ({"init_std": 0.0}, "model.init_std=0.0 must be above 0"),
+        ({"unembedding_std": -0.1}, "model.unembedding_std=-0.1 must be at least 0"),
+        (
+            {"unembedding_std": 0.02, "tied_embeddings": True},
+            "model.unembedding_std=0.02 has no effect with model.tied_embeddings=true",
+        ),
         ({"load_balance": -0.1}, "model.load_balance=-0.1 must be at least 0"),
         ({"z_loss": -0.1}, "model.z_loss=-0.1 must be at least 0"),
         ({"layers": 10_001}, "model.layers=10001 must be at least 1 and at most 10000"),

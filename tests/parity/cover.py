@@ -126,6 +126,8 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     """Return the configuration of a tiny model."""
     config_class, sizes, _ = _FAMILY_SETTINGS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
+    if not values.get("tied_embeddings"):  # large logits, so that gradients of layers are large
+        values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
     names = [name for name in ("yarn", "router", "query_scale") if name in values]
     sections = {name: replace(getattr(defaults, name), **values[name]) for name in names}
