@@ -36,7 +36,8 @@ class AdamW(UpdateRule):
         """Return Adam's transformation, followed by the decay."""
         import optax
 
-        adam, decays = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon), decaying(placements)
+        adam = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)
+        decay = optax.add_decayed_weights(self.weight_decay, decaying(placements))
 
         def remember(gradients: PyTree, state: Any) -> Any:
             _, new = adam.update(gradients, *state)
@@ -47,9 +48,7 @@ class AdamW(UpdateRule):
             mean = optax.tree.bias_correction(moments.mu, self.beta1, moments.count)
             square = optax.tree.bias_correction(moments.nu, self.beta2, moments.count)
             steps = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + self.epsilon), mean, square)
-            return jax.tree.map(
-                lambda step, p, decays: step + self.weight_decay * p if decays else step, steps, parameters, decays
-            )
+            return decay.update(steps, decay.init(parameters), parameters)[0]
 
         # The state is a tuple with one entry, as checkpoints have it.
         return kept_in(self.moment_dtype, lambda parameters: (adam.init(parameters),), remember, direct)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -48,10 +49,20 @@ def kept_in(
 
     def update(gradients: PyTree, state: Any, parameters: PyTree, choose: Choose = newest) -> tuple[PyTree, Any]:
         new = remember(*(_cast(x, jnp.float32) for x in (gradients, state)))
-        state = choose(_cast(new, dtype), state)
+        state = as_kept(choose(_cast(new, dtype), state), dtype)
         return direct(*(_cast(x, jnp.float32) for x in (state, parameters))), state
 
     return Transformation(lambda parameters: _cast(init(parameters), dtype), update)
+
+
+def as_kept(state: PyTree, dtype: DTypeLike) -> PyTree:
+    """Return the state that stays; what is computed from it is computed from its values in `dtype`.
+
+    XLA computes in float32 and would leave out a rounding to bfloat16 that is undone at once. Then updates would be
+    computed from the old moments, and these copied (`moezoo.optim.base.Transformation`).
+    """
+    is_wide = jnp.dtype(dtype) == jnp.float32
+    return state if is_wide else jax.tree.map(lax.optimization_barrier, state)  # leaf by leaf: each keeps its axes
 
 
 def _cast(tree: PyTree, dtype: DTypeLike) -> PyTree:

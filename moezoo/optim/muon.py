@@ -21,7 +21,7 @@ from moezoo.errors import UserError
 from moezoo.optim.adamw import AdamW
 from moezoo.optim.base import Choose, Group, Transformation, UpdateRule, newest
 from moezoo.optim.matrices import orthogonal_flops, orthogonalised
-from moezoo.optim.moments import MomentDType, check_decays
+from moezoo.optim.moments import MomentDType, as_kept, check_decays
 from moezoo.parallel.axes import Role
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.patterns import matching
@@ -105,7 +105,7 @@ class Muon(UpdateRule):
             gradients: PyTree, state: MuonState, parameters: PyTree, choose: Choose = newest
         ) -> tuple[PyTree, MuonState]:
             momentum = jax.tree.map(lambda g, m: added(g, m).astype(m.dtype), gradients, state.momentum)
-            momentum = choose(momentum, state.momentum)
+            momentum = as_kept(choose(momentum, state.momentum), self.moment_dtype)
             trees = (gradients, momentum)
             directions = orthogonalised(placements, added, trees, self.orthogonal_dtype, self.per_head)
             updates = jax.tree.map(lambda d, p: d + self.weight_decay * _wide(p), directions, parameters)

@@ -6,6 +6,7 @@ those of docs/planning.md.
 
 import functools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from moezoo.config.build import build_execution
 from moezoo.models.blueprint import Blueprint
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.traces import equations
+from moezoo.profiling.hlo import read_computations
 from moezoo.training.build import build_step
 from moezoo.training.step import Step
 
@@ -141,3 +143,30 @@ def test_arrays_of_a_split_sequence(words, context_parallel):
     if words[0] == "model=mixtral":
         assert largest[4096] < 4096 * cfg.model.heads * cfg.model.head_dim / 2
     assert [shape for shape in saved[4096] if shape not in saved[2048]] == [(1, 4096 // 4, cfg.model.embed)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optimizer=adamw", "mesh=single"),
+        ("optimizer=adamw", "mesh=fsdp2_ep4", "optimizer.moment_dtype=bfloat16"),
+        pytest.param(("optimizer=muon", "mesh=single"), marks=pytest.mark.newer),
+        pytest.param(("optimizer=muon", "mesh=single", "optimizer.moment_dtype=bfloat16"), marks=pytest.mark.newer),
+        pytest.param(("optimizer=sgd", "mesh=single"), marks=pytest.mark.newer),
+    ],
+    ids=" ".join,
+)
+def test_state_is_updated_in_place(words):
+    """No array of the state is copied whole before an update: nothing reads an old array after the new one is written.
+
+    A copy of an argument is an instruction of its own in the program's entry.
+    """
+    cfg = moezoo.compose("model=mixtral", "model.layers=2", "model.embed=64", "model.vocab=128", "batch_size=8", *words)
+    step = build_step(cfg, build_execution(cfg))
+    entry, found = read_computations(str(step.compile().as_text()))
+    arguments = {name for name, instruction in found[entry].items() if instruction.op == "parameter"}
+    assert len(arguments) >= len(jax.tree.leaves(step.arguments))
+    copied = [x for x in found[entry].values() if x.op == "copy" and arguments & set(x.operands)]
+    # With the suite's flags of XLA, parameters that are gathered in the entry are copied first.
+    whose = 'op_name="state' if cfg.mesh.devices == 1 else 'op_name="state.optimizer'
+    assert [x.text for x in copied if whose in x.text and not re.match(r"\w+\[\]", x.type)] == []
