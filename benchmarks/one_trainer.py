@@ -1,7 +1,7 @@
 """One process of `bench.py train_step peer=transformers`: `python -P one_trainer.py moezoo|transformers FOLDER`.
 
 It loads the folder's model, prints what computes attention, and then answers each line of its input with a line. Both
-are JSON. A number is answered by making as many steps, null by the lengths of all trained arrays and of all moments.
+are JSON. A number is answered by making as many steps, null by the length of all arrays of each kind.
 """
 
 import json
@@ -25,19 +25,26 @@ class Trainer(NamedTuple):
     Attributes:
         attention: What computes attention.
         step: Makes a step with batch number n, and returns its loss when the step is done.
-        parameters: Returns the trained arrays.
-        moments: Returns the optimiser's moments.
+        arrays: Returns the trained arrays and AdamW's moments, by kind.
     """
 
     attention: str
     step: Callable[[int], float]
-    parameters: Callable[[], Iterable[np.ndarray]]
-    moments: Callable[[], Iterable[np.ndarray]]
+    arrays: Callable[[], dict[str, Iterable[np.ndarray]]]
+
+    def lengths(self) -> dict[str, float]:
+        """Return the length of all arrays of each kind, as one vector; added up in float64 without a copy of them."""
+        return {kind: sum(map(_square, arrays)) ** 0.5 for kind, arrays in self.arrays().items()}
+
+
+def _square(x: np.ndarray) -> float:
+    return float(np.einsum("i,i->", x.ravel(), x.ravel(), dtype=np.float64))
 
 
 def train_here(folder: Path, settings: dict[str, Any], tokens: np.ndarray) -> Trainer:
     """Return moezoo's compiled step, from the weights in `folder`."""
     import jax
+    from optax import tree
 
     from benchmarks.steps import Running, batch_of
     from moezoo.config.compose import compose
@@ -48,15 +55,20 @@ def train_here(folder: Path, settings: dict[str, Any], tokens: np.ndarray) -> Tr
     running = Running(compose(f"init_from={folder}", *settings["words"]))
     batches = [jax.block_until_ready(batch_of(running, each)) for each in tokens]
 
-    def arrays(part: str) -> Iterable[np.ndarray]:
-        leaves = (leaf.addressable_data(0) for leaf in jax.tree.leaves(getattr(running.state, part)))
-        # NumPy's other views keep the buffers, which the next step could then not write to.
-        return (np.from_dlpack(leaf) for leaf in leaves if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
-
     def step(number: int) -> float:
         return float(running.run(batches[number]).loss)
 
-    return Trainer("moezoo", step, lambda: arrays("model"), lambda: arrays("optimizer"))
+    def arrays() -> dict[str, Iterable[np.ndarray]]:
+        model, optimizer = running.state.model, running.state.optimizer
+        kinds = {"parameters": model, "first moments": tree.get(optimizer, "mu")}
+        kinds["second moments"] = tree.get(optimizer, "nu")
+        # NumPy's other views keep the buffers, which the next step could then not write to.
+        return {
+            kind: [np.from_dlpack(leaf.addressable_data(0)) for leaf in jax.tree.leaves(some)]
+            for kind, some in kinds.items()
+        }
+
+    return Trainer("moezoo", step, arrays)
 
 
 def train_in_pytorch(folder: Path, settings: dict[str, Any], tokens: np.ndarray) -> Trainer:
@@ -89,10 +101,13 @@ def train_in_pytorch(folder: Path, settings: dict[str, Any], tokens: np.ndarray)
         optimizer.step()
         return loss.item()
 
-    def moments() -> Iterable[np.ndarray]:
-        return (state[name].numpy() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    def arrays() -> dict[str, Iterable[np.ndarray]]:
+        states = list(optimizer.state.values())
+        kinds = {"parameters": decaying + others, "first moments": [state["exp_avg"] for state in states]}
+        kinds["second moments"] = [state["exp_avg_sq"] for state in states]
+        return {kind: [tensor.detach().numpy() for tensor in some] for kind, some in kinds.items()}
 
-    return Trainer(attention, step, lambda: (parameter.detach().numpy() for parameter in decaying + others), moments)
+    return Trainer(attention, step, arrays)
 
 
 def main(who: str, folder: Path) -> None:
@@ -108,7 +123,7 @@ def main(who: str, folder: Path) -> None:
     answer(trainer.attention)
     for line in sys.stdin:
         if (count := json.loads(line)) is None:
-            answer({"parameters": _length(trainer.parameters()), "moments": _length(trainer.moments())})
+            answer(trainer.lengths())
             continue
         cpu, began = _cpu_seconds(), time.perf_counter()
         losses = [trainer.step(number % len(tokens)) for number in range(done, done + count)]
@@ -116,11 +131,6 @@ def main(who: str, folder: Path) -> None:
         done += count
         peak = _memory("VmHWM") - _state["empty"]
         answer({"seconds": seconds / count, "cpu_seconds": cpu_seconds / count, "losses": losses, "peak_bytes": peak})
-
-
-def _length(arrays: Iterable[np.ndarray]) -> float:
-    """Return the length of all arrays as one vector, added up in float64 without a copy of them."""
-    return sum(float(np.einsum("i,i->", x.ravel(), x.ravel(), dtype=np.float64)) for x in arrays) ** 0.5
 
 
 _state: dict[str, int] = {}

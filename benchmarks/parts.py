@@ -47,14 +47,15 @@ GENERATED = {
     "deepseek_109m": f"deepseek {_WIDE} model.q_lora=256 model.kv_lora=128 model.nope_dim=64 model.rope_dim=32 "
     "model.value_dim=64 model.mlp=2048 model.expert_mlp=256 model.experts=32",
 }
-# Training steps that transformers makes too: overrides of `moezoo.compose`.
-_TRAINED = "model.init_std=0.02 batch_size=4 seq_len=256 execution.remat=none optimizer.learning_rate=3e-4"
+# Training steps that transformers makes too: overrides of `moezoo.compose`. With this seed no token's choice of experts
+# is nearly a tie in the first steps, which would move the loss by more than rounding.
+_TRAINED = "seed=1 model.init_std=0.02 batch_size=4 seq_len=256 execution.remat=none optimizer.learning_rate=3e-4"
 _WIDE_GROUPED = f"{_WIDE} model.kv_heads=4 model.head_dim=64"
 PEER_STEPS = {
     "mixtral_115m": f"model={GENERATED['mixtral_115m']} {_TRAINED}",
     "qwen3_90m": f"model=qwen3_moe {_WIDE_GROUPED} model.experts=32 model.experts_per_token=8 model.expert_mlp=192 "
     f"{_TRAINED}",
-    "gpt_oss_115m": f"model=gpt_oss {_WIDE_GROUPED} model.experts=8 model.experts_per_token=2 model.expert_mlp=1024 "
+    "gpt_oss_116m": f"model=gpt_oss {_WIDE_GROUPED} model.experts=8 model.experts_per_token=2 model.expert_mlp=1024 "
     f"model.window=128 {_TRAINED}",
 }
 # Names of models that stand for a preset with overrides; any other name is that of a preset.
@@ -142,21 +143,20 @@ class Step(Typed, Timed):
         '"KEY=VALUE ..."',
         default=(),
     )
-    seconds: float | None = key(
-        "time per implementation, by default 5; with peer= per program, by default 60",
-        "SECONDS",
-        default=None,
-        valid=Range(above=0),
-    )
     peer: Literal["transformers"] | None = key(
-        "the same steps in this program too, each in a process of its own", "transformers", default=None
+        "the same steps in this program too, in turns of processes that stay; samples= is the number of turns",
+        "transformers",
+        default=None,
     )
     turn: int = key("with peer=: steps of a turn", default=2, valid=_POSITIVE)
     adamw: Literal["fused", "plain"] = key("with peer=: PyTorch's AdamW", "fused|plain", default="fused")
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "seconds", self.seconds or (60.0 if self.peer else 5.0))
+        for name in ("dtype", "seconds") if self.peer else ("turn", "adamw"):
+            if getattr(self, name) != next(field.default for field in dataclasses.fields(self) if field.name == name):
+                why = "compares turns in float32; choose turn= and samples=" if self.peer else "is not given"
+                raise UserError(f"{name}={getattr(self, name)}: peer= {why}")
 
     @property
     def steps(self) -> dict[str, list[str]]:

@@ -23,7 +23,7 @@ import numpy as np
 
 import moezoo.interrupts as interrupts
 from benchmarks import one_trainer
-from benchmarks.results import Column, Panel, Report, Row, Table, log, points, spread
+from benchmarks.results import Column, Report, Row, Table, log, spread
 from benchmarks.timing import quartiles
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
@@ -39,9 +39,10 @@ _FIXED = ("schedule=constant", "schedule.warmup_steps=0", "model.load_balance=0"
 _BATCHES = 4
 # Steps before the first turn. They allocate memory, and their results are compared.
 _WARM_UP = 3
-# The largest relative differences then. Sums in another order differ by 1e-7, and Adam's division by the size of a
-# gradient passes on more of that where a gradient is small.
-_BOUNDS = {"losses": 1e-5, "parameters": 1e-5, "moments": 1e-3}
+# The largest relative differences then. Sums in another order differ by 1e-7. A token whose choice of experts is nearly
+# a tie may move the mean loss by 1e-5. PyTorch's norm of large gradients, by which they are clipped, is off by 1e-4. A
+# step without decay changes the parameters' length by 3e-5 more than one with it, at the rate 3e-4.
+_BOUNDS = {"losses": 1e-4, "parameters": 1e-6, "first moments": 1e-3, "second moments": 1e-3}
 
 
 def run(keys: Any) -> Report:
@@ -129,9 +130,9 @@ def compare(labels: Row, folder: Path, keys: Any) -> list[Row]:
     with contextlib.ExitStack() as held:
         processes = {who: Process(who, folder, held) for who in (OURS, THEIRS)}
         first = {who: process.ask(_WARM_UP)["losses"] for who, process in processes.items()}
-        check(name, *({"losses": first[who], **process.ask(None)} for who, process in processes.items()))
-        while len(turns) < keys.samples and keys.turn * sum(turn[OURS]["seconds"] for turn in turns) < keys.seconds:
-            log(f"{name}: turn {len(turns) + 1}")
+        check(name, *({"losses": first[who], **processes[who].ask(None)} for who in (OURS, THEIRS)))
+        for number in range(keys.samples):
+            log(f"{name}: turn {number + 1}/{keys.samples}")
             turns.append({who: process.ask(keys.turn) for who, process in processes.items()})
     losses = {who: [*first[who], *(loss for turn in turns for loss in turn[who]["losses"])] for who in processes}
     rows = []
@@ -139,7 +140,7 @@ def compare(labels: Row, folder: Path, keys: Any) -> list[Row]:
         row: Row = {"part": "train_step", **labels, "implementation": who, "attention": process.attention}
         for key, prefix in (("seconds", ""), ("cpu_seconds", "cpu_")):
             timing = quartiles([turn[who][key] for turn in turns]).rounded(2)
-            row |= {f"{prefix}{name}": value for name, value in timing.items()}
+            row |= {f"{prefix}{figure}": value for figure, value in timing.items()}
             ratios = [turn[who][key] / turn[THEIRS][key] for turn in turns]
             row[f"{prefix}ratio"] = round(statistics.median(ratios), 4)
         row["peak_bytes"] = turns[-1][who]["peak_bytes"]
@@ -166,13 +167,11 @@ def _difference(one: Any, other: Any) -> float:
 
 
 def report(rows: Sequence[Row]) -> Report:
-    """Return one table. The picture has the milliseconds of a step."""
+    """Return one table."""
     where = f"{rows[0]['device']}, {rows[0]['processors']} processors"
     columns = [Column("step", "step"), Column("", "implementation"), Column("attention", "attention")]
     columns += [Column("ms", spread(".0f"), ">"), Column("ratio", "ratio", ".3f")]
     columns += [Column("CPU ms", "cpu_ms", ".0f"), Column("ratio", "cpu_ratio", ".3f")]
     columns += [Column("peak MB", "peak_bytes", ",.0f", 1e6), Column("first loss", lambda row: row["losses"][0], ".6f")]
     columns += [Column("last loss", lambda row: row["losses"][-1], ".6f"), Column("difference", "difference", ".1e")]
-    table = Table(f"train_step next to transformers, float32, {where}", columns, rows)
-    panel = Panel("ms per step", points(rows, "step", "implementation", "ms"))
-    return Report(rows, [table], [[panel]], f"train_step on {where}")
+    return Report(rows, [Table(f"train_step next to transformers, float32, {where}", columns, rows)])
