@@ -1,6 +1,6 @@
 """PyTorch's grouped product and transformers' Mixtral block on the same numbers, if the libraries are installed.
 
-Besides this module, only `benchmarks.generate` imports them.
+Besides this module, only `benchmarks.generate` and `benchmarks.one_trainer` import them.
 """
 
 import importlib.util

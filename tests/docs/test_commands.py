@@ -11,7 +11,7 @@ from endurance import COMMAND as ENDURANCE
 from pages import PAGES, ROOT, Command, Page, commands, read
 from workspace import add_configurations, make_files
 
-from benchmarks.parts import MODELS, PARTS
+from benchmarks.parts import MODELS, PARTS, PEER_STEPS
 from moezoo.analysis.candidates import check_mesh, fill, listed
 from moezoo.analysis.hardware import parse_slice
 from moezoo.cli import plan, sweep
@@ -135,7 +135,8 @@ def check_bench(words: Sequence[str]) -> None:
         name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")] for name in ("step", "model")
     }
     for step in given["step"]:
-        compose(*step.split())
+        first, *rest = step.split()
+        compose(*PEER_STEPS.get(first, first).split(), *rest)
     for layout in [word.partition("=")[2] for word in words if word.startswith("layout=")]:
         for model in given["model"] or ["mixtral"]:
             first, *rest = model.split()
