@@ -10,9 +10,9 @@ answer a mistyped word without importing JAX.
 
 from typing import TYPE_CHECKING, Any
 
-from moezoo.host import refuse_fused_cpu_kernels
+from moezoo.host import add_xla_flags
 
-refuse_fused_cpu_kernels()
+add_xla_flags()
 
 if TYPE_CHECKING:
     from moezoo.public import *  # noqa: F403

@@ -24,12 +24,20 @@ _KEEP = {-1: -1, -4: 0, -2: 1 << 26}
 # XLA's library of fused CPU kernels, on by default from jax 0.11, adds up products of bfloat16 in bfloat16, which ends
 # at 256 equal terms, and reads numbers that nothing has written (0.12, NaN in some processes; docs/running.md).
 NO_FUSED_CPU_KERNELS = "--xla_cpu_experimental_ynn_fusion_type="
+# By default XLA reports a CPU device that has waited in a collective for 20 seconds, and ends the process after 40.
+# On a busy machine a device may wait for minutes, and while a laptop sleeps for hours. `moezoo.training.waiting` says
+# earlier what a run waits for.
+_COLLECTIVE_LIMITS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=86400",
+)
+OWN_XLA_FLAGS = (*_COLLECTIVE_LIMITS, NO_FUSED_CPU_KERNELS)
 
 
-def refuse_fused_cpu_kernels() -> None:
-    """Turn XLA's fused CPU kernels off in programs that this process and its children compile.
+def add_xla_flags() -> None:
+    """Add to XLA_FLAGS, for this process and its children: no fused CPU kernels, and long limits of collectives.
 
-    A user who has set the flag keeps it. JAX reads the flags when it starts, so call this before.
+    A flag that the user has set stays. JAX reads the flags when it starts, so call this before.
     """
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if flags and not flags.startswith("--"):  # XLA reads a file of this name
@@ -41,9 +49,10 @@ def refuse_fused_cpu_kernels() -> None:
         jaxlib = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:  # nothing will be compiled, and `moezoo doctor` reports it
         return
-    if jaxlib.startswith("0.10.") or NO_FUSED_CPU_KERNELS in flags:
-        return
-    os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_CPU_KERNELS}".strip()
+    known = _COLLECTIVE_LIMITS if jaxlib.startswith("0.10.") else OWN_XLA_FLAGS
+    missing = [flag for flag in known if flag.partition("=")[0] not in flags]
+    if missing:
+        os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
 def is_same_file(one: Path, other: Path) -> bool:

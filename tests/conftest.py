@@ -30,20 +30,14 @@ from jaxtyping import install_import_hook
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-# jax 0.10 reads the size of the CPU's thread pool from NPROC. With few threads, collectives of several steps can wait
-# for each other forever.
-os.environ["NPROC"] = "64"
-# If they wait all the same, the process aborts after 5 minutes.
-flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
 # Test programs run for a moment only, so LLVM optimises them little. This does not change what they compute.
-flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 # Generate code of a program as one module: it is too small for work on its parts to pay.
 flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false"]  # later versions have no such flag
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
-jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 root = Path(__file__).parents[1]
@@ -56,6 +50,10 @@ if os.environ.get("MOEZOO_CHECK_TYPES") == "1":
     files = glob.glob("moezoo/**/*.py", root_dir=root, recursive=True)
     arrays = [file.removesuffix(".py").replace("/", ".") for file in files if "jaxtyping" in (root / file).read_text()]
     install_import_hook(arrays, "beartype.beartype")
+# The threads and the limits of waiting that users have, which depend on how JAX starts.
+from moezoo.parallel.mesh import start  # noqa: E402
+
+assert len(start(8)) == 8
 
 # A shell starts jobs in the background with SIGINT ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,13 +11,13 @@ import pytest
 from refusals import refused
 
 from moezoo.host import (
+    add_xla_flags,
     check_file,
     check_host,
     group_limits,
     host_memory,
     keep_freed_memory,
     processor_limits,
-    refuse_fused_cpu_kernels,
 )
 
 
@@ -105,32 +105,35 @@ def test_freed_memory_is_kept_unless_the_environment_sets_malloc(monkeypatch):
 
 
 FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+STUCK, END = (f"--xla_cpu_collective_call_{name}_timeout_seconds=" for name in ("warn_stuck", "terminate"))
+LIMITS = f"{STUCK}600 {END}86400"
 
 
-@pytest.mark.parametrize(("version", "wanted"), [("0.10.2", ""), ("0.12.0", FLAG)])
-def test_fused_cpu_kernels_are_off(monkeypatch, tmp_path, version, wanted):
-    """A value of the user's own stays, also in a file."""
+@pytest.mark.parametrize(("version", "wanted"), [("0.10.2", LIMITS), ("0.12.0", f"{LIMITS} {FLAG}")])
+def test_flags_of_xla(monkeypatch, tmp_path, version, wanted):
+    """Fused kernels are off, and limits of collectives long. A value of the user's own stays, also in a file."""
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)
-    own, file = f"{FLAG}+LIBRARY_FUSION_TYPE_DOT", tmp_path / "flags"
+    own, file = f"{FLAG}+LIBRARY_FUSION_TYPE_DOT {END}5 {STUCK}1", tmp_path / "flags"
     file.write_text(own)
     other = tmp_path / "other"
     other.write_text("--xla_a=1\n--xla_b=2\n")
     none = str(tmp_path / "none")
-    cases = {"": wanted, "--xla_a=1": f"--xla_a=1 {wanted}".strip(), own: own, str(file): str(file), none: none}
-    cases[str(other)] = f"--xla_a=1 --xla_b=2 {FLAG}" if wanted else str(other)
+    cases = {"": wanted, "--xla_a=1": f"--xla_a=1 {wanted}", own: own, str(file): str(file), none: none}
+    cases[f"{END}5"] = f"{END}5 {wanted.replace(f' {END}86400', '')}"
+    cases[str(other)] = f"--xla_a=1 --xla_b=2 {wanted}"
     for given, after in cases.items():
         monkeypatch.setenv("XLA_FLAGS", given)
-        refuse_fused_cpu_kernels()
+        add_xla_flags()
         assert os.environ["XLA_FLAGS"] == after
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_importing_the_package_turns_them_off(late):
-    """Before a public name is used, so before an array; a process that has made one before is warned."""
+def test_importing_the_package_sets_them(late):
+    """Before a public name is used, so before an array; a process that has made one before is warned of the kernels."""
     lines = ["import os, moezoo, jax", "moezoo.Execution()", "print(jax.__version__[:5], os.environ['XLA_FLAGS'])"]
     code = "\n".join(["import jax.numpy as jnp; jnp.ones(2) + 1"] * late + lines)
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     version, *flags = done.stdout.split()
-    assert flags == ([] if version == "0.10." else [FLAG])
-    assert ("import moezoo before JAX makes an array" in done.stderr) is (late and bool(flags))
+    assert flags == [*LIMITS.split(), *[FLAG] * (version != "0.10.")]
+    assert ("import moezoo before JAX makes an array" in done.stderr) is (late and FLAG in flags)

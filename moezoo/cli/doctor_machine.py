@@ -12,15 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.cli.doctor_entries import Entry, facts, note, problem, shown_value
-from moezoo.host import (
-    NO_FUSED_CPU_KERNELS,
-    host_memory,
-    in_gib,
-    in_units,
-    processor_limits,
-    processor_name,
-    processors,
-)
+from moezoo.host import OWN_XLA_FLAGS, host_memory, in_gib, in_units, processor_limits, processor_name, processors
 
 _FEWEST_FILES = 1024
 _LEAST_SHARED, _GPUS = 2**30, "/dev/nvidia[0-9]*"
@@ -117,8 +109,8 @@ def find_environment() -> Iterator[Entry]:
     if not names:
         yield from facts("environment", "no variable that changes results or speed")
     flags = os.environ.get("XLA_FLAGS", "")
-    if NO_FUSED_CPU_KERNELS in flags.split():
-        yield from facts("environment", f"(moezoo itself adds {NO_FUSED_CPU_KERNELS} to XLA_FLAGS)")
+    if own := [flag for flag in OWN_XLA_FLAGS if flag in flags.split()]:
+        yield from facts("environment", f"(moezoo itself adds {' '.join(own)} to XLA_FLAGS)")
     if found := re.search(r"host_platform_device_count=(\d+)", flags):
         yield note(
             "environment",

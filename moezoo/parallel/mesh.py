@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import math
 import os
+import re
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from moezoo.errors import UserError, check_type
 from moezoo.host import NO_FUSED_CPU_KERNELS, keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
+from moezoo.parallel.threads import give_threads, take_back_threads
 from moezoo.typed import Range, check_fields, convert
 
 STAGE = "stage"  # the axis of pipeline stages (`moezoo.parallel.pipeline`)
@@ -131,6 +133,7 @@ def cpu_devices(count: int) -> None:
             )
         return
     refuse_unordered(count)
+    give_threads(count)
     keep_freed_memory()
     _run_in_calling_thread(count)
     jax.config.update("jax_platforms", "cpu")
@@ -156,8 +159,9 @@ def prepare(wanted: int) -> None:
     """
     if has_started():
         return
-    # A number of CPU devices that the user has set, by variable or by call, takes precedence.
-    is_free = SETTINGS.jax_num_cpu_devices < 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
+    # A number that the user has set, by variable or by call, takes precedence.
+    found = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    fixed = max(SETTINGS.jax_num_cpu_devices, int(found[1]) if found else 0)
     if not accelerators():
         if wanted > _MOST_CPU_DEVICES:
             raise UserError(
@@ -165,12 +169,12 @@ def prepare(wanted: int) -> None:
                 f"{_MOST_CPU_DEVICES} virtual CPU devices; choose a smaller mesh"
             )
         refuse_unordered(wanted)
+        give_threads(max(wanted, fixed))
         keep_freed_memory()
-        if is_free:
-            _run_in_calling_thread(wanted)
+        _run_in_calling_thread(max(wanted, fixed))
         if not SETTINGS.jax_platforms:
             jax.config.update("jax_platforms", "cpu")
-    if is_free:
+    if fixed < 1:
         jax.config.update("jax_num_cpu_devices", min(wanted, _MOST_CPU_DEVICES))
 
 
@@ -189,6 +193,8 @@ def start(wanted: int = 1) -> list[Any]:
             f"JAX_PLATFORMS={SETTINGS.jax_platforms or ''}: JAX cannot start there ({reason}); set JAX_PLATFORMS=cpu "
             "to run on virtual CPU devices, or unset it"
         ) from None
+    finally:
+        take_back_threads()
 
 
 def make_mesh(shape: MeshShape) -> Mesh:

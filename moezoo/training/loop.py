@@ -33,6 +33,7 @@ from moezoo.training.progress import Progress
 from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import Metrics, State, Step, check_shardings
+from moezoo.training.waiting import Waiting
 
 # The picture of expert load averages this many logged steps.
 _LOAD_ROWS = 10
@@ -124,7 +125,12 @@ class Loop:
         tokens, since, spent = 0, start, _Spent()
         evaluation, due = None, False
         self._saved_at = self._clock()
-        with signals.awaiting(), self._progress(start) as progress, self._profiler(compiled, progress) as profiler:
+        with (
+            signals.awaiting(),
+            self._progress(start) as progress,
+            Waiting(self._mesh, progress.print) as waiting,
+            self._profiler(compiled, progress) as profiler,
+        ):
             for number in profiler.follow(range(start + 1, cfg.steps + 1)):
                 asked = _Asked(signals.number, self._is_save_due()).agree()
                 if asked.signal:
@@ -134,7 +140,7 @@ class Loop:
                 micro = [next(batches) for _ in range(cfg.micro_batches)]
                 batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
                 read = time.perf_counter()
-                with profiler.step():
+                with profiler.step(), waiting.on(f"step {number}"):
                     state, metrics = compiled(state, batch)
                     # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
                     jax.block_until_ready(metrics)
@@ -153,7 +159,7 @@ class Loop:
                 last = number == cfg.steps
                 evaluate = last or (cfg.eval_every > 0 and number % cfg.eval_every == 0)
                 if evaluate:
-                    evaluation = self._evaluate(state.model, signals, progress)
+                    evaluation = self._evaluate(state.model, signals, progress, waiting)
                 logged = cfg.log_every > 0 and number % cfg.log_every == 0
                 if logged or evaluate or number == 1:
                     row = _row(number, metrics, evaluation if evaluate else None, self.seen)
@@ -178,8 +184,8 @@ class Loop:
 
     def _evaluate_only(self, state: State, signals: Signals) -> Evaluation:
         """Evaluate and save the state of a run without steps."""
-        with signals.awaiting(), self._progress(0) as progress:
-            found = self._evaluate(state.model, signals, progress)
+        with signals.awaiting(), self._progress(0) as progress, Waiting(self._mesh, progress.print) as waiting:
+            found = self._evaluate(state.model, signals, progress, waiting)
             if found is not None:
                 for writer in self.writers:
                     writer.row({"step": 0, "val_loss": found.loss, "time": time.time()}, None)
@@ -197,16 +203,21 @@ class Loop:
     def _profiler(self, compiled: "jax.stages.Compiled", progress: Progress) -> Profiler:
         return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled, self._mesh, progress.print)
 
-    def _evaluate(self, model: LanguageModel, signals: Signals, progress: Progress) -> Evaluation | None:
+    def _evaluate(
+        self, model: LanguageModel, signals: Signals, progress: Progress, waiting: Waiting
+    ) -> Evaluation | None:
         """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""
 
         def on_batch(done: int, total: int) -> None:
+            compiling = " and its compilation" if done == 0 else ""
+            waiting.begin(f"batch {done + 1} of {total} of an evaluation{compiling}")
             progress.batches(done, total)
             if done < total and distributed.largest(signals.number):
                 raise _Interrupted
 
         try:
-            return self._evaluator(model, on_batch)
+            with waiting.on("an evaluation"):
+                return self._evaluator(model, on_batch)
         except _Interrupted:
             return None
 

@@ -10,6 +10,8 @@ import pytest
 from refusals import refused
 
 import moezoo
+from moezoo.host import processors
+from moezoo.parallel import threads
 from moezoo.parallel.mesh import (
     AXES,
     MeshShape,
@@ -95,3 +97,60 @@ def test_jax_10_loads_no_programs_of_several_cpu_devices(monkeypatch, version, w
     prepare(wanted)
     off = {"jax_enable_compilation_cache": False} if (version, wanted) == ("0.10.2", 8) else {}
     assert {name: value for name, value in changed.items() if "cache" in name} == off
+
+
+_THREADS = """
+import os, sys
+from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
+count, last = map(int, sys.argv[1:])
+if count:
+    cpu_devices(count)
+def show():
+    print({name: os.environ[name] for name in ("PJRT_NPROC", "NPROC") if name in os.environ})
+show()
+make_mesh(MeshShape(fsdp=last))
+show()
+names = [open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task")]
+print(sum("XLAEigen" in name for name in names))
+"""
+
+
+def threads_of(count: int, last: int, **settings: str) -> list[str]:
+    """Return the variables before and after the start on `last` devices, and the threads of XLA's pool.
+
+    Call `cpu_devices(count)` before, unless that is 0.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in (*threads.VARIABLES, "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-c", _THREADS, str(count), str(last)]
+    done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_threads_of_cpu_devices():
+    """With jax 0.10, eight per device while JAX starts; a number of the user's own stays, and children inherit none."""
+    early = jax.__version__.startswith("0.10.")
+    one, two = str(processors()), str(max(16 if early else 2, processors()))
+    by_call = str({"PJRT_NPROC": "16"} if early and processors() < 16 else {})
+    assert threads_of(2, 2) == [by_call, "{}", two]
+    assert threads_of(0, 2) == ["{}", "{}", two]
+    assert threads_of(0, 1) == ["{}", "{}", one]
+    assert threads_of(0, -1, JAX_NUM_CPU_DEVICES="2") == ["{}", "{}", two]
+    for name in threads.VARIABLES:
+        own = str({name: "5"})
+        assert threads_of(2, 2, **{name: "5"}) == [own, own, "5"]
+
+
+@pytest.mark.parametrize(
+    ("version", "devices", "wanted"),
+    [("0.10.2", 8, "64"), ("0.10.2", 1, None), ("0.10.2", 99, "256"), ("0.12.0", 8, None)],
+)
+def test_threads_by_version_and_devices(monkeypatch, version, devices, wanted):
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(threads, "processors", lambda: 2)
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    threads.give_threads(3)
+    threads.give_threads(devices)  # the last call before JAX starts counts
+    assert os.environ.get("PJRT_NPROC") == wanted
+    threads.take_back_threads()
+    assert "PJRT_NPROC" not in os.environ
